@@ -1,0 +1,234 @@
+"""Compile a kernel, keep the machine code, launch it.
+
+`launch(kernel, grid, block, *arguments)` is the only way an operator starts a kernel. On the GPU it
+bypasses Numba's own launch, which costs 75-120 us of host time with CuPy arrays: the arguments are
+packed into a reused buffer and handed to the driver directly (about 5 us). Kernels run on CuPy's current
+stream and may be captured in a graph. In the simulator it falls through to kernel[grid, block].
+
+Machine code is cached on disk (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) under a hash of the sources
+of all kernels, the kernel's name and the values it closes over, the argument types, the architecture
+and the versions of the compilers. A file appears under its final name only when complete, so processes
+that start together do not disturb each other.
+
+RLNUMBA_DEBUG=1 waits for each kernel and reports an error where it happened; 2 prints each kernel's
+time and the bytes of its arguments as well.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import pathlib
+import struct
+import tempfile
+import time
+from importlib.metadata import version
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.errors import DeviceError
+
+DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0)
+# A block gets more dynamic shared memory than this only after asking the driver once.
+DEFAULT_SHARED_LIMIT = 48 * 1024
+
+_SCALARS = frozenset((int, bool, float, np.int32, np.uint32, np.int64, np.float32))
+
+_compiled = {}
+# Called with (kernel, type names) for each launch in the simulator; tests use it to learn every signature
+# that the operators use, and compile each for real GPUs without one.
+observers = []
+
+
+def type_name(argument):
+    """The Numba type of a kernel argument, as text: "float32[:,::1]", "uint16[::1]", "int64", ..."""
+    if isinstance(argument, (int, np.int64)):
+        return "int64"
+    if isinstance(argument, float):
+        return "float32"
+    if isinstance(argument, (np.float32, np.int32, np.uint32)):
+        return argument.dtype.name
+    element = "uint16" if argument.dtype.name == "bfloat16" else argument.dtype.name
+    return f"{element}[{':,' * (argument.ndim - 1)}::1]"
+
+
+def parse_type(name):
+    """The Numba type that a text of type_name() stands for."""
+    from numba.cuda import types
+
+    element, _, layout = name.partition("[")
+    numba_type = getattr(types, element)
+    return numba_type if not layout else types.Array(numba_type, layout.count(":") - 1, "C")
+
+
+class Compiled:
+    """A kernel for one tuple of argument types, loaded and ready to launch."""
+
+    def __init__(self, kernel, type_names):
+        self.name = kernel.py_func.__name__
+        self.handle = _load(kernel, type_names)
+        self.shared_limit = DEFAULT_SHARED_LIMIT
+        # Numba passes an array as meminfo, parent, size, itemsize, data, shape..., strides...; a scalar
+        # as itself. Each word gets a slot of eight bytes; the driver takes an array of their addresses.
+        formats = {"float32": "f4x", "int32": "i4x", "uint32": "I4x", "int64": "q"}
+        layout, words = "=", 0
+        for name in type_names:
+            dimensions = name.count(":") - 1 if "[" in name else 0
+            words += 5 + 2 * dimensions if dimensions else 1
+            layout += f"{5 + 2 * dimensions}q" if dimensions else formats[name]
+        self.packer = struct.Struct(layout)
+        self.values = bytearray(max(8 * words, 8))
+        self.values_view = (ctypes.c_char * len(self.values)).from_buffer(self.values)
+        base = ctypes.addressof(self.values_view)
+        self.pointers = (ctypes.c_void_p * max(words, 1))(*(base + 8 * i for i in range(words)))
+        self.parameters = ctypes.addressof(self.pointers)
+
+    def allow_shared(self, nbytes):
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        error, current = driver.cuCtxGetDevice()
+        if error == driver.CUresult.CUDA_SUCCESS:
+            (error,) = driver.cuKernelSetAttribute(attribute, nbytes, self.handle, current)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"kernel {self.name}: {nbytes} bytes of shared memory refused ({error.name})")
+        self.shared_limit = nbytes
+
+
+def launch(kernel, grid, block, *arguments, shared=0):
+    """Run `kernel`, a @cuda.jit function, on a grid of blocks; returns at once on the GPU.
+
+    grid, block: an int or a tuple of up to three. arguments: C-contiguous arrays of the device, Python int
+    (int64 in the kernel), Python float (float32), np.int32, np.uint32, np.float32. shared: bytes of dynamic
+    shared memory. An empty grid launches nothing. Raises DeviceError with the kernel's name.
+    """
+    grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
+    if 0 in grid:
+        return
+    if device.name() == "sim":
+        _simulate(kernel, grid, block, arguments, shared)
+        return
+    key = (kernel, *[type(a) if type(a) in _SCALARS else (a.dtype, a.ndim) for a in arguments])
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = Compiled(kernel, [type_name(a) for a in arguments])
+    words = []
+    for a in arguments:
+        if type(a) in _SCALARS:
+            words.append(a)
+        else:
+            words += (0, 0, a.size, a.itemsize, a.data.ptr)
+            words += a.shape
+            words += a.strides
+    compiled.packer.pack_into(compiled.values, 0, *words)
+    if shared > compiled.shared_limit:
+        compiled.allow_shared(shared)
+    _start(compiled, grid, block, shared, arguments)
+
+
+def _start(compiled, grid, block, shared, arguments):
+    import cupy
+    from cuda.bindings import driver
+
+    stream = cupy.cuda.get_current_stream().ptr
+    started = time.perf_counter() if DEBUG else 0.0
+    (error,) = driver.cuLaunchKernel(compiled.handle, *grid, *block, shared, stream, compiled.parameters, 0)
+    if error == driver.CUresult.CUDA_SUCCESS and DEBUG:
+        (error,) = driver.cuStreamSynchronize(stream)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"kernel {compiled.name}, grid {grid}, block {block}, {shared} bytes shared: {error.name}")
+    if DEBUG > 1:
+        milliseconds = (time.perf_counter() - started) * 1e3
+        nbytes = sum(a.nbytes for a in arguments if type(a) not in _SCALARS)
+        print(f"{compiled.name:32} {milliseconds:9.3f} ms  arguments {nbytes / 1e6:10.3f} MB", flush=True)
+
+
+def _simulate(kernel, grid, block, arguments, shared):
+    for observer in observers:
+        observer(kernel, tuple(type_name(a) for a in arguments))
+    visible = []
+    for a in arguments:
+        if isinstance(a, np.ndarray) and a.dtype.name == "bfloat16":
+            a = a.view(np.uint16)
+        elif isinstance(a, float):
+            a = np.float32(a)
+        visible.append(a)
+    kernel[grid, block, 0, shared](*visible)
+
+
+def _load(kernel, type_names):
+    """The driver's handle of a kernel's machine code, from the disk cache or freshly compiled."""
+    from cuda.bindings import driver
+    from numba.cuda.api import get_current_device
+
+    capability = get_current_device().compute_capability
+    path = _cache_folder() / f"{_cache_key(kernel, type_names, capability)}.cubin"
+    try:
+        entry, code = path.read_bytes().split(b"\0", 1)
+    except FileNotFoundError:
+        entry, code = _compile(kernel, type_names)
+        _write_once(path, entry + b"\0" + code)
+    error, library = driver.cuLibraryLoadData(code, [], [], 0, [], [], 0)
+    if error == driver.CUresult.CUDA_SUCCESS:
+        error, handle = driver.cuLibraryGetKernel(library, entry)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"kernel {kernel.py_func.__name__}: its machine code does not load ({error.name})")
+    # cuLaunchKernel takes a CUkernel in place of a CUfunction.
+    return driver.CUfunction(int(handle))
+
+
+def _compile(kernel, type_names):
+    compiled = kernel.compile(tuple(parse_type(name) for name in type_names))
+    return compiled.entry_name.encode(), bytes(compiled.library.get_cubin().code)
+
+
+def _cache_folder():
+    folder = os.environ.get("RLNUMBA_CACHE_DIR")
+    return pathlib.Path(folder) if folder else pathlib.Path.home() / ".cache" / "rlnumba"
+
+
+def _write_once(path, content):
+    """Write a cache file under a temporary name and rename it; a cache that cannot be written is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _sources_digest():
+    digest = hashlib.sha256()
+    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+_digest = None
+
+
+def _cache_key(kernel, type_names, capability):
+    global _digest
+    if _digest is None:
+        _digest = _sources_digest()
+    parts = [
+        _digest,
+        _identity(kernel),
+        list(type_names),
+        list(capability),
+        sorted((key, repr(value)) for key, value in kernel.targetoptions.items()),
+        [version(package) for package in ("numba", "numba-cuda", "llvmlite")],
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _identity(value):
+    """What tells a kernel from others made by the same source lines: the values it closes over."""
+    function = getattr(value, "py_func", value)
+    if callable(function) and hasattr(function, "__qualname__"):
+        cells = getattr(function, "__closure__", None) or ()
+        return [function.__module__, function.__qualname__, [_identity(cell.cell_contents) for cell in cells]]
+    return repr(value)

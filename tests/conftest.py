@@ -1,0 +1,39 @@
+"""Fixtures and skips. A test runs on the device of the process; kernels need `sim` or `cuda`.
+
+    pytest                               numpy device: references, models, engine, trainers
+    NUMBA_ENABLE_CUDASIM=1 pytest -m sim the kernels, thread by thread
+    pytest on a machine with a GPU       the kernels at real shapes as well
+
+RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
+"""
+
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from rlnumba import device
+
+
+def pytest_collection_modifyitems(items):
+    name = device.name()
+    for item in items:
+        if "gpu" in item.keywords and name != "cuda":
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        elif "sim" in item.keywords and "gpu" not in item.keywords and name == "numpy":
+            item.add_marker(pytest.mark.skip(reason="runs with NUMBA_ENABLE_CUDASIM=1 (tests/test_simulator.py does)"))
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def samples():
+    """The folder of sample models and data that RLNUMBA_SAMPLES names."""
+    folder = os.environ.get("RLNUMBA_SAMPLES")
+    if not folder or not pathlib.Path(folder).is_dir():
+        pytest.skip("RLNUMBA_SAMPLES does not name a folder of sample models")
+    return pathlib.Path(folder)

@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+
+from rlnumba import device, memory
+
+
+def test_arrays_of_open_scopes_do_not_overlap_and_bytes_are_counted():
+    arena = memory.Arena("test arrays")
+    for _ in range(2):
+        with arena.scope():
+            a = arena.empty((1000,), np.float32)
+            a.fill(1.0)
+            with arena.scope():
+                b = arena.empty((30, 7), np.int32)
+                b.fill(2)
+                assert device.to_host(a).sum() == 1000
+            c = arena.empty(5, np.float32)
+            c.fill(3.0)
+            assert device.to_host(a).sum() == 1000
+    # 4,000 and 840 bytes, each rounded up to 256; the last 20 bytes take the place of the 840.
+    assert memory.report()["test arrays"] == 4096 + 1024
+    arena.release()
+    memory.reset_peaks()
+    assert memory.report()["test arrays"] == 0
+
+
+def test_an_array_needs_a_scope():
+    with pytest.raises(ValueError, match="outside of a scope"):
+        memory.Arena("test").empty(3, np.float32)
+
+
+@pytest.mark.gpu
+def test_slabs_merge_to_the_peak():
+    arena = memory.Arena("test slabs")
+    for _ in range(3):
+        with arena.scope():
+            arrays = [arena.empty(5 << 20, np.float32) for _ in range(4)]
+            for i, array in enumerate(arrays):
+                array.fill(i)
+            assert [int(array[0]) for array in arrays] == [0, 1, 2, 3]
+    assert len(arena.slabs) == 1 and arena.slabs[0].nbytes == arena.peak == 4 * (20 << 20)

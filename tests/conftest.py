@@ -7,6 +7,7 @@
 RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
 """
 
+import json
 import os
 import pathlib
 
@@ -14,6 +15,24 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+
+RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
+_signatures = {}
+
+
+def pytest_sessionstart():
+    """With RLNUMBA_RECORD_SIGNATURES=FILE, note every kernel and its argument types launched in the simulator."""
+    if RECORD:
+        from rlnumba.kernels import launch
+
+        launch.observers.append(
+            lambda kernel, types: _signatures.setdefault((kernel.py_func.__module__, kernel.py_func.__name__, types))
+        )
+
+
+def pytest_sessionfinish():
+    if RECORD:
+        pathlib.Path(RECORD).write_text(json.dumps(list(_signatures)))
 
 
 def pytest_collection_modifyitems(items):

@@ -103,8 +103,12 @@ def asarray(array):
 
 
 def to_host(array):
-    """An array of the device as a NumPy array; waits for the device."""
-    return array.get() if name() == "cuda" else np.asarray(array)
+    """An array of the device (or of NumPy already) as a NumPy array; waits for the device."""
+    if name() == "cuda":
+        import cupy
+
+        return cupy.asnumpy(array)
+    return np.asarray(array)
 
 
 def synchronize():

@@ -1,0 +1,284 @@
+"""Compute a step: its arrays, the model over the paged KV cache, the draws; on the GPU as CUDA graphs.
+
+The arrays of a step are built for all its sequences at once with NumPy and reach the device in one copy;
+the drawn ids and their log-probs come back in one. A step in which every sequence lacks one token is
+replayed as a graph on the GPU: captured once for a number of rows (rounded up to a bucket, the padding
+rows have an empty context) and a context length (rounded up to a power of two).
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+
+from rlnumba import device, memory
+from rlnumba.engine.sampler import Draws, draw
+from rlnumba.kernels.kv_cache import write_kv
+from rlnumba.kernels.paged_attention import paged_attention
+
+# Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
+SMALL_BUCKETS = (1, 2, 4, 8)
+BUCKET_STEP = 16
+SMALLEST_CONTEXT = 256
+
+
+def bucket_of(rows):
+    """The smallest graph size that holds this many rows."""
+    for bucket in SMALL_BUCKETS:
+        if rows <= bucket:
+            return bucket
+    return -(-rows // BUCKET_STEP) * BUCKET_STEP
+
+
+def context_bucket_of(length):
+    """The smallest power of two, at least SMALLEST_CONTEXT, that holds this context."""
+    return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
+
+
+def step_arrays(step, table, block_size):
+    """{name: array} of a step of B sequences, N tokens and D draws, for the model, the cache and the sampler.
+
+    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32. Of the sequences: block_tables (B, W),
+    cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows. Of the draws: what Draws says.
+    """
+    rows, counts = step.rows, step.counts
+    ends = np.cumsum(counts)
+    context_lens = step.starts + counts
+    width = int(-(-context_lens.max() // block_size))
+    if len(rows) == ends[-1]:
+        token_rows, positions = rows, step.starts
+    else:
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(step.starts - ends + counts, counts)
+    blocks = table.block_tables[token_rows, positions // block_size].astype(np.int64)
+    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
+    cu_seqlens[1:] = ends
+    arrays = {
+        "input_ids": table.token_ids[token_rows, positions],
+        "position_ids": positions.astype(np.int32),
+        "slot_mapping": (blocks * block_size + positions % block_size).astype(np.int32),
+        "block_tables": table.block_tables[rows, :width],
+        "cu_seqlens": cu_seqlens,
+        "context_lens": context_lens.astype(np.int32),
+    }
+    drawing = rows[step.draws]
+    if not len(drawing):
+        return arrays
+    for name in ("temperature", "top_k", "top_p", "min_p", "keys", "sample_index"):
+        arrays[name] = getattr(table, name)[drawing]
+    arrays["position"] = table.length[drawing].astype(np.int32)
+    if len(drawing) < ends[-1]:
+        arrays["rows"] = (ends[step.draws] - 1).astype(np.int32)
+    penalty = table.repetition_penalty[drawing]
+    if (penalty != 1).any():
+        lengths = table.length[drawing]
+        history = table.token_ids[drawing, : lengths.max()]
+        history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
+        arrays["penalty"], arrays["history"] = penalty, history
+    return arrays
+
+
+def pad_rows(arrays, rows, block_table_width):
+    """The arrays of a decode step with padding rows: no context, no slot, token 0 drawn greedily and dropped."""
+    padded = {}
+    for name, array in arrays.items():
+        if name == "cu_seqlens":
+            padded[name] = np.arange(rows + 1, dtype=np.int32)
+            continue
+        tail = (block_table_width,) if name == "block_tables" else array.shape[1:]
+        padded[name] = np.full((rows, *tail), -1 if name == "slot_mapping" else 0, array.dtype)
+        padded[name][tuple(map(slice, array.shape))] = array
+    return padded
+
+
+class PagedAttend:
+    """The transformer's attention over the paged cache: keys and values of the step are written, then read.
+
+    k_cache, v_cache: (layers, blocks, block_size, HK, E).
+    """
+
+    def __init__(self, k_cache, v_cache, scale, arrays, max_seqlen_q, max_context_len):
+        self.k_cache, self.v_cache, self.scale = k_cache, v_cache, scale
+        self.arrays = arrays
+        self.max_seqlen_q, self.max_context_len = max_seqlen_q, max_context_len
+
+    def forward(self, layer, q, k, v, out):
+        arrays = self.arrays
+        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        write_kv(k, v, arrays["slot_mapping"], k_cache, v_cache)
+        paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            arrays["block_tables"],
+            arrays["cu_seqlens"],
+            arrays["context_lens"],
+            self.max_seqlen_q,
+            self.max_context_len,
+            self.scale,
+            out,
+        )
+
+
+class NoAttention:
+    """Stands in for attention where only the memory of a forward pass is of interest."""
+
+    def forward(self, layer, q, k, v, out):
+        out[...] = 0
+
+
+class Upload:
+    """Arrays of four-byte elements, sent to the device in one copy; on the CPU they are passed through.
+
+    Arrays of the same shapes, sent in the same order, land at the same addresses: a captured graph reads
+    the new values. words: room at the start, grown on demand, which moves the addresses.
+    """
+
+    def __init__(self, words=1 << 16):
+        self.words = 0
+        self.generation = 0
+        if device.name() == "cuda":
+            self._grow(words)
+
+    def _grow(self, words):
+        import cupyx
+
+        self.words = words
+        self.host = cupyx.empty_pinned(words, np.int32)
+        self.device = device.xp().empty(words, np.int32)
+        self.generation += 1
+
+    def send(self, arrays):
+        """{name: NumPy array} -> {name: array of the device}. The last send must have been computed with."""
+        if device.name() != "cuda":
+            return arrays
+        # 16-byte alignment for vector loads.
+        sizes = {name: -(-array.size // 4) * 4 for name, array in arrays.items()}
+        words = sum(sizes.values())
+        if words > self.words:
+            self._grow(2 * words)
+        views, offset = {}, 0
+        for name, array in arrays.items():
+            self.host[offset : offset + array.size] = array.reshape(-1).view(np.int32)
+            flat = self.device[offset : offset + array.size]
+            views[name] = flat.view(array.dtype).reshape(array.shape)
+            offset += sizes[name]
+        self.device[:words].set(self.host[:words])
+        return views
+
+
+class Runner:
+    """The model with its KV cache; `run` computes one step of the scheduler.
+
+    max_num_batched_tokens, max_num_seqs: the largest step. eager: never capture graphs.
+    """
+
+    def __init__(self, model, block_size, max_num_batched_tokens, max_num_seqs, eager):
+        self.model, self.block_size = model, block_size
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.eager = eager or device.name() != "cuda"
+        self.scale = model.config.scale
+        self.arena = memory.Arena("engine activations")
+        self.k_cache = self.v_cache = None
+        self.upload = Upload()
+        self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
+        # Graphs by (rows, context), and the addresses of the buffers that they were captured with.
+        self.graphs, self.graph_addresses = {}, None
+        self.stream = device.xp().cuda.Stream() if device.name() == "cuda" else None
+
+    @property
+    def block_bytes(self):
+        """Bytes of one block: K and V of block_size tokens in all layers."""
+        config = self.model.config
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return per_token * self.block_size * np.dtype(self.model.dtype).itemsize
+
+    def allocate(self, num_blocks):
+        """Take the memory of a cache of num_blocks."""
+        config = self.model.config
+        shape = (
+            config.num_hidden_layers, num_blocks, self.block_size, config.num_key_value_heads, config.head_dim,
+        )  # fmt: skip
+        # Zeros on the CPU are pages that nobody has touched; on the GPU nothing reads what was not written.
+        make = device.xp().empty if device.name() == "cuda" else np.zeros
+        self.k_cache = make(shape, self.model.dtype)
+        self.v_cache = make(shape, self.model.dtype)
+        memory.hold("kv", self.k_cache.nbytes + self.v_cache.nbytes)
+
+    def release(self):
+        """Give the cache's memory back."""
+        if self.k_cache is None:
+            return
+        memory.hold("kv", -(self.k_cache.nbytes + self.v_cache.nbytes))
+        self.k_cache = self.v_cache = None
+        # They hold the cache's addresses.
+        self.graphs.clear()
+        if device.name() == "cuda":
+            device.xp().get_default_memory_pool().free_all_blocks()
+
+    def reserve_activations(self):
+        """Run the largest step once without attention, so that its memory is taken before the cache's size is set."""
+        tokens = self.max_num_batched_tokens
+        zeros = device.asarray(np.zeros(tokens, np.int32))
+        with self._on_stream(), self.arena.scope():
+            hidden = self.model.forward(zeros, zeros, NoAttention(), arena=self.arena)
+            rows = np.arange(min(self.max_num_seqs, tokens), dtype=np.int32)
+            ones = np.ones(len(rows), np.float32)
+            none = np.zeros(len(rows), np.int32)
+            draws = {
+                "temperature": ones, "top_k": none, "top_p": ones, "min_p": 0 * ones, "position": none,
+                "keys": np.zeros((len(rows), 2), np.uint32), "sample_index": none, "rows": rows,
+            }  # fmt: skip
+            self._draw(hidden, self.upload.send(draws), len(rows))
+            device.synchronize()
+
+    def run(self, step, table):
+        """Compute a step; returns the drawn token_ids (D,) int32 and logprobs (D,) float32 on the host."""
+        arrays = step_arrays(step, table, self.block_size)
+        drawn = int(step.draws.sum())
+        with self._on_stream():
+            decode = len(step.rows) == step.num_tokens == drawn
+            if decode and not self.eager and "penalty" not in arrays:
+                self._replay(arrays)
+            else:
+                longest = int(arrays["context_lens"].max())
+                self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest)
+            results = device.to_host(self.results[:, :drawn])
+        return results[0].copy(), results[1].view(np.float32).copy()
+
+    def _on_stream(self):
+        return self.stream or nullcontext()
+
+    def _replay(self, arrays):
+        """A decode step as a graph, captured where it is the first of its size."""
+        context = context_bucket_of(int(arrays["context_lens"].max()))
+        bucket = bucket_of(len(arrays["context_lens"]))
+        sent = self.upload.send(pad_rows(arrays, bucket, context // self.block_size))
+        if self._addresses() != self.graph_addresses:
+            self.graphs.clear()
+        graph = self.graphs.get((bucket, context))
+        if graph is not None:
+            graph.launch(self.stream)
+            return
+        # This run computes the step; it also compiles what is missing, which a capture could not.
+        self._compute(sent, bucket, 1, context)
+        self.stream.begin_capture()
+        self._compute(sent, bucket, 1, context)
+        self.graphs[bucket, context] = self.stream.end_capture()
+        self.graph_addresses = self._addresses()
+
+    def _addresses(self):
+        """Where the buffers are that graphs read and write; the cache is not among them, `release` sees to it."""
+        return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
+
+    def _compute(self, arrays, drawn, max_seqlen_q, max_context_len):
+        attend = PagedAttend(self.k_cache, self.v_cache, self.scale, arrays, max_seqlen_q, max_context_len)
+        with self.arena.scope():
+            hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attend, arena=self.arena)
+            if drawn:
+                self._draw(hidden, arrays, drawn)
+
+    def _draw(self, hidden, arrays, drawn):
+        names = Draws.__dataclass_fields__
+        draws = Draws(**{name: arrays[name] for name in names if name in arrays})
+        token_ids = self.results[0, :drawn]
+        draw(hidden, self.model.lm_head, draws, self.arena, token_ids, self.results[1, :drawn].view(np.float32))

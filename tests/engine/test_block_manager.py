@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlnumba.engine.block_manager import BlockManager, block_hash
+
+IDS = np.arange(12, dtype=np.int32).reshape(3, 4)
+
+
+def names_of(blocks_of_ids, parent=0):
+    names = []
+    for ids in blocks_of_ids:
+        parent = block_hash(parent, ids.astype(np.int64))
+        names.append(parent)
+    return names
+
+
+def test_E04_hash_is_frozen():
+    # Made once with xxhash from the rule in block_manager.py; other programs may name blocks the same way.
+    first = block_hash(0, np.arange(256))
+    assert (first, block_hash(first, np.arange(256, 512))) == (0x930351CA5BF3624E, 0x61CDA28B75C3BA89)
+
+
+def test_E04_hash_tells_policy_versions_apart():
+    assert block_hash(0, np.arange(16)) != block_hash(1, np.arange(16))
+
+
+def test_E04_match_compares_token_ids():
+    manager = BlockManager(4, 4)
+    a, b = manager.allocate(2)
+    names = names_of(IDS)
+    manager.register(a, names[0], IDS[0])
+    manager.register(b, names[1], IDS[1])
+    assert manager.match(names, IDS.reshape(-1)) == [a, b]
+    assert manager.match(names[1:], IDS[1:].reshape(-1)) == [b]
+    other = IDS.copy()
+    other[0, 2] = 99
+    assert manager.match(names, other.reshape(-1)) == []
+
+
+def test_E04_freed_blocks_keep_their_content_until_reused_first_freed_first():
+    manager = BlockManager(3, 4)
+    blocks = manager.allocate(3)
+    names = names_of(IDS)
+    for block, name, ids in zip(blocks, names, IDS, strict=True):
+        manager.register(block, name, ids)
+    manager.release(blocks[::-1])
+    assert manager.num_free == 3 and manager.match(names, IDS.reshape(-1)) == blocks
+    assert manager.allocate(1) == [blocks[2]]
+    assert manager.match(names, IDS.reshape(-1)) == blocks[:2]
+    manager.take(blocks[:2])
+    assert manager.num_free == 0 and manager.ref_count == [1, 1, 1]
+    manager.take(blocks[:1])
+    manager.release(blocks[:1])
+    assert manager.num_free == 0
+
+
+def test_reset_forgets_content_but_not_owners():
+    manager = BlockManager(2, 4)
+    (block,) = manager.allocate(1)
+    manager.register(block, 5, IDS[0])
+    manager.reset()
+    assert manager.match([5], IDS[0]) == [] and manager.num_free == 1
+    manager.release([block])
+    assert manager.num_free == 2
+
+
+def test_errors_name_what_is_wrong():
+    manager = BlockManager(2, 4)
+    with pytest.raises(ValueError, match="3 blocks asked for, 2 are free"):
+        manager.allocate(3)
+    with pytest.raises(ValueError, match="block 1 has no owner"):
+        manager.release([1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 6))
+def test_every_block_is_free_or_owned(moves, num_blocks):
+    """Random allocations, registrations, matches and releases; each owner is one entry of `owned`."""
+    manager, owned = BlockManager(num_blocks, 1), []
+    for step, move in enumerate(moves):
+        if move == 0 and manager.num_free:
+            owned += manager.allocate(1)
+        elif move == 1 and owned:
+            block, name = owned[step % len(owned)], step % 4
+            if block not in manager.hash_of_block:
+                manager.register(block, name, np.int32([name]))
+        elif move == 2:
+            found = manager.match([step % 4], np.int32([step % 4]))
+            manager.take(found)
+            owned += found
+        elif owned:
+            manager.release([owned.pop(step % len(owned))])
+        assert manager.ref_count == [owned.count(block) for block in range(num_blocks)]
+        assert sorted(manager.free) == [block for block in range(num_blocks) if block not in owned]
+        assert {name: block for block, name in manager.hash_of_block.items()} == manager.block_of_hash

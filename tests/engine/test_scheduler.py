@@ -1,0 +1,174 @@
+"""The scheduler against a pretended model whose next token is a function of the tokens before it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.scheduler import Scheduler, blocks_of
+from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+
+BLOCK = 4
+
+
+def fingerprint(token_ids):
+    value = 17
+    for token in token_ids:
+        value = (value * 1000003 + int(token) + 1) % (2**61 - 1)
+    return value
+
+
+def next_token(token_ids, index):
+    return fingerprint([*token_ids, 1000 + index]) % 50
+
+
+class PretendedModel:
+    """Keeps, in every slot of the cache, the fingerprint of the tokens up to there, and checks what it reads."""
+
+    def __init__(self, num_blocks):
+        self.cache = [None] * (num_blocks * BLOCK)
+        self.num_tokens = 0
+
+    def run(self, step, table):
+        assert len(set(step.rows.tolist())) == len(step.rows)
+        drawn = []
+        for row, start, count, draws in zip(step.rows, step.starts, step.counts, step.draws, strict=True):
+            ids, tables = table.token_ids[row], table.block_tables[row]
+            slots = [int(tables[p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)]
+            for position in range(start, start + count):
+                self.cache[slots[position]] = fingerprint(ids[: position + 1])
+            assert [self.cache[slot] for slot in slots] == [fingerprint(ids[: p + 1]) for p in range(start + count)]
+            if draws:
+                drawn.append(next_token(ids[: start + count], table.sample_index[row]))
+        self.num_tokens += step.num_tokens
+        drawn = np.array(drawn, np.int32)
+        return drawn, (-0.5 * drawn).astype(np.float32)
+
+
+def sequences_of(requests, eos=()):
+    sequences = []
+    for number, (prompt, n, max_tokens) in enumerate(requests):
+        prompt = np.array(prompt, np.int32)
+        for index in range(n):
+            params = SamplingParams(max_tokens=max_tokens, n=n)
+            sequences.append(Sequence(number, index, prompt, params, (0, 0), len(prompt) + max_tokens, eos))
+    return sequences
+
+
+def run(sequences, rows=8, budget=16, num_blocks=64, **options):
+    """Run to the end; returns ({(request, index): (ids, reason)}, scheduler, model)."""
+    table = SequenceTable(rows, max(s.length_limit for s in sequences), BLOCK, 4)
+    blocks = options.pop("blocks", None) or BlockManager(num_blocks, BLOCK)
+    model = options.pop("model", None) or PretendedModel(num_blocks)
+    scheduler = Scheduler(table, blocks, budget, **options)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    results, steps = {}, 0
+    while (step := scheduler.schedule()) is not None:
+        assert 0 < step.num_tokens <= budget
+        for s in scheduler.update(step, *model.run(step, table)):
+            results[s.request, s.index] = (s.completion_ids.tolist(), s.finish_reason)
+            assert s.completion_logprobs.tolist() == [-0.5 * t for t in s.completion_ids]
+        steps += 1
+        assert steps < 5000
+    assert scheduler.unfinished == 0 and len(results) == len(sequences)
+    assert blocks.num_free == blocks.num_blocks and not any(blocks.ref_count)
+    assert sorted(scheduler.free_rows) == list(range(rows)) and not scheduler.held
+    return results, scheduler, model
+
+
+def expected(sequences):
+    results = {}
+    for s in sequences:
+        ids, reason = s.prompt.tolist(), "length"
+        while len(ids) < s.length_limit:
+            ids.append(next_token(ids, s.index))
+            if ids[-1] in s.stop_ids:
+                reason = "stop"
+                break
+        results[s.request, s.index] = (ids[len(s.prompt) :], reason)
+    return results
+
+
+requests = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.integers(1, 3), st.integers(1, 12)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests, st.integers(1, 6), st.integers(1, 20), st.integers(0, 12), st.booleans(), st.booleans())
+def test_E03_any_schedule_gives_the_same_text_and_returns_all_blocks(
+    requests, rows, extra_budget, spare_blocks, caching, eos
+):
+    make = lambda: sequences_of(requests, eos=(1, 7, 23) if eos else ())  # noqa: E731
+    num_blocks = max(blocks_of(s, BLOCK) for s in make()) + spare_blocks
+    results, _, _ = run(make(), rows, rows + extra_budget - 1, num_blocks, prefix_caching=caching)
+    assert results == expected(make())
+
+
+def test_E03_too_few_blocks_preempt_the_newest():
+    prompts = [([i], 1, 20) for i in range(4)]
+    results, scheduler, _ = run(sequences_of(prompts), rows=4, budget=8, num_blocks=9)
+    assert scheduler.num_preemptions > 0
+    assert results == expected(sequences_of(prompts))
+
+
+def test_E03_decode_goes_on_while_a_long_prompt_is_computed_in_chunks():
+    sequences = sequences_of([([1, 2], 1, 12), (list(range(30)), 1, 1)])
+    table = SequenceTable(2, 31, BLOCK)
+    scheduler, model = Scheduler(table, BlockManager(32, BLOCK), 8), PretendedModel(32)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    steps = []
+    while (step := scheduler.schedule()) is not None:
+        steps.append((step.counts.tolist(), step.draws.tolist()))
+        scheduler.update(step, *model.run(step, table))
+    assert steps[:5] == [([2, 6], [True, False])] + [([1, 7], [True, False])] * 3 + [([1, 3], [True, True])]
+    assert steps[5:] == [([1], [True])] * 7
+
+
+def test_completions_of_one_prompt_compute_it_once():
+    prompt = list(range(4 * BLOCK + 2))
+    results, _, model = run(sequences_of([(prompt, 4, 1)]), rows=8, budget=64)
+    assert model.num_tokens == len(prompt) + 3 * 2
+    assert results == expected(sequences_of([(prompt, 4, 1)]))
+    # A prompt that ends with a block: that block is computed by each, for the row the first token is drawn from.
+    _, _, model = run(sequences_of([(prompt[:-2], 4, 1)]), rows=8, budget=64)
+    assert model.num_tokens == 4 * BLOCK + 3 * BLOCK
+
+
+def test_prefixes_are_found_by_a_later_run_and_not_under_another_policy():
+    blocks, model = BlockManager(32, BLOCK), PretendedModel(32)
+    prompt = list(range(3 * BLOCK + 1))
+    for policy, tokens in [(0, 13), (0, 1), (1, 13), (1, 1)]:
+        before = model.num_tokens
+        run(sequences_of([(prompt, 1, 1)]), blocks=blocks, model=model, num_blocks=32, policy_version=policy)
+        assert model.num_tokens - before == tokens
+
+
+def test_generated_blocks_are_found_too():
+    blocks, model = BlockManager(32, BLOCK), PretendedModel(32)
+    results, _, _ = run(sequences_of([([5, 6, 7], 1, 10)]), blocks=blocks, model=model, num_blocks=32)
+    longer = [5, 6, 7, *results[0, 0][0]]
+    before = model.num_tokens
+    run(sequences_of([(longer, 1, 1)]), blocks=blocks, model=model, num_blocks=32)
+    assert model.num_tokens - before == 1
+
+
+def test_stop_strings_are_asked_for_and_reasons_told():
+    sequences = sequences_of([([1], 1, 6), ([2], 1, 6)])
+    object.__setattr__(sequences[1].params, "stop", ("x",))
+    results, _, _ = run(sequences, has_stop_string=lambda sequence, ids: len(ids) == 3)
+    assert [(len(ids), reason) for ids, reason in results.values()] == [(3, "stop"), (6, "length")]
+
+
+def test_a_sequence_that_cannot_fit_is_refused():
+    scheduler = Scheduler(SequenceTable(1, 40, BLOCK), BlockManager(3, BLOCK), 8)
+    scheduler.add(sequences_of([([1], 1, 12)])[0])
+    with pytest.raises(ValueError, match="4 blocks in a cache of 3"):
+        scheduler.add(sequences_of([([1, 2], 1, 12)])[0])
+    with pytest.raises(ValueError, match="2 tokens a step for 3 sequences"):
+        Scheduler(SequenceTable(3, 40, BLOCK), BlockManager(3, BLOCK), 2)

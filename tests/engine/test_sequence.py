@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+from rlnumba.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("stop", ("",)),
+        ("stop_token_ids", (-1,)),
+        ("ignore_eos", 1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 0.5),
+        ("n", 0),
+        ("logprobs", 5),
+    ],
+)
+def test_E08_a_bad_parameter_is_named_with_its_value(name, value):
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**{name: value})
+    assert name in str(error.value) and repr(value) in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_E08_spellings_of_off_and_of_lists():
+    params = SamplingParams(top_k=-1, min_p=None, stop="x", stop_token_ids=[3, 4])
+    assert (params.top_k, params.min_p, params.stop, params.stop_token_ids) == (0, 0.0, ("x",), (3, 4))
+    assert SamplingParams(temperature=0, seed=2**64 - 1, n=4).temperature == 0
+
+
+def test_table_gives_back_what_was_put():
+    table = SequenceTable(rows=2, max_length=40, block_size=16, stop_width=2)
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.5, stop="a")
+    sequence = Sequence(0, 3, np.arange(5, dtype=np.int32), params, (1, 2), 40, (9,))
+    table.put(1, sequence)
+    assert table.stop_ids[1].tolist() == [9, -1] and table.sample_index[1] == 3 and table.has_stop_strings[1]
+    assert table.keys[1].tolist() == [1, 2] and table.length_limit[1] == 40
+    table.token_ids[1, 5], table.logprobs[1, 5], table.length[1] = 8, -0.25, 6
+    assert table.take(1) is sequence
+    assert sequence.completion_ids.tolist() == [8] and sequence.completion_logprobs.tolist() == [-0.25]
+    table.put(0, sequence)
+    assert table.length[0] == 6 and table.prompt_length[0] == 5 and table.logprobs[0, 5] == np.float32(-0.25)
+    assert table.num_computed[0] == 0 and table.sequences == [sequence, None]

@@ -1,0 +1,264 @@
+"""Reward functions: built-in values against hand-computed ones, calls that fail, names that lead nowhere."""
+
+import asyncio
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlnumba import rewards
+from rlnumba.config import RewardsConfig
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.rewards import RewardError, Rewards, load_rewards, resolve
+
+PROMPTS = ["a", "b", "c"]
+TEXTS = ["one", "two words", "three more words"]
+IDS = [[1], [1, 2], [1, 2, 3]]
+
+
+def score(*functions, timeout_s=5.0, errors="raise", prompts=PROMPTS, columns=None, **kwargs):
+    return Rewards(functions, timeout_s=timeout_s, errors=errors).score(prompts, TEXTS, IDS, columns or {}, **kwargs)
+
+
+def length(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
+async def slow_length(completion_ids, **columns):
+    await asyncio.sleep(0.2)
+    return [10 * len(ids) for ids in completion_ids]
+
+
+def test_functions_get_trl_keywords_and_give_a_column_each():
+    seen = {}
+
+    def spy(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer, state=trainer_state)
+        log_extra("copy", answer)
+        log_metric("half", 1.0)
+        log_metric("half", 0.0)
+        return [None, True, np.float32(0.5)]
+
+    scores = score(spy, length, columns={"answer": [7, 8, 9], "unused": [0, 0, 0]}, trainer_state={"step": 3})
+    np.testing.assert_array_equal(scores.values, [[np.nan, 1], [1, 2], [0.5, 3]])
+    assert seen == {
+        "prompts": PROMPTS,
+        "completions": TEXTS,
+        "ids": IDS,
+        "answer": [7, 8, 9],
+        "state": {"step": 3},
+    }
+    assert scores.extra == {"copy": [7, 8, 9]}
+    assert scores.metrics == {"half": 0.5}
+
+
+def test_completions_of_message_prompts_are_messages():
+    def role(completions, **columns):
+        return [1.0 if isinstance(c, list) and c[0]["role"] == "assistant" else 0.0 for c in completions]
+
+    prompts = [[{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "c"}]]
+    assert score(role, prompts=prompts).values[:, 0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_async_functions_wait_together():
+    async def other(completions, **columns):
+        await asyncio.sleep(0.2)
+        return [0.0] * len(completions)
+
+    started = time.monotonic()
+    values = score(slow_length, other, slow_length, length).values
+    assert time.monotonic() - started < 0.39
+    assert values.tolist() == [[10, 0, 10, 1], [20, 0, 20, 2], [30, 0, 30, 3]]
+
+
+def raises(completions, **columns):
+    return {}["answer"]
+
+
+def exits(completions, **columns):
+    raise SystemExit(0)
+
+
+def wrong_count(completions, **columns):
+    return [1.0]
+
+
+def not_a_list(completions, **columns):
+    return 1.0
+
+
+def not_a_number(completions, **columns):
+    return ["1", 1, 1]
+
+
+def infinite(completions, **columns):
+    return [0.0, float("inf"), 0.0]
+
+
+def sleeps(completions, **columns):
+    time.sleep(60)
+
+
+def spins(completions, **columns):
+    while True:
+        try:
+            time.sleep(0)
+        except Exception:
+            pass
+
+
+def backtracks(completions, **columns):
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+async def awaits(completions, **columns):
+    await asyncio.sleep(60)
+
+
+async def blocks(completions, **columns):
+    time.sleep(60)
+
+
+FAILURES = [
+    (raises, r"reward raises raised KeyError: 'answer' \(.*test_rewards.py:\d+\)"),
+    (exits, "reward exits raised SystemExit: 0"),
+    (wrong_count, "reward wrong_count must return 3 values, one a completion, got 1"),
+    (not_a_list, "reward not_a_list must return a list of 3 values, got float"),
+    (not_a_number, "reward not_a_number must return finite numbers or None, got '1' for completion 0"),
+    (infinite, "reward infinite must return finite numbers or None, got inf for completion 1"),
+    (sleeps, "reward sleeps did not return within 0.2 s"),
+    (spins, "reward spins did not return within 0.2 s"),
+    (backtracks, "reward backtracks did not return within 0.2 s"),
+    (awaits, "reward awaits did not return within 0.2 s"),
+    (blocks, "reward blocks did not return within 0.2 s"),
+]
+
+
+@pytest.mark.parametrize("function, message", FAILURES, ids=[f.__name__ for f, _ in FAILURES])
+def test_a_failing_function_is_named(function, message):
+    with pytest.raises(RewardError, match=message) as caught:
+        score(function, timeout_s=0.2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [raises, wrong_count, sleeps])
+def test_failures_can_be_skipped_and_are_counted(function):
+    scores = score(length, function, timeout_s=0.2, errors="skip")
+    np.testing.assert_array_equal(scores.values, [[1, np.nan], [2, np.nan], [3, np.nan]])
+    assert scores.errors == {function.__name__: 3}
+
+
+def test_a_hanging_function_outside_the_main_thread():
+    caught = []
+
+    def work():
+        with pytest.raises(RewardError, match="did not return within 0.2 s") as error:
+            score(sleeps, timeout_s=0.2)
+        caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(5)
+    assert caught
+
+
+def test_time_limits_nest():
+    reached = []
+    with pytest.raises(rewards._TimeUp), rewards.time_limit(0.3):
+        with pytest.raises(rewards._TimeUp), rewards.time_limit(0.1):
+            time.sleep(5)
+        reached.append("between")
+        time.sleep(5)
+    assert reached == ["between"]
+
+
+def test_files_and_modules(tmp_path, monkeypatch):
+    (tmp_path / "neighbour.py").write_text("BONUS = 2\n")
+    (tmp_path / "mine.py").write_text(
+        "from neighbour import BONUS\n"
+        "def brevity(completion_ids, **columns):\n    return [BONUS - len(i) for i in completion_ids]\n"
+        "def made(slope):\n    def line(completion_ids):\n        return [slope * len(i) for i in completion_ids]\n"
+        "    return line\n"
+        "CONSTANT = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardsConfig(funcs=["mine.py:brevity", "mine:brevity", "mine.brevity", "mine.py:made(slope=-2)"])
+    loaded = load_rewards(config)
+    assert loaded.names == ["mine.py:brevity", "mine:brevity", "mine.brevity", "line"]
+    values = loaded.score(PROMPTS, TEXTS, IDS, {}).values
+    assert values.tolist() == [[1, 1, 1, -2], [0, 0, 0, -4], [-1, -1, -1, -6]]
+
+    (tmp_path / "broken.py").write_text("import json\n\n1 / 0\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    for spec, kind, message in [
+        ("mine.py:brevety", ConfigError, "mine.py has no 'brevety'; did you mean brevity"),
+        ("mine.py:CONSTANT", ConfigError, "mine.py:CONSTANT is a int, not a function"),
+        ("missing.py:f", UserError, "no such file: missing.py"),
+        ("no_such_module:f", ConfigError, "there is no module no_such_module"),
+        ("acuracy_reward", ConfigError, "did you mean accuracy_reward"),
+        ("broken.py:f", RewardError, r"broken.py cannot be imported: ZeroDivisionError: division by zero \(line 3\)"),
+        ("syntax.py:f", RewardError, r"syntax.py cannot be imported: SyntaxError: .*\(line 1\)"),
+        ("mine.py:made(slope=print)", ConfigError, "must be key=value with plain values"),
+        ("soft_overlong_punishment", ConfigError, "soft_overlong_punishment: .*missing 2 required"),
+        ("repetition_penalty_reward(max_penalty=1)", ConfigError, "max_penalty must be at most 0"),
+    ]:
+        with pytest.raises(kind, match=message) as caught:
+            resolve(spec)
+        assert type(caught.value) is kind and "\n" not in str(caught.value)
+
+
+def test_verl_compute_score(tmp_path):
+    path = tmp_path / "verl_score.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float(solution_str == ground_truth and data_source == 'x')}\n"
+    )
+    function = resolve(f"{path}:compute_score")
+    columns = {"ground_truth": ["one", "two", "three more words"], "data_source": ["x", "x", "x"]}
+    assert score(function, columns=columns).values[:, 0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_G23_accuracy_reward():
+    pytest.importorskip("math_verify")
+    texts = [r"so \boxed{\frac{1}{3}}", [{"role": "assistant", "content": r"\boxed{0.5}"}], "no answer", "$x$"]
+    gold = [r"\frac{1}{3}", "1/3", "18", ""]
+    assert rewards.accuracy_reward(texts, solution=gold) == [1.0, 0.0, 0.0, None]
+    assert rewards.accuracy_reward([r"\boxed{72}"], answer=["48+24=72\n#### 72"]) == [1.0]
+    with pytest.raises(RewardError, match="reward accuracy_reward: needs a column solution, .*; the data has: topic"):
+        score(rewards.accuracy_reward, columns={"topic": ["", "", ""]})
+
+
+def test_accuracy_reward_survives_an_expression_that_takes_for_ever(monkeypatch):
+    math_verify = pytest.importorskip("math_verify")
+    monkeypatch.setattr(rewards, "SECONDS_PER_ANSWER", 0.2)
+    monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: time.sleep(60))
+    assert score(rewards.accuracy_reward, columns={"solution": ["1", "2", "3"]}).values[:, 0].tolist() == [0, 0, 0]
+
+
+def test_G23_format_and_gsm8k():
+    texts = ["<think>a\nb</think> c", "x<think>a</think>", "<think>a<think>b</think>", "<think>a", "<think></think>"]
+    assert rewards.think_format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    texts = ["work\n#### 1,234", "#### 1234.0 done", "1234", "#### -3", "#### 1234."]
+    gold = ["so\n#### 1234", "1,234", "#### 1234", "#### 3", "#### 1,234"]
+    assert rewards.gsm8k_reward(texts, answer=gold) == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_G23_length_rewards():
+    overlong = resolve("get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)")
+    assert overlong([[1] * n for n in (80, 90, 100, 101)]) == [0.0, -0.5, -1.0, -1.0]
+    assert overlong.__name__ == "soft_overlong_punishment_reward"
+    repetition = resolve("repetition_penalty_reward(ngram_size=2)")
+    assert repetition([[1, 2, 3, 4], [5, 5, 5, 5, 5], [1]]) == [0.0, -0.75, 0.0]
+    assert resolve("repetition_penalty_reward")([[1, 1, 1, 1]]) == [-0.5]
+
+
+def test_G23_cosine_scaled_reward():
+    pytest.importorskip("math_verify")
+    cosine = resolve("cosine_scaled_reward(max_len=100)")
+    texts = [r"\boxed{1}", r"\boxed{2}", r"\boxed{1}", r"\boxed{2}", r"\boxed{1}"]
+    lengths = [50, 50, 0, 0, 300]
+    values = cosine(texts, [[1] * n for n in lengths], solution=["1"] * 5)
+    np.testing.assert_allclose(values, [0.75, -0.75, 1.0, -1.0, 0.5], rtol=0, atol=1e-12)

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlnumba.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
-GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
+GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 
 
 def key(default, doc, **limits):
@@ -135,8 +135,9 @@ class TrainConfig:
     learning_rate: float = key(2e-5, "Highest learning rate of AdamW.", minimum=0)
     lr_scheduler_type: str = key(
         "linear",
-        "How the rate falls after the warm-up: `linear` to 0, `cosine` to 0, `constant`.",
-        choices=("constant", "linear", "cosine"),
+        "What the rate does after the warm-up: `linear` or `cosine` fall to 0, `constant` (the same as "
+        "`constant_with_warmup`) stays.",
+        choices=("constant", "constant_with_warmup", "linear", "cosine"),
     )
     warmup_steps: int = key(
         0, "Optimizer steps over which the rate rises linearly from 0; the first of them has rate 0.", minimum=0
@@ -239,7 +240,7 @@ class GRPOConfig(TrainConfig):
     max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
-    top_k: int = key(0, "Sample from the k likeliest tokens; 0 is off.", minimum=0)
+    top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
     min_p: float | None = key(
         None, "Sample from tokens at least this share as likely as the likeliest; None is off.", minimum=0, maximum=1
     )
@@ -270,6 +271,12 @@ class GRPOConfig(TrainConfig):
         "How token losses are formed and averaged; the formulas are in kernels/policy_loss.py.",
         choices=GRPO_LOSS_TYPES,
     )
+    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
+    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
+    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
+    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
+    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
+    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
     importance_sampling_level: str = key(
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
     )
@@ -297,6 +304,13 @@ class GRPOConfig(TrainConfig):
     )
     vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
     vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
+        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
+        minimum=0,
+    )
 
     @property
     def rollout_steps(self):

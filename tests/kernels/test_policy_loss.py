@@ -1,0 +1,239 @@
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.policy_loss import (
+    CORRECTIONS,
+    KL,
+    LOSS,
+    METRICS,
+    NOTHING,
+    PolicyLossConfig,
+    policy_loss,
+    policy_loss_ref,
+    policy_loss_scale,
+    policy_metrics,
+    reduce_stats,
+)
+from tests.close import assert_close, assert_gradient, assert_same_bits
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "policy_loss.npz"
+SMOOTH = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo"]
+# Every branch of the kernel at least once.
+CONFIGS = [
+    {"loss_type": "grpo", "beta": 0.1},
+    {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.3, "importance_sampling_correction": "token_truncate"},
+    {
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 0.01,
+        "beta": 0.2,
+        "use_bias_correction_kl": True,
+        "off_policy_mask_threshold": 0.02,
+    },
+    {"loss_type": "cispo", "epsilon_high": 1.2, "importance_sampling_correction": "token_mask"},
+    {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+    {"loss_type": "vespo", "importance_sampling_correction": "token_mask", "importance_sampling_clip_max": 1.4},
+    {"loss_type": "vespo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_clip_max": 1.1},
+]
+
+
+def batch(rng, lengths):
+    """Packed log-probs and so on in float64; garbage where the mask is 0."""
+    tokens = sum(lengths)
+    lp = -rng.exponential(1.0, tokens)
+    old, ref, rollout = (lp + rng.normal(0, 0.3, tokens) for _ in range(3))
+    mask = (rng.random(tokens) < 0.8).astype(np.float64)
+    if len(lengths) > 2:
+        mask[sum(lengths[:2]) : sum(lengths[:3])] = 0
+    for array in (lp, old, ref, rollout):
+        array[mask == 0] = 1e4 * rng.standard_normal(int(np.sum(mask == 0)))
+    advantages = rng.standard_normal(len(lengths))
+    return [lp, old, ref, rollout, advantages, mask, np.cumsum([0, *lengths]).astype(np.int32)]
+
+
+def run(arrays, config, scale, mask_dtype=np.float32):
+    """(loss, dlogprobs, stats, metrics) on the host from the operator; loss starts at 0.5."""
+    lp, old, ref, rollout, advantages, mask, cu_seqlens = arrays
+    xp = device.xp()
+    single = [device.asarray(a.astype(np.float32)) for a in (lp, old, ref, rollout, advantages)]
+    loss = xp.full(1, 0.5, np.float32)
+    dlogprobs = xp.full(len(lp), np.nan, np.float32)
+    stats = xp.full((len(advantages), METRICS), np.nan, np.float32)
+    metrics = xp.full(METRICS, np.nan, np.float32)
+    outputs = loss, dlogprobs, stats, metrics
+    policy_loss(*single, device.asarray(mask.astype(mask_dtype)), device.asarray(cu_seqlens), config, scale, *outputs)
+    return [device.to_host(a) for a in outputs]
+
+
+def check_against_reference(arrays, config, mask_dtype=np.float32):
+    scale = policy_loss_scale(config, len(arrays[4]), 30, 20, 2)
+    loss, dlogprobs, stats, metrics = run(arrays, config, scale, mask_dtype)
+    rounded = [a.astype(np.float32).astype(np.float64) for a in arrays[:6]]
+    expected, gradient, expected_stats = policy_loss_ref(*rounded, arrays[6], config, scale)
+    terms = 16 * max(np.diff(arrays[6]), default=1)
+    size = max(1.0, float(np.abs(expected_stats[:, LOSS]).sum()))
+    assert_close(loss, [expected + 0.5], terms=terms * len(arrays[4]), scale=size, what="loss")
+    assert_close(dlogprobs, gradient, terms=terms, what="dlogprobs")
+    assert np.array_equal(dlogprobs != 0, gradient != 0)
+    for column in range(METRICS):
+        known = np.abs(expected_stats[:, column]) < NOTHING
+        assert np.array_equal(known, np.abs(stats[:, column]) < NOTHING)
+        assert_close(stats[known, column], expected_stats[known, column], terms=terms, what=f"column {column}")
+    assert_close(
+        metrics, reduce_stats(stats), terms=len(arrays[4]) + 1, scale=1 + np.abs(stats[0]).max(), what="metrics"
+    )
+
+
+def test_golden_values_of_trl():
+    stored = np.load(GOLDEN)
+    shape = stored["mask"].shape
+    cu_seqlens = np.arange(shape[0] + 1, dtype=np.int32) * shape[1]
+    names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+    lp, old, ref, rollout = (stored[name].reshape(-1) for name in names)
+    mask = stored["mask"].reshape(-1)
+    cases = json.loads(str(stored["cases"]))
+    for case, loss, gradient in zip(cases, stored["losses"], stored["gradients"], strict=True):
+        config = PolicyLossConfig(**case["config"])
+        wants_rollout = config.importance_sampling_correction or config.off_policy_mask_threshold is not None
+        # A second micro-batch of as many sequences and of nine tokens belongs to the step.
+        scale = policy_loss_scale(config, 2 * shape[0], mask.sum() + 9, mask.sum(), 2)
+        arguments = (lp, old, ref, rollout if wants_rollout else None, stored["advantages"], mask, cu_seqlens)
+        actual, dlogprobs, stats = policy_loss_ref(*arguments, config, scale)
+        assert abs(actual - loss) < 1e-12, case["config"]
+        np.testing.assert_allclose(dlogprobs.reshape(shape), gradient, rtol=0, atol=1e-12, err_msg=str(case["config"]))
+        metrics = policy_metrics(stats, config)
+        for name in case["metrics"].keys() & metrics.keys():
+            assert abs(metrics[name] - case["metrics"][name]) < 1e-6, (name, case["config"])
+        assert case["metrics"].keys() - metrics.keys() <= {"vespo/phi_seq_mean"}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", SMOOTH)
+def test_gradient_of_reference(rng, loss_type, level):
+    for extra in ({}, {"delta": 1.3, "use_bias_correction_kl": True}):
+        arrays = batch(rng, [5, 3, 2, 4])
+        config = PolicyLossConfig(
+            loss_type, level, 0.1, 0.15, beta=0.3, max_completion_length=9,
+            importance_sampling_correction="token_truncate", importance_sampling_clip_max=1.1,
+            off_policy_mask_threshold=0.05, **extra,
+        )  # fmt: skip
+        gradient = policy_loss_ref(*arrays, config, 0.2)[1]
+        assert np.all(gradient[arrays[5] == 0] == 0) and np.count_nonzero(gradient) > 3
+
+        def loss(arrays=arrays, config=config):
+            return policy_loss_ref(*arrays, config, 0.2)[0]
+
+        assert_gradient(loss, gradient, arrays[0], loss_type)
+
+
+def test_on_policy_gradient_is_advantage(rng):
+    """At ratio 1 both branches of the minimum are equal, and the slope must not be lost or halved."""
+    arrays = batch(rng, [4, 6])
+    arrays[1] = arrays[0]
+    gradient = policy_loss_ref(*arrays, PolicyLossConfig("luspo"), 1.0)[1]
+    assert np.array_equal(gradient, -arrays[5] * np.repeat(arrays[4], [4, 6]))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"])
+def test_gradient_is_independent_of_the_micro_batches(rng, loss_type):
+    lengths = [5, 3, 1, 7]
+    arrays = batch(rng, lengths)
+    config = PolicyLossConfig(loss_type, beta=0.1, max_completion_length=8, epsilon_high=1.1)
+    tokens = arrays[5].sum()
+    whole = policy_loss_ref(*arrays, config, policy_loss_scale(config, 4, tokens, tokens, 1))
+    loss, gradients, stats = 0.0, [], []
+    for first, last in ((0, 1), (1, 4)):
+        begin, end = arrays[6][first], arrays[6][last]
+        part = [a[begin:end] for a in arrays[:4]] + [arrays[4][first:last], arrays[5][begin:end]]
+        scale = policy_loss_scale(config, 4, tokens, part[5].sum(), 2)
+        result = policy_loss_ref(*part, arrays[6][first : last + 1] - begin, config, scale)
+        loss += result[0]
+        gradients.append(result[1])
+        stats.append(reduce_stats(result[2]))
+    assert abs(loss - whole[0]) < 1e-12
+    np.testing.assert_allclose(np.concatenate(gradients), whole[1], rtol=0, atol=1e-12)
+    together = policy_metrics(whole[2], config, rollout=True)
+    for name, value in policy_metrics(stats, config, rollout=True).items():
+        assert abs(value - together[name]) < 1e-9, name
+
+
+def test_bnpo_is_a_mean_over_the_micro_batch(rng):
+    arrays = batch(rng, [5, 3])
+    config = PolicyLossConfig("bnpo")
+    tokens = arrays[5].sum()
+    mean = policy_loss_ref(*arrays, config, policy_loss_scale(config, 99, 1000, tokens, 1))[0]
+    assert policy_loss_ref(*arrays, config, policy_loss_scale(config, 99, 1000, tokens, 4))[0] == mean / 4
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
+@pytest.mark.sim
+def test_simulator(rng, config):
+    check_against_reference(batch(rng, [7, 130, 2, 0]), PolicyLossConfig(**config), np.uint8)
+
+
+@pytest.mark.sim
+def test_no_sequences(rng):
+    loss, dlogprobs, stats, metrics = run(batch(rng, []), PolicyLossConfig(), 1.0)
+    assert loss[0] == 0.5 and dlogprobs.size == 0 and stats.size == 0 and metrics[LOSS] == 0
+    assert policy_metrics(metrics[None], PolicyLossConfig(beta=0.1)) == {
+        "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "clip_ratio/region_mean": 0.0, "kl": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
+def test_numpy_device(rng, config):
+    if device.name() == "numpy":
+        check_against_reference(batch(rng, [7, 130, 2, 0, 640, 1]), PolicyLossConfig(**config), np.uint8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", [None, *CORRECTIONS])
+@pytest.mark.parametrize("loss_type", [*SMOOTH, "cispo", "vespo"])
+def test_gpu(rng, loss_type, correction, level):
+    lengths = [640] * 61 + [1, 0, 4097]
+    config = PolicyLossConfig(
+        loss_type, level, 0.1, 0.15, 1.3, 0.05, True, 640, correction, off_policy_mask_threshold=0.01
+    )
+    check_against_reference(batch(rng, lengths), config)
+
+
+@pytest.mark.gpu
+def test_gpu_repeats_its_bits(rng):
+    arrays = batch(rng, [640] * 64)
+    first = run(arrays, PolicyLossConfig(beta=0.1), 1e-3)
+    for again, once in zip(run(arrays, PolicyLossConfig(beta=0.1), 1e-3), first, strict=True):
+        assert_same_bits(again, once)
+
+
+def test_missing_log_probs_and_wrong_values_are_named(rng):
+    arrays = batch(rng, [3, 2])
+    single = [a.astype(np.float32) for a in arrays[:6]]
+    xp = device.xp()
+    outputs = xp.zeros(1, np.float32), xp.zeros(5, np.float32), xp.zeros((2, METRICS), np.float32)
+    outputs = (*outputs, xp.zeros(METRICS, np.float32))
+    lp, old, _, _, advantages, mask = (device.asarray(a) for a in single)
+    cu_seqlens = device.asarray(arrays[6])
+    with pytest.raises(ValueError, match=r"policy_loss: beta 0.1 needs ref_logprobs, got None"):
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, PolicyLossConfig(beta=0.1), 1.0, *outputs)
+    config = PolicyLossConfig(importance_sampling_correction="token_mask")
+    with pytest.raises(ValueError, match=r"policy_loss: token_mask needs rollout_logprobs, got None"):
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, config, 1.0, *outputs)
+    with pytest.raises(ValueError, match=r"policy_loss: old_logprobs must be \(5\) float32, got \(4,\) float32"):
+        policy_loss(lp, old[:4], None, None, advantages, mask, cu_seqlens, PolicyLossConfig(), 1.0, *outputs)
+    with pytest.raises(ValueError, match=r"policy_loss: loss_type must be one of grpo, .*, got 'ppo'"):
+        PolicyLossConfig("ppo")
+    with pytest.raises(ValueError, match=r"policy_loss: dr_grpo needs max_completion_length > 0, got None"):
+        PolicyLossConfig("dr_grpo")
+    with pytest.raises(ValueError, match=r"policy_loss: importance_sampling_clip_min must be below"):
+        PolicyLossConfig(importance_sampling_clip_min=3.0)
+
+
+def test_kl_of_equal_policies_is_zero(rng):
+    arrays = batch(rng, [5])
+    arrays[2] = arrays[0]
+    assert policy_loss_ref(*arrays, PolicyLossConfig(beta=1.0), 1.0)[2][0, KL] == 0.0

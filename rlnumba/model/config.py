@@ -1,0 +1,280 @@
+"""The shape of a model, read from a Hugging Face folder's config.json and generation_config.json.
+
+Three model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
+(bias on q, k and v) and llama (which SmolLM2 and TinyStories models also call themselves). A key that asks for
+something this transformer does not compute is refused by name; it is never ignored.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlnumba import device
+from rlnumba.errors import UserError
+from rlnumba.kernels.rope import RopeScaling
+
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+
+SCALING_FIELDS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the transformer needs to know; field names are those of config.json where it has them.
+
+    attention_bias: a bias on the q, k, v projections; o_bias: one on the attention's output projection.
+    rope_scaling: None, or how the rotary frequencies are stretched. dtype: that of the checkpoint's tensors.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool = False
+    attention_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    dtype: str = "float32"
+
+    @property
+    def scale(self):
+        """What attention multiplies q . k by: 1 / sqrt(head_dim)."""
+        return self.head_dim**-0.5
+
+    @classmethod
+    def from_folder(cls, folder):
+        """The config of a Hugging Face folder; end-of-sequence ids of generation_config.json come first.
+
+        Raises UserError, one line naming file and key, for anything missing, mistyped or not supported.
+        """
+        path = Path(folder) / "config.json"
+        raw = read_json(path)
+        generation = Path(folder) / "generation_config.json"
+        if generation.exists():
+            ids = read_json(generation).get("eos_token_id")
+            if ids is not None:
+                raw["eos_token_id"] = list(_token_ids({"eos_token_id": ids}, generation))
+        return cls.from_dict(raw, path)
+
+    @classmethod
+    def from_dict(cls, raw, source="config.json"):
+        """The config in a dict as json reads it from config.json; `source` names the file in errors."""
+        model_type = _get(raw, "model_type", str, source)
+        if model_type not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise UserError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
+        _refuse_unsupported(raw, model_type, source)
+        heads = _count(raw, "num_attention_heads", source)
+        hidden = _count(raw, "hidden_size", source)
+        # Where a key is absent, the default of transformers' own class for this model type applies.
+        kv_heads = _count(raw, "num_key_value_heads", source, heads if model_type == "llama" else _REQUIRED)
+        head_dim = _count(raw, "head_dim", source, 128 if model_type == "qwen3" else hidden // heads)
+        if heads % kv_heads:
+            raise UserError(
+                f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        if head_dim % 2:
+            raise UserError(f"{source}: head_dim must be even for rotary embeddings, got {head_dim}")
+        bias = _get(raw, "attention_bias", bool, source, False)
+        theta, scaling = _rope(raw, source)
+        dtype = _get(raw, "dtype", str, source, _get(raw, "torch_dtype", str, source, "float32"))
+        if dtype not in device.DTYPES:
+            raise UserError(f"{source}: dtype {dtype!r} is not supported (supported: {', '.join(device.DTYPES)})")
+        return cls(
+            model_type=model_type,
+            vocab_size=_count(raw, "vocab_size", source),
+            hidden_size=hidden,
+            intermediate_size=_count(raw, "intermediate_size", source),
+            num_hidden_layers=_count(raw, "num_hidden_layers", source),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_positive(raw, "rms_norm_eps", source),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=_count(raw, "max_position_embeddings", source),
+            tie_word_embeddings=_get(raw, "tie_word_embeddings", bool, source, False),
+            qk_norm=model_type == "qwen3",
+            attention_bias=model_type == "qwen2" or bias,
+            o_bias=model_type != "qwen2" and bias,
+            mlp_bias=model_type == "llama" and _get(raw, "mlp_bias", bool, source, False),
+            eos_token_ids=_token_ids(raw, source),
+            bos_token_id=_get(raw, "bos_token_id", int, source, None),
+            pad_token_id=_get(raw, "pad_token_id", int, source, None),
+            dtype=dtype,
+        )
+
+    def to_dict(self):
+        """The contents of a config.json that transformers 4 and 5 and vLLM read as this model.
+
+        The rotary settings are written in both styles: rope_theta with rope_scaling, and rope_parameters.
+        """
+        scaling = None if self.rope_scaling is None else _scaling_dict(self.rope_scaling)
+        raw = {
+            "architectures": [ARCHITECTURES[self.model_type]],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": self.dtype,
+        }
+        if self.model_type != "qwen2":
+            raw["attention_bias"] = self.attention_bias
+        if self.model_type == "llama":
+            raw["mlp_bias"] = self.mlp_bias
+        else:
+            raw.update(use_sliding_window=False, sliding_window=None, max_window_layers=self.num_hidden_layers)
+        return raw
+
+    @property
+    def eos_token_id(self):
+        """The end-of-sequence ids as config.json writes them: null, one int, or a list."""
+        return self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids) or None
+
+
+def read_json(path):
+    """The object in a JSON file; UserError naming the file if it is missing, damaged, or not an object."""
+    path = Path(path)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file (a Hugging Face model folder has one)") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _get(raw, key, kind, source, default=_REQUIRED):
+    """raw[key], of the given type; an absent or null key takes the default, or is an error without one."""
+    value = raw.get(key)
+    if value is None:
+        if default is _REQUIRED:
+            raise UserError(f"{source}: missing key {key!r}")
+        return default
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{source}: {key} must be {kind.__name__}, got {value!r}")
+    return kind(value)
+
+
+def _count(raw, key, source, default=_REQUIRED):
+    value = _get(raw, key, int, source, default)
+    if value is not None and value < 1:
+        raise UserError(f"{source}: {key} must be at least 1, got {value}")
+    return value
+
+
+def _positive(raw, key, source, default=_REQUIRED):
+    value = _get(raw, key, float, source, default)
+    if value is not None and not 0.0 < value < float("inf"):
+        raise UserError(f"{source}: {key} must be positive, got {value}")
+    return value
+
+
+def _token_ids(raw, source):
+    """eos_token_id, an int, a list of ints or null, as a tuple."""
+    ids = raw.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UserError(f"{source}: eos_token_id must be an int or a list of ints, got {raw['eos_token_id']!r}")
+    return tuple(ids)
+
+
+def _refuse_unsupported(raw, model_type, source):
+    activation = _get(raw, "hidden_act", str, source, "silu")
+    if activation != "silu":
+        raise UserError(f"{source}: hidden_act {activation!r} is not supported (supported: silu)")
+    if raw.get("quantization_config") is not None:
+        raise UserError(f"{source}: quantization_config is not supported; use an unquantized checkpoint")
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if raw.get(key):
+            raise UserError(f"{source}: {key} {raw[key]} is not supported (mixture of experts)")
+    other = {kind for kind in raw.get("layer_types") or () if kind != "full_attention"}
+    if other:
+        raise UserError(f"{source}: layer_types {', '.join(sorted(other))} is not supported (full_attention only)")
+    if model_type == "llama":
+        slides = raw.get("sliding_window") is not None
+    else:
+        # Qwen layers below max_window_layers see everything; released checkpoints carry an unused window.
+        slides = raw.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None
+        slides = slides and not raw.get("layer_types")
+        slides = slides and raw.get("max_window_layers", 28) < _count(raw, "num_hidden_layers", source)
+    if slides:
+        raise UserError(f"{source}: sliding_window {raw.get('sliding_window', 4096)} is not supported")
+
+
+def _rope(raw, source):
+    """(theta, RopeScaling or None) from rope_parameters (transformers 5) or rope_theta and rope_scaling."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key), dict | None):
+            raise UserError(f"{source}: {key} must be an object or null, got {raw[key]!r}")
+    # rope_scaling goes first where both are written, as in transformers.
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    parent = raw.get("rope_parameters") or {}
+    where = f"{source}: {key}"
+    theta = _positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
+    if _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0) != 1.0:
+        raise UserError(f"{source}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    for field in ("mscale", "mscale_all_dim", "truncate"):
+        if rope.get(field) is not None:
+            raise UserError(f"{where}: {field} is not supported")
+    settings = {
+        field: _count(rope, field, where, None) if "position" in field else _positive(rope, field, where, None)
+        for field in SCALING_FIELDS
+    }
+    try:
+        return theta, RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _scaling_dict(scaling):
+    fields = {field: getattr(scaling, field) for field in ("rope_type", *SCALING_FIELDS)}
+    return {field: value for field, value in fields.items() if value is not None}

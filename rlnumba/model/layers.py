@@ -1,0 +1,154 @@
+"""The two blocks of a decoder layer, each forward with its backward under it, and the attention of training.
+
+    h = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
+    y = h + down_proj(silu(gate) * up),               gate | up = gate_up_proj(rmsnorm(h))
+
+The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the product before it.
+A block's forward returns what its backward needs, as a tuple; nobody looks inside but the backward below it.
+Backwards turn the gradient of a block's output into that of its input in place: `dx` comes in as dy.
+Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.kernels.attention import attention
+from rlnumba.kernels.attention_backward import attention_backward
+from rlnumba.kernels.gemm import bias_backward, linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.qkv import qkv_split, qkv_split_backward
+from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
+from rlnumba.kernels.swiglu import swiglu, swiglu_backward
+
+F32 = np.dtype(np.float32)
+
+
+class Heap:
+    """Stands where no arena is given: plain arrays, freed when nobody holds them."""
+
+    def empty(self, shape, dtype):
+        return device.xp().empty(shape, dtype)
+
+    def scope(self):
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every layer of one forward shares. rope: (cos, sin) tables; memory: an Arena or Heap."""
+
+    config: object
+    position_ids: object
+    rope: tuple
+    attend: object
+    memory: object
+
+
+class PackedAttention:
+    """Causal attention inside each of the packed sequences: the `attend` of training and scoring.
+
+    cu_seqlens: (B + 1,) int32; max_seqlen: the longest sequence; scale: 1 / sqrt(head_dim); memory: where the
+    log-sum-exps that the backward reads are kept, an Arena (inside its scope) or None.
+    """
+
+    def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self.scale = scale
+        self.memory = memory or Heap()
+        self.lse = {}
+
+    def forward(self, layer, q, k, v, out):
+        """q (N, H, E), k and v (N, HK, E) -> out (N, H, E), written in place."""
+        lse = self.lse[layer] = self.memory.empty((q.shape[1], q.shape[0]), F32)
+        attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.scale, out, lse)
+
+    def backward(self, layer, dout, q, k, v, out, dq, dk, dv):
+        """Gradients of q, k, v, written in place, after this layer's forward (the latest one, if repeated)."""
+        attention_backward(
+            dout, q, k, v, out, self.lse.pop(layer), self.cu_seqlens, self.max_seqlen, self.scale, dq, dk, dv
+        )
+
+
+def attention_block(layer, x, w, step, h):
+    """h = x + o_proj(attention(...rmsnorm(x)...)).
+
+    layer: index, for attend; x, h: (N, D); w: LayerWeights. Writes h; returns what the backward needs.
+    """
+    config, empty = step.config, step.memory.empty
+    N, D = x.shape
+    H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    normed, rstd = empty((N, D), x.dtype), empty((N,), F32)
+    rmsnorm(x, w.input_norm, config.rms_norm_eps, normed, rstd)
+    qkv = empty((N, (H + 2 * HK) * E), x.dtype)
+    linear(normed, w.qkv, qkv, bias=w.qkv_bias)
+    q, k, v = (empty((N, heads, E), x.dtype) for heads in (H, HK, HK))
+    head_rstd = empty((N, H + HK), F32)
+    cos, sin = step.rope
+    qkv_split(qkv, w.q_norm, w.k_norm, config.rms_norm_eps, cos, sin, step.position_ids, q, k, v, head_rstd)
+    attended = empty((N, H, E), x.dtype)
+    step.attend.forward(layer, q, k, v, attended)
+    linear(attended.reshape(N, H * E), w.o, h, bias=w.o_bias, residual=x)
+    return x, normed, rstd, qkv, q, k, v, head_rstd, attended
+
+
+def attention_block_backward(layer, dx, w, grads, step, saved):
+    """dx: (N, D), the gradient of h on entry and of x on return. Adds to grads, the layer's LayerWeights."""
+    x, normed, rstd, qkv, q, k, v, head_rstd, attended = saved
+    empty = step.memory.empty
+    flat = attended.reshape(x.shape[0], -1)
+    linear_backward_weight(dx, flat, grads.o)
+    if w.o_bias is not None:
+        bias_backward(dx, grads.o_bias)
+    dattended = empty(attended.shape, x.dtype)
+    linear_backward_input(dx, w.o, dattended.reshape(flat.shape))
+    dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
+    step.attend.backward(layer, dattended, q, k, v, attended, dq, dk, dv)
+    dqkv = empty(qkv.shape, x.dtype)
+    cos, sin = step.rope
+    qkv_split_backward(
+        dq, dk, dv, qkv, w.q_norm, w.k_norm, cos, sin, step.position_ids, head_rstd, dqkv, grads.q_norm, grads.k_norm
+    )
+    linear_backward_weight(dqkv, normed, grads.qkv)
+    if w.qkv_bias is not None:
+        bias_backward(dqkv, grads.qkv_bias)
+    dnormed = empty(x.shape, x.dtype)
+    linear_backward_input(dqkv, w.qkv, dnormed)
+    rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
+
+
+def mlp_block(h, w, step, y):
+    """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (a recomputation for the
+    backward, which does not read y); returns what the backward needs."""
+    config, empty = step.config, step.memory.empty
+    N, D = h.shape
+    F = config.intermediate_size
+    normed, rstd = empty((N, D), h.dtype), empty((N,), F32)
+    rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
+    gate_up, activated = empty((N, 2 * F), h.dtype), empty((N, F), h.dtype)
+    linear(normed, w.gate_up, gate_up, bias=w.gate_up_bias)
+    swiglu(gate_up, activated)
+    if y is not None:
+        linear(activated, w.down, y, bias=w.down_bias, residual=h)
+    return h, normed, rstd, gate_up, activated
+
+
+def mlp_block_backward(dx, w, grads, step, saved):
+    """dx: (N, D), the gradient of y on entry and of h on return. Adds to grads, the layer's LayerWeights."""
+    h, normed, rstd, gate_up, activated = saved
+    empty = step.memory.empty
+    linear_backward_weight(dx, activated, grads.down)
+    if w.down_bias is not None:
+        bias_backward(dx, grads.down_bias)
+    dactivated = empty(activated.shape, h.dtype)
+    linear_backward_input(dx, w.down, dactivated)
+    dgate_up = empty(gate_up.shape, h.dtype)
+    swiglu_backward(dactivated, gate_up, dgate_up)
+    linear_backward_weight(dgate_up, normed, grads.gate_up)
+    if w.gate_up_bias is not None:
+        bias_backward(dgate_up, grads.gate_up_bias)
+    dnormed = empty(h.shape, h.dtype)
+    linear_backward_input(dgate_up, w.gate_up, dnormed)
+    rmsnorm_backward(dnormed, h, w.post_norm, rstd, dx, grads.post_norm, accumulate=True)

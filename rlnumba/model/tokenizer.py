@@ -1,0 +1,324 @@
+"""Text to token ids and back, and chat templates, from the files of a Hugging Face folder.
+
+tokenizer.json rules: whatever model_type says, ids are what it gives. Chat templates run in jinja2's sandbox with
+the settings, filters and globals of transformers' `apply_chat_template`, so the same messages give the same ids.
+Source: transformers 5, utils/chat_template_utils.py and tokenization_utils_base.py.
+"""
+
+import json
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rlnumba.errors import UserError
+from rlnumba.model.config import read_json
+
+# What a tokenizer consists of on disk; `save` copies those that exist.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+)
+TEMPLATE_FOLDER = "additional_chat_templates"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Names under which datasets carry a message's reasoning; templates read the first, gpt-oss's the second.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+# transformers' clean_up_tokenization, for tokenizers that ask for it (never BPE: it would eat real spaces).
+CLEAN_UP = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
+    (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
+class Tokenizer:
+    """The tokenizer of a folder. special_tokens: {"bos_token": str, ...}, as templates see them.
+
+    chat_template: the default template's text or None; templates: {name: text} of all.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            raise UserError(f"{self.folder}: no tokenizer.json")
+        # Read as JSON first: what tokenizers raises for a damaged file has no class of its own.
+        if not isinstance(read_json(path).get("model"), dict):
+            raise UserError(f"{path}: no tokenizer in it (key 'model' is missing)")
+        self.backend = tokenizers.Tokenizer.from_file(str(path))
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        settings_path = self.folder / "tokenizer_config.json"
+        settings = read_json(settings_path) if settings_path.exists() else {}
+        self.special_tokens = self._special_tokens(settings)
+        self._add_tokens(settings.get("added_tokens_decoder") or {})
+        self.templates = self._templates(settings, settings_path)
+        self._clean_up = settings.get("clean_up_tokenization_spaces") and not isinstance(
+            self.backend.model, tokenizers.models.BPE
+        )
+        self._compiled = {}
+
+    @classmethod
+    def from_folder(cls, folder, required=False):
+        """The Tokenizer of a folder; without a tokenizer.json there, None, or UserError if it is required."""
+        if not required and not (Path(folder) / "tokenizer.json").exists():
+            return None
+        return cls(folder)
+
+    def _special_tokens(self, settings):
+        legacy = self.folder / "special_tokens_map.json"
+        if "added_tokens_decoder" not in settings and legacy.exists():
+            settings = {**settings, **read_json(legacy)}
+        found = {}
+        for key in SPECIAL_TOKENS:
+            value = settings.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                found[key] = value
+        return found
+
+    def _add_tokens(self, added):
+        """Tokens that only tokenizer_config.json knows, and those that it names special."""
+        try:
+            for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+                if self.backend.token_to_id(token["content"]) is None:
+                    self.backend.add_tokens([tokenizers.AddedToken(**token)])
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            path = self.folder / "tokenizer_config.json"
+            raise UserError(f"{path}: added_tokens_decoder is damaged ({error})") from None
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        self.backend.add_special_tokens([
+            tokenizers.AddedToken(text, normalized=False, special=True)
+            for text in self.special_tokens.values()
+            if text not in special and self.backend.token_to_id(text) is not None
+        ])  # fmt: skip
+
+    def _templates(self, settings, path):
+        """{name: template}: chat_template.jinja and its folder of named ones, else tokenizer_config.json's."""
+        found = {}
+        if (self.folder / "chat_template.jinja").exists():
+            found["default"] = (self.folder / "chat_template.jinja").read_text(encoding="utf-8")
+        for file in sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja")):
+            found[file.stem] = file.read_text(encoding="utf-8")
+        template = settings.get("chat_template")
+        if found or template is None:
+            return found
+        if isinstance(template, str):
+            return {"default": template}
+        try:
+            return {item["name"]: item["template"] for item in template}
+        except (TypeError, KeyError):
+            raise UserError(f"{path}: chat_template must be a string or a list of {{name, template}}") from None
+
+    @property
+    def files(self):
+        """The files in the folder that make up this tokenizer, as paths relative to it."""
+        named = sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja"))
+        present = [self.folder / name for name in FILES if (self.folder / name).exists()]
+        return [file.relative_to(self.folder) for file in present + named]
+
+    def save(self, folder):
+        """Copy the tokenizer's files to another folder."""
+        folder = Path(folder)
+        for file in self.files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.folder / file, folder / file)
+
+    @property
+    def vocab_size(self):
+        """The number of ids, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def chat_template(self):
+        return self.templates.get("default")
+
+    def _id(self, key):
+        return self.backend.token_to_id(self.special_tokens[key]) if key in self.special_tokens else None
+
+    @property
+    def eos_token_id(self):
+        """The id of eos_token, or None; what ends generation is the model config's eos_token_ids."""
+        return self._id("eos_token")
+
+    @property
+    def bos_token_id(self):
+        return self._id("bos_token")
+
+    @property
+    def pad_token_id(self):
+        return self._id("pad_token")
+
+    def encode(self, text, add_special_tokens=True):
+        """Token ids of a text, with the tokenizer's own special tokens around it (a BOS, say) by default."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids, skip_special_tokens=True):
+        """The text of token ids, by default without special tokens (such as the EOS that stopped it)."""
+        text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        if self._clean_up:
+            for old, new in CLEAN_UP:
+                text = text.replace(old, new)
+        return text
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tools=None, tokenize=True, **variables):
+        """Messages through the chat template: token ids, or the text if not tokenize.
+
+        messages: list of {"role", "content", ...}; tools: list of JSON schemas; variables: further names that the
+        template reads, such as enable_thinking=False. Raises UserError if there is no template, no message, or
+        the template itself refuses them.
+        """
+        text, _ = self._render(messages, add_generation_prompt, tools, variables)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def assistant_mask(self, messages, tools=None, **variables):
+        """1 where the assistant speaks, 0 elsewhere, for each id of apply_chat_template(messages): list of int.
+
+        Marked by the template's {% generation %} blocks where it has them. Without, a turn begins where the
+        template's generation prompt before it ends, and goes up to its end-of-sequence token, which is included.
+        Raises UserError where earlier turns change with later ones, so that no such place exists.
+        """
+        text, spans = self._render(messages, False, tools, variables, track=True)
+        if not self._marks_generation(tools):
+            spans = [
+                self._turn(text, messages, index, tools, variables)
+                for index, message in enumerate(messages)
+                if message.get("role") == "assistant"
+            ]
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        mask = [0] * len(encoding.ids)
+        for start, end in spans:
+            first = encoding.char_to_token(start) if start < end else None
+            if first is not None:
+                last = encoding.char_to_token(end - 1)
+                last = len(mask) - 1 if last is None else last
+                mask[first : last + 1] = [1] * (last + 1 - first)
+        return mask
+
+    def _turn(self, text, messages, index, tools, variables):
+        """(start, end) of the assistant message `index` in the rendered text."""
+        before, _ = self._render(messages[:index], True, tools, variables) if index else ("", [])
+        through, _ = self._render(messages[: index + 1], False, tools, variables)
+        start, end = len(before), len(through)
+        if not text.startswith(before):
+            raise UserError(
+                f"{self.folder}: the chat template has no {{% generation %}} blocks and changes earlier turns, "
+                f"so the assistant's part of message {index + 1} cannot be found"
+            )
+        eos = self.special_tokens.get("eos_token")
+        if not text.startswith(through):
+            end = len(text)
+        if eos and (found := text.find(eos, start, end)) >= 0:
+            end = found + len(eos)
+        elif not text.startswith(through):
+            raise UserError(
+                f"{self.folder}: the chat template has no {{% generation %}} blocks and does not end a turn with "
+                f"eos_token {eos!r}, so the assistant's part of message {index + 1} cannot be found"
+            )
+        return start, end
+
+    def _template(self, tools):
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            known = f" (only {', '.join(sorted(self.templates))})" if self.templates else ""
+            raise UserError(f"{self.folder}: the tokenizer has no chat template{known}; give the prompt as text")
+        return self.templates[name]
+
+    def _marks_generation(self, tools):
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)) is not None
+
+    def _render(self, messages, add_generation_prompt, tools, variables, track=False):
+        """(text, spans of the generation blocks in it, if tracked)."""
+        source = self._template(tools)
+        if not messages:
+            raise UserError("chat template: the list of messages is empty")
+        try:
+            if source not in self._compiled:
+                self._compiled[source] = _environment().from_string(source)
+            template = self._compiled[source]
+            blocks = template.environment.extensions[GenerationBlocks.identifier]
+            blocks.rendered, blocks.spans = ([], []) if track else (None, None)
+            names = dict(
+                self.special_tokens,
+                messages=[_message(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+            names.update(variables)
+            pieces = blocks.rendered if track else []
+            for piece in template.generate(names):
+                pieces.append(piece)
+            return "".join(pieces), blocks.spans
+        except jinja2.TemplateError as error:
+            raise UserError(f"{self.folder}: chat template: {error}") from None
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"{self.folder}: chat template: {type(error).__name__}: {error}") from None
+
+
+def _message(message):
+    """A message as templates see it: without null keys, and its reasoning under the names they look for."""
+    if not isinstance(message, dict):
+        raise UserError(f"chat template: a message must be an object with role and content, got {message!r}")
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class GenerationBlocks(Extension):
+    """{% generation %} ... {% endgeneration %}: renders its body, and notes where it stands while `spans` is set."""
+
+    tags = {"generation"}
+    rendered = None
+    spans = None
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller):
+        text = caller()
+        if self.spans is not None:
+            start = len("".join(self.rendered))
+            self.spans.append((start, start + len(text)))
+        return text
+
+
+def _environment():
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    # jinja2's own filter escapes HTML characters and sorts keys.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format):
+    return datetime.now().strftime(format)

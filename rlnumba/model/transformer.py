@@ -1,0 +1,273 @@
+"""One decoder-only transformer for training, scoring, prefill and decode; what differs is `attend`.
+
+    token ids -> embedding -> L x (attention block, mlp block) -> rmsnorm -> hidden states (N, D)
+
+Everything is N packed tokens: sequences lie end to end, position ids restart. There is no autograd: `backward`
+walks the tape that `forward` wrote, or, with recompute, only each layer's input and runs the layer again.
+Log-probs come from the hidden states by kernels/logprob.py; logits of all tokens never exist.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.errors import UserError
+from rlnumba.kernels.embedding import embedding, embedding_backward
+from rlnumba.kernels.logprob import linear_logp
+from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
+from rlnumba.kernels.rope import rope_table
+from rlnumba.model import layers
+from rlnumba.model.config import ModelConfig, read_json
+from rlnumba.model.layers import Heap, PackedAttention, Step
+from rlnumba.model.weights import load_weights, save_weights, write_json
+
+F32 = np.dtype(np.float32)
+IGNORED = -100
+
+
+@dataclass
+class Tape:
+    """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing)."""
+
+    recompute: bool = False
+    layers: list = field(default_factory=list)
+    step: Step | None = None
+    input_ids: object = None
+    last: tuple = ()
+
+
+class Transformer:
+    """A model: config, weights, and the forward and backward between token ids and hidden states.
+
+    generation_config: the contents of generation_config.json, written back by save_model and not read here.
+    """
+
+    def __init__(self, config, weights, generation_config=None):
+        self.config = config
+        self.weights = weights
+        self.dtype = weights.dtype
+        self.generation_config = generation_config or {}
+        cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rope = device.asarray(cos), device.asarray(sin)
+
+    @property
+    def lm_head(self):
+        """The (V, D) output projection; the embedding itself if tied."""
+        return self.weights.lm_head
+
+    def forward(self, input_ids, position_ids, attend, tape=None, arena=None):
+        """Hidden states (N, D) after the final norm, in the model's dtype.
+
+        input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
+        max_position_embeddings (not checked here). attend: forward(layer, q, k, v, out), and for training
+        backward(layer, dout, q, k, v, out, dq, dk, dv). tape: a fresh Tape to be able to call backward.
+        arena: activations come from it and live as long as the scope around this call; without a tape only the
+        result does, and layers share their buffers.
+        """
+        config, weights, memory = self.config, self.weights, arena or Heap()
+        step = Step(config, position_ids, self.rope, attend, memory)
+        N, D = input_ids.shape[0], config.hidden_size
+        hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
+        if tape is None:
+            with memory.scope():
+                x, h = memory.empty((N, D), self.dtype), memory.empty((N, D), self.dtype)
+                embedding(input_ids, weights.embed_tokens, x)
+                for index, w in enumerate(weights.layers):
+                    with memory.scope():
+                        layers.attention_block(index, x, w, step, h)
+                    with memory.scope():
+                        layers.mlp_block(h, w, step, x)
+                rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
+            return hidden
+        tape.step, tape.input_ids = step, input_ids
+        x = memory.empty((N, D), self.dtype)
+        embedding(input_ids, weights.embed_tokens, x)
+        for index, w in enumerate(weights.layers):
+            y = memory.empty((N, D), self.dtype)
+            if tape.recompute:
+                tape.layers.append(x)
+                with memory.scope():
+                    h = memory.empty((N, D), self.dtype)
+                    layers.attention_block(index, x, w, step, h)
+                    layers.mlp_block(h, w, step, y)
+            else:
+                h = memory.empty((N, D), self.dtype)
+                attention = layers.attention_block(index, x, w, step, h)
+                tape.layers.append((attention, layers.mlp_block(h, w, step, y)))
+            x = y
+        rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
+        tape.last = x, rstd
+        return hidden
+
+    def backward(self, dhidden, tape, grads):
+        """Add the gradients of all parameters but lm_head's own (linear_logp_backward's part) to `grads`.
+
+        dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, used up here;
+        grads: Weights of float32 (weights.grads()). Activations' gradients come from forward's arena and go back.
+        """
+        config, weights, step = self.config, self.weights, tape.step
+        memory = step.memory
+        with memory.scope():
+            x, rstd = tape.last
+            dx = memory.empty(x.shape, self.dtype)
+            rmsnorm_backward(dhidden, x, weights.norm, rstd, dx, grads.norm)
+            for index in reversed(range(config.num_hidden_layers)):
+                w, g, saved = weights.layers[index], grads.layers[index], tape.layers.pop()
+                with memory.scope():
+                    if tape.recompute:
+                        h = memory.empty(x.shape, self.dtype)
+                        attention = layers.attention_block(index, saved, w, step, h)
+                        saved = attention, layers.mlp_block(h, w, step, None)
+                    attention, mlp = saved
+                    with memory.scope():
+                        layers.mlp_block_backward(dx, w, g, step, mlp)
+                    with memory.scope():
+                        layers.attention_block_backward(index, dx, w, g, step, attention)
+            embedding_backward(tape.input_ids, dx, grads.embed_tokens)
+        tape.last = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed sequences on the device. input_ids, position_ids, targets (N,) int32; cu_seqlens (B + 1,) int32.
+
+    targets: the next token inside each sequence, -100 at its end. lengths: list of int, on the host.
+    """
+
+    input_ids: object
+    position_ids: object
+    cu_seqlens: object
+    targets: object
+    max_seqlen: int
+    lengths: list[int]
+
+
+def pack(sequences):
+    """A Batch of token id lists, end to end in the order given. ValueError for an empty sequence."""
+    lengths = [len(ids) for ids in sequences]
+    if 0 in lengths:
+        raise ValueError(f"pack: sequence {lengths.index(0)} is empty")
+    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    input_ids = np.empty(cu_seqlens[-1], np.int32)
+    for ids, start in zip(sequences, cu_seqlens[:-1], strict=True):
+        input_ids[start : start + len(ids)] = ids
+    starts = np.repeat(cu_seqlens[:-1], lengths)
+    position_ids = np.arange(len(input_ids), dtype=np.int32) - starts
+    targets = np.append(input_ids[1:], np.int32(IGNORED))[: len(input_ids)]
+    targets[cu_seqlens[1:] - 1] = IGNORED
+    arrays = (device.asarray(array) for array in (input_ids, position_ids, cu_seqlens, targets))
+    return Batch(*arrays, max_seqlen=max(lengths, default=0), lengths=lengths)
+
+
+class Score(NamedTuple):
+    """What the model thinks of packed tokens, (N,) each, on the device.
+
+    Entry n is about token n given those before it: logprobs float32 (0 at sequence starts), entropy float32 of
+    the distribution it was drawn from (0 there), top1 int32, the likeliest id in its place (-1 there).
+    """
+
+    logprobs: object
+    entropy: object
+    top1: object
+
+
+def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
+    """The Score of a Batch, from the training forward, of logits divided by `temperature`.
+
+    Whole sequences are taken together up to max_tokens tokens a forward, so that memory does not grow with the
+    batch; how they are grouped does not change a bit. Raises UserError for a sequence longer than the model.
+    """
+    limit = model.config.max_position_embeddings
+    if batch.max_seqlen > limit:
+        raise UserError(f"a sequence of {batch.max_seqlen} tokens is longer than max_position_embeddings {limit}")
+    xp, N = device.xp(), int(batch.input_ids.shape[0])
+    result = Score(xp.zeros(N, np.float32), xp.zeros(N, np.float32), xp.full(N, -1, np.int32))
+    memory = arena or Heap()
+    first = start = 0
+    while first < len(batch.lengths):
+        count = tokens = 0
+        for length in batch.lengths[first:]:
+            if count and tokens + length > max_tokens:
+                break
+            count, tokens = count + 1, tokens + length
+        end = start + tokens
+        cu_seqlens = batch.cu_seqlens[first : first + count + 1] - np.int32(start)
+        attend = PackedAttention(cu_seqlens, max(batch.lengths[first : first + count]), model.config.scale, arena)
+        with memory.scope():
+            hidden = model.forward(batch.input_ids[start:end], batch.position_ids[start:end], attend, arena=arena)
+            logprobs, lse, entropy = (memory.empty((tokens,), F32) for _ in range(3))
+            top1 = memory.empty((tokens,), np.int32)
+            targets = batch.targets[start:end]
+            linear_logp(hidden, model.lm_head, targets, temperature, logprobs, lse, entropy, top1)
+            for shifted, values, at_start in zip(result, (logprobs, entropy, top1), (0, 0, -1), strict=True):
+                shifted[start + 1 : end] = values[:-1]
+                shifted[start + cu_seqlens[:-1]] = at_start
+        first, start = first + count, end
+    return result
+
+
+def find_model(path_or_hub_id):
+    """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if need be.
+
+    Raises UserError if it is neither, or cannot be downloaded.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_id)
+    hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) and not Path(name.split("/")[0]).exists()
+    if not hub_id:
+        raise UserError(f"{name}: no such model folder")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(
+            f"{name}: no such folder; to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
+        ) from None
+    wanted = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{name}: no such folder, and not to be had from the Hugging Face hub: {reason}") from None
+
+
+def load_model(path_or_hub_id, dtype=None):
+    """A Transformer from a Hugging Face folder or hub id.
+
+    dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the numpy device, which
+    has no other. Raises UserError naming the file, key or tensor at fault.
+    """
+    folder = find_model(path_or_hub_id)
+    config = ModelConfig.from_folder(folder)
+    on_numpy = device.name() == "numpy"
+    if on_numpy and dtype not in (None, "float32"):
+        raise UserError(f"dtype {dtype}: the numpy device computes in float32 only")
+    generation = folder / "generation_config.json"
+    generation_config = read_json(generation) if generation.exists() else {}
+    weights = load_weights(folder, config, dtype or ("float32" if on_numpy else config.dtype))
+    return Transformer(config, weights, generation_config)
+
+
+def save_model(model, folder, tokenizer=None, dtype=None):
+    """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
+    *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = replace(model.config, dtype=dtype or model.dtype.name)
+    write_json(folder / "config.json", config.to_dict())
+    ids = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+    kept = {key: value for key, value in ids.items() if value is not None}
+    write_json(folder / "generation_config.json", {**model.generation_config, **kept})
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    save_weights(model.weights, folder, config.dtype)

@@ -1,0 +1,296 @@
+"""A model's parameters in one flat buffer, and their way in and out of Hugging Face folders.
+
+    flat   | embedding, the matrices of every layer, lm_head if untied | biases and norm weights |
+                                                              decay_end ^
+Every parameter is a view of the buffer, its first element on a 512-byte boundary in float32 (256 in 16 bits), so
+that one AdamW launch, one norm and one copy serve all of them. Matrices that read the same input are fused: qkv
+holds the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
+"""
+
+import json
+import math
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba import device, memory
+from rlnumba.errors import UserError
+from rlnumba.model import safetensors
+from rlnumba.model.config import read_json
+
+# Elements; the padding between parameters stays zero in weights, gradients and moments.
+ALIGNMENT = 128
+
+# As transformers' save_pretrained in version 4: more than this many bytes of tensors become several files.
+SHARD_BYTES = 5_000_000_000
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One view of the flat buffer: where it lies, and which tensors of a checkpoint, in order, are its rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    decays: bool
+    rows: tuple[tuple[str, int], ...]
+    offset: int = 0
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The views of one decoder layer; None where the model has no such parameter."""
+
+    input_norm: object
+    qkv: object
+    qkv_bias: object
+    q_norm: object
+    k_norm: object
+    o: object
+    o_bias: object
+    post_norm: object
+    gate_up: object
+    gate_up_bias: object
+    down: object
+    down_bias: object
+
+
+def parameters(config):
+    """Every Parameter of a model, in the order of the flat buffer: what decays first."""
+    D, E, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
+    q, kv = config.num_attention_heads * E, config.num_key_value_heads * E
+    found = [Parameter("model.embed_tokens", (V, D), True, (("model.embed_tokens.weight", V),))]
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}"
+        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+        for name, columns, sources, bias in (
+            ("qkv", D, ((f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)),
+             config.attention_bias),
+            ("o", q, ((f"{attention}.o_proj", D),), config.o_bias),
+            ("gate_up", D, ((f"{mlp}.gate_proj", F), (f"{mlp}.up_proj", F)), config.mlp_bias),
+            ("down", F, ((f"{mlp}.down_proj", D),), config.mlp_bias),
+        ):  # fmt: skip
+            rows = sum(n for _, n in sources)
+            weights = tuple((f"{source}.weight", n) for source, n in sources)
+            found.append(Parameter(f"{at}.{name}", (rows, columns), True, weights))
+            if bias:
+                biases = tuple((f"{source}.bias", n) for source, n in sources)
+                found.append(Parameter(f"{at}.{name}_bias", (rows,), False, biases))
+        norms = [("input_norm", D, f"{at}.input_layernorm"), ("post_norm", D, f"{at}.post_attention_layernorm")]
+        if config.qk_norm:
+            norms += [("q_norm", E, f"{attention}.q_norm"), ("k_norm", E, f"{attention}.k_norm")]
+        for name, size, source in norms:
+            found.append(Parameter(f"{at}.{name}", (size,), False, ((f"{source}.weight", size),)))
+    found.append(Parameter("model.norm", (D,), False, (("model.norm.weight", D),)))
+    if not config.tie_word_embeddings:
+        found.append(Parameter("lm_head", (V, D), True, (("lm_head.weight", V),)))
+    placed, offset = [], 0
+    for parameter in sorted(found, key=lambda p: not p.decays):
+        placed.append(Parameter(parameter.name, parameter.shape, parameter.decays, parameter.rows, offset))
+        offset += -(-parameter.size // ALIGNMENT) * ALIGNMENT
+    return placed
+
+
+class Weights:
+    """One flat array of `dtype` on the device, zeros at first, and its views: weights["model.layers.0.qkv"].
+
+    flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies; the rest are
+    biases and norm weights. layers[i]: the LayerWeights of layer i. lm_head: (V, D), the embedding if tied.
+    region: under which the bytes appear in memory.report().
+    """
+
+    def __init__(self, config, dtype="float32", region="weights"):
+        self.config = config
+        self.dtype = device.dtype(dtype)
+        self.parameters = parameters(config)
+        last = self.parameters[-1]
+        self.flat = device.xp().zeros(last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT, dtype=self.dtype)
+        memory.hold(region, self.flat.nbytes)
+        weakref.finalize(self, memory.hold, region, -self.flat.nbytes)
+        self.decay_end = next(p.offset for p in self.parameters if not p.decays)
+        self.views = {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
+        self.embed_tokens = self["model.embed_tokens"]
+        self.norm = self["model.norm"]
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else self["lm_head"]
+        self.layers = [
+            LayerWeights(**{
+                field: self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights.__dataclass_fields__
+            })
+            for layer in range(config.num_hidden_layers)
+        ]  # fmt: skip
+
+    def __getitem__(self, name):
+        return self.views[name]
+
+    def grads(self):
+        """Gradients: zeros of float32 in the same layout, with the same names."""
+        return Weights(self.config, "float32", region="grads")
+
+    @classmethod
+    def random(cls, config, dtype="float32", seed=0):
+        """Weights of a new model: matrices N(0, 0.02^2) (the initializer_range of all three model types),
+        biases 0, norm weights 1."""
+        weights = cls(config, dtype)
+        generator = np.random.default_rng(seed)
+        for p in weights.parameters:
+            if p.decays:
+                values = 0.02 * generator.standard_normal(p.shape, dtype=np.float32)
+                _assign(weights[p.name], values)
+            elif p.name.endswith("norm"):
+                weights[p.name].fill(1)
+        return weights
+
+
+def _assign(view, values):
+    """Copy a host array into a view of the flat buffer, converting to its dtype."""
+    values = np.ascontiguousarray(values)
+    if values.dtype != view.dtype:
+        values = values.astype(np.float32).astype(view.dtype)
+    if device.name() == "cuda":
+        view.set(values)
+    else:
+        view[...] = values
+
+
+def load_weights(folder, config, dtype=None):
+    """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
+
+    Tensors travel one at a time. Raises UserError, one line, for a damaged or missing file and for a tensor that
+    is missing, unknown or of another shape than config.json says, with the names.
+    """
+    folder = Path(folder)
+    files = _open_checkpoint(folder)
+    names = {p.name: p for p in parameters(config)}
+    expected = {}
+    for p in names.values():
+        for source, rows in p.rows:
+            expected[source] = (rows, *p.shape[1:])
+    if config.tie_word_embeddings and "lm_head.weight" in files:
+        _drop_tied_head(files)
+    # Rotary frequencies that old checkpoints carry as a buffer; the config says the same.
+    found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
+    problems = []
+    if missing := [name for name in expected if name not in found]:
+        problems.append(f"missing tensors: {_some(missing)}")
+    if extra := sorted(found - expected.keys()):
+        problems.append(f"tensors that {config.model_type} does not have: {_some(extra)}")
+    shapes = {name: files[name].entries[name].shape for name in expected if name in found}
+    wrong = [f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
+    if wrong:
+        problems.append(f"wrong shapes: {_some(wrong)}")
+    if problems:
+        raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
+    for name in expected:
+        kind = files[name].entries[name].dtype
+        if kind not in ("F32", "F16", "BF16"):
+            raise UserError(f"{files[name].path}: tensor {name} has dtype {kind} (supported: F32, F16, BF16)")
+    weights = Weights(config, dtype or config.dtype)
+    for p in weights.parameters:
+        start = 0
+        for source, rows in p.rows:
+            _assign(weights[p.name][start : start + rows], files[source][source])
+            start += rows
+    return weights
+
+
+def _open_checkpoint(folder):
+    """{tensor name: SafetensorsFile that holds it} of a folder."""
+    if (folder / SINGLE).exists():
+        file = safetensors.SafetensorsFile(folder / SINGLE)
+        return dict.fromkeys(file.entries, file)
+    index = folder / INDEX
+    if not index.exists():
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        raise UserError(
+            f"{folder}: no {SINGLE} and no {INDEX}" + ("; save the checkpoint as safetensors first" if pickled else "")
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(f"{index}: weight_map must map tensor names to file names")
+    shards = {name: safetensors.SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
+    for name, shard in weight_map.items():
+        if name not in shards[shard].entries:
+            raise UserError(f"{folder / shard}: tensor {name} is not in this file, but {INDEX} says so")
+    return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _drop_tied_head(files):
+    """A tied model's checkpoint may repeat the embedding as lm_head.weight; anything else there is an error."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    file = files[head]
+    if embedding not in files:
+        raise UserError(f"{file.path}: tie_word_embeddings is true, but {head} is there and {embedding} is not")
+    same = file.entries[head].shape == files[embedding].entries[embedding].shape
+    if not same or not np.array_equal(file[head], files[embedding][embedding]):
+        raise UserError(f"{file.path}: tie_word_embeddings is true, but {head} differs from {embedding}")
+    del files[head]
+
+
+def _some(items, limit=4):
+    """The first few of a list, and how many more there are."""
+    shown = ", ".join(str(item) for item in items[:limit])
+    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
+def save_weights(weights, folder, dtype=None):
+    """Write `weights` as *.safetensors under Hugging Face's names, in `dtype` (that of the weights).
+
+    One file, or several of at most SHARD_BYTES with an index. Tensors leave the device one at a time; every file
+    gets its name only when it is complete, and weight files of an earlier save that are not among them go.
+    """
+    folder = Path(folder)
+    target = device.dtype(dtype) if dtype else weights.dtype
+    shards, room = [[]], SHARD_BYTES
+    for p in weights.parameters:
+        start = 0
+        for source, rows in p.rows:
+            view = weights[p.name][start : start + rows]
+            start += rows
+            if view.size * target.itemsize > room and shards[-1]:
+                shards.append([])
+                room = SHARD_BYTES
+            shards[-1].append((source, target, view.shape, _fetcher(view, target)))
+            room -= view.size * target.itemsize
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    before = {p.name for p in folder.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
+    for name, shard in zip(names, shards, strict=True):
+        safetensors.write(folder / name, shard, {"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {source: name for name, shard in zip(names, shards, strict=True) for source, *_ in shard}
+        total = sum(math.prod(shape) * target.itemsize for shard in shards for _, _, shape, _ in shard)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names.append(INDEX)
+    for name in before - set(names):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _fetcher(view, dtype):
+    """A function that brings a view to the host in `dtype` when it is called."""
+
+    def fetch():
+        array = device.to_host(view)
+        return array if array.dtype == dtype else array.astype(np.float32).astype(dtype)
+
+    return fetch
+
+
+def write_json(path, value):
+    """Write a JSON file under a temporary name, flush it to the disk, and rename it into place."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

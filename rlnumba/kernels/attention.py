@@ -1,0 +1,303 @@
+"""Causal attention over packed sequences with grouped query heads (Dao et al., 2022: online softmax).
+
+    s[i, j] = scale * q[i] . k[j]  for j <= i      lse[i] = log sum_j exp(s[i, j])
+    out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
+
+q, out (N, H, E); k, v (N, HK, E) in float32, float16 or bfloat16; lse (H, N) float32. H is a multiple of
+HK: query head h reads key head h // (H / HK). Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1].
+All arithmetic is float32.
+
+What a row computes, in this order, wherever it stands in whatever batch:
+
+    for each tile of KEYS keys, the tiles fixed by the keys' absolute positions:
+        s_j = fma chain over e of (scale * q_e) * k_je          for each key j of the tile; -inf beyond the row
+        new = max(m, max_j s_j)      shrink = exp(m - new)      p_j = exp(s_j - new)      m = new
+        l = fma(l, shrink, p_0 + p_1 + ...)                     in the order of the keys
+        acc_e = fma chain over j of p_j * v_je, starting from acc_e * shrink
+    out_e = acc_e * (1 / l)      lse = m + log(l)
+
+Only the maximum is taken across threads, and it is exact in any order. So the bits of a row depend neither
+on the shape of a block, nor on the other rows of it, nor on where a key is stored: paged_attention runs the
+same `attend` and gets the same bits. Keys beyond a row change nothing: p = 0 and shrink = 1.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels import attention_cpu
+from rlnumba.kernels.check import F32, FLOATS, I32, check
+from rlnumba.kernels.instructions import device_function, narrow, shuffle_xor, sync_warp, widen
+from rlnumba.kernels.launch import launch
+
+# Keys of a tile. Part of the arithmetic: the running maximum moves at the borders of the tiles.
+KEYS = 32
+MAX_HEAD_DIM = 256
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+class Tile(NamedTuple):
+    """How a block of attention is cut: `lanes` neighbouring threads of a warp share rows / (threads / lanes) rows."""
+
+    rows: int
+    lanes: int
+    threads: int
+
+    @property
+    def rows_per_thread(self):
+        return self.rows * self.lanes // self.threads
+
+    def columns(self, head_dim):
+        """Output columns of a thread: lane, lane + lanes, ..."""
+        return -(-head_dim // self.lanes)
+
+    def stride(self, head_dim):
+        """Floats from one row to the next in shared memory: odd, so that a column touches all banks."""
+        return self.columns(head_dim) * self.lanes + 1
+
+    def shared_bytes(self, head_dim):
+        return 4 * (self.stride(head_dim) * (self.rows + 2 * KEYS) + self.rows * (KEYS + 1))
+
+
+def many_rows(head_dim):
+    """The tile for training and prefill: 4 x 4 scores and 4 x E/8 outputs a thread, in registers."""
+    return Tile(64 if head_dim <= 128 else 32, 8, 128)
+
+
+# The tile for decode: a warp owns one row, so that the few rows that share a key head spread over warps.
+FEW_ROWS = Tile(8, 32, 256)
+
+
+@functools.cache
+def attend_function(head_dim, tile, key_row):
+    """The device function that computes one block of attention, for a head_dim, a tile and a place of the keys.
+
+    key_row(table, block_size, sequence, key) is the row of k and v that holds a key of a sequence.
+    """
+    rows, lanes, threads = tile
+    rows_per_thread = tile.rows_per_thread
+    keys_per_thread = KEYS // lanes
+    columns = tile.columns(head_dim)
+    stride = tile.stride(head_dim)
+    score_stride = KEYS + 1
+    # Shared memory in floats: rows of q, keys, values, then the scores of a tile.
+    key_tile = rows * stride
+    value_tile = key_tile + KEYS * stride
+    score_tile = value_tile + KEYS * stride
+
+    @device_function
+    def attend(q, k, v, table, block_size, start, length, context, first, scale, out, row_max, row_sum):
+        """A block owns `rows` rows of one key head of one sequence, from row `first` on.
+
+        Row r is query token r // G of the sequence and the key head's query head r % G, G = H / HK. The
+        queries are the rows start .. start + length of q, the last `length` of the sequence's `context`
+        tokens. One pass over the keys: each tile of k and v is staged in shared memory as float32, zero
+        beyond the context. A thread owns rows_per_thread rows; of the scores its keys are lane, lane +
+        lanes, ...; of the output its columns likewise. out is written, and row_max and row_sum, the
+        maximum and the sum of a thread's rows.
+        """
+        shared = cuda.shared.array(0, np.float32)
+        scores = cuda.local.array(rows_per_thread * keys_per_thread, np.float32)
+        acc = cuda.local.array(rows_per_thread * columns, np.float32)
+        row_part = cuda.local.array(rows_per_thread, np.float32)
+        tile_sum = cuda.local.array(rows_per_thread, np.float32)
+        shrink = cuda.local.array(rows_per_thread, np.float32)
+        column_part = cuda.local.array(max(columns, keys_per_thread), np.float32)
+        thread = cuda.threadIdx.x
+        lane = thread % lanes
+        own_row = thread // lanes * rows_per_thread
+        sequence = cuda.blockIdx.z
+        kv_head = cuda.blockIdx.y
+        group = q.shape[1] // k.shape[1]
+        alive = min(length * group - first, rows)
+        # Rows beyond the end compute nothing where a whole warp has none but such.
+        warp_alive = thread // 32 * 32 // lanes * rows_per_thread < alive
+        before = context - length
+
+        for row in range(thread // 32, rows, threads // 32):
+            index = first + row
+            for column in range(thread % 32, stride - 1, 32):
+                value = np.float32(0.0)
+                if row < alive and column < head_dim:
+                    value = scale * widen(q[start + index // group, kv_head * group + index % group, column])
+                shared[row * stride + column] = value
+        for i in range(rows_per_thread):
+            row_max[i] = MINUS_INFINITY
+            row_sum[i] = np.float32(0.0)
+        for i in range(rows_per_thread * columns):
+            acc[i] = np.float32(0.0)
+
+        visible = before + (first + alive - 1) // group + 1
+        for tile_start in range(0, visible, KEYS):
+            cuda.syncthreads()
+            for key in range(thread // 32, KEYS, threads // 32):
+                inside = tile_start + key < context
+                key_index = np.int64(0)
+                if inside:
+                    key_index = np.int64(key_row(table, block_size, sequence, tile_start + key))
+                for column in range(thread % 32, stride - 1, 32):
+                    key_value = np.float32(0.0)
+                    value_value = np.float32(0.0)
+                    if inside and column < head_dim:
+                        key_value = widen(k[key_index, kv_head, column])
+                        value_value = widen(v[key_index, kv_head, column])
+                    shared[key_tile + key * stride + column] = key_value
+                    shared[value_tile + key * stride + column] = value_value
+            cuda.syncthreads()
+            if not warp_alive:
+                continue
+
+            for i in range(rows_per_thread * keys_per_thread):
+                scores[i] = np.float32(0.0)
+            for column in range(head_dim):
+                for i in range(rows_per_thread):
+                    row_part[i] = shared[(own_row + i) * stride + column]
+                for c in range(keys_per_thread):
+                    column_part[c] = shared[key_tile + (lane + c * lanes) * stride + column]
+                for i in range(rows_per_thread):
+                    for c in range(keys_per_thread):
+                        scores[i * keys_per_thread + c] = cuda.fma(
+                            row_part[i], column_part[c], scores[i * keys_per_thread + c]
+                        )
+
+            for i in range(rows_per_thread):
+                position = before + (first + own_row + i) // group
+                largest = row_max[i]
+                for c in range(keys_per_thread):
+                    if tile_start + lane + c * lanes > position:
+                        scores[i * keys_per_thread + c] = MINUS_INFINITY
+                    largest = max(largest, scores[i * keys_per_thread + c])
+                distance = lanes // 2
+                while distance > 0:
+                    largest = max(largest, shuffle_xor(largest, distance))
+                    distance //= 2
+                # A row that sees no key yet has nothing to subtract; -inf - -inf would be NaN.
+                reference = largest if largest > MINUS_INFINITY else np.float32(0.0)
+                for c in range(keys_per_thread):
+                    shared[score_tile + (own_row + i) * score_stride + lane + c * lanes] = math.exp(
+                        scores[i * keys_per_thread + c] - reference
+                    )
+                shrink[i] = math.exp(row_max[i] - reference)
+                row_max[i] = largest
+                tile_sum[i] = np.float32(0.0)
+                for c in range(columns):
+                    acc[i * columns + c] *= shrink[i]
+
+            # The scores of a row are written and read by the threads of one warp.
+            sync_warp()
+            for key in range(KEYS):
+                for i in range(rows_per_thread):
+                    row_part[i] = shared[score_tile + (own_row + i) * score_stride + key]
+                    tile_sum[i] += row_part[i]
+                for c in range(columns):
+                    column_part[c] = shared[value_tile + key * stride + lane + c * lanes]
+                for i in range(rows_per_thread):
+                    for c in range(columns):
+                        acc[i * columns + c] = cuda.fma(row_part[i], column_part[c], acc[i * columns + c])
+            for i in range(rows_per_thread):
+                row_sum[i] = cuda.fma(row_sum[i], shrink[i], tile_sum[i])
+
+        for i in range(rows_per_thread):
+            index = first + own_row + i
+            # A row without keys (an empty context) gives zeros.
+            inverse = np.float32(1.0) / row_sum[i] if row_sum[i] != np.float32(0.0) else np.float32(0.0)
+            for c in range(columns):
+                column = lane + c * lanes
+                if own_row + i < alive and column < head_dim:
+                    out[start + index // group, kv_head * group + index % group, column] = narrow(
+                        acc[i * columns + c] * inverse, out
+                    )
+
+    return attend
+
+
+@device_function
+def packed_row(cu_seqlens, block_size, sequence, key):
+    """The row of a key where the keys of a sequence lie one after the other."""
+    return cu_seqlens[sequence] + key
+
+
+@functools.cache
+def attention_kernel(head_dim):
+    """The kernel of `attention` for a head_dim."""
+    tile = many_rows(head_dim)
+    rows, lanes, _ = tile
+    rows_per_thread = tile.rows_per_thread
+    attend = attend_function(head_dim, tile, packed_row)
+
+    @cuda.jit
+    def attention_kernel(q, k, v, cu_seqlens, scale, out, lse):
+        """A block owns `rows` rows of a key head of a sequence (see attend); the last rows, which see the
+        most keys, start first."""
+        row_max = cuda.local.array(rows_per_thread, np.float32)
+        row_sum = cuda.local.array(rows_per_thread, np.float32)
+        start = cu_seqlens[cuda.blockIdx.z]
+        length = cu_seqlens[cuda.blockIdx.z + 1] - start
+        group = q.shape[1] // k.shape[1]
+        first = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        if first >= length * group:
+            return
+        attend(q, k, v, cu_seqlens, 0, start, length, length, first, scale, out, row_max, row_sum)
+        lane = cuda.threadIdx.x % lanes
+        for i in range(rows_per_thread):
+            index = first + cuda.threadIdx.x // lanes * rows_per_thread + i
+            if lane == 0 and index < length * group:
+                lse[cuda.blockIdx.y * group + index % group, start + index // group] = row_max[i] + math.log(row_sum[i])
+
+    return attention_kernel
+
+
+def check_heads(op, q, k, v):
+    """(N, H, HK, E) of q (N, H, E) and of k and v (rows, HK, E), or ValueError."""
+    tokens, heads, head_dim = check(op, "q", q, (None, None, None), FLOATS)
+    rows, kv_heads, _ = check(op, "k", k, (None, None, head_dim), (q.dtype,))
+    check(op, "v", v, (rows, kv_heads, head_dim), (q.dtype,))
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"{op}: the number of query heads must be a multiple of {kv_heads} key heads, got {heads}")
+    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
+    return tokens, heads, kv_heads, head_dim
+
+
+def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
+    """Causal attention of packed sequences with grouped query heads.
+
+    q (N, H, E), k and v (N, HK, E) of one floating dtype, H a multiple of HK, E even and at most 256;
+    cu_seqlens (B + 1,) int32 from 0 to N; max_seqlen: at least the longest sequence's length (not checked:
+    that would wait for the device; queries beyond it are not computed). out (N, H, E) of q's dtype and lse
+    (H, N) float32, the log-sum-exp of a row's scaled scores, are written. Raises ValueError for other
+    shapes, dtypes or layouts. Source: Dao et al. 2022, algorithm 1.
+    """
+    tokens, heads, kv_heads, head_dim = check_heads("attention", q, k, v)
+    check("attention", "k", k, (tokens, kv_heads, head_dim), (q.dtype,))
+    (bounds,) = check("attention", "cu_seqlens", cu_seqlens, (None,), I32)
+    check("attention", "out", out, q.shape, (q.dtype,))
+    check("attention", "lse", lse, (heads, tokens), F32)
+    if device.name() == "numpy":
+        attention_cpu.attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
+        return
+    tile = many_rows(head_dim)
+    grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)
+    launch(
+        attention_kernel(head_dim), grid, tile.threads,
+        q, k, v, cu_seqlens, float(scale), out, lse,
+        shared=tile.shared_bytes(head_dim),
+    )  # fmt: skip
+
+
+def attention_ref(q, k, v, cu_seqlens, scale):
+    """(out, lse) of attention in float64, one sequence and one head at a time."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    out, lse = np.zeros(q.shape), np.zeros((q.shape[1], q.shape[0]))
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        hidden = np.triu(np.full((end - start, end - start), -np.inf), 1)
+        for h in range(q.shape[1]):
+            key_head = h * k.shape[1] // q.shape[1]
+            s = scale * q[start:end, h] @ k[start:end, key_head].T + hidden
+            lse[h, start:end] = np.logaddexp.reduce(s, axis=1)
+            out[start:end, h] = np.exp(s - lse[h, start:end, None]) @ v[start:end, key_head]
+    return out, lse

@@ -1,0 +1,240 @@
+"""Attention on the numpy device: compiled loops, float32, the same function for packed and paged keys.
+
+`attend` finds key j of sequence b at row block_tables[b, j // block_size] * block_size + j % block_size; packed
+keys are blocks of one row. There is one compiled loop for training, prefill and decode, and a row's result
+depends on that row alone:
+
+- scores, LANES keys at a time: each is one chain over e, in the same vector loop whatever the key's position;
+- the maximum is exact in any order;
+- the sum of exp(s - max) is kept in LANES lanes by key position and added up at the end;
+- a row of out is one chain over the keys, vectorised over e.
+
+Keys are padded to whole tiles of LANES and rows of q and k to a multiple of 4; what is padded adds zero.
+"""
+
+import numba
+import numpy as np
+
+# Keys a tile: whole vectors on any machine, so that no loop has a scalar remainder.
+LANES = 32
+# Query tokens that one task takes, and for which it transposes the keys once.
+TASK_TOKENS = 64
+
+LOG2_E = np.float32(np.log2(np.e))
+# ln 2 in two parts, the first with few enough bits that n * LN2_HIGH is exact.
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(np.log(2.0) - 0.693359375)
+# Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+ROUND = np.float32(12582912.0)
+SMALLEST = np.float32(-87.0)
+C0, C1, C2, C3, C4, C5, C6 = (np.float32(1.0 / f) for f in (1, 1, 2, 6, 24, 120, 720))
+C7 = np.float32(1.0 / 5040)
+ZERO = np.float32(0.0)
+
+
+@numba.njit(fastmath={"contract"}, inline="always")
+def _exp_tile(x, shift, n, n_bits, y, y_bits, first):
+    """y[:LANES] = exp(x[first : first + LANES] - shift), of arguments <= 0; below exp(-87), that.
+
+    2^n by adding n to the exponent's bits, exp of the rest (|r| <= ln 2 / 2) by Taylor to degree 7, whose
+    next term is 5e-9. n_bits and y_bits are the int32 views of the scratch arrays n and y.
+    """
+    for j in range(LANES):
+        a = max(x[first + j] - shift, SMALLEST)
+        n[j] = a * LOG2_E + ROUND
+        rounded = n[j] - ROUND
+        r = a - rounded * LN2_HIGH - rounded * LN2_LOW
+        y[j] = C0 + r * (C1 + r * (C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * C7))))))
+    for j in range(LANES):
+        y_bits[j] += n_bits[j] << 23
+
+
+@numba.njit(fastmath={"contract"}, inline="always")
+def _transpose(rows, source, head, tiles, out):
+    """out[tile, e, lane] = source[row of that key, head, e]; zero for e beyond the head."""
+    for tile in range(tiles):
+        for lane in range(LANES):
+            row = rows[tile * LANES + lane]
+            for e in range(source.shape[2]):
+                out[tile, e, lane] = source[row, head, e]
+            for e in range(source.shape[2], out.shape[1]):
+                out[tile, e, lane] = ZERO
+
+
+@numba.njit(fastmath={"contract"}, inline="always")
+def _scores(row, transposed, tiles, out):
+    """out[tile * LANES + lane] = row . key; row (4 * x,), transposed (tiles, 4 * x, LANES)."""
+    for tile in range(tiles):
+        first = tile * LANES
+        for j in range(LANES):
+            out[first + j] = ZERO
+        for e in range(0, row.shape[0], 4):
+            r0, r1, r2, r3 = row[e], row[e + 1], row[e + 2], row[e + 3]
+            for j in range(LANES):
+                out[first + j] = (
+                    out[first + j]
+                    + r0 * transposed[tile, e, j]
+                    + r1 * transposed[tile, e + 1, j]
+                    + r2 * transposed[tile, e + 2, j]
+                    + r3 * transposed[tile, e + 3, j]
+                )
+
+
+@numba.njit(fastmath={"contract"}, inline="always")
+def _weighted_rows(weights, rows, source, head, count, out):
+    """out = sum over the first `count` keys of weights[j] * source[row of key j, head], four keys at a time."""
+    for e in range(out.shape[0]):
+        out[e] = ZERO
+    for j in range(0, count, 4):
+        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        a, b, c, d = rows[j], rows[j + 1], rows[j + 2], rows[j + 3]
+        for e in range(out.shape[0]):
+            out[e] = (
+                out[e]
+                + w0 * source[a, head, e]
+                + w1 * source[b, head, e]
+                + w2 * source[c, head, e]
+                + w3 * source[d, head, e]
+            )
+
+
+@numba.njit(cache=True, parallel=True, fastmath={"contract"})
+def _attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse):
+    head_dim = q.shape[2]
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
+    padded = (head_dim + 3) // 4 * 4
+    chunks = (max_seqlen_q + TASK_TOKENS - 1) // TASK_TOKENS
+    for task in numba.prange(context_lens.shape[0] * kv_heads * chunks):
+        sequence = task // (kv_heads * chunks)
+        kv_head = task // chunks % kv_heads
+        start = cu_seqlens[sequence]
+        length = cu_seqlens[sequence + 1] - start
+        context = context_lens[sequence]
+        first = task % chunks * TASK_TOKENS
+        last = min(first + TASK_TOKENS, length)
+        if first < last:
+            visible = max(context - length + last, 0)
+            tiles = (visible + LANES - 1) // LANES
+            # Padding points at the first key: its numbers are finite if the row's result is to be.
+            rows = np.empty(tiles * LANES, np.int64)
+            for j in range(tiles * LANES):
+                key = j if j < visible else 0
+                rows[j] = np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
+            keys = np.empty((tiles, padded, LANES), np.float32)
+            _transpose(rows, k, kv_head, tiles, keys)
+            scores = np.empty(tiles * LANES, np.float32)
+            query = np.zeros(padded, np.float32)
+            sums = np.empty(LANES, np.float32)
+            acc = np.empty(head_dim, np.float32)
+            n = np.empty(LANES, np.float32)
+            y = np.empty(LANES, np.float32)
+            n_bits = n.view(np.int32)
+            y_bits = y.view(np.int32)
+            for index in range(first * group, last * group):
+                token = start + index // group
+                head = kv_head * group + index % group
+                count = max(context - length + index // group + 1, 0)
+                row_tiles = (count + LANES - 1) // LANES
+                for e in range(head_dim):
+                    query[e] = scale * q[token, head, e]
+                _scores(query, keys, row_tiles, scores)
+                largest = np.float32(-np.inf)
+                for j in range(count):
+                    largest = max(largest, scores[j])
+                for j in range(LANES):
+                    sums[j] = ZERO
+                for tile in range(row_tiles):
+                    _exp_tile(scores, largest, n, n_bits, y, y_bits, tile * LANES)
+                    for j in range(LANES):
+                        p = y[j] if tile * LANES + j < count else ZERO
+                        scores[tile * LANES + j] = p
+                        sums[j] += p
+                total = ZERO
+                for j in range(LANES):
+                    total += sums[j]
+                _weighted_rows(scores, rows, v, kv_head, count, acc)
+                inverse = np.float32(1.0) / total if total != ZERO else ZERO
+                for e in range(head_dim):
+                    out[token, head, e] = acc[e] * inverse
+                if lse.shape[0] > 0:
+                    lse[head, token] = largest + np.log(total)
+
+
+def attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse=None):
+    """As the operator paged_attention, on k and v (rows, HK, E); lse (H, N) is written if given."""
+    if lse is None:
+        lse = np.empty((0, 0), np.float32)
+    _attend(
+        q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, lse
+    )  # fmt: skip
+
+
+def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
+    """As the operator attention: packed keys are blocks of one row."""
+    rows = cu_seqlens[:-1, None] + np.arange(max_seqlen, dtype=np.int32)
+    attend(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, scale, out, lse)
+
+
+@numba.njit(cache=True, parallel=True, fastmath={"contract"})
+def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
+    head_dim = q.shape[2]
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
+    padded = (head_dim + 3) // 4 * 4
+    for task in numba.prange((cu_seqlens.shape[0] - 1) * kv_heads):
+        kv_head = task % kv_heads
+        start = cu_seqlens[task // kv_heads]
+        length = cu_seqlens[task // kv_heads + 1] - start
+        tiles = (length + LANES - 1) // LANES
+        rows = np.empty(tiles * LANES, np.int64)
+        for j in range(tiles * LANES):
+            rows[j] = start + (j if j < length else 0)
+        keys = np.empty((tiles, padded, LANES), np.float32)
+        _transpose(rows, k, kv_head, tiles, keys)
+        values = np.empty((tiles, padded, LANES), np.float32)
+        _transpose(rows, v, kv_head, tiles, values)
+        p = np.empty(tiles * LANES, np.float32)
+        ds = np.empty(tiles * LANES, np.float32)
+        query = np.zeros(padded, np.float32)
+        gradient = np.zeros(padded, np.float32)
+        acc = np.empty(head_dim, np.float32)
+        n = np.empty(LANES, np.float32)
+        y = np.empty(LANES, np.float32)
+        n_bits = n.view(np.int32)
+        y_bits = y.view(np.int32)
+        for j in range(start, start + length):
+            for e in range(head_dim):
+                dk[j, kv_head, e] = ZERO
+                dv[j, kv_head, e] = ZERO
+        for index in range(length * group):
+            count = index // group + 1
+            token = start + index // group
+            head = kv_head * group + index % group
+            row_tiles = (count + LANES - 1) // LANES
+            delta = ZERO
+            for e in range(head_dim):
+                query[e] = scale * q[token, head, e]
+                gradient[e] = dout[token, head, e]
+                delta += gradient[e] * out[token, head, e]
+            _scores(query, keys, row_tiles, p)
+            _scores(gradient, values, row_tiles, ds)
+            # exp_tile wants arguments <= 0; lse >= the largest score up to rounding, which is harmless.
+            for tile in range(row_tiles):
+                _exp_tile(p, lse[head, token], n, n_bits, y, y_bits, tile * LANES)
+                for lane in range(LANES):
+                    j = tile * LANES + lane
+                    p[j] = y[lane] if j < count else ZERO
+                    ds[j] = p[j] * (ds[j] - delta) * scale
+            _weighted_rows(ds, rows, k, kv_head, count, acc)
+            for e in range(head_dim):
+                dq[token, head, e] = acc[e]
+            for j in range(count):
+                for e in range(head_dim):
+                    dk[start + j, kv_head, e] += ds[j] * q[token, head, e]
+                    dv[start + j, kv_head, e] += p[j] * dout[token, head, e]
+
+
+def attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
+    """As the operator attention_backward; a task owns a key head of a sequence, rows in their order."""
+    _attention_backward(dout, q, k, v, out, lse, cu_seqlens, np.float32(scale), dq, dk, dv)

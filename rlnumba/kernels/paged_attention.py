@@ -1,0 +1,109 @@
+"""Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
+
+The equations and the arithmetic are those of kernels/attention.py, whose `attend` runs here too; only the
+place of a key differs: key j of sequence b is row j % block_size of block block_tables[b, j // block_size].
+A row's output therefore has the bits that `attention` gives it.
+
+q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
+sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
+"""
+
+import functools
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels import attention_cpu
+from rlnumba.kernels.attention import FEW_ROWS, attend_function, check_heads, many_rows
+from rlnumba.kernels.check import FLOATS, I32, check
+from rlnumba.kernels.instructions import device_function
+from rlnumba.kernels.launch import launch
+
+
+@device_function
+def paged_row(block_tables, block_size, sequence, key):
+    """The row of a key in the cache seen as (blocks * block_size, HK, E)."""
+    key = np.int32(key)
+    return np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
+
+
+@functools.cache
+def paged_attention_kernel(head_dim, tile):
+    """The kernel of `paged_attention` for a head_dim and a tile."""
+    rows = tile.rows
+    rows_per_thread = tile.rows_per_thread
+    attend = attend_function(head_dim, tile, paged_row)
+
+    @cuda.jit
+    def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
+        """A block owns `rows` rows of a key head of a sequence (see attend); k, v (rows, HK, E)."""
+        row_max = cuda.local.array(rows_per_thread, np.float32)
+        row_sum = cuda.local.array(rows_per_thread, np.float32)
+        start = cu_seqlens[cuda.blockIdx.z]
+        length = cu_seqlens[cuda.blockIdx.z + 1] - start
+        first = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        if first >= length * (q.shape[1] // k.shape[1]):
+            return
+        context = context_lens[cuda.blockIdx.z]
+        attend(q, k, v, block_tables, block_size, start, length, context, first, scale, out, row_max, row_sum)
+
+    return paged_attention_kernel
+
+
+def paged_attention(
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out
+):
+    """Causal attention of the newest tokens of B sequences to their keys in a block cache.
+
+    q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK,
+    E even and at most 256; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens
+    (B,), the keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not
+    checked against the device's arrays. out (N, H, E) of q's dtype is written; where context_lens is 0, with
+    zeros. The grid follows from the shapes and max_seqlen_q alone, so a captured graph stays valid while
+    the arrays' values change. Raises ValueError for other shapes, dtypes or layouts, and for a
+    max_context_len beyond the block tables.
+    """
+    op = "paged_attention"
+    blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
+    check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
+    k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    _, heads, kv_heads, head_dim = check_heads(op, q, k, v)
+    sequences, max_blocks = check(op, "block_tables", block_tables, (None, None), I32)
+    check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
+    check(op, "context_lens", context_lens, (sequences,), I32)
+    check(op, "out", out, q.shape, (q.dtype,))
+    if max_context_len > max_blocks * block_size:
+        raise ValueError(
+            f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
+        )
+    if device.name() == "numpy":
+        attention_cpu.attend(
+            q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
+        )
+        return
+    rows = max_seqlen_q * (heads // kv_heads)
+    tile = FEW_ROWS if rows <= FEW_ROWS.rows else many_rows(head_dim)
+    launch(
+        paged_attention_kernel(head_dim, tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
+        q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
+        shared=tile.shared_bytes(head_dim),
+    )  # fmt: skip
+
+
+def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):
+    """out of paged_attention in float64, one sequence and one head at a time."""
+    out = np.zeros(q.shape)
+    for b, context in enumerate(context_lens):
+        start, end = cu_seqlens[b], cu_seqlens[b + 1]
+        if context == 0:
+            continue
+        keys = np.concatenate([k_cache[block] for block in block_tables[b]])[:context].astype(np.float64)
+        values = np.concatenate([v_cache[block] for block in block_tables[b]])[:context].astype(np.float64)
+        hidden = np.arange(context) > np.arange(context - (end - start), context)[:, None]
+        for h in range(q.shape[1]):
+            key_head = h * keys.shape[1] // q.shape[1]
+            s = np.where(hidden, -np.inf, scale * q[start:end, h].astype(np.float64) @ keys[:, key_head].T)
+            p = np.exp(s - s.max(axis=1, keepdims=True))
+            out[start:end, h] = p / p.sum(axis=1, keepdims=True) @ values[:, key_head]
+    return out

@@ -1,0 +1,247 @@
+"""Matrix products of a linear layer y = x w^T + bias (+ residual), forward and backward.
+
+    linear                   out = x w^T + bias + residual     sum over K (NT: both rows contiguous)
+    linear_backward_input    dx = dout w                       sum over N (NN)
+    linear_backward_weight   dweight += dout^T x               sum over M (TN)
+    bias_backward            dbias += sum over M of dout
+
+x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
+biases are float32 arrays that accumulate. Who multiplies:
+
+    numpy    on the numpy device: kernels/cpu.py, one fixed order a row; gradients by BLAS
+    cublas   on a GPU: fast; a row's bits may depend on the number of rows
+    numba    the kernel below, on a GPU if asked for and in the simulator: K in one ascending order a row
+"""
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.errors import ConfigError
+from rlnumba.kernels import cpu
+from rlnumba.kernels.check import F32, FLOATS, check
+from rlnumba.kernels.cublas import cublas
+from rlnumba.kernels.instructions import narrow, widen
+from rlnumba.kernels.launch import launch
+
+# Side of the square of outputs that a block owns, one output a thread. The simulator's threads are slow.
+TILE = 8 if device.name() == "sim" else 16
+# bias_backward: columns of a block, one a lane so that a warp reads consecutive addresses, and rows at a time.
+COLUMNS = 32
+ROW_LANES = 2 if device.name() == "sim" else 16
+START_THREADS = 256
+
+BACKENDS = {"numpy": ("numpy",), "sim": ("numba",), "cuda": ("cublas", "numba")}
+
+_backend = None
+
+
+def set_backend(name):
+    """Choose who multiplies: "cublas" or "numba" on a GPU, "auto" for the device's first choice.
+
+    Raises ConfigError for a name that the device does not offer.
+    """
+    global _backend
+    offered = BACKENDS[device.name()]
+    if name not in ("auto", *offered):
+        raise ConfigError(f"gemm must be auto or {' or '.join(offered)} on device {device.name()}, got {name!r}")
+    _backend = offered[0] if name == "auto" else name
+
+
+def backend():
+    """Who multiplies now: "numpy", "cublas" or "numba"."""
+    if _backend is None:
+        set_backend("auto")
+    return _backend
+
+
+@cuda.jit
+def product_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, out):
+    """out[i, j] = bias[j] + addend[i, j] + sum over s of a[i a_row + s a_step] b[j b_column + s b_step].
+
+    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left
+    out; addend may be out itself. A block owns TILE x TILE outputs, a thread one. The sum runs in
+    ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each
+    along the direction in which it is contiguous, then every thread multiplies its row by its column.
+    """
+    a_tile = cuda.shared.array((TILE, TILE + 1), np.float32)
+    b_tile = cuda.shared.array((TILE, TILE + 1), np.float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    rows, columns = out.shape
+    first_row, first_column = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
+    total = np.float32(0.0)
+    for first in range(0, steps, TILE):
+        # Which thread fetches which element: consecutive x take consecutive addresses.
+        i, s = (y, x) if a_step == 1 else (x, y)
+        a_tile[i, s] = np.float32(0.0)
+        if first_row + i < rows and first + s < steps:
+            a_tile[i, s] = widen(a[(first_row + i) * a_row + (first + s) * a_step])
+        j, s = (y, x) if b_step == 1 else (x, y)
+        b_tile[j, s] = np.float32(0.0)
+        if first_column + j < columns and first + s < steps:
+            b_tile[j, s] = widen(b[(first_column + j) * b_column + (first + s) * b_step])
+        cuda.syncthreads()
+        for step in range(TILE):
+            total += a_tile[y, step] * b_tile[x, step]
+        cuda.syncthreads()
+    row, column = first_row + y, first_column + x
+    if row < rows and column < columns:
+        if bias.shape[0] > 0:
+            total += widen(bias[column])
+        if addend.shape[0] > 0:
+            total += widen(addend[row, column])
+        out[row, column] = narrow(total, out)
+
+
+@cuda.jit
+def start_kernel(bias, addend, out):
+    """out = bias + addend, to which cuBLAS then adds a product; either may be left out. A block owns a row."""
+    row = cuda.blockIdx.x
+    for column in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
+        value = np.float32(0.0)
+        if bias.shape[0] > 0:
+            value += widen(bias[column])
+        if addend.shape[0] > 0:
+            value += widen(addend[row, column])
+        out[row, column] = narrow(value, out)
+
+
+@cuda.jit
+def bias_backward_kernel(dout, dbias):
+    """A block owns COLUMNS columns; of each, thread row y adds rows y, y + ROW_LANES, ..., then y = 0 adds those."""
+    partials = cuda.shared.array((ROW_LANES, COLUMNS), np.float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    rows, columns = dout.shape
+    column = cuda.blockIdx.x * COLUMNS + x
+    total = np.float32(0.0)
+    if column < columns:
+        for row in range(y, rows, ROW_LANES):
+            total += widen(dout[row, column])
+    partials[y, x] = total
+    cuda.syncthreads()
+    if y == 0 and column < columns:
+        total = dbias[column]
+        for lane in range(ROW_LANES):
+            total += partials[lane, x]
+        dbias[column] = total
+
+
+def _launch_product(a, a_strides, b, b_strides, steps, bias, addend, out):
+    rows, columns = out.shape
+    grid = (-(-columns // TILE), -(-rows // TILE))
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    launch(product_kernel, grid, (TILE, TILE), flat_a, *a_strides, flat_b, *b_strides, steps, bias, addend, out)
+
+
+def linear(x, weight, out, bias=None, residual=None):
+    """out = x weight^T + bias + residual.
+
+    x (M, K) and weight (N, K) of one floating dtype; out (M, N) of that dtype or float32 is written; bias
+    (N,) of x's dtype; residual (M, N) of out's dtype, may be out itself. Any of M, N, K may be 0. Sums are
+    float32; on cuBLAS, bias + residual is rounded to out's dtype before the product is added.
+    Raises ValueError for other shapes, dtypes or layouts.
+    """
+    m, k = check("linear", "x", x, (None, None), FLOATS)
+    n, _ = check("linear", "weight", weight, (None, k), (x.dtype,))
+    check("linear", "out", out, (m, n), (x.dtype, *F32))
+    if bias is not None:
+        check("linear", "bias", bias, (n,), (x.dtype,))
+    if residual is not None:
+        check("linear", "residual", residual, (m, n), (out.dtype,))
+    if m == 0 or n == 0:
+        return
+    if backend() == "numpy":
+        overlap = residual is not None and np.may_share_memory(residual, out)
+        target = np.empty_like(out) if overlap else out
+        cpu.product(x, weight, target)
+        if bias is not None:
+            target += bias
+        if overlap:
+            np.add(target, residual, out=out)
+        elif residual is not None:
+            out += residual
+    elif backend() == "cublas":
+        accumulate = bias is not None or residual is not None
+        in_place = bias is None and accumulate and residual.data.ptr == out.data.ptr
+        if accumulate and not in_place:
+            launch(start_kernel, m, START_THREADS, *_optional(x, out, bias, residual), out)
+        _cublas_product(x, False, weight, True, out, accumulate)
+    else:
+        _launch_product(x, (k, 1), weight, (k, 1), k, *_optional(x, out, bias, residual), out)
+
+
+def _optional(x, out, bias, residual):
+    """bias and residual as kernels take them: an array without elements for one that is absent."""
+    return x[0, :0] if bias is None else bias, out[:0] if residual is None else residual
+
+
+def linear_backward_input(dout, weight, dx, accumulate=False):
+    """dx = (or += if accumulate) dout weight: the gradient of linear's x.
+
+    dout (M, N), weight (N, K) and dx (M, K) of one floating dtype. Raises ValueError for others.
+    """
+    m, n = check("linear_backward_input", "dout", dout, (None, None), FLOATS)
+    _, k = check("linear_backward_input", "weight", weight, (n, None), (dout.dtype,))
+    check("linear_backward_input", "dx", dx, (m, k), (dout.dtype,))
+    if m == 0 or k == 0:
+        return
+    if backend() == "numpy":
+        if accumulate:
+            dx += np.matmul(dout, weight)
+        else:
+            np.matmul(dout, weight, out=dx)
+    elif backend() == "cublas":
+        _cublas_product(dout, False, weight, False, dx, accumulate)
+    else:
+        addend = dx if accumulate else dx[:0]
+        _launch_product(dout, (n, 1), weight, (1, k), n, dx[0, :0], addend, dx)
+
+
+def linear_backward_weight(dout, x, dweight):
+    """dweight += dout^T x: the gradient of linear's weight.
+
+    dout (M, N) and x (M, K) of one floating dtype, dweight (N, K) float32. Raises ValueError for others.
+    """
+    m, n = check("linear_backward_weight", "dout", dout, (None, None), FLOATS)
+    _, k = check("linear_backward_weight", "x", x, (m, None), (dout.dtype,))
+    check("linear_backward_weight", "dweight", dweight, (n, k), F32)
+    if m == 0 or n == 0 or k == 0:
+        return
+    if backend() == "numpy":
+        dweight += np.matmul(dout.T, x)
+    elif backend() == "cublas":
+        _cublas_product(dout, True, x, False, dweight, True)
+    else:
+        _launch_product(dout, (1, n), x, (1, k), m, dweight[0, :0], dweight, dweight)
+
+
+def bias_backward(dout, dbias):
+    """dbias += the column sums of dout: the gradient of linear's bias.
+
+    dout (M, N) floating, dbias (N,) float32. The order of the sum depends on M alone. Raises ValueError.
+    """
+    _, n = check("bias_backward", "dout", dout, (None, None), FLOATS)
+    check("bias_backward", "dbias", dbias, (n,), F32)
+    if device.name() == "numpy":
+        dbias += np.sum(dout, axis=0)
+        return
+    launch(bias_backward_kernel, -(-n // COLUMNS), (COLUMNS, ROW_LANES), dout, dbias)
+
+
+def _cublas_product(a, a_transposed, b, b_transposed, out, accumulate):
+    if a.shape[0 if a_transposed else 1]:
+        cublas().product(a, a_transposed, b, b_transposed, out, accumulate)
+    elif not accumulate:
+        out.fill(0)
+
+
+def linear_ref(x, weight, bias=None, residual=None):
+    """x weight^T + bias + residual, in x's precision."""
+    out = x @ weight.T
+    out = out if bias is None else out + bias
+    return out if residual is None else out + residual
+
+
+def linear_backward_ref(dout, x, weight):
+    """(dx, dweight, dbias) of linear, in x's precision."""
+    return dout @ weight, dout.T @ x, np.sum(dout, axis=0)

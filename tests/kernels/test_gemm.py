@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.errors import ConfigError
+from rlnumba.kernels import gemm
+from rlnumba.kernels.gemm import (
+    bias_backward,
+    linear,
+    linear_backward_input,
+    linear_backward_ref,
+    linear_backward_weight,
+    linear_ref,
+    start_kernel,
+)
+from rlnumba.kernels.launch import launch
+from tests.close import assert_close, assert_gradient, assert_same_bits
+
+# M, N, K: one; below and above a tile in each; nothing to sum; no rows; no columns.
+SMALL = [(1, 1, 1), (7, 9, 17), (9, 17, 7), (3, 5, 0), (0, 5, 3), (5, 0, 3)]
+QWEN3_06B = [(4096, 4096, 1024), (4096, 1024, 2048), (4096, 6144, 1024), (4096, 1024, 3072)]
+ODD = [(4097, 1001, 1023), (1, 151936, 1024), (37, 50257, 768)]
+
+
+def random(rng, shape, dtype):
+    return rng.standard_normal(shape, np.float32).astype(device.dtype(dtype))
+
+
+def run_all(rng, shape, dtype):
+    m, n, k = shape
+    x, weight, bias, residual, dout = (random(rng, s, dtype) for s in [(m, k), (n, k), n, (m, n), (m, n)])
+    xd, wd, bd, rd, dd = (device.asarray(a.copy()) for a in (x, weight, bias, residual, dout))
+    # float64 is the oracle where it is quick, else float32, whose error is of the same order.
+    exact = np.float64 if m * n * k < 1 << 24 else np.float32
+    x, weight, bias, residual, dout = (a.astype(exact) for a in (x, weight, bias, residual, dout))
+    xp = device.xp()
+
+    def close(actual, expected, terms, what):
+        assert_close(actual, expected, terms=terms, scale=4 + 4 * np.sqrt(terms), what=what)
+
+    product = linear_ref(x, weight)
+    out = xp.full((m, n), np.nan, xd.dtype)
+    linear(xd, wd, out)
+    close(out, product, k, "out")
+    linear(xd, wd, out, bias=bd)
+    close(out, product + bias, k, "out with bias")
+    linear(xd, wd, out, bias=bd, residual=rd)
+    # cuBLAS rounds bias + residual first.
+    assert_close(out, product + bias + residual, dtype, 4 * k + 16, 8 + 8 * np.sqrt(k), "out with bias and residual")
+    out[...] = rd
+    linear(xd, wd, out, residual=out)
+    close(out, product + residual, k, "out in place of the residual")
+    logits = xp.full((m, n), np.nan, np.float32)
+    linear(xd, wd, logits, bias=bd)
+    close(logits, product + bias, k, "float32 out")
+
+    dx_expected, dweight_expected, dbias_expected = linear_backward_ref(dout, x, weight)
+    dx = xp.full((m, k), np.nan, xd.dtype)
+    linear_backward_input(dd, wd, dx)
+    close(dx, dx_expected, n, "dx")
+    linear_backward_input(dd, wd, dx, accumulate=True)
+    assert_close(dx, 2 * dx_expected, dtype, 4 * n + 16, 8 + 8 * np.sqrt(n), "dx accumulated")
+    dweight, dbias = xp.ones((n, k), np.float32), xp.ones(n, np.float32)
+    linear_backward_weight(dd, xd, dweight)
+    close(dweight, dweight_expected + 1, m + 1, "dweight")
+    bias_backward(dd, dbias)
+    close(dbias, dbias_expected + 1, m + 1, "dbias")
+
+
+def test_gradient_of_reference(rng):
+    x, weight, bias, dout = (rng.standard_normal(shape) for shape in [(3, 4), (5, 4), 5, (3, 5)])
+    dx, dweight, dbias = linear_backward_ref(dout, x, weight)
+
+    def loss():
+        return float(np.sum(linear_ref(x, weight, bias) * dout))
+
+    assert_gradient(loss, dx, x, "dx")
+    assert_gradient(loss, dweight, weight, "dweight")
+    assert_gradient(loss, dbias, bias, "dbias")
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.sim
+def test_simulator(rng, shape):
+    run_all(rng, shape, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.sim
+def test_simulator_16_bit(rng, dtype):
+    run_all(rng, (5, 9, 10), dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.sim
+def test_start_kernel(rng, bias, residual):
+    dtype = "bfloat16" if device.name() != "numpy" else "float32"
+    b, r = random(rng, 300 if bias else 0, dtype), random(rng, (2 if residual else 0, 300), dtype)
+    out = device.asarray(np.ones((2, 300), device.dtype(dtype)))
+    launch(start_kernel, 2, 256, device.asarray(b), device.asarray(r), out)
+    expected = np.zeros((2, 300), np.float32)
+    expected += b.astype(np.float32) if bias else 0
+    expected += r.astype(np.float32) if residual else 0
+    assert_same_bits(out, expected.astype(out.dtype), "bias + addend")
+
+
+@pytest.mark.parametrize("shape", SMALL + [(33, 97, 100), (130, 96, 288), (1, 300, 1000), (2, 7, 16)])
+def test_numpy_device(rng, shape):
+    if device.name() != "numpy":
+        pytest.skip("the products of kernels/cpu.py")
+    run_all(rng, shape, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SMALL + QWEN3_06B + ODD)
+def test_gpu(rng, shape, dtype):
+    run_all(rng, shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SMALL + [(129, 1000, 1023)])
+def test_gpu_by_our_own_kernel(rng, shape, dtype):
+    gemm.set_backend("numba")
+    try:
+        run_all(rng, shape, dtype)
+    finally:
+        gemm.set_backend("auto")
+
+
+@pytest.mark.gpu
+def test_products_can_be_captured_in_a_graph(rng):
+    import cupy
+
+    x, weight, residual = (device.asarray(random(rng, s, "bfloat16")) for s in [(64, 256), (512, 256), (64, 512)])
+    expected, out = cupy.empty_like(residual), cupy.empty_like(residual)
+    linear(x, weight, expected, residual=residual)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        linear(x, weight, out, residual=residual)
+        stream.begin_capture()
+        linear(x, weight, out, residual=residual)
+        graph = stream.end_capture()
+        out.fill(0)
+        graph.launch()
+        x *= 0
+        graph.launch()
+        stream.synchronize()
+        assert_same_bits(out, residual, "a second replay sees the new x")
+    linear(x, weight, expected, residual=residual)
+    assert_same_bits(out, expected, "out of the graph")
+
+
+@pytest.mark.parametrize("k", [1, 15, 16, 33, 288, 1031])
+def test_numpy_rows_are_exact_in_any_batch(rng, k):
+    if device.name() != "numpy":
+        pytest.skip("the products of kernels/cpu.py")
+    n = 101 if k < 1000 else 1003
+    rows = random(rng, (1000, k), "float32")
+    weight, bias = random(rng, (n, k), "float32"), random(rng, n, "float32")
+    whole = np.empty((1000, n), np.float32)
+    linear(rows, weight, whole, bias=bias)
+    for m in (1, 2, 3, 4, 5, 8, 16, 17, 64, 999):
+        for first in (0, 1000 - m, 1000 // 3 if m < 600 else 0):
+            out = np.empty((m, n), np.float32)
+            linear(rows[first : first + m], weight, out, bias=bias)
+            assert_same_bits(out, whole[first : first + m], f"{m} rows from {first}")
+    order = rng.permutation(1000)
+    out = np.empty_like(whole)
+    linear(rows[order], weight, out, bias=bias)
+    assert_same_bits(out, whole[order], "shuffled rows")
+
+
+@pytest.mark.sim
+def test_rows_of_the_kernel_are_exact_in_any_batch(rng):
+    if device.name() == "cuda":
+        gemm.set_backend("numba")
+    rows, weight = (device.asarray(random(rng, s, "float32")) for s in [(9, 11), (3, 11)])
+    xp = device.xp()
+    whole, alone = xp.empty((9, 3), np.float32), xp.empty((1, 3), np.float32)
+    linear(rows, weight, whole)
+    for row in (0, 7, 8):
+        linear(rows[row : row + 1].copy(), weight, alone)
+        assert_same_bits(alone[0], whole[row], f"row {row}")
+    gemm.set_backend("auto")
+
+
+def test_order_of_the_sum_is_the_documented_one(rng):
+    if device.name() != "numpy":
+        pytest.skip("the products of kernels/cpu.py")
+    x, weight = random(rng, (1, 50), "float32"), random(rng, (1, 50), "float32")
+    lanes = np.zeros(16, np.float32)
+    for k in range(50):
+        # float64 holds the product of two float32 exactly, so this rounds once, as a fused multiply-add does.
+        lanes[k % 16] = np.float32(np.float64(x[0, k]) * np.float64(weight[0, k]) + np.float64(lanes[k % 16]))
+    while lanes.size > 1:
+        lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+    out = np.empty((1, 1), np.float32)
+    linear(x, weight, out)
+    assert_same_bits(out[0], lanes, "16 partial sums, halves added")
+
+
+def test_backends():
+    with pytest.raises(ConfigError, match="gemm must be auto or .* on device .*, got 'mkl'"):
+        gemm.set_backend("mkl")
+    gemm.set_backend("auto")
+    assert gemm.backend() == {"numpy": "numpy", "sim": "numba", "cuda": "cublas"}[device.name()]
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    x, weight, out = xp.zeros((2, 8), np.float32), xp.zeros((3, 7), np.float32), xp.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"linear: weight must be \(any, 8\) float32, got \(3, 7\) float32"):
+        linear(x, weight, out)
+    with pytest.raises(ValueError, match=r"linear_backward_weight: dweight must be \(3, 8\) float32"):
+        linear_backward_weight(out, x, weight)

@@ -132,7 +132,8 @@ class LLM:
     def wake(self):
         """Take the KV cache's bytes; only on the GPU, since elsewhere its size follows the requests."""
         if device.name() == "cuda" and self.blocks is None:
-            self._allocate(self._gpu_blocks())
+            cache = self.runner.cache
+            self._allocate(self._gpu_blocks() if cache is None else cache.num_blocks)
 
     def _params(self, prompts, params):
         if params is None:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from rlnumba import device, memory
+from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
 from rlnumba.kernels.kv_cache import write_kv
 from rlnumba.kernels.paged_attention import paged_attention
@@ -93,17 +94,16 @@ def pad_rows(arrays, rows, block_table_width):
 class PagedAttend:
     """The transformer's attention over the paged cache: keys and values of the step are written, then read.
 
-    k_cache, v_cache: (layers, blocks, block_size, HK, E).
+    cache: a KVCache; arrays: of step_arrays, on the device.
     """
 
-    def __init__(self, k_cache, v_cache, scale, arrays, max_seqlen_q, max_context_len):
-        self.k_cache, self.v_cache, self.scale = k_cache, v_cache, scale
-        self.arrays = arrays
+    def __init__(self, cache, scale, arrays, max_seqlen_q, max_context_len):
+        self.cache, self.scale, self.arrays = cache, scale, arrays
         self.max_seqlen_q, self.max_context_len = max_seqlen_q, max_context_len
 
     def forward(self, layer, q, k, v, out):
         arrays = self.arrays
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         write_kv(k, v, arrays["slot_mapping"], k_cache, v_cache)
         paged_attention(
             q,
@@ -178,7 +178,7 @@ class Runner:
         self.eager = eager or device.name() != "cuda"
         self.scale = model.config.scale
         self.arena = memory.Arena("engine activations")
-        self.k_cache = self.v_cache = None
+        self.cache = None
         self.upload = Upload()
         self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
         # Graphs by (rows, context), and the addresses of the buffers that they were captured with.
@@ -193,27 +193,16 @@ class Runner:
         return per_token * self.block_size * np.dtype(self.model.dtype).itemsize
 
     def allocate(self, num_blocks):
-        """Take the memory of a cache of num_blocks."""
-        config = self.model.config
-        shape = (
-            config.num_hidden_layers, num_blocks, self.block_size, config.num_key_value_heads, config.head_dim,
-        )  # fmt: skip
-        # Zeros on the CPU are pages that nobody has touched; on the GPU nothing reads what was not written.
-        make = device.xp().empty if device.name() == "cuda" else np.zeros
-        self.k_cache = make(shape, self.model.dtype)
-        self.v_cache = make(shape, self.model.dtype)
-        memory.hold("kv", self.k_cache.nbytes + self.v_cache.nbytes)
+        """Take the memory of a cache of num_blocks, at its old addresses if it had this size before."""
+        if self.cache is None or self.cache.num_blocks != num_blocks:
+            self.graphs.clear()
+            self.cache = KVCache(self.model.config, num_blocks, self.block_size, self.model.dtype)
+        self.cache.take()
 
     def release(self):
         """Give the cache's memory back."""
-        if self.k_cache is None:
-            return
-        memory.hold("kv", -(self.k_cache.nbytes + self.v_cache.nbytes))
-        self.k_cache = self.v_cache = None
-        # They hold the cache's addresses.
-        self.graphs.clear()
-        if device.name() == "cuda":
-            device.xp().get_default_memory_pool().free_all_blocks()
+        if self.cache is not None:
+            self.cache.give_back()
 
     def reserve_activations(self):
         """Run the largest step once without attention, so that its memory is taken before the cache's size is set."""
@@ -267,11 +256,11 @@ class Runner:
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
-        """Where the buffers are that graphs read and write; the cache is not among them, `release` sees to it."""
+        """Where the buffers are that graphs read and write; the cache's addresses are `allocate`'s care."""
         return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
 
     def _compute(self, arrays, drawn, max_seqlen_q, max_context_len):
-        attend = PagedAttend(self.k_cache, self.v_cache, self.scale, arrays, max_seqlen_q, max_context_len)
+        attend = PagedAttend(self.cache, self.scale, arrays, max_seqlen_q, max_context_len)
         with self.arena.scope():
             hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attend, arena=self.arena)
             if drawn:

@@ -1,0 +1,364 @@
+"""LLM.generate: a draw depends on seed, prompt, completion index and position alone, and its log-prob is the scorer's."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rlnumba import device, memory
+from rlnumba.config import EngineConfig
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.llm import PromptError
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.layers import PackedAttention
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import Transformer, load_model, pack, score
+from rlnumba.model.weights import Weights
+
+EOS = 5
+
+
+def make_model(dtype="float32", seed=0, **changes):
+    config = ModelConfig.from_dict(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 200,
+            "tie_word_embeddings": True,
+            "eos_token_id": EOS,
+            **changes,
+        }
+    )
+    weights = Weights.random(config, dtype, seed)
+    # At the scale of a fresh model all tokens are about equally likely; a trained one is less even.
+    for parameter in weights.parameters:
+        if parameter.decays:
+            weights[parameter.name][...] *= 8
+    return Transformer(config, weights)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def prompts(rng):
+    lengths = (1, 15, 16, 17, 40, 64)
+    prompts = [rng.integers(0, 97, length).tolist() for length in lengths]
+    return [*prompts, prompts[3] + [7, 8], prompts[4]]
+
+
+def generate(model, prompts, params, tokenizer=None, **config):
+    return LLM(model, tokenizer, EngineConfig(**config)).generate(prompts, params)
+
+
+def drawn(outputs):
+    return [[(c.token_ids, c.logprobs, c.finish_reason) for c in output.completions] for output in outputs]
+
+
+def scored(model, outputs, temperature):
+    """The training forward's log-probs of the same completions, in the shape of `drawn`'s."""
+    rows = [(o.prompt_token_ids, c.token_ids) for o in outputs for c in o.completions]
+    logprobs = device.to_host(score(model, pack([p + c for p, c in rows]), temperature).logprobs)
+    ends = np.cumsum([len(p) + len(c) for p, c in rows])
+    return [logprobs[end - len(c) : end].tolist() for end, (_, c) in zip(ends, rows, strict=True)]
+
+
+SCHEDULES = [
+    {},
+    {"enable_prefix_caching": False},
+    {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+    {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    {"num_gpu_blocks_override": 12},
+]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_B06_logprobs_are_the_scorers_bit_for_bit_under_any_schedule(model, prompts, temperature):
+    params = SamplingParams(temperature=temperature, max_tokens=40, n=2, seed=3)
+    first = generate(model, prompts, params)
+    flat = [c.logprobs for o in first for c in o.completions]
+    assert flat == scored(model, first, temperature)
+    assert {c.finish_reason for o in first for c in o.completions} == {"stop", "length"}
+    for config in SCHEDULES[1:]:
+        assert drawn(generate(model, prompts, params, **config)) == drawn(first)
+    backwards = generate(model, prompts[::-1], params)
+    assert drawn(backwards[::-1]) == drawn(first)
+    assert drawn(generate(model, prompts[4:5], params)) == drawn(first[4:5])
+
+
+def test_preemption_happens_in_that_test_and_leaves_the_text_alone(model, prompts):
+    llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=12))
+    llm.generate(prompts, SamplingParams(max_tokens=40, n=2, seed=3))
+    assert llm.num_preemptions > 0
+
+
+def test_E06_prefix_laws(model, prompts):
+    four = generate(model, prompts, SamplingParams(max_tokens=30, n=4, seed=9))
+    two = generate(model, prompts, SamplingParams(max_tokens=30, n=2, seed=9))
+    assert drawn(two) == [completions[:2] for completions in drawn(four)]
+    short = generate(model, prompts, SamplingParams(max_tokens=11, n=4, seed=9))
+    for long_ones, short_ones in zip(drawn(four), drawn(short), strict=True):
+        assert [(ids[:11], logprobs[:11]) for ids, logprobs, _ in long_ones] == [c[:2] for c in short_ones]
+    assert drawn(four)[4] == drawn(four)[7]
+    assert len({tuple(c.token_ids) for c in four[4].completions}) == 4
+    other = generate(model, prompts, SamplingParams(max_tokens=30, n=4, seed=10))
+    assert drawn(other)[4] != drawn(four)[4]
+
+
+def test_a_completion_can_be_carried_on_by_no_other_prompt(model, prompts):
+    """The prompt is part of the noise: a completion cut short and used as a prompt is a new prompt."""
+    (whole,) = generate(model, [[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True))
+    cut = whole.completions[0].token_ids[:4]
+    (rest,) = generate(model, [[1, 2, 3, *cut]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert rest.completions[0].token_ids != whole.completions[0].token_ids[4:]
+
+
+def test_params_of_each_prompt(model, prompts):
+    params = [
+        SamplingParams(temperature=0, max_tokens=5),
+        SamplingParams(temperature=0.5, top_k=3, max_tokens=20, n=3),
+        SamplingParams(top_p=0.7, max_tokens=20, seed=4),
+        SamplingParams(min_p=0.2, max_tokens=9, ignore_eos=True),
+        SamplingParams(repetition_penalty=1.7, max_tokens=20),
+        SamplingParams(max_tokens=3, logprobs=False),
+    ]
+    together = generate(model, prompts[:6], params)
+    alone = [generate(model, [prompt], p)[0] for prompt, p in zip(prompts, params, strict=False)]
+    assert drawn(together) == drawn(alone)
+    assert [len(o.completions) for o in together] == [1, 3, 1, 1, 1, 1]
+    assert len(together[3].completions[0].token_ids) == 9 and together[5].completions[0].logprobs == []
+
+
+def logits_after(model, token_ids):
+    """float32 logits (V,) of the token that follows, in float64 from the transformer's last hidden row."""
+    batch = pack([token_ids])
+    attend = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
+    hidden = device.to_host(model.forward(batch.input_ids, batch.position_ids, attend))
+    return hidden[-1].astype(np.float64) @ device.to_host(model.lm_head).astype(np.float64).T
+
+
+def log_softmax(z):
+    return z - z.max() - np.log(np.exp(z - z.max()).sum())
+
+
+def test_greedy_takes_the_largest_and_tells_the_untempered_logprob(model, prompts):
+    for output in generate(model, prompts, SamplingParams(temperature=0, max_tokens=6)):
+        ids = list(output.prompt_token_ids)
+        for token, logprob in zip(output.completions[0].token_ids, output.completions[0].logprobs, strict=True):
+            z = logits_after(model, ids)
+            assert token == z.argmax() and abs(logprob - log_softmax(z)[token]) < 1e-5
+            ids.append(token)
+
+
+def test_filters_and_penalty_renormalise_what_is_kept(model, prompts):
+    penalty = 1.6
+    params = SamplingParams(temperature=0.9, top_k=4, repetition_penalty=penalty, max_tokens=12, ignore_eos=True)
+    for output in generate(model, prompts, params):
+        ids = list(output.prompt_token_ids)
+        for token, logprob in zip(output.completions[0].token_ids, output.completions[0].logprobs, strict=True):
+            z = logits_after(model, ids)
+            seen = np.unique(ids)
+            z[seen] = np.where(z[seen] > 0, z[seen] / penalty, z[seen] * penalty)
+            z /= 0.9
+            z[z < np.sort(z)[-4]] = -np.inf
+            assert abs(logprob - log_softmax(z)[token]) < 1e-4
+            ids.append(token)
+
+
+def test_stopping(model):
+    prompt = [[1, 2, 3]]
+    (free,) = generate(model, prompt, SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+    ids, logprobs = free.completions[0].token_ids, free.completions[0].logprobs
+    assert len(ids) == 60 and EOS in ids and free.completions[0].finish_reason == "length"
+    (stopped,) = generate(model, prompt, SamplingParams(max_tokens=60, seed=1))
+    end = ids.index(EOS) + 1
+    assert drawn([stopped]) == [[(ids[:end], logprobs[:end], "stop")]]
+    other = next(token for token in ids[2:end] if token != EOS and token not in ids[:2])
+    params = SamplingParams(max_tokens=60, seed=1, stop_token_ids=(other,), ignore_eos=True)
+    end = ids.index(other) + 1
+    assert drawn(generate(model, prompt, params)) == [[(ids[:end], logprobs[:end], "stop")]]
+    # The last allowed token is also one that stops: "stop" says more.
+    params = dataclasses.replace(params, max_tokens=end)
+    assert drawn(generate(model, prompt, params))[0][0][2] == "stop"
+
+
+class Letters:
+    """A tokenizer of two-letter tokens; EOS is special."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(f"{chr(97 + i // 10)}{i % 10}" for i in ids if not (skip_special_tokens and i == EOS))
+
+
+def test_text_and_stop_strings(model):
+    prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=60, seed=1, ignore_eos=True)
+    (free,) = generate(model, prompt, params, Letters())
+    ids, text = free.completions[0].token_ids, free.completions[0].text
+    assert text == Letters().decode(ids)
+    (stopped,) = generate(model, prompt, dataclasses.replace(params, ignore_eos=False), Letters())
+    assert stopped.completions[0].text == Letters().decode(ids[: ids.index(EOS)])
+    # A string across the border of two tokens.
+    stop = text[7:10]
+    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=("no such", stop)), Letters())
+    found = text.index(stop)
+    assert cut.completions[0].text == text[:found] and cut.completions[0].finish_reason == "stop"
+    assert cut.completions[0].token_ids == ids[: (found + 2) // 2 + 1]
+    assert generate(model, prompt, params)[0].completions[0].text == ""
+    with pytest.raises(ConfigError, match="tokenizer"):
+        generate(model, prompt, SamplingParams(stop="x"))
+
+
+def test_lengths_up_to_the_limit(model):
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    prompts = [[1] * length for length in (3, 20, 30, 31, 32)]
+    outputs = generate(model, prompts, params, max_model_len=32)
+    # A prompt as long as the limit still gets the token that its last position predicts.
+    assert [len(o.completions[0].token_ids) for o in outputs] == [29, 12, 2, 1, 1]
+    assert {o.completions[0].finish_reason for o in outputs} == {"length"}
+    (whole,) = generate(model, [[1] * 199], params)
+    assert len(whole.completions[0].token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    "prompt, reason",
+    [
+        ([], "is empty"),
+        ([1, 97], "token id 97 is outside of the vocabulary of 97"),
+        ([-1], "token id -1"),
+        ([1] * 201, "201 tokens are more than the limit of 200"),
+        ([1.5], "integers"),
+        (["a"], "integers"),
+    ],
+)
+def test_bad_prompts_are_named_before_any_work(model, prompt, reason):
+    def never(*progress):
+        raise AssertionError("work was done")
+
+    llm = LLM(model)
+    with pytest.raises(PromptError, match=f"prompt 1: .*{reason}") as error:
+        llm.generate([[1, 2], prompt], SamplingParams(), progress=never)
+    assert isinstance(error.value, UserError) and error.value.index == 1
+
+
+def test_limits_that_cannot_be_kept_are_named(model):
+    with pytest.raises(ConfigError, match="max_model_len 201 .* 200 positions"):
+        LLM(model, None, EngineConfig(max_model_len=201))
+    with pytest.raises(PromptError, match="prompt 1: prompt and completion need 52 tokens .* holds 48"):
+        generate(model, [[1], [1, 2]], SamplingParams(max_tokens=50), num_gpu_blocks_override=3)
+
+
+def test_nothing_to_do(model):
+    assert LLM(model).generate([], SamplingParams()) == []
+
+
+def test_progress_counts(model):
+    calls = []
+    LLM(model).generate([[1, 2], [3]], SamplingParams(max_tokens=4, n=2, ignore_eos=True), lambda *c: calls.append(c))
+    assert calls[-1] == (4, 4, 16) and [c[2] for c in calls] == [4, 8, 12, 16]
+
+
+def test_E12_new_weights_need_a_reset_and_get_it():
+    model = make_model()
+    llm, prompt = LLM(model), [list(range(40))]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    old = llm.generate(prompt, params)
+    model.weights.flat *= np.float32(0.7)
+    llm.reset_prefix_cache()
+    new = llm.generate(prompt, params)
+    assert drawn(new) == drawn(generate(model, prompt, params)) != drawn(old)
+    model.weights.flat *= np.float32(0.7)
+    llm.policy_version = 5
+    newer = llm.generate(prompt, params)
+    assert drawn(newer) == drawn(generate(model, prompt, params)) and newer[0].policy_version == 5
+
+
+def test_E11_sleep_gives_the_cache_back_and_the_text_stays(model):
+    def held():
+        memory.reset_peaks()
+        return memory.report()["kv"]
+
+    llm, prompt, params = LLM(model), [[1, 2, 3]], SamplingParams(max_tokens=8)
+    before = llm.generate(prompt, params)
+    with_cache, cache_bytes = held(), llm.runner.cache.nbytes
+    assert cache_bytes == llm.blocks.num_blocks * 2 * 2 * 16 * 2 * 16 * 4
+    llm.sleep()
+    assert held() == with_cache - cache_bytes
+    llm.wake()
+    assert drawn(llm.generate(prompt, params)) == drawn(before)
+
+
+def test_an_interrupted_call_leaves_the_engine_usable(model):
+    llm, params = LLM(model), SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def interrupt(finished, total, tokens):
+        if tokens > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], params, interrupt)
+    assert llm.blocks.num_free == llm.blocks.num_blocks
+    assert drawn(llm.generate([[1, 2, 3]], params)) == drawn(generate(model, [[1, 2, 3]], params))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen2", "tie_word_embeddings": False, "num_key_value_heads": 4},
+        {"model_type": "llama", "head_dim": 12, "num_key_value_heads": 1, "vocab_size": 131},
+    ],
+)
+def test_B06_other_models(changes, prompts):
+    model = make_model(**changes)
+    outputs = generate(model, prompts, SamplingParams(temperature=0.8, max_tokens=20, n=2), max_num_batched_tokens=50)
+    assert [c.logprobs for o in outputs for c in o.completions] == scored(model, outputs, 0.8)
+
+
+def test_stories15M_tells_a_story_and_agrees_with_its_scorer(samples):
+    folder = samples / "models" / "stories15M"
+    model, tokenizer = load_model(folder), Tokenizer.from_folder(folder)
+    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "The dog", "Lily and Tom")]
+    params = SamplingParams(temperature=0.8, max_tokens=40, n=2, seed=1)
+    outputs = generate(model, prompts, params, tokenizer)
+    assert [c.logprobs for o in outputs for c in o.completions] == scored(model, outputs, 0.8)
+    assert drawn(generate(model, prompts, params, max_num_batched_tokens=5)) == drawn(outputs)
+    (greedy,) = generate(model, prompts[:1], SamplingParams(temperature=0, max_tokens=20), tokenizer)
+    assert "there was a little girl" in greedy.completions[0].text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_E10_graphs_change_nothing(dtype, prompts):
+    model = make_model(dtype, head_dim=64)
+    params = SamplingParams(temperature=0.8, max_tokens=60, n=3, seed=2)
+    eager = LLM(model, None, EngineConfig(enforce_eager=True, num_gpu_blocks_override=400))
+    graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=400))
+    expected = drawn(eager.generate(prompts, params))
+    assert drawn(graphs.generate(prompts, params)) == expected
+    assert graphs.runner.graphs and not eager.runner.graphs
+    assert drawn(graphs.generate(prompts, params)) == expected
+    graphs.sleep()
+    graphs.wake()
+    assert drawn(graphs.generate(prompts, params)) == expected
+
+
+@pytest.mark.gpu
+def test_E02_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
+    model = make_model("bfloat16", head_dim=64, max_position_embeddings=40960)
+    free, total = device.memory_info()
+    llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=256))
+    llm.wake()
+    taken = llm.blocks.num_blocks * llm.runner.block_bytes
+    assert 0.04 * total < taken <= 0.05 * total
+    assert free - device.memory_info()[0] >= taken
+    llm.sleep()
+    assert free - device.memory_info()[0] < 0.02 * total

@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+
+from rlnumba.engine.runner import bucket_of, context_bucket_of, pad_rows, step_arrays
+from rlnumba.engine.scheduler import Step
+from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+
+
+def make_table():
+    table = SequenceTable(rows=3, max_length=20, block_size=4)
+    for row, (length, blocks) in enumerate([(9, [7, 3, 5]), (6, [2, 8]), (13, [1, 4, 6, 9])]):
+        ids = 100 * row + np.arange(length, dtype=np.int32)
+        penalty = 1.5 if row == 2 else 1.0
+        params = SamplingParams(temperature=row + 0.5, repetition_penalty=penalty)
+        table.put(row, Sequence(row, row, ids, params, (row, 40 + row), 20))
+        table.block_tables[row, : len(blocks)] = blocks
+    return table
+
+
+def step_of(rows, starts, counts, table):
+    rows, starts, counts = map(np.array, (rows, starts, counts))
+    return Step(rows, starts, counts, starts + counts == table.length[rows])
+
+
+def test_arrays_of_a_mixed_step():
+    table = make_table()
+    arrays = step_arrays(step_of([1, 0, 2], [5, 3, 10], [1, 4, 3], table), table, 4)
+    assert arrays["input_ids"].tolist() == [105, 3, 4, 5, 6, 210, 211, 212]
+    assert arrays["position_ids"].tolist() == [5, 3, 4, 5, 6, 10, 11, 12]
+    assert arrays["slot_mapping"].tolist() == [33, 31, 12, 13, 14, 26, 27, 36]
+    assert arrays["cu_seqlens"].tolist() == [0, 1, 5, 8]
+    assert arrays["context_lens"].tolist() == [6, 7, 13]
+    assert arrays["block_tables"].tolist() == [[2, 8, 0, 0], [7, 3, 5, 0], [1, 4, 6, 9]]
+    # Rows 1 and 2 have all their tokens computed and draw the next.
+    assert arrays["rows"].tolist() == [0, 7] and arrays["position"].tolist() == [6, 13]
+    assert arrays["temperature"].tolist() == [1.5, 2.5] and arrays["keys"].tolist() == [[1, 41], [2, 42]]
+    assert arrays["penalty"].tolist() == [1.0, 1.5]
+    assert arrays["history"].tolist() == [[*range(100, 106), *[-1] * 7], [*range(200, 213)]]
+    for array in arrays.values():
+        assert array.dtype.itemsize == 4 and array.flags.c_contiguous
+
+
+def test_arrays_of_a_decode_step_and_its_padding():
+    table = make_table()
+    arrays = step_arrays(step_of([1, 0], [5, 8], [1, 1], table), table, 4)
+    assert arrays["input_ids"].tolist() == [105, 8] and arrays["cu_seqlens"].tolist() == [0, 1, 2]
+    assert "rows" not in arrays and "penalty" not in arrays
+    padded = pad_rows(arrays, 4, 8)
+    assert padded["slot_mapping"].tolist() == [33, 20, -1, -1] and padded["context_lens"].tolist() == [6, 9, 0, 0]
+    assert padded["cu_seqlens"].tolist() == [0, 1, 2, 3, 4]
+    assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][1, :3].tolist() == [7, 3, 5]
+    assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
+
+
+def test_a_chunk_that_ends_before_the_last_token_draws_nothing():
+    table = make_table()
+    arrays = step_arrays(step_of([2], [0], [12], table), table, 4)
+    assert "temperature" not in arrays and arrays["cu_seqlens"].tolist() == [0, 12]
+
+
+@pytest.mark.parametrize("rows, bucket", [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (16, 16), (17, 32), (256, 256)])
+def test_buckets(rows, bucket):
+    assert bucket_of(rows) == bucket
+
+
+def test_context_buckets():
+    assert [context_bucket_of(n) for n in (1, 256, 257, 512, 513)] == [256, 256, 512, 512, 1024]

@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 
+import numpy as np
 from numba import cuda as numba_cuda
 from numba.cuda.simulator.kernel import _get_kernel_context
 
@@ -28,7 +29,7 @@ class SharedArrays:
     @staticmethod
     def array(shape, dtype, alignment=None):
         if shape == 0:
-            return _get_kernel_context().shared.array(0, dtype)
+            return _get_kernel_context().shared.array(0, np.dtype(dtype))
         caller = sys._getframe(1)
         block = threading.current_thread()._manager
         key = (caller.f_code, caller.f_lineno)

@@ -1,0 +1,98 @@
+"""AdamW (Loshchilov and Hutter, 2019) over one flat buffer, with float32 master weights.
+
+    g = grad_scale * grads
+    m = beta1 m + (1 - beta1) g             m^ = m / (1 - beta1^t)
+    v = beta2 v + (1 - beta2) g^2           v^ = v / (1 - beta2^t)
+    p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
+
+p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded. grads, m, v (n,)
+float32. The first decay_end elements decay, the rest (biases, norms) do not. One pass over memory: 28 bytes
+an element with a 16-bit copy. Everything that changes from step to step is read from the device, so that a
+captured graph stays valid.
+"""
+
+import math
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels.check import F32, FLOATS, check
+from rlnumba.kernels.instructions import narrow
+from rlnumba.kernels.launch import launch
+
+THREADS = 256
+# Elements that NumPy updates at a time: 64 KiB an array, so that the intermediates stay in the cache.
+CHUNK = 16384
+
+
+@cuda.jit
+def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
+    """A thread owns an element."""
+    i = cuda.grid(1)
+    if i >= master.shape[0]:
+        return
+    one = np.float32(1.0)
+    gradient = grads[i] * scalars[7]
+    first = (one - scalars[1]) * m[i] + scalars[1] * gradient
+    second = (one - scalars[2]) * v[i] + scalars[2] * gradient * gradient
+    step = first / scalars[5] / (math.sqrt(second / scalars[6]) + scalars[3])
+    value = master[i]
+    if i < decay_end:
+        step += scalars[4] * value
+    value -= scalars[0] * step
+    m[i] = first
+    v[i] = second
+    # Without a separate master copy both names are one float32 array.
+    master[i] = value
+    weights[i] = narrow(value, weights)
+
+
+def adamw_scalars(learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale=1.0):
+    """The eight float32 that adamw reads, a NumPy array: step is t, 1 for the first.
+
+    [lr, 1 - beta1, 1 - beta2, eps, weight_decay, 1 - beta1^t, 1 - beta2^t, grad_scale]. The complements
+    are taken in double precision: 1 - float32(0.999) is wrong by 1.3e-5 of itself.
+    """
+    corrections = 1 - beta1**step, 1 - beta2**step
+    values = (learning_rate, 1 - beta1, 1 - beta2, epsilon, weight_decay, *corrections, grad_scale)
+    return np.array(values, np.float32)
+
+
+def adamw(weights, master, grads, m, v, scalars, decay_end):
+    """One AdamW step in place.
+
+    weights (n,) of a floating dtype; master (n,) float32, or None if weights are float32 and their own
+    master; grads (n,), m (n,), v (n,), scalars (8,) float32 as adamw_scalars makes them. weights, master,
+    m and v are written. Elements [0, decay_end) decay. Raises ValueError for other shapes, dtypes or
+    layouts. Source: Loshchilov and Hutter 2019, algorithm 2; as torch.optim.AdamW.
+    """
+    (size,) = check("adamw", "weights", weights, (None,), F32 if master is None else FLOATS)
+    check("adamw", "grads", grads, (size,), F32)
+    check("adamw", "m", m, (size,), F32)
+    check("adamw", "v", v, (size,), F32)
+    check("adamw", "scalars", scalars, (8,), F32)
+    if master is None:
+        master = weights
+    check("adamw", "master", master, (size,), F32)
+    if not 0 <= decay_end <= size:
+        raise ValueError(f"adamw: decay_end must be in [0, {size}], got {decay_end}")
+    if device.name() == "numpy":
+        for begin, end, decays in ((0, decay_end, True), (decay_end, size, False)):
+            for start in range(begin, end, CHUNK):
+                part = slice(start, min(start + CHUNK, end))
+                updated = adamw_ref(master[part], grads[part], m[part], v[part], scalars, decays)
+                master[part], m[part], v[part] = updated
+                weights[part] = updated[0]
+        return
+    launch(adamw_kernel, -(-size // THREADS), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
+
+
+def adamw_ref(p, grads, m, v, scalars, decays):
+    """(p, m, v) after one step, in the arrays' precision; decays: a bool, or one for each element."""
+    lr, complement1, complement2, eps, weight_decay, correction1, correction2, grad_scale = scalars
+    g = grads * grad_scale
+    m = (1 - complement1) * m + complement1 * g
+    v = (1 - complement2) * v + complement2 * g * g
+    step = m / correction1 / (np.sqrt(v / correction2) + eps)
+    return p - lr * (step + weight_decay * decays * p), m, v

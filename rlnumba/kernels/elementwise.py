@@ -1,0 +1,164 @@
+"""Plain arithmetic on arrays, element by element, and the packed copies of rows.
+
+Arrays of any shape in float32, float16 or bfloat16; arithmetic float32, one rounding; one pass over memory.
+gather_rows and scatter_rows move whole rows bit for bit.
+"""
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels.check import FLOATS, I32, check
+from rlnumba.kernels.embedding import as_words, check_rows, gather_rows_kernel
+from rlnumba.kernels.instructions import narrow, widen
+from rlnumba.kernels.launch import launch
+
+THREADS = 256
+# More blocks than this and each thread takes several elements: enough to fill a GPU of 132 SMs eight times.
+MAX_BLOCKS = 132 * 8 * 8
+
+
+@cuda.jit
+def add_kernel(x, y, out):
+    """A thread owns every (grid size)-th element."""
+    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+        out[i] = narrow(widen(x[i]) + widen(y[i]), out)
+
+
+@cuda.jit
+def scale_kernel(x, factor, out):
+    """A thread owns every (grid size)-th element."""
+    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+        out[i] = narrow(widen(x[i]) * factor, out)
+
+
+@cuda.jit
+def cast_kernel(x, out):
+    """A thread owns every (grid size)-th element."""
+    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+        out[i] = narrow(widen(x[i]), out)
+
+
+@cuda.jit
+def fill_kernel(value, out):
+    """A thread owns every (grid size)-th element."""
+    for i in range(cuda.grid(1), out.shape[0], cuda.gridsize(1)):
+        out[i] = narrow(value, out)
+
+
+@cuda.jit
+def scatter_rows_kernel(x, rows, out):
+    """out[rows[n]] = x[n]; a block owns a row of x. A row number outside `out` is skipped."""
+    row = rows[cuda.blockIdx.x]
+    if row < 0 or row >= out.shape[0]:
+        return
+    for word in range(cuda.threadIdx.x, x.shape[1], cuda.blockDim.x):
+        out[row, word] = x[cuda.blockIdx.x, word]
+
+
+def _launch_flat(kernel, arguments, size):
+    """Launch over `size` elements, every array argument seen as one-dimensional."""
+    flat = [a if isinstance(a, float) else a.reshape(-1) for a in arguments]
+    launch(kernel, min(-(-size // THREADS), MAX_BLOCKS), THREADS, *flat)
+
+
+def add(x, y, out):
+    """out = x + y.
+
+    x, y, out of one shape and one floating dtype; out is written and may be x or y. Raises ValueError for
+    other shapes, dtypes or layouts.
+    """
+    check("add", "x", x, x.shape, FLOATS)
+    check("add", "y", y, x.shape, (x.dtype,))
+    check("add", "out", out, x.shape, (x.dtype,))
+    if device.name() == "numpy":
+        np.add(x, y, out=out)
+        return
+    _launch_flat(add_kernel, (x, y, out), x.size)
+
+
+def scale(x, factor, out):
+    """out = x * factor.
+
+    x, out of one shape and one floating dtype; factor a Python float; out is written and may be x. Raises
+    ValueError for other shapes, dtypes or layouts.
+    """
+    check("scale", "x", x, x.shape, FLOATS)
+    check("scale", "out", out, x.shape, (x.dtype,))
+    if device.name() == "numpy":
+        np.multiply(x, np.float32(factor), out=out)
+        return
+    _launch_flat(scale_kernel, (x, float(factor), out), x.size)
+
+
+def cast(x, out):
+    """out = x, rounded to nearest even into out's dtype.
+
+    x, out of one shape, each of a floating dtype; out is written. Raises ValueError for other shapes,
+    dtypes or layouts.
+    """
+    check("cast", "x", x, x.shape, FLOATS)
+    check("cast", "out", out, x.shape, FLOATS)
+    if device.name() == "numpy":
+        np.copyto(out, x, casting="same_kind")
+        return
+    _launch_flat(cast_kernel, (x, out), x.size)
+
+
+def fill(value, out):
+    """out = value everywhere.
+
+    value: a Python float, rounded into out's dtype; out of any shape and a floating dtype is written.
+    Raises ValueError for other dtypes or layouts.
+    """
+    check("fill", "out", out, out.shape, FLOATS)
+    if device.name() == "numpy":
+        out.fill(np.float32(value))
+        return
+    _launch_flat(fill_kernel, (float(value), out), out.size)
+
+
+def gather_rows(x, rows, out):
+    """out[m] = x[rows[m]], bit for bit.
+
+    x (N, D) of a floating dtype; rows (M,) int32 in [0, N); out (M, D) of x's dtype is written. A row
+    number outside [0, N) raises ValueError on the numpy device and gives a row of NaN elsewhere. Raises
+    ValueError for other shapes, dtypes or layouts.
+    """
+    limit, columns = check("gather_rows", "x", x, (None, None), FLOATS)
+    (count,) = check("gather_rows", "rows", rows, (None,), I32)
+    check("gather_rows", "out", out, (count, columns), (x.dtype,))
+    if device.name() == "numpy":
+        check_rows("gather_rows", "rows", rows, limit)
+        np.take(x, rows, axis=0, out=out, mode="clip")
+        return
+    launch(gather_rows_kernel, count, THREADS, as_words(x), rows, as_words(out))
+
+
+def scatter_rows(x, rows, out):
+    """out[rows[m]] = x[m], bit for bit; other rows of out keep their values.
+
+    x (M, D) of a floating dtype; rows (M,) int32 in [0, N), no row twice; out (N, D) of x's dtype is
+    written. A row number outside [0, N) raises ValueError on the numpy device and is skipped elsewhere.
+    Raises ValueError for other shapes, dtypes or layouts.
+    """
+    count, columns = check("scatter_rows", "x", x, (None, None), FLOATS)
+    check("scatter_rows", "rows", rows, (count,), I32)
+    limit, _ = check("scatter_rows", "out", out, (None, columns), (x.dtype,))
+    if device.name() == "numpy":
+        check_rows("scatter_rows", "rows", rows, limit)
+        out[rows] = x
+        return
+    launch(scatter_rows_kernel, count, THREADS, as_words(x), rows, as_words(out))
+
+
+def gather_rows_ref(x, rows):
+    """out of gather_rows."""
+    return x[rows]
+
+
+def scatter_rows_ref(x, rows, out):
+    """out of scatter_rows, as a new array."""
+    result = out.copy()
+    result[rows] = x
+    return result

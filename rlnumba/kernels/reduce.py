@@ -1,0 +1,263 @@
+"""Reductions with a fixed order of summation: no float atomics, the same bits on every run.
+
+    sum_of_squares  sum x^2                                     the gradient's norm before clipping
+    column_sum      sum over rows                               gradients of biases
+    masked_mean     sum(x mask) / max(sum mask, 1)
+    masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages
+    group_mean_std  mean and standard deviation of every group of completions, without its NaN
+
+Sums are float32. Whatever is long is summed in two stages: a thread takes every (grid size)-th term, a block
+adds its threads by butterflies of its warps, and the blocks' results are added in their order. A thread adds
+n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 4e-6.
+"""
+
+import math
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels.check import F32, FLOATS, check
+from rlnumba.kernels.instructions import block_sum, warp_sum, widen
+from rlnumba.kernels.launch import launch
+from rlnumba.kernels.rmsnorm import add_partials_kernel
+
+THREADS = 256
+# Blocks of the first stage at most: eight for each of 132 SMs. Part of the arithmetic.
+MAX_BLOCKS = 1056
+# A block of column_sum owns this many rows of 32 columns, its warps every WARPS-th row. Part of the arithmetic.
+ROWS_PER_BLOCK = 128
+WARPS = 8
+# Of the variance in masked_whiten, as in TRL.
+EPSILON = 1e-8
+MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
+# Elements that NumPy squares at a time: 64 KiB, so that the squares stay in the cache.
+CHUNK = 16384
+
+
+@cuda.jit
+def sum_of_squares_kernel(x, partials):
+    """partials[block] = the block's share; a thread owns every (grid size)-th element."""
+    scratch = cuda.shared.array(32, np.float32)
+    total = np.float32(0.0)
+    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+        total += x[i] * x[i]
+    total = block_sum(total, scratch)
+    if cuda.threadIdx.x == 0:
+        partials[cuda.blockIdx.x] = total
+
+
+@cuda.jit
+def sum_kernel(x, out):
+    """out[0] = the sum of x, by one block."""
+    scratch = cuda.shared.array(32, np.float32)
+    total = np.float32(0.0)
+    for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
+        total += x[i]
+    total = block_sum(total, scratch)
+    if cuda.threadIdx.x == 0:
+        out[0] = total
+
+
+@cuda.jit
+def column_sum_kernel(x, partials):
+    """partials[b] = the sums of ROWS_PER_BLOCK rows; a block owns those of 32 columns, a lane a column.
+
+    A warp adds every WARPS-th row, then the first warp adds the warps in their order.
+    """
+    sums = cuda.shared.array((WARPS, 32), np.float32)
+    column = cuda.blockIdx.x * 32 + cuda.threadIdx.x
+    first = cuda.blockIdx.y * ROWS_PER_BLOCK
+    total = np.float32(0.0)
+    if column < x.shape[1]:
+        for row in range(first + cuda.threadIdx.y, min(first + ROWS_PER_BLOCK, x.shape[0]), WARPS):
+            total += widen(x[row, column])
+    sums[cuda.threadIdx.y, cuda.threadIdx.x] = total
+    cuda.syncthreads()
+    if cuda.threadIdx.y == 0 and column < x.shape[1]:
+        for warp in range(1, WARPS):
+            total += sums[warp, cuda.threadIdx.x]
+        partials[cuda.blockIdx.y, column] = total
+
+
+@cuda.jit
+def masked_mean_kernel(x, mask, out):
+    """out[0] = the mean of x where the mask is set, by one block."""
+    scratch = cuda.shared.array(32, np.float32)
+    total = np.float32(0.0)
+    count = np.float32(0.0)
+    for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
+        weight = np.float32(mask[i])
+        if weight != np.float32(0.0):
+            total += x[i] * weight
+            count += weight
+    total = block_sum(total, scratch)
+    count = block_sum(count, scratch)
+    if cuda.threadIdx.x == 0:
+        out[0] = total / max(count, np.float32(1.0))
+
+
+@cuda.jit
+def masked_whiten_kernel(x, mask, shift_mean, out):
+    """One block, three passes: mean, variance about it, output."""
+    scratch = cuda.shared.array(32, np.float32)
+    zero = np.float32(0.0)
+    one = np.float32(1.0)
+    total = zero
+    count = zero
+    for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
+        if np.float32(mask[i]) != zero:
+            total += x[i]
+            count += one
+    count = block_sum(count, scratch)
+    mean = block_sum(total, scratch) / max(count, one)
+    squares = zero
+    for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
+        if np.float32(mask[i]) != zero:
+            squares += (x[i] - mean) * (x[i] - mean)
+    variance = block_sum(squares, scratch) / max(count - one, one)
+    scale = one / math.sqrt(variance + np.float32(EPSILON))
+    for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
+        value = zero
+        if np.float32(mask[i]) != zero:
+            value = (x[i] - mean) * scale
+            if not shift_mean:
+                value += mean
+        out[i] = value
+
+
+@cuda.jit
+def group_mean_std_kernel(x, ddof, mean, std):
+    """A warp owns a group, a lane every 32nd member of it; two passes."""
+    group = cuda.blockIdx.x
+    size = x.shape[1]
+    total = np.float32(0.0)
+    count = np.float32(0.0)
+    for i in range(cuda.threadIdx.x, size, 32):
+        if not math.isnan(x[group, i]):
+            total += x[group, i]
+            count += np.float32(1.0)
+    count = warp_sum(count)
+    average = warp_sum(total) / max(count, np.float32(1.0))
+    squares = np.float32(0.0)
+    for i in range(cuda.threadIdx.x, size, 32):
+        if not math.isnan(x[group, i]):
+            squares += (x[group, i] - average) * (x[group, i] - average)
+    squares = warp_sum(squares)
+    if cuda.threadIdx.x == 0:
+        mean[group] = average
+        std[group] = math.sqrt(squares / max(count - np.float32(ddof), np.float32(1.0)))
+
+
+def sum_of_squares(x, out):
+    """out[0] = the sum of x^2.
+
+    x (n,), out (1,) float32; out is written. Raises ValueError for other shapes, dtypes or layouts.
+    """
+    (size,) = check("sum_of_squares", "x", x, (None,), F32)
+    check("sum_of_squares", "out", out, (1,), F32)
+    if device.name() == "numpy":
+        out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
+        return
+    partials = device.xp().empty(min(-(-size // THREADS), MAX_BLOCKS), np.float32)
+    launch(sum_of_squares_kernel, len(partials), THREADS, x, partials)
+    launch(sum_kernel, 1, THREADS, partials, out)
+
+
+def column_sum(x, out):
+    """out += the sum of the rows of x.
+
+    x (N, D) of a floating dtype; out (D,) float32 is added to. Raises ValueError for other shapes, dtypes or
+    layouts.
+    """
+    rows, columns = check("column_sum", "x", x, (None, None), FLOATS)
+    check("column_sum", "out", out, (columns,), F32)
+    if device.name() == "numpy":
+        out += column_sum_ref(x)
+        return
+    blocks = -(-rows // ROWS_PER_BLOCK)
+    partials = device.xp().empty((blocks, columns), np.float32)
+    launch(column_sum_kernel, (-(-columns // 32), blocks), (32, WARPS), x, partials)
+    if blocks:
+        launch(add_partials_kernel, -(-columns // THREADS), THREADS, partials, out)
+
+
+def masked_mean(x, mask, out):
+    """out[0] = sum(x mask) / max(sum mask, 1): the mean over the set elements, 0 if there is none.
+
+    x (N,) float32; mask (N,) float32, int32 or uint8; out (1,) float32 is written. x may be anything, NaN
+    included, where the mask is 0. Raises ValueError for other shapes, dtypes or layouts.
+    """
+    (size,) = check("masked_mean", "x", x, (None,), F32)
+    check("masked_mean", "mask", mask, (size,), MASKS)
+    check("masked_mean", "out", out, (1,), F32)
+    if device.name() == "numpy":
+        out[0] = masked_mean_ref(x, mask)
+        return
+    launch(masked_mean_kernel, 1, THREADS, x, mask, out)
+
+
+def masked_whiten(x, mask, out, shift_mean=True):
+    """out = (x - mean) / sqrt(var + 1e-8) over the set elements, plus mean unless shift_mean; 0 elsewhere.
+
+    var is divided by n - 1. x (N,) float32; mask (N,) float32, int32 or uint8; out (N,) float32 is written
+    and may be x. Raises ValueError for other shapes, dtypes or layouts. Source: masked_whiten of TRL.
+    """
+    (size,) = check("masked_whiten", "x", x, (None,), F32)
+    check("masked_whiten", "mask", mask, (size,), MASKS)
+    check("masked_whiten", "out", out, (size,), F32)
+    if device.name() == "numpy":
+        out[...] = masked_whiten_ref(x, mask, shift_mean)
+        return
+    launch(masked_whiten_kernel, 1, THREADS, x, mask, int(shift_mean), out)
+
+
+def group_mean_std(x, mean, std, ddof=1):
+    """mean[g] and std[g] of the members of group g that are not NaN; 0 where too few are left.
+
+    x (G, members), mean and std (G,) float32; mean and std are written. std divides by the number of
+    members less ddof, but at least by 1. Raises ValueError for other shapes, dtypes or layouts. Source:
+    nanmean and nanstd of TRL's GRPO advantages.
+    """
+    groups, _ = check("group_mean_std", "x", x, (None, None), F32)
+    check("group_mean_std", "mean", mean, (groups,), F32)
+    check("group_mean_std", "std", std, (groups,), F32)
+    if device.name() == "numpy":
+        mean[...], std[...] = group_mean_std_ref(x, ddof)
+        return
+    launch(group_mean_std_kernel, groups, 32, x, ddof, mean, std)
+
+
+def sum_of_squares_ref(x):
+    """The sum of x^2, in x's precision."""
+    return np.sum(x * x)
+
+
+def column_sum_ref(x):
+    """The sum of the rows of x, in x's precision."""
+    return np.sum(x, axis=0)
+
+
+def masked_mean_ref(x, mask):
+    """out[0] of masked_mean, in x's precision."""
+    weights = mask[mask != 0].astype(x.dtype)
+    return np.sum(x[mask != 0] * weights) / max(np.sum(weights), 1)
+
+
+def masked_whiten_ref(x, mask, shift_mean=True):
+    """out of masked_whiten, in x's precision."""
+    chosen = x[mask != 0]
+    out = np.zeros_like(x)
+    mean = np.sum(chosen) / max(chosen.size, 1)
+    variance = np.sum((chosen - mean) ** 2) / max(chosen.size - 1, 1)
+    out[mask != 0] = (chosen - mean) / np.sqrt(variance + x.dtype.type(EPSILON)) + (0 if shift_mean else mean)
+    return out
+
+
+def group_mean_std_ref(x, ddof=1):
+    """(mean, std) of group_mean_std, in x's precision."""
+    valid = ~np.isnan(x)
+    count = np.sum(valid, axis=1).astype(x.dtype)
+    mean = np.nansum(x, axis=1) / np.maximum(count, 1)
+    squares = np.nansum((x - mean[:, None]) ** 2, axis=1)
+    return mean, np.sqrt(squares / np.maximum(count - ddof, 1))

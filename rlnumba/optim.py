@@ -1,0 +1,124 @@
+"""AdamW over a model's flat buffers, gradient clipping, and learning rate schedules.
+
+A step of the optimizer is one reduction (the gradient's norm), one number read back by the host, and one
+AdamW kernel over all parameters. A 16-bit model keeps float32 master weights here; its own weights are their
+rounding. A step whose gradient is not finite changes nothing but a counter.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.kernels.adamw import adamw, adamw_scalars
+from rlnumba.kernels.elementwise import cast, fill
+from rlnumba.kernels.reduce import sum_of_squares
+
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a step did: the gradient's Euclidean norm before clipping, and whether it was skipped."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class Optimizer:
+    """AdamW for one model.
+
+    weights: has flat (n,) of the model's dtype and decay_end, the number of leading elements that decay.
+    grads: has flat (n,) float32 in the same layout. Defaults of the arguments are torch.optim.AdamW's,
+    but for max_grad_norm, TRL's; None or 0 turns clipping off.
+
+    steps counts the steps taken, skipped_steps those left out because the gradient was not finite.
+    """
+
+    def __init__(self, weights, grads, *, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, max_grad_norm=1.0):
+        self.weights = weights
+        self.grads = grads
+        self.betas = beta1, beta2
+        self.epsilon = epsilon
+        self.weight_decay = weight_decay
+        self.max_grad_norm = max_grad_norm
+        self.steps = 0
+        self.skipped_steps = 0
+        xp, size = device.xp(), weights.flat.shape
+        self.m = xp.zeros(size, np.float32)
+        self.v = xp.zeros(size, np.float32)
+        self.master = None
+        if weights.flat.dtype != np.float32:
+            self.master = xp.empty(size, np.float32)
+            cast(weights.flat, self.master)
+        self._sum = xp.zeros(1, np.float32)
+
+    def zero_grad(self):
+        """Set the gradients to zero."""
+        fill(0.0, self.grads.flat)
+
+    def step(self, learning_rate):
+        """Update the weights from the gradients, which are left as they are; return a StepInfo.
+
+        The gradient is multiplied by min(1, max_grad_norm / (norm + 1e-6)), as torch's clip_grad_norm_.
+        If the norm is not finite, weights, moments and `steps` stay as they were.
+        """
+        sum_of_squares(self.grads.flat, self._sum)
+        grad_norm = math.sqrt(float(device.to_host(self._sum)[0]))
+        if not math.isfinite(grad_norm):
+            self.skipped_steps += 1
+            return StepInfo(grad_norm, skipped=True)
+        grad_scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
+        self.steps += 1
+        scalars = adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, self.steps, grad_scale)
+        weights = self.weights
+        adamw(weights.flat, self.master, self.grads.flat, self.m, self.v, device.asarray(scalars), weights.decay_end)
+        return StepInfo(grad_norm, skipped=False)
+
+    def state_dict(self):
+        """Everything a resumed run needs: NumPy float32 arrays m, v and, of a 16-bit model, master; the counters."""
+        arrays = {key: np.array(device.to_host(array)) for key, array in self._arrays().items()}
+        return {**arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
+
+    def _arrays(self):
+        arrays = {"m": self.m, "v": self.v}
+        return arrays if self.master is None else {**arrays, "master": self.master}
+
+    def load_state_dict(self, state):
+        """Take over what state_dict gave; of a 16-bit model also set the weights to the rounded master.
+
+        Raises ValueError if an array is missing, not expected, or not of this model's size.
+        """
+        arrays = self._arrays()
+        wanted = {*arrays, "steps", "skipped_steps"}
+        if set(state) != wanted:
+            raise ValueError(f"optimizer state: expected {sorted(wanted)}, got {sorted(state)}")
+        for key, array in arrays.items():
+            if state[key].shape != array.shape:
+                raise ValueError(f"optimizer state: {key} must be {array.shape}, got {state[key].shape}")
+        for key, array in arrays.items():
+            array[...] = device.asarray(np.asarray(state[key], np.float32))
+        if self.master is not None:
+            cast(self.master, self.weights.flat)
+        self.steps = int(state["steps"])
+        self.skipped_steps = int(state["skipped_steps"])
+
+
+def learning_rate_at(step0, *, base, schedule, warmup_steps, total_steps):
+    """The learning rate of a step counted from 0, as transformers' schedulers.
+
+    It rises linearly from 0 to `base` over warmup_steps, so the first of several warm-up steps has rate 0,
+    and then stays ("constant" or "constant_with_warmup"), or falls to 0 at total_steps on a line
+    ("linear") or half a cosine ("cosine"). Raises ValueError for another schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"learning rate schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if step0 < warmup_steps:
+        return base * step0 / warmup_steps
+    if schedule in ("constant", "constant_with_warmup"):
+        return base
+    decay_steps = max(1, total_steps - warmup_steps)
+    if schedule == "linear":
+        return base * max(0.0, (total_steps - step0) / decay_steps)
+    return base * max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step0 - warmup_steps) / decay_steps)))

@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
+from tests.close import ROUNDING, assert_close, assert_same_bits
+
+SIZES = [0, 1, 255, 257]
+HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}
+
+
+def run_steps(rng, size, dtype, steps=3):
+    decay_end = size * 2 // 3
+    start = rng.standard_normal(size, np.float32).astype(device.dtype(dtype))
+    weights = device.asarray(start.copy())
+    master = None if dtype == "float32" else device.asarray(start.astype(np.float32))
+    m, v = (device.xp().zeros(size, np.float32) for _ in range(2))
+    p, m64, v64 = start.astype(np.float64), np.zeros(size), np.zeros(size)
+    decays = np.arange(size) < decay_end
+    for step in range(1, steps + 1):
+        grads = rng.standard_normal(size, np.float32)
+        scalars = adamw_scalars(**HYPER, step=step, grad_scale=0.5)
+        adamw(weights, master, device.asarray(grads), m, v, device.asarray(scalars), decay_end)
+        p, m64, v64 = adamw_ref(p, grads.astype(np.float64), m64, v64, scalars.astype(np.float64), decays)
+    assert_close(m, m64, terms=steps, what="m")
+    assert_close(v, v64, terms=steps, what="v")
+    updated = weights if master is None else master
+    assert_close(updated, p, terms=steps, what="master")
+    assert_same_bits(weights, device.to_host(updated).astype(start.dtype), "weights")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_simulator(rng, dtype):
+    for size in SIZES if dtype == "float32" else [70]:
+        run_steps(rng, size, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES + [40_000])
+def test_numpy_device(rng, size, dtype):
+    if device.name() != "numpy":
+        pytest.skip("the reference as operator")
+    run_steps(rng, size, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES + [10_000_001])
+def test_gpu(rng, size, dtype):
+    run_steps(rng, size, dtype)
+
+
+def test_golden_number():
+    """p = 1 and two gradients of 0.5, computed from the formula in float64."""
+    weights, grads = device.asarray(np.ones(1, np.float32)), device.asarray(np.full(1, 0.5, np.float32))
+    m, v = (device.xp().zeros(1, np.float32) for _ in range(2))
+    for step in (1, 2):
+        scalars = adamw_scalars(**{**HYPER, "weight_decay": 0.01}, step=step)
+        adamw(weights, None, grads, m, v, device.asarray(scalars), 1)
+    assert abs(float(device.to_host(weights)[0]) - 0.9979800101) <= 2 * ROUNDING["float32"]
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    arrays = [xp.zeros(4, np.float32) for _ in range(3)]
+    scalars = xp.zeros(8, np.float32)
+    with pytest.raises(ValueError, match=r"adamw: weights must be \(any\) float32, got \(4,\) float16"):
+        adamw(xp.zeros(4, np.float16), None, *arrays, scalars, 0)
+    with pytest.raises(ValueError, match=r"adamw: master must be \(4\) float32, got \(3,\) float32"):
+        adamw(xp.zeros(4, np.float16), xp.zeros(3, np.float32), *arrays, scalars, 0)
+    with pytest.raises(ValueError, match=r"adamw: decay_end must be in \[0, 4\], got 5"):
+        adamw(xp.zeros(4, np.float32), None, *arrays, scalars, 5)

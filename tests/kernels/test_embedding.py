@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.embedding import embedding, embedding_backward, embedding_backward_ref, embedding_ref
+from tests.close import assert_close, assert_gradient, assert_same_bits
+
+# (N, V, D)
+SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 130), (0, 5, 8), (3, 6, 4)]
+REAL = [(4096, 151936, 1024), (4097, 50257, 129), (0, 151936, 1024), (1, 151936, 1024)]
+
+
+def run_all(rng, shape, dtype):
+    tokens, vocabulary, columns = shape
+    ids = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    ids[tokens // 2 :] = ids[:1].repeat(tokens - tokens // 2)
+    weight = rng.standard_normal((vocabulary, columns), np.float32).astype(device.dtype(dtype))
+    dout = rng.standard_normal((tokens, columns), np.float32).astype(device.dtype(dtype))
+    xp = device.xp()
+    out = xp.full((tokens, columns), np.nan, weight.dtype)
+    embedding(device.asarray(ids), device.asarray(weight), out)
+    assert_same_bits(out, embedding_ref(ids, weight), "out")
+
+    dweight = xp.ones((vocabulary, columns), np.float32)
+    embedding_backward(device.asarray(ids), device.asarray(dout), dweight)
+    used = np.unique(ids)
+    expected = embedding_backward_ref(np.searchsorted(used, ids), dout.astype(np.float64), len(used))
+    actual = device.to_host(dweight)
+    assert_close(actual[used], expected + 1, terms=tokens + 1, scale=np.sqrt(tokens) + 5, what="dweight")
+    assert np.array_equal(np.delete(actual, used, axis=0), np.ones((vocabulary - len(used), columns), np.float32))
+    again = xp.ones((vocabulary, columns), np.float32)
+    embedding_backward(device.asarray(ids), device.asarray(dout), again)
+    assert_same_bits(again, actual, "dweight of a second run")
+
+
+def test_gradient_of_reference(rng):
+    ids = np.array([2, 0, 2, 1], np.int32)
+    weight, dout = rng.standard_normal((4, 3)), rng.standard_normal((4, 3))
+    gradient = embedding_backward_ref(ids, dout, 4)
+    assert_gradient(lambda: float(np.sum(embedding_ref(ids, weight) * dout)), gradient, weight, "dweight")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_simulator(rng, dtype):
+    for shape in SMALL:
+        run_all(rng, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", SMALL + [(700, 1000, 96)])
+def test_numpy_device(rng, shape):
+    if device.name() != "numpy":
+        pytest.skip("the reference as operator")
+    run_all(rng, shape, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SMALL + REAL)
+def test_gpu(rng, shape, dtype):
+    run_all(rng, shape, dtype)
+
+
+def test_ids_outside_the_vocabulary():
+    xp = device.xp()
+    ids, weight = device.asarray(np.array([1, 3, -1], np.int32)), xp.ones((3, 4), np.float32)
+    out, dweight = xp.zeros((3, 4), np.float32), xp.zeros((3, 4), np.float32)
+    if device.name() == "numpy":
+        with pytest.raises(ValueError, match=r"embedding: input_ids must be in \[0, 3\), got 3"):
+            embedding(ids, weight, out)
+        with pytest.raises(ValueError, match=r"embedding_backward: input_ids must be in \[0, 3\), got 3"):
+            embedding_backward(ids, out, dweight)
+        return
+    embedding(ids, weight, out)
+    embedding_backward(ids, weight, dweight)
+    out, dweight = device.to_host(out), device.to_host(dweight)
+    assert np.all(out[0] == 1) and np.all(np.isnan(out[1:]))
+    assert np.all(dweight[1] == 1) and np.all(dweight[[0, 2]] == 0)
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    weight, out = xp.zeros((3, 8), np.float32), xp.zeros((2, 8), np.float32)
+    with pytest.raises(ValueError, match=r"embedding: input_ids must be \(any\) int32, got \(2,\) int64"):
+        embedding(xp.zeros(2, np.int64), weight, out)
+    with pytest.raises(ValueError, match=r"embedding_backward: dweight must be \(any, 8\) float32"):
+        embedding_backward(xp.zeros(2, np.int32), out, xp.zeros((3, 7), np.float32))

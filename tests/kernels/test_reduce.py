@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.reduce import (
+    column_sum,
+    column_sum_ref,
+    group_mean_std,
+    group_mean_std_ref,
+    masked_mean,
+    masked_mean_ref,
+    masked_whiten,
+    masked_whiten_ref,
+    sum_of_squares,
+    sum_of_squares_ref,
+)
+from tests.close import assert_close, assert_same_bits
+
+LENGTHS = [0, 1, 255, 257, 700]
+COLUMNS = [(1, 1), (0, 8), (129, 33), (3, 31)]
+
+
+def empty(*shape):
+    return device.xp().full(shape, np.nan, np.float32)
+
+
+def run_sum_of_squares(rng, size):
+    x = (rng.standard_normal(size, np.float32) + 1) * 1e-3
+    out, again = empty(1), empty(1)
+    sum_of_squares(device.asarray(x), out)
+    sum_of_squares(device.asarray(x), again)
+    assert_close(out, [sum_of_squares_ref(x.astype(np.float64))], terms=64, what="sum of squares")
+    assert_same_bits(out, again, "a second run")
+
+
+def run_column_sum(rng, shape, dtype):
+    x = rng.standard_normal(shape, np.float32).astype(device.dtype(dtype))
+    out = device.xp().ones(shape[1], np.float32)
+    column_sum(device.asarray(x), out)
+    expected = column_sum_ref(x.astype(np.float64)) + 1
+    assert_close(out, expected, terms=shape[0] + 1, scale=np.sqrt(shape[0]) + 3, what="column sum")
+
+
+def run_masked(rng, size, kind):
+    x = rng.standard_normal(size, np.float32) + 2
+    mask = (rng.uniform(size=size) < 0.7).astype(kind)
+    x[mask == 0] = np.nan
+    xd, mask_d, mean, out = device.asarray(x), device.asarray(mask), empty(1), empty(size)
+    masked_mean(xd, mask_d, mean)
+    assert_close(mean, [masked_mean_ref(x.astype(np.float64), mask)], terms=size + 1, what="masked mean")
+    for shift_mean in (True, False):
+        masked_whiten(xd, mask_d, out, shift_mean=shift_mean)
+        expected = masked_whiten_ref(x.astype(np.float64), mask, shift_mean)
+        assert_close(out, expected, terms=size + 1, scale=6, what=f"masked whiten, shift_mean={shift_mean}")
+
+
+def run_groups(rng, groups, members):
+    x = rng.standard_normal((groups, members), np.float32)
+    x[rng.uniform(size=x.shape) < 0.2] = np.nan
+    for ddof in (0, 1):
+        mean, std = empty(groups), empty(groups)
+        group_mean_std(device.asarray(x), mean, std, ddof=ddof)
+        for name, actual, value in zip(
+            ("mean", "std"), (mean, std), group_mean_std_ref(x.astype(np.float64), ddof), strict=True
+        ):
+            assert_close(actual, value, terms=members + 1, scale=3, what=name)
+
+
+@pytest.mark.sim
+def test_simulator(rng):
+    for size in (0, 257):
+        run_sum_of_squares(rng, size)
+    for shape in [(0, 8), (129, 33)]:
+        run_column_sum(rng, shape, "float32")
+    run_column_sum(rng, (5, 3), "bfloat16")
+    run_column_sum(rng, (5, 3), "float16")
+    for size, kind in [(0, np.float32), (1, np.int32), (300, np.uint8)]:
+        run_masked(rng, size, kind)
+    for groups, members in [(0, 8), (3, 1), (2, 40)]:
+        run_groups(rng, groups, members)
+
+
+@pytest.mark.parametrize("size", LENGTHS + [100_000])
+def test_numpy_device(rng, size):
+    if device.name() != "numpy":
+        pytest.skip("the reference as operator")
+    run_sum_of_squares(rng, size)
+    run_column_sum(rng, (size, 3), "float32")
+    run_masked(rng, size, np.uint8)
+    run_groups(rng, 4, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", LENGTHS + [4096, 50_000_001])
+def test_gpu_sum_of_squares(rng, size):
+    run_sum_of_squares(rng, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", COLUMNS + [(4096, 2048), (4097, 1001), (128, 5)])
+def test_gpu_column_sum(rng, shape, dtype):
+    run_column_sum(rng, shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [np.float32, np.int32, np.uint8])
+@pytest.mark.parametrize("size", LENGTHS + [32_768])
+def test_gpu_masked(rng, size, kind):
+    run_masked(rng, size, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups,members", [(0, 8), (3, 1), (8, 8), (64, 33)])
+def test_gpu_groups(rng, groups, members):
+    run_groups(rng, groups, members)
+
+
+def test_golden_numbers():
+    """Whitened advantages (computed from the formula in float64) and TRL's group statistics."""
+    x = device.asarray(np.array([0.7436, 0.688, 0.64, 0.6], np.float32))
+    out = empty(4)
+    masked_whiten(x, device.asarray(np.ones(4, np.uint8)), out)
+    assert_close(out, [1.2214259, 0.3243152, -0.4501689, -1.0955723], scale=100)
+    mean, std = empty(2), empty(2)
+    rewards = np.array([[1, 0, 0, 1], [1, 0, np.nan, 1]], np.float32)
+    group_mean_std(device.asarray(rewards), mean, std)
+    assert_close(mean, [1 / 2, 2 / 3])
+    assert_close(std, [np.sqrt(1 / 3), np.sqrt(1 / 3)])
+
+
+def test_nothing_selected():
+    x, mask, out = empty(3), device.asarray(np.zeros(3, np.int32)), empty(1)
+    masked_mean(x, mask, out)
+    assert device.to_host(out)[0] == 0
+    whitened = empty(3)
+    masked_whiten(x, mask, whitened, shift_mean=False)
+    assert np.all(device.to_host(whitened) == 0)
+    mean, std = empty(1), empty(1)
+    group_mean_std(empty(1, 4), mean, std)
+    assert device.to_host(mean)[0] == 0 and device.to_host(std)[0] == 0
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    x, out = xp.zeros(4, np.float32), xp.zeros(1, np.float32)
+    with pytest.raises(ValueError, match=r"sum_of_squares: x must be \(any\) float32, got \(4,\) float16"):
+        sum_of_squares(x.astype(np.float16), out)
+    with pytest.raises(ValueError, match=r"column_sum: out must be \(2\) float32, got \(1,\) float32"):
+        column_sum(xp.zeros((3, 2), np.float32), out)
+    with pytest.raises(ValueError, match=r"masked_mean: mask must be \(4\) float32 or int32 or uint8"):
+        masked_mean(x, xp.zeros(3, np.int32), out)
+    with pytest.raises(ValueError, match=r"masked_whiten: out must be \(4\) float32"):
+        masked_whiten(x, xp.zeros(4, np.int32), out)
+    with pytest.raises(ValueError, match=r"group_mean_std: mean must be \(2\) float32"):
+        group_mean_std(xp.zeros((2, 4), np.float32), out, out)

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.rope import RopeScaling, rope, rope_ref, rope_table
+from tests.close import assert_close, assert_gradient, assert_same_bits
+
+# (N, H, E)
+SMALL = [(1, 1, 2), (2, 5, 48), (1, 3, 66), (0, 2, 8)]
+REAL = [(4096, 16, 128), (4097, 9, 64), (0, 16, 128), (333, 3, 256)]
+
+
+def run_all(rng, shape, dtype):
+    rows, _, width = shape
+    x = rng.standard_normal(shape, np.float32).astype(device.dtype(dtype))
+    positions = rng.integers(0, 50, rows).astype(np.int32)
+    cos, sin = rope_table(50, width, 10000.0)
+    tables = [device.asarray(a) for a in (cos, sin, positions)]
+    wide = [a.astype(np.float64) for a in (x, cos, sin)]
+    xd, out = device.asarray(x.copy()), device.xp().full(shape, np.nan, x.dtype)
+    for inverse in (False, True):
+        rope(xd, *tables, out, inverse=inverse)
+        assert_close(out, rope_ref(*wide, positions, inverse), terms=2, what=f"inverse={inverse}")
+    rope(xd, *tables, xd, inverse=True)
+    assert_same_bits(xd, out, "in place")
+
+
+def test_inverse_is_the_gradient(rng):
+    x, dout = rng.standard_normal((3, 2, 6)), rng.standard_normal((3, 2, 6))
+    cos, sin = (table.astype(np.float64) for table in rope_table(8, 6, 100.0))
+    positions = np.array([0, 7, 3], np.int32)
+    dx = rope_ref(dout, cos, sin, positions, inverse=True)
+    assert_gradient(lambda: float(np.sum(rope_ref(x, cos, sin, positions) * dout)), dx, x, "dx")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_simulator(rng, dtype):
+    for shape in SMALL:
+        run_all(rng, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", SMALL + [(100, 6, 48)])
+def test_numpy_device(rng, shape):
+    if device.name() != "numpy":
+        pytest.skip("the reference as operator")
+    run_all(rng, shape, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SMALL + REAL)
+def test_gpu(rng, shape, dtype):
+    run_all(rng, shape, dtype)
+
+
+def test_a_row_depends_on_itself_alone(rng):
+    rows = 3 if device.name() == "sim" else 65
+    x = device.asarray(rng.standard_normal((rows, 3, 48), np.float32))
+    positions = device.asarray(np.arange(rows, dtype=np.int32)[::-1].copy())
+    cos, sin = (device.asarray(table) for table in rope_table(rows, 48, 10000.0))
+    out, alone = device.xp().empty_like(x), device.xp().empty_like(x[:1])
+    rope(x, cos, sin, positions, out)
+    for row in range(rows):
+        rope(x[row : row + 1], cos, sin, positions[row : row + 1], alone)
+        assert_same_bits(alone[0], out[row], f"row {row}")
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    x, positions = xp.zeros((2, 1, 63), np.float32), xp.zeros(2, np.int32)
+    table = xp.zeros((4, 32), np.float32)
+    with pytest.raises(ValueError, match="rope: head_dim must be even, got 63"):
+        rope(x, table, table, positions, x)
+    with pytest.raises(ValueError, match="rope_table: head_dim must be even, got 63"):
+        rope_table(4, 63, 10000.0)
+    with pytest.raises(ValueError, match="rope_scaling: rope_type must be one of linear, llama3, yarn, got 'dynamic'"):
+        RopeScaling("dynamic", factor=2.0)
+    with pytest.raises(ValueError, match="rope_scaling: rope_type 'llama3' needs low_freq_factor"):
+        RopeScaling("llama3", factor=2.0, original_max_position_embeddings=64)

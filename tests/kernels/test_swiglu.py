@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from tests.close import assert_close, assert_gradient, assert_same_bits
+
+# (N, F)
+SMALL = [(1, 1), (2, 255), (1, 257), (0, 8), (3, 5)]
+REAL = [(4096, 3072), (4097, 1001), (0, 3072), (1, 3072)]
+
+
+def run_all(rng, shape, dtype):
+    rows, columns = shape
+    gate_up = (3 * rng.standard_normal((rows, 2 * columns), np.float32)).astype(device.dtype(dtype))
+    gate_up[:, : columns - 1 : 3] = -120.0
+    dout = rng.standard_normal(shape, np.float32).astype(gate_up.dtype)
+    xp = device.xp()
+    gd, dd = device.asarray(gate_up.copy()), device.asarray(dout)
+    out, dgate_up = xp.full(shape, np.nan, gate_up.dtype), xp.full(gate_up.shape, np.nan, gate_up.dtype)
+    swiglu(gd, out)
+    assert_close(out, swiglu_ref(gate_up.astype(np.float64)), terms=4, what="out")
+    swiglu_backward(dd, gd, dgate_up)
+    expected = swiglu_backward_ref(dout.astype(np.float64), gate_up.astype(np.float64))
+    assert_close(dgate_up, expected, terms=4, what="dgate_up")
+    swiglu_backward(dd, gd, gd)
+    assert_same_bits(gd, dgate_up, "in place")
+
+
+def test_gradient_of_reference(rng):
+    gate_up, dout = 2 * rng.standard_normal((3, 8)), rng.standard_normal((3, 4))
+    gradient = swiglu_backward_ref(dout, gate_up)
+    assert_gradient(lambda: float(np.sum(swiglu_ref(gate_up) * dout)), gradient, gate_up, "dgate_up")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_simulator(rng, dtype):
+    for shape in SMALL:
+        run_all(rng, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", SMALL + [(64, 768)])
+def test_numpy_device(rng, shape):
+    if device.name() != "numpy":
+        pytest.skip("the reference as operator")
+    run_all(rng, shape, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SMALL + REAL)
+def test_gpu(rng, shape, dtype):
+    run_all(rng, shape, dtype)
+
+
+@pytest.mark.parametrize("columns", [5, 96, 131])
+def test_a_row_depends_on_itself_alone(rng, columns):
+    rows = 2 if device.name() == "sim" else 65
+    gate_up = device.asarray(rng.standard_normal((rows, 2 * columns), np.float32))
+    out, alone = device.xp().empty((rows, columns), np.float32), device.xp().empty((1, columns), np.float32)
+    swiglu(gate_up, out)
+    for row in range(rows):
+        swiglu(gate_up[row : row + 1].copy(), alone)
+        assert_same_bits(alone[0], out[row], f"row {row}")
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    with pytest.raises(ValueError, match=r"swiglu: gate_up must be \(2, 8\) float32, got \(2, 7\) float32"):
+        swiglu(xp.zeros((2, 7), np.float32), xp.zeros((2, 4), np.float32))
+    with pytest.raises(ValueError, match=r"swiglu_backward: dgate_up must be \(2, 8\) float32, got \(2, 8\) float64"):
+        swiglu_backward(xp.zeros((2, 4), np.float32), xp.zeros((2, 8), np.float32), xp.zeros((2, 8)))

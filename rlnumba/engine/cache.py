@@ -113,5 +113,5 @@ class Mapped:
         """An array of the device over the range, `offset` bytes in."""
         cupy = device.xp()
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        unowned = cupy.cuda.UnownedMemory(self.address + offset, nbytes, self)
+        unowned = cupy.cuda.UnownedMemory(self.address + offset, nbytes, self, self.properties.location.id)
         return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(unowned, 0))

@@ -1,4 +1,4 @@
-"""LLM.generate: a draw depends on seed, prompt, completion index and position alone, and its log-prob is the scorer's."""
+"""LLM.generate: draws depend on seed, prompt, completion index and position alone; log-probs are the scorer's."""
 
 import dataclasses
 

@@ -1,0 +1,132 @@
+"""Tokens a second of the inference engine, with every completion run to its full length.
+
+    python bench/engine.py                           Qwen3-0.6B's shape on a GPU, a 15M model elsewhere; random weights
+    python bench/engine.py --model FOLDER            the weights of a folder
+    python bench/engine.py --workloads single,mixed  some of the workloads
+
+A workload is run once to warm up (compilation and graph capture are told apart as `first s`), then --repeat
+times, of which the median counts. Output tokens a second, prefill included. `floor` is the physical limit:
+weights and the KV of the contexts read once a step, or the matrix work where that takes longer, plus the
+matrix work of the prompts, at the rates below; it is printed for a GPU with those rates only.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.config import EngineConfig
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.transformer import Transformer, load_model
+from rlnumba.model.weights import Weights
+
+# One H200: a device copy (read + write counted) and a large bf16 matrix product of random data.
+BYTES_PER_S, FLOP_PER_S = 4.3e12, 700e12
+
+QWEN3_06B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+}  # fmt: skip
+STORIES_15M = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 288, "intermediate_size": 768,
+    "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 48,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+# name: (requests, prompt tokens, output tokens, temperature); a pair is a range to draw from.
+WORKLOADS = {
+    "mixed": (256, (100, 1024), (100, 1024), 0.6),
+    "fixed 256": (256, 128, 512, 1.0),
+    "fixed 64": (64, 128, 512, 1.0),
+    "fixed 8": (8, 128, 512, 1.0),
+    "single": (1, 128, 512, 1.0),
+    "small 16": (16, 8, 64, 1.0),
+    "small 1": (1, 8, 64, 1.0),
+}
+ON_GPU, ON_CPU = ("mixed", "fixed 256", "fixed 64", "fixed 8", "single"), ("small 16", "small 1")
+
+
+def workload(name, vocabulary, limit):
+    """(prompts, params) of a workload; lengths beyond the model's limit are cut."""
+    requests, prompt, output, temperature = WORKLOADS[name]
+    generator = np.random.default_rng(0)
+
+    def lengths(spec):
+        low, high = spec if isinstance(spec, tuple) else (spec, spec)
+        return np.minimum(generator.integers(low, high + 1, requests), limit // 2)
+
+    prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths(prompt)]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=int(length), ignore_eos=True) for length in lengths(output)
+    ]
+    return prompts, params
+
+
+def floor_s(config, weights_bytes, itemsize, prompts, params):
+    """Seconds below which no engine can get on the GPU whose rates stand above."""
+    starts = np.array([len(prompt) for prompt in prompts])
+    outputs = np.array([p.max_tokens for p in params])
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    flop = 2 * weights_bytes / itemsize
+    seconds = flop * starts.sum() / FLOP_PER_S
+    for step in range(outputs.max()):
+        active = outputs > step
+        read = weights_bytes + kv_bytes * (starts[active] + step).sum()
+        seconds += max(read / BYTES_PER_S, flop * active.sum() / FLOP_PER_S)
+    return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--dtype", choices=tuple(device.DTYPES))
+    parser.add_argument("--workloads", help=f"comma-separated, of: {', '.join(WORKLOADS)}")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    arguments = parser.parse_args()
+    on_gpu = device.select(arguments.device) == "cuda"
+    if arguments.model:
+        model = load_model(arguments.model, arguments.dtype)
+    else:
+        config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
+        model = Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
+    names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU
+
+    print(device.describe())
+    print(f"{'workload':10} {'tokens':>8} {'first s':>8} {'s':>8} {'tok/s':>9} {'floor tok/s':>12} {'share':>6}")
+    for name in names:
+        llm = LLM(
+            model,
+            None,
+            EngineConfig(
+                gpu_memory_utilization=0.9,
+                enforce_eager=arguments.enforce_eager,
+                max_num_batched_tokens=arguments.max_num_batched_tokens,
+            ),
+        )
+        prompts, params = workload(name, model.config.vocab_size, llm.max_model_len)
+        seconds = []
+        for _ in range(1 + arguments.repeat):
+            llm.reset_prefix_cache()
+            started = time.perf_counter()
+            outputs = llm.generate(prompts, params)
+            seconds.append(time.perf_counter() - started)
+        tokens = sum(len(output.completions[0].token_ids) for output in outputs)
+        assert tokens == sum(p.max_tokens for p in params)
+        median = statistics.median(seconds[1:])
+        line = f"{name:10} {tokens:8} {seconds[0]:8.2f} {median:8.3f} {tokens / median:9.0f}"
+        if on_gpu:
+            floor = floor_s(model.config, model.weights.flat.nbytes, model.dtype.itemsize, prompts, params)
+            line += f" {tokens / floor:12.0f} {floor / median:6.1%}"
+        print(line, flush=True)
+        llm.sleep()
+
+
+if __name__ == "__main__":
+    main()

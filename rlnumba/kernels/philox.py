@@ -1,4 +1,4 @@
-"""Random numbers that are a function: Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3").
+"""Random numbers as a function: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
 A counter of four 32-bit words and a key of two go in, four random words come out; there is no state. Ten
 rounds, each with the keys k0, k1 bumped by the Weyl constants before the next:

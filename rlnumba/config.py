@@ -49,9 +49,10 @@ class DataConfig:
         None, "RL: column of the reference answer; None: the first of solution, answer, ground_truth, final_answer."
     )
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
-    prompt_template: str = key(
-        "{question}",
-        "How a row with a `question` column becomes a prompt; {question} and any other column in braces are replaced.",
+    prompt_template: str | None = key(
+        None,
+        "How a row with a `question` column becomes a prompt; {question} and any other column in braces are replaced. "
+        "None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
     )
     apply_chat_template: bool | None = key(
         None,

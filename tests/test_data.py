@@ -1,0 +1,324 @@
+"""Rows, column detection, tokenising and packing, against hand-made rows and a tokenizer of words."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlnumba import data
+from rlnumba.config import DataConfig, SFTConfig
+from rlnumba.data import TokenSequence, best_fit_decreasing, load_prompts, load_sft, pack, read_rows
+from rlnumba.errors import ConfigError, UserError
+
+EOS = 1
+
+
+class WordTokenizer:
+    """Words of at most four characters, numbered as they come; "ab" + "cd" is one token, so pairs can merge."""
+
+    eos_token_id = EOS
+
+    def __init__(self, chat=True):
+        self.chat_template = "template" if chat else None
+        self.words = {"<s>": 0, "</s>": EOS}
+
+    def encode(self, text, add_special_tokens=True):
+        pieces = [word[i : i + 4] for word in text.split() for i in range(0, len(word), 4)]
+        return [0] + [self.words.setdefault(piece, len(self.words)) for piece in pieces]
+
+    def apply_chat_template(self, messages, add_generation_prompt, tools=None, **variables):
+        text = " ".join(f"[{m['role'][0]} {m['content']} ]" for m in messages)
+        text = "".join(f"{k}={v} " for k, v in variables.items()) + text
+        return self.encode(text + (" [a" if add_generation_prompt else ""))[1:]
+
+    def assistant_mask(self, messages, tools=None, **variables):
+        return [
+            int(m["role"] == "assistant") for m in messages for _ in self.apply_chat_template([m], False, **variables)
+        ]
+
+    def text(self, ids):
+        return " ".join(list(self.words)[i] for i in ids)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path, rows, tokenizer=None, limit=1000, data_config=None, **train):
+    config = data_config or DataConfig(train=str(path))
+    return load_sft(write(path, rows), config, SFTConfig(**train), tokenizer or WordTokenizer(), limit, 1000)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"", "rows.jsonl: holds no rows"),
+        (b"\n \n", "rows.jsonl: holds no rows"),
+        (b'{"a": 1}\n{"a": 1\n', r"rows.jsonl:2: not JSON: .* \(column 8\)"),
+        (b'{"a": 1}\n\n[1]\n', "rows.jsonl:3: must be a JSON object, got a list"),
+        (b'{"a": "\xff"}\n', "rows.jsonl:1: not UTF-8"),
+    ],
+)
+def test_bad_lines_are_named(path, text, message):
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=message):
+        read_rows(path)
+
+
+def test_read_rows(path, tmp_path):
+    path.write_bytes('\ufeff{"a": "x\u2028y"}\r\n\n{"a": 2}'.encode())
+    rows = read_rows(path)
+    assert [row["a"] for row, _ in rows] == ["x\u2028y", 2]
+    assert [place.split("/")[-1] for _, place in rows] == ["rows.jsonl:1", "rows.jsonl:3"]
+    with pytest.raises(UserError, match="missing.jsonl: no such file"):
+        read_rows(tmp_path / "missing.jsonl")
+    with pytest.raises(UserError, match="is a folder"):
+        read_rows(tmp_path)
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    verl = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "1 + 1 ?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([verl, verl]), path)
+    loaded = load_prompts(path, DataConfig(train=""), WordTokenizer(), 100, 1000)
+    assert loaded.prompts[0].prompt == verl["prompt"]
+    assert loaded.columns([0, 1])["ground_truth"] == ["2", "2"]
+    assert loaded.columns([1])["extra_info"] == [verl["extra_info"]]
+    path.write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="rows.parquet: not a readable parquet file"):
+        read_rows(path)
+
+
+def test_S1_text_rows_get_eos_once(path):
+    tokenizer = WordTokenizer()
+    loaded = load(path, [{"text": "a b"}, {"text": "c </s>"}], tokenizer)
+    assert [tokenizer.text(s.input_ids) for (s,) in loaded.rows] == ["<s> a b </s>", "<s> c </s>"]
+    assert all(s.loss_mask.all() for (s,) in loaded.rows)
+    assert loaded.counts == {"rows": 2, "truncated_rows": 0, "dropped_rows": 0, "tokens": 7}
+
+
+def test_S1_completion_begins_where_the_tokens_part(path):
+    tokenizer = WordTokenizer()
+    rows = [{"prompt": "a b ", "completion": "c"}, {"prompt": "a ab", "completion": "cd e"}]
+    loaded = load(path, rows, tokenizer)
+    assert tokenizer.text(loaded.rows[1][0].input_ids) == "<s> a abcd e </s>"
+    assert [s.loss_mask.astype(int).tolist() for (s,) in loaded.rows] == [[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
+    everything = load(path, rows, tokenizer, completion_only_loss=False)
+    assert all(s.loss_mask.all() for (s,) in everything.rows)
+
+
+def test_S1_message_rows(path):
+    tokenizer = WordTokenizer()
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r s"}
+    pair = load(path, [{"prompt": [question], "completion": [answer]}], tokenizer)
+    assert tokenizer.text(pair.rows[0][0].input_ids) == "[u q ] [a r s ]"
+    assert pair.rows[0][0].loss_mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1]
+    mixed = load(path, [{"prompt": [question], "completion": "r s"}], tokenizer)
+    np.testing.assert_array_equal(mixed.rows[0][0].input_ids, pair.rows[0][0].input_ids)
+    # `messages` wins over prompt and completion, and its template ends it without EOS.
+    rows = [{"messages": [question, answer], "prompt": "x", "completion": "y"}]
+    whole = load(path, rows, tokenizer)
+    np.testing.assert_array_equal(whole.rows[0][0].input_ids, pair.rows[0][0].input_ids)
+    assert whole.rows[0][0].loss_mask.all()
+    assistant = load(path, rows, tokenizer, assistant_only_loss=True)
+    assert assistant.rows[0][0].loss_mask.astype(int).tolist() == [0, 0, 0, 1, 1, 1, 1]
+    with_system = load(
+        path, rows, tokenizer, data_config=DataConfig(train="", system_prompt="be", chat_template_kwargs={"k": 1})
+    )
+    assert tokenizer.text(with_system.rows[0][0].input_ids) == "k=1 [s be ] [u q ] [a r s ]"
+
+
+def test_S1_gsm8k_rows(path):
+    rows = [{"question": "1 + 1", "answer": "is\n#### 2"}]
+    config = DataConfig(train="", prompt_template="Q {question} A \\boxed{} ")
+    plain = WordTokenizer(chat=False)
+    loaded = load(path, rows, plain, data_config=config)
+    assert plain.text(loaded.rows[0][0].input_ids) == "<s> Q 1 + 1 A \\box ed{} is #### 2 </s>"
+    assert loaded.rows[0][0].num_trained == 4
+    chat = WordTokenizer()
+    loaded = load(path, rows, chat, data_config=config)
+    assert chat.text(loaded.rows[0][0].input_ids) == "[u Q 1 + 1 A \\box ed{} ] [a is #### 2 ]"
+
+
+def test_truncation_and_dropped_rows_are_counted(path):
+    rows = [{"prompt": "a b c d e", "completion": "f"}, {"prompt": "a", "completion": "b c d e f"}]
+    loaded = load(path, rows, max_length=4)
+    assert loaded.counts == {"rows": 2, "truncated_rows": 2, "dropped_rows": 1, "tokens": 4}
+    assert [len(s) for (s,) in loaded.rows] == [4]
+    with pytest.raises(UserError, match=r"rows.jsonl:2: 8 tokens are more than the model's 7; set train.max_length"):
+        load(path, [{"text": "a"}, {"text": "a b c d e f"}], max_length=None, limit=7)
+    assert load(path, [{"text": "a b c d e f"}], limit=7).counts["truncated_rows"] == 1
+    with pytest.raises(UserError, match="no row has a token to train on"):
+        load(path, [{"prompt": "a b c d e", "completion": "f"}], max_length=4)
+
+
+@pytest.mark.parametrize(
+    "rows, train, message",
+    [
+        ([{"question": "x"}], {}, "rows.jsonl:1: sft needs .*; its columns are question"),
+        ([{"text": "x"}, {"txt": "x"}], {}, "rows.jsonl:2: no 'text'; its columns are txt"),
+        (
+            [{"prompt": "x", "completion": "y"}, {"prompt": "x", "completion": None}],
+            {},
+            "rows.jsonl:2: no 'completion'",
+        ),
+        ([{"prompt": "", "completion": "y"}], {}, "rows.jsonl:1: 'prompt' is empty"),
+        (
+            [{"prompt": 3, "completion": "y"}],
+            {},
+            "rows.jsonl:1: 'prompt' must be a string or a list of messages, got int 3",
+        ),
+        ([{"messages": []}], {}, "rows.jsonl:1: 'messages' must be a non-empty list of messages, got a list"),
+        ([{"messages": [{"content": "x"}]}], {}, "rows.jsonl:1: 'messages': a message must have a role"),
+        ([{"messages": [{"role": "user", "content": 1}]}], {}, "the content of a message must be a string, got int 1"),
+        ([{"messages": [{"role": "user", "content": "x"}], "tools": "{"}], {}, "rows.jsonl:1: 'tools' is a string"),
+        ([{"text": "x"}], {"completion_only_loss": True}, "rows.jsonl:1: train.completion_only_loss needs"),
+        ([{"text": "x"}], {"assistant_only_loss": True}, "rows.jsonl:1: train.assistant_only_loss needs"),
+    ],
+)
+def test_bad_sft_rows(path, rows, train, message):
+    with pytest.raises(UserError, match=message):
+        load(path, rows, **train)
+
+
+def test_ids_outside_of_the_vocabulary(path):
+    write(path, [{"text": "a b c"}])
+    with pytest.raises(UserError, match="rows.jsonl:1: token id 4 is outside of the model's vocabulary of 4"):
+        load_sft(path, DataConfig(train=""), SFTConfig(), WordTokenizer(), 100, 4)
+    with pytest.raises(UserError, match="needs a tokenizer"):
+        load_sft(path, DataConfig(train=""), SFTConfig(), None, 100, 4)
+
+
+def sequences(*ids):
+    return [TokenSequence(np.array(i, np.int32), np.ones(len(i), bool)) for i in ids]
+
+
+def ids(rows):
+    return [[s.input_ids.tolist() for s in row] for row in rows]
+
+
+def test_S2_packing():
+    four = sequences([1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11])
+    assert ids(pack(four, 4)) == [[[1, 2, 3, 4]], [[8, 9, 10], [11]], [[6, 7]]]
+    assert ids(pack(four, 4, "bfd_split")) == [[[1, 2, 3, 4]], [[8, 9, 10], [5]], [[6, 7], [11]]]
+    assert ids(pack(four, 4, "wrapped")) == [[[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9, 10, 11]]]
+    assert ids(pack(four, 4, limit=3)) == [[[1, 2, 3], [11]], [[8, 9, 10]], [[6, 7]]]
+
+
+def test_S2_equal_lengths_and_spaces_are_first_in_first_out():
+    assert best_fit_decreasing([3, 3, 3, 1, 1, 2], 4) == [[0, 3], [1, 4], [2], [5]]
+    # Bin 0 (6, then 2) and bin 1 (5, 3) come to 2 left in the order 1, 0: the bin that waits longer is filled first.
+    assert best_fit_decreasing([6, 7, 2, 1], 10) == [[1, 2, 3], [0]]
+    assert best_fit_decreasing([], 4) == []
+    assert best_fit_decreasing([4, 4], 4) == [[0], [1]]
+
+
+def test_S2_packing_keeps_every_token_and_fills_well():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 65, 500)
+    bins = best_fit_decreasing(lengths.tolist(), 64)
+    assert sorted(i for b in bins for i in b) == list(range(500))
+    assert max(sum(lengths[i] for i in b) for b in bins) <= 64
+    # Best fit decreasing needs at most 11/9 of the fewest bins, plus 4 (Johnson 1973); two halves never fit together.
+    fewest = max(np.ceil(lengths.sum() / 64), (lengths > 32).sum())
+    assert len(bins) <= 11 / 9 * fewest + 4
+
+
+def test_packed_rows_lose_nothing(path):
+    rows = [{"text": " ".join("abcdefgh"[:n])} for n in (1, 5, 8, 3, 2)]
+    loaded = load(path, rows, packing=True, max_length=8)
+    assert loaded.counts == {"rows": 5, "truncated_rows": 1, "dropped_rows": 0, "tokens": 27}
+    assert [sum(len(s) for s in row) for row in loaded.rows] == [8, 7, 8, 4]
+    split = load(path, rows, packing=True, packing_strategy="bfd_split", max_length=8)
+    assert split.counts["truncated_rows"] == 0 and split.counts["tokens"] == 29
+
+
+def prompts(path, rows, tokenizer=None, limit=1000, **config):
+    return load_prompts(write(path, rows), DataConfig(train="", **config), tokenizer or WordTokenizer(), limit, 1000)
+
+
+def test_prompts_of_strings_and_messages(path):
+    tokenizer = WordTokenizer()
+    loaded = prompts(path, [{"prompt": "a b", "answer": 3, "level": 1}, {"prompt": "c", "answer": 4}], tokenizer)
+    assert [p.prompt for p in loaded.prompts] == ["a b", "c"]
+    assert tokenizer.text(loaded.prompts[0].prompt_token_ids) == "<s> a b"
+    assert loaded.columns([1, 0, 0]) == {"answer": [4, 3, 3], "level": [None, 1, 1]}
+    chat = prompts(path, [{"prompt": [{"role": "user", "content": "a b"}]}], tokenizer, system_prompt="be")
+    assert tokenizer.text(chat.prompts[0].prompt_token_ids) == "[s be ] [u a b ] [a"
+    asked = prompts(path, [{"prompt": "a b"}], tokenizer, apply_chat_template=True)
+    assert asked.prompts[0].prompt == [{"role": "user", "content": "a b"}]
+    templated = prompts(path, [{"prompt": "a b", "x": 3}], tokenizer, prompt_template="{x}: {prompt}")
+    assert templated.prompts[0].prompt == [{"role": "user", "content": "3: a b"}]
+
+
+def test_prompts_of_questions(path):
+    gsm8k = [{"question": "1 + 1 ?", "answer": "1+1=2\n#### 1,002"}]
+    chat = prompts(path, gsm8k)
+    assert chat.prompts[0].prompt == [
+        {"role": "user", "content": '1 + 1 ? Let\'s think step by step and output the final answer after "####".'}
+    ]
+    assert chat.prompts[0].columns == {**gsm8k[0], "solution": "1,002"}
+    plain = prompts(path, gsm8k, WordTokenizer(chat=False), prompt_template="{question} =")
+    assert plain.prompts[0].prompt == "1 + 1 ? ="
+    assert prompts(path, gsm8k, apply_chat_template=False).prompts[0].prompt.startswith("1 + 1 ? Let's")
+    deepmath = prompts(path, [{"question": "x ?", "final_answer": "0", "difficulty": 4.5}])
+    assert deepmath.prompts[0].prompt[0]["content"].endswith("within \\boxed{}.")
+    assert deepmath.prompts[0].columns == {"question": "x ?", "final_answer": "0", "difficulty": 4.5}
+    chosen = prompts(path, [{"q": "x ?", "gold": "0"}], prompt_column="q", answer_column="gold", prompt_template="{q}!")
+    assert chosen.prompts[0].prompt[0]["content"] == "x ?!"
+    assert chosen.prompts[0].columns == {"gold": "0", "solution": "0"}
+
+
+def test_long_prompts_are_dropped_only_when_asked(path):
+    rows = [{"prompt": "a b c"}, {"prompt": "a"}]
+    loaded = prompts(path, rows, max_prompt_length=3)
+    assert [p.prompt for p in loaded.prompts] == ["a"] and loaded.dropped_prompts == 1
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:1: a prompt of 4 tokens leaves no room .* model's 4; set data.max"
+    ):
+        prompts(path, rows, limit=4)
+    assert len(prompts(path, rows, limit=5).prompts) == 2
+    with pytest.raises(UserError, match="all 2 prompts are longer than data.max_prompt_length 1"):
+        prompts(path, rows, max_prompt_length=1)
+
+
+@pytest.mark.parametrize(
+    "rows, config, kind, message",
+    [
+        (
+            [{"text": "x"}],
+            {},
+            UserError,
+            "rows.jsonl:1: grpo needs a column 'prompt' or 'question'; its columns are text",
+        ),
+        ([{"text": "x"}], {"prompt_column": "q"}, UserError, "needs a column 'q'; its columns are text"),
+        ([{"prompt": "x"}, {"prompt": ""}], {}, UserError, "rows.jsonl:2: 'prompt' is empty"),
+        ([{"prompt": "x"}, {"question": "y"}], {}, UserError, "rows.jsonl:2: no 'prompt'; its columns are question"),
+        ([{"question": 1}], {}, UserError, "rows.jsonl:1: 'question' must be a string or a list"),
+        ([{"prompt": "x"}], {"answer_column": "a"}, UserError, "rows.jsonl:1: no 'a'; its columns are prompt"),
+        ([{"question": "x"}], {"prompt_template": "{q}"}, ConfigError, "data.prompt_template names no column"),
+    ],
+)
+def test_bad_prompt_rows(path, rows, config, kind, message):
+    with pytest.raises(kind, match=message):
+        prompts(path, rows, **config)
+
+
+def test_encode_pair_of_equal_texts():
+    tokenizer = WordTokenizer()
+    assert data.encode_pair(tokenizer, "a b", "") == ([0, 2, 3], 3)
+    assert data.encode_pair(tokenizer, "ab", "cd") == ([0, 5], 1)

@@ -7,7 +7,7 @@ Run it in an environment that has torch, transformers and tokenizers (the only p
 models/NAME/       a tiny Hugging Face folder with random weights, and expected.npz: token ids, logits, entropies,
                    greedy continuations, the mean cross-entropy over the packed batch and its gradient for every
                    parameter, all float32
-tokenizer/         a byte-level BPE tokenizer of 512 ids with a chat template, and chats.json: messages, the options of
+tokenizer/         a byte-level BPE tokenizer of 487 ids with a chat template, and chats.json: messages, the options of
                    apply_chat_template, and the ids and masks that transformers gives
 samples/NAME.npz   with --samples: log-probs, greedy continuations and gradient norms of models too large to keep here
 samples/NAME.json  chats for their tokenizers

@@ -88,14 +88,19 @@ def encode(rows: list[dict], vocab: dict) -> list[tuple[list[int], list[int]]]:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Best-fit decreasing by exhaustive search over the open bins; equal spaces: the bin opened first."""
+    """Best-fit decreasing by exhaustive search; among bins of equal space, the one that has had it longest."""
     bins: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [b for b in bins if size - sum(lengths[j] for j in b) >= lengths[i]]
+    changed: list[int] = []
+    for now, i in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        space = [size - sum(lengths[j] for j in b) for b in bins]
+        fitting = [b for b in range(len(bins)) if space[b] >= lengths[i]]
         if fitting:
-            min(fitting, key=lambda b: size - sum(lengths[j] for j in b)).append(i)
+            best = min(fitting, key=lambda b: (space[b], changed[b]))
+            bins[best].append(i)
+            changed[best] = now
         else:
             bins.append([i])
+            changed.append(now)
     return bins
 
 

@@ -9,40 +9,42 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import FLOATS, I32, check
-from rlnumba.kernels.embedding import as_words, check_rows, gather_rows_kernel
+from rlnumba.kernels.embedding import ROW_THREADS, as_words, check_rows, gather_rows_kernel
 from rlnumba.kernels.instructions import narrow, widen
 from rlnumba.kernels.launch import launch
 
 THREADS = 256
-# More blocks than this and each thread takes several elements: enough to fill a GPU of 132 SMs eight times.
-MAX_BLOCKS = 132 * 8 * 8
 
 
 @cuda.jit
 def add_kernel(x, y, out):
-    """A thread owns every (grid size)-th element."""
-    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+    """A thread owns an element."""
+    i = cuda.grid(1)
+    if i < x.shape[0]:
         out[i] = narrow(widen(x[i]) + widen(y[i]), out)
 
 
 @cuda.jit
 def scale_kernel(x, factor, out):
-    """A thread owns every (grid size)-th element."""
-    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+    """A thread owns an element."""
+    i = cuda.grid(1)
+    if i < x.shape[0]:
         out[i] = narrow(widen(x[i]) * factor, out)
 
 
 @cuda.jit
 def cast_kernel(x, out):
-    """A thread owns every (grid size)-th element."""
-    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
+    """A thread owns an element."""
+    i = cuda.grid(1)
+    if i < x.shape[0]:
         out[i] = narrow(widen(x[i]), out)
 
 
 @cuda.jit
 def fill_kernel(value, out):
-    """A thread owns every (grid size)-th element."""
-    for i in range(cuda.grid(1), out.shape[0], cuda.gridsize(1)):
+    """A thread owns an element."""
+    i = cuda.grid(1)
+    if i < out.shape[0]:
         out[i] = narrow(value, out)
 
 
@@ -52,14 +54,14 @@ def scatter_rows_kernel(x, rows, out):
     row = rows[cuda.blockIdx.x]
     if row < 0 or row >= out.shape[0]:
         return
-    for word in range(cuda.threadIdx.x, x.shape[1], cuda.blockDim.x):
+    for word in range(cuda.threadIdx.x, x.shape[1], ROW_THREADS):
         out[row, word] = x[cuda.blockIdx.x, word]
 
 
 def _launch_flat(kernel, arguments, size):
     """Launch over `size` elements, every array argument seen as one-dimensional."""
     flat = [a if isinstance(a, float) else a.reshape(-1) for a in arguments]
-    launch(kernel, min(-(-size // THREADS), MAX_BLOCKS), THREADS, *flat)
+    launch(kernel, -(-size // THREADS), THREADS, *flat)
 
 
 def add(x, y, out):
@@ -132,7 +134,7 @@ def gather_rows(x, rows, out):
         check_rows("gather_rows", "rows", rows, limit)
         np.take(x, rows, axis=0, out=out, mode="clip")
         return
-    launch(gather_rows_kernel, count, THREADS, as_words(x), rows, as_words(out))
+    launch(gather_rows_kernel, count, ROW_THREADS, as_words(x), rows, as_words(out))
 
 
 def scatter_rows(x, rows, out):
@@ -149,7 +151,7 @@ def scatter_rows(x, rows, out):
         check_rows("scatter_rows", "rows", rows, limit)
         out[rows] = x
         return
-    launch(scatter_rows_kernel, count, THREADS, as_words(x), rows, as_words(out))
+    launch(scatter_rows_kernel, count, ROW_THREADS, as_words(x), rows, as_words(out))
 
 
 def gather_rows_ref(x, rows):

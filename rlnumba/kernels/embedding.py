@@ -16,18 +16,19 @@ from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.instructions import widen
 from rlnumba.kernels.launch import launch
 
-THREADS = 128
+# Threads that copy or add up a row.
+ROW_THREADS = 128
 
 
 @cuda.jit
 def gather_rows_kernel(source, rows, out):
-    """out[n] = source[rows[n]]; a block owns an output row, a thread every THREADS-th word of it.
+    """out[n] = source[rows[n]]; a block owns an output row, a thread every ROW_THREADS-th word of it.
 
     A row number outside the source gives a row of ones in every bit: NaN, whatever the floating dtype.
     """
     row = rows[cuda.blockIdx.x]
     inside = row >= 0 and row < source.shape[0]
-    for word in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
+    for word in range(cuda.threadIdx.x, out.shape[1], ROW_THREADS):
         if inside:
             out[cuda.blockIdx.x, word] = source[row, word]
         else:
@@ -77,7 +78,7 @@ def embedding(input_ids, weight, out):
         check_rows("embedding", "input_ids", input_ids, vocabulary)
         np.take(weight, input_ids, axis=0, out=out, mode="clip")
         return
-    launch(gather_rows_kernel, tokens, THREADS, as_words(weight), input_ids, as_words(out))
+    launch(gather_rows_kernel, tokens, ROW_THREADS, as_words(weight), input_ids, as_words(out))
 
 
 def check_rows(op, name, rows, limit):
@@ -106,8 +107,8 @@ def embedding_backward(input_ids, dout, dweight):
         starts = np.flatnonzero(np.diff(sorted_ids, prepend=-1))
         dweight[sorted_ids[starts]] += np.add.reduceat(dout[order], starts, axis=0)
         return
-    grid = (tokens, -(-columns // THREADS))
-    launch(embedding_backward_kernel, grid, THREADS, sorted_ids, order, dout, dweight)
+    grid = (tokens, -(-columns // ROW_THREADS))
+    launch(embedding_backward_kernel, grid, ROW_THREADS, sorted_ids, order, dout, dweight)
 
 
 def embedding_ref(input_ids, weight):

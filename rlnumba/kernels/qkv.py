@@ -22,15 +22,18 @@ from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function, narrow, warp_sum, widen
 from rlnumba.kernels.launch import launch
-from rlnumba.kernels.rmsnorm import add_partials_kernel, rmsnorm_backward_ref, rmsnorm_ref
+from rlnumba.kernels.reduce import column_sum
+from rlnumba.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.rope import check_tables, rope_ref
 
 # Heads of a token that a block works on at a time: one a warp.
 WARPS = 4
-# A lane keeps its part of dweight in registers: this many pairs, so E is at most 2 * 32 * PAIRS.
+# A lane keeps its part of dweight in registers: this many pairs, so E is at most 64 * PAIRS.
 PAIRS = 4
-# Warps of the backward that each add up one row of the partial sums of dweight. Part of the arithmetic.
-SUMMING_WARPS = 1024
+LANE_VALUES = 2 * PAIRS
+# Warps of the backward at most, each with a partial sum of dweight: what 132 SMs hold at 128 registers a
+# thread. Part of the arithmetic.
+SUMMING_WARPS = 2112
 
 
 @device_function
@@ -47,7 +50,7 @@ def qkv_split_kernel(qkv, cos, sin, position_ids, q, k, v):
     position = position_ids[row]
     half = q.shape[2] // 2
     rotated = q.shape[1] + k.shape[1]
-    for head in range(cuda.threadIdx.y, rotated + v.shape[1], cuda.blockDim.y):
+    for head in range(cuda.threadIdx.y, rotated + v.shape[1], WARPS):
         start = head * q.shape[2]
         for e in range(cuda.threadIdx.x, half, 32):
             first = widen(qkv[row, start + e])
@@ -70,7 +73,7 @@ def qkv_split_norm_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, 
     position = position_ids[row]
     half = q.shape[2] // 2
     rotated = q.shape[1] + k.shape[1]
-    for head in range(cuda.threadIdx.y, rotated + v.shape[1], cuda.blockDim.y):
+    for head in range(cuda.threadIdx.y, rotated + v.shape[1], WARPS):
         start = head * q.shape[2]
         scale = np.float32(1.0)
         if head < rotated:
@@ -108,7 +111,7 @@ def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
     position = position_ids[row]
     half = dq.shape[2] // 2
     rotated = dq.shape[1] + dk.shape[1]
-    for head in range(cuda.threadIdx.y, rotated + dv.shape[1], cuda.blockDim.y):
+    for head in range(cuda.threadIdx.y, rotated + dv.shape[1], WARPS):
         start = head * dq.shape[2]
         for e in range(cuda.threadIdx.x, half, 32):
             c = cos[position, e]
@@ -128,84 +131,77 @@ def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
             dqkv[row, start + half + e] = narrow(second * c - first * s, dqkv)
 
 
-@device_function
-def norm_rope_backward(dout, head, qkv, dqkv, column, row, position, scale, weight, cos, sin, dweight):
-    """One head by one warp: dqkv of its E columns, and g * x^ added to the lane's part of dweight.
+@cuda.jit
+def norm_rope_backward_kernel(dout, first_head, qkv, weight, cos, sin, position_ids, rstd, dqkv, partials):
+    """dqkv of the heads of dout (N, heads, E), the first of which is head first_head of qkv.
 
-    dweight: local array, [2 i] and [2 i + 1] the elements of the lane's i-th pair.
+    A warp owns every warps-th (token, head) and one row of partials, its sum of g x^ over them in their
+    order; a lane every 32nd pair (e, e + E/2). One pass over memory: a head's g and x^ stay in registers
+    while the warp forms mean(u x^). Loops over pairs have a constant number of turns, so that the compiler
+    unrolls them and the local arrays become registers.
     """
-    half = dout.shape[2] // 2
-    projection = np.float32(0.0)
-    for e in range(cuda.threadIdx.x, half, 32):
-        c = cos[position, e]
-        s = sin[position, e]
-        g_first = widen(dout[row, head, e]) * c + widen(dout[row, head, half + e]) * s
-        g_second = widen(dout[row, head, half + e]) * c - widen(dout[row, head, e]) * s
-        projection += g_first * widen(weight[e]) * widen(qkv[row, column + e]) * scale
-        projection += g_second * widen(weight[half + e]) * widen(qkv[row, column + half + e]) * scale
-    projection = warp_sum(projection) / np.float32(dout.shape[2])
-    # A constant number of turns, so that the compiler unrolls them and dweight stays in registers.
-    for pair in range(PAIRS):
-        e = cuda.threadIdx.x + 32 * pair
+    warps = cuda.gridDim.x * WARPS
+    warp = cuda.blockIdx.x * WARPS + cuda.threadIdx.y
+    heads = dout.shape[1]
+    width = dout.shape[2]
+    half = width // 2
+    zero = np.float32(0.0)
+    weights = cuda.local.array(LANE_VALUES, np.float32)
+    dweight = cuda.local.array(LANE_VALUES, np.float32)
+    g = cuda.local.array(LANE_VALUES, np.float32)
+    x = cuda.local.array(LANE_VALUES, np.float32)
+    for i in range(PAIRS):
+        e = cuda.threadIdx.x + 32 * i
+        for j in range(2):
+            weights[2 * i + j] = zero
+            dweight[2 * i + j] = zero
+            g[2 * i + j] = zero
+            x[2 * i + j] = zero
+            if e < half:
+                weights[2 * i + j] = widen(weight[e + j * half])
+    for index in range(warp, dout.shape[0] * heads, warps):
+        row = index // heads
+        head = index % heads
+        start = (first_head + head) * width
+        position = position_ids[row]
+        scale = rstd[row, first_head + head]
+        projection = zero
+        for i in range(PAIRS):
+            e = cuda.threadIdx.x + 32 * i
+            if e < half:
+                c = cos[position, e]
+                s = sin[position, e]
+                first = widen(dout[row, head, e])
+                second = widen(dout[row, head, half + e])
+                g[2 * i] = first * c + second * s
+                g[2 * i + 1] = second * c - first * s
+                x[2 * i] = widen(qkv[row, start + e]) * scale
+                x[2 * i + 1] = widen(qkv[row, start + half + e]) * scale
+                projection += g[2 * i] * weights[2 * i] * x[2 * i]
+                projection += g[2 * i + 1] * weights[2 * i + 1] * x[2 * i + 1]
+        projection = warp_sum(projection) / np.float32(width)
+        for i in range(PAIRS):
+            e = cuda.threadIdx.x + 32 * i
+            if e < half:
+                for j in range(2):
+                    value = scale * (g[2 * i + j] * weights[2 * i + j] - x[2 * i + j] * projection)
+                    dqkv[row, start + e + j * half] = narrow(value, dqkv)
+                    dweight[2 * i + j] += g[2 * i + j] * x[2 * i + j]
+    for i in range(PAIRS):
+        e = cuda.threadIdx.x + 32 * i
         if e < half:
-            c = cos[position, e]
-            s = sin[position, e]
-            g_first = widen(dout[row, head, e]) * c + widen(dout[row, head, half + e]) * s
-            g_second = widen(dout[row, head, half + e]) * c - widen(dout[row, head, e]) * s
-            x_first = widen(qkv[row, column + e]) * scale
-            x_second = widen(qkv[row, column + half + e]) * scale
-            dqkv[row, column + e] = narrow(scale * (g_first * widen(weight[e]) - x_first * projection), dqkv)
-            dqkv[row, column + half + e] = narrow(
-                scale * (g_second * widen(weight[half + e]) - x_second * projection), dqkv
-            )
-            dweight[2 * pair] += g_first * x_first
-            dweight[2 * pair + 1] += g_second * x_second
-
-
-@device_function
-def store_partial(dweight, partials, warp, half):
-    """Write a lane's part of dweight to row `warp` of partials (warps, E)."""
-    for pair in range(PAIRS):
-        e = cuda.threadIdx.x + 32 * pair
-        if e < half:
-            partials[warp, e] = dweight[2 * pair]
-            partials[warp, half + e] = dweight[2 * pair + 1]
+            partials[warp, e] = dweight[2 * i]
+            partials[warp, half + e] = dweight[2 * i + 1]
 
 
 @cuda.jit
-def qkv_split_norm_backward_kernel(
-    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_partials, dk_partials
-):
-    """A warp owns every warps-th token, head after head, and one row of each array of partial sums.
-
-    Two passes over a head: mean(u x^), then dqkv and g x^. The sums of g x^ run over the warp's tokens and
-    heads in their order and leave the chip once.
-    """
-    warps = cuda.gridDim.x * cuda.blockDim.y
-    warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    half = dq.shape[2] // 2
-    dq_sum = cuda.local.array(2 * PAIRS, np.float32)
-    dk_sum = cuda.local.array(2 * PAIRS, np.float32)
-    for i in range(2 * PAIRS):
-        dq_sum[i] = np.float32(0.0)
-        dk_sum[i] = np.float32(0.0)
-    for row in range(warp, qkv.shape[0], warps):
-        position = position_ids[row]
-        column = 0
-        for head in range(dq.shape[1]):
-            scale = rstd[row, head]
-            norm_rope_backward(dq, head, qkv, dqkv, column, row, position, scale, q_weight, cos, sin, dq_sum)
-            column += dq.shape[2]
-        for head in range(dk.shape[1]):
-            scale = rstd[row, dq.shape[1] + head]
-            norm_rope_backward(dk, head, qkv, dqkv, column, row, position, scale, k_weight, cos, sin, dk_sum)
-            column += dq.shape[2]
-        for head in range(dv.shape[1]):
-            for e in range(cuda.threadIdx.x, dv.shape[2], 32):
-                dqkv[row, column + e] = dv[row, head, e]
-            column += dq.shape[2]
-    store_partial(dq_sum, dq_partials, warp, half)
-    store_partial(dk_sum, dk_partials, warp, half)
+def copy_heads_kernel(heads, first_head, qkv):
+    """qkv from head first_head on = heads (N, heads, E); a block owns a token, a warp every WARPS-th head."""
+    row = cuda.blockIdx.x
+    width = heads.shape[2]
+    for head in range(cuda.threadIdx.y, heads.shape[1], WARPS):
+        for e in range(cuda.threadIdx.x, width, 32):
+            qkv[row, (first_head + head) * width + e] = heads[row, head, e]
 
 
 def _check_heads(op, qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd):
@@ -217,8 +213,8 @@ def _check_heads(op, qkv, heads, q_weight, k_weight, cos, sin, position_ids, rst
     check(op, "qkv", qkv, (rows, (query_heads + 2 * kv_heads) * width), (q.dtype,))
     check_tables(op, width, cos, sin)
     check(op, "position_ids", position_ids, (rows,), I32)
-    if width > 64 * PAIRS:
-        raise ValueError(f"{op}: head_dim must be at most {64 * PAIRS}, got {width}")
+    if width > 32 * LANE_VALUES:
+        raise ValueError(f"{op}: head_dim must be at most {32 * LANE_VALUES}, got {width}")
     if (q_weight is None) != (k_weight is None):
         raise ValueError(f"{op}: q_weight and k_weight must both be arrays or both None")
     if q_weight is not None:
@@ -262,7 +258,7 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     """
     op = "qkv_split_backward"
     heads = (("dq", dq), ("dk", dk), ("dv", dv))
-    rows, _, _, width = _check_heads(op, qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd)
+    rows, query_heads, kv_heads, width = _check_heads(op, qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
     if q_weight is not None:
         check(op, "dq_weight", dq_weight, (width,), F32)
@@ -277,14 +273,14 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     if q_weight is None:
         launch(qkv_split_backward_kernel, rows, (32, WARPS), dq, dk, dv, cos, sin, position_ids, dqkv)
         return
-    blocks = min(SUMMING_WARPS // WARPS, -(-rows // WARPS))
-    if blocks == 0:
-        return
-    dq_partials, dk_partials = device.xp().empty((2, blocks * WARPS, width), np.float32)
-    arguments = (dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_partials, dk_partials)
-    launch(qkv_split_norm_backward_kernel, blocks, (32, WARPS), *arguments)
-    launch(add_partials_kernel, 1, 2 * 32 * PAIRS, dq_partials, dq_weight)
-    launch(add_partials_kernel, 1, 2 * 32 * PAIRS, dk_partials, dk_weight)
+    launch(copy_heads_kernel, rows, (32, WARPS), dv, query_heads + kv_heads, dqkv)
+    tables = (cos, sin, position_ids, rstd)
+    for dout, first_head, weight, dweight in ((dq, 0, q_weight, dq_weight), (dk, query_heads, k_weight, dk_weight)):
+        blocks = min(SUMMING_WARPS // WARPS, -(-dout.shape[0] * dout.shape[1] // WARPS))
+        partials = device.xp().empty((blocks * WARPS, width), np.float32)
+        arguments = (dout, first_head, qkv, weight, *tables, dqkv, partials)
+        launch(norm_rope_backward_kernel, blocks, (32, WARPS), *arguments)
+        column_sum(partials, dweight)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):

@@ -62,7 +62,7 @@ def rope_kernel(x, cos, sin, position_ids, sign, out):
     row = cuda.blockIdx.x
     position = position_ids[row]
     half = x.shape[2] // 2
-    for head in range(cuda.threadIdx.y, x.shape[1], cuda.blockDim.y):
+    for head in range(cuda.threadIdx.y, x.shape[1], WARPS):
         for e in range(cuda.threadIdx.x, half, 32):
             c = cos[position, e]
             s = sin[position, e] * sign

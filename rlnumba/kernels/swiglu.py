@@ -35,7 +35,7 @@ def swiglu_kernel(gate_up, out):
     """A block owns a row, a thread every THREADS-th column."""
     row = cuda.blockIdx.x
     columns = out.shape[1]
-    for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
+    for column in range(cuda.threadIdx.x, columns, THREADS):
         gate = widen(gate_up[row, column])
         up = widen(gate_up[row, columns + column])
         out[row, column] = narrow(gate * sigmoid(gate) * up, out)
@@ -47,7 +47,7 @@ def swiglu_backward_kernel(dout, gate_up, dgate_up):
     row = cuda.blockIdx.x
     columns = dout.shape[1]
     one = np.float32(1.0)
-    for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
+    for column in range(cuda.threadIdx.x, columns, THREADS):
         upstream = widen(dout[row, column])
         gate = widen(gate_up[row, column])
         up = widen(gate_up[row, columns + column])

@@ -31,14 +31,12 @@ class SharedArrays:
         if shape == 0:
             return _get_kernel_context().shared.array(0, np.dtype(dtype))
         caller = sys._getframe(1)
-        block = threading.current_thread()._manager
-        key = (caller.f_code, caller.f_lineno)
-        with _lock:
-            arrays = block.__dict__.setdefault("shared_arrays", {})
-            if key not in arrays:
-                # A throw-away context, so that Numba's own rules for shapes and types apply.
-                arrays[key] = type(_get_kernel_context().shared)(0).array(shape, dtype)
-            return arrays[key]
+        # A throw-away context makes the array, so that Numba's own rules for shapes and types apply.
+        return of_block(
+            "shared array",
+            (caller.f_code, caller.f_lineno),
+            lambda: type(_get_kernel_context().shared)(0).array(shape, dtype),
+        )
 
 
 class SimulatedCuda:
@@ -58,38 +56,56 @@ class SimulatedCuda:
         return getattr(context, name)
 
 
-class Warp:
-    """Meeting place of the 32 lanes of a warp."""
+class Meeting:
+    """Where the threads of a warp or a warpgroup come together."""
 
-    def __init__(self):
-        self.barrier = threading.Barrier(WARP)
-        self.operands = [None] * WARP
+    def __init__(self, size):
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.operands = [None] * size
         self.results = None
 
-    def together(self, lane, operands, compute):
-        self.operands[lane] = operands
+    def together(self, position, operands, compute):
+        self.operands[position] = operands
         try:
             if self.barrier.wait(TIMEOUT_S) == 0:
                 self.results = compute(self.operands)
             self.barrier.wait(TIMEOUT_S)
-            mine = self.results[lane]
+            mine = self.results[position]
             # Nobody may overwrite operands or results before all have taken theirs.
             self.barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
-            raise RuntimeError(f"{compute.__name__}: not all 32 lanes of the warp arrived") from None
+            raise RuntimeError(f"{compute.__name__}: not all {self.size} threads arrived") from None
         return mine
 
 
-def warp_wide(compute):
-    """Turn compute(operands of the 32 lanes) -> results of the 32 lanes into a function for each lane."""
+def of_block(kind, key, make):
+    """The block's object of a kind (a string) and key, made by make() at its first use."""
+    block = threading.current_thread()._manager
+    with _lock:
+        objects = block.__dict__.setdefault("rlnumba_objects", {}).setdefault(kind, {})
+        if key not in objects:
+            objects[key] = make()
+        return objects[key]
 
-    @functools.wraps(compute)
-    def lane_call(*operands):
-        thread = threading.current_thread()
-        index, lane = divmod(thread.thread_id, WARP)
-        with _lock:
-            warps = thread._manager.__dict__.setdefault("warps", {})
-            warp = warps.setdefault(index, Warp())
-        return warp.together(lane, operands, compute)
 
-    return lane_call
+def gathered(size):
+    """Decorator for an instruction that `size` neighbouring threads execute as one.
+
+    The decorated compute(operands of all) -> results of all becomes a function that each thread calls.
+    """
+
+    def decorate(compute):
+        @functools.wraps(compute)
+        def call(*operands):
+            index, position = divmod(threading.current_thread().thread_id, size)
+            meeting = of_block(f"meeting of {size}", index, lambda: Meeting(size))
+            return meeting.together(position, operands, compute)
+
+        return call
+
+    return decorate
+
+
+warp_wide = gathered(WARP)
+warpgroup_wide = gathered(4 * WARP)

@@ -351,7 +351,7 @@ def _row_softmax(typingctx, row, temperature, lse, factor, out):
     return types.void(row, temperature, lse, factor, out), codegen
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, error_model="numpy")
 def row_terms(row, temperature):
     """(lse, entropy, top): log-sum-exp and entropy of softmax(row / temperature), and the row's largest index.
 
@@ -366,7 +366,31 @@ def row_terms(row, temperature):
     return np.float32(maximum + log_total), np.float32(log_total - weighted / total), top
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, error_model="numpy")
 def scaled_lse(row, temperature):
     """The log-sum-exp of row / temperature as float32: row_terms' first result."""
     return row_terms(row, temperature)[0]
+
+
+@numba.njit(cache=True, parallel=True, error_model="numpy")
+def logp_rows(logits, rows, ids, temperature, out, lse, entropy, top1):
+    """For each i: row_terms of logits[rows[i]], and out[i] = logits[rows[i], ids[i]] / temperature - lse[i].
+
+    logits (N, V) float32; rows, ids (M,) int32 in range; out, lse, entropy (M,) float32, top1 (M,) int32 written.
+    """
+    for i in numba.prange(rows.shape[0]):
+        row = logits[rows[i]]
+        lse[i], entropy[i], top1[i] = row_terms(row, temperature)
+        out[i] = row[ids[i]] / temperature - lse[i]
+
+
+@numba.njit(cache=True, parallel=True, error_model="numpy")
+def logp_backward_rows(logits, ids, temperature, lse, dlogp, dlogits):
+    """dlogits = dlogp / temperature * (onehot(ids) - softmax(logits / temperature)), row by row.
+
+    logits, dlogits (N, V) float32, may be one array; ids (N,) int32 in range; lse, dlogp (N,) float32.
+    """
+    for i in numba.prange(logits.shape[0]):
+        factor = dlogp[i] / temperature
+        _row_softmax(logits[i], temperature, lse[i], -factor, dlogits[i])
+        dlogits[i, ids[i]] += factor

@@ -29,6 +29,8 @@ TILE = 8 if device.name() == "sim" else 16
 # bias_backward: columns of a block, one a lane so that a warp reads consecutive addresses, and rows at a time.
 COLUMNS = 32
 ROW_LANES = 2 if device.name() == "sim" else 16
+# Row length of a shared tile: one more, so that reading a column meets 32 different banks.
+PADDED = TILE + 1
 START_THREADS = 256
 
 BACKENDS = {"numpy": ("numpy",), "sim": ("numba",), "cuda": ("cublas", "numba")}
@@ -64,8 +66,8 @@ def product_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, o
     ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each
     along the direction in which it is contiguous, then every thread multiplies its row by its column.
     """
-    a_tile = cuda.shared.array((TILE, TILE + 1), np.float32)
-    b_tile = cuda.shared.array((TILE, TILE + 1), np.float32)
+    a_tile = cuda.shared.array((TILE, PADDED), np.float32)
+    b_tile = cuda.shared.array((TILE, PADDED), np.float32)
     x, y = cuda.threadIdx.x, cuda.threadIdx.y
     rows, columns = out.shape
     first_row, first_column = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE

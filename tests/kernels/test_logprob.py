@@ -1,0 +1,280 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels import logprob
+from rlnumba.kernels.gemm import linear
+from rlnumba.kernels.logprob import (
+    IGNORED,
+    linear_logp,
+    linear_logp_backward,
+    linear_logp_backward_ref,
+    linear_logp_ref,
+    logp,
+    logp_backward,
+    logp_backward_ref,
+    logp_indexed,
+    logp_ref,
+)
+from tests.close import ROUNDING, assert_close, assert_gradient, assert_same_bits
+
+# N, V, D: one; below and above the threads of a row; no rows.
+SMALL = [(1, 1, 1), (3, 63, 3), (2, 65, 2), (1, 130, 2), (0, 5, 3)]
+QWEN3_06B = [(4096, 151936, 1024)]
+ODD = [(4097, 50257, 768), (1, 151936, 1024), (300, 32000, 288)]
+
+
+def random_ids(rng, rows, vocabulary):
+    ids = rng.integers(0, vocabulary, rows).astype(np.int32)
+    ids[2::5] = IGNORED
+    return ids
+
+
+def run_logp(rng, rows, vocabulary, dtype):
+    logits = (4 * rng.standard_normal((rows, vocabulary), np.float32)).astype(device.dtype(dtype))
+    ids, dlogp = random_ids(rng, rows, vocabulary), rng.standard_normal(rows, np.float32)
+    wide = logits.astype(np.float64)
+    expected, expected_lse, _, _ = logp_ref(wide, ids)
+    xp = device.xp()
+    out, lse = xp.full(rows, np.nan, np.float32), xp.full(rows, np.nan, np.float32)
+    ld, idd = device.asarray(logits), device.asarray(ids)
+    logp(ld, idd, out, lse)
+    assert_close(out, expected, terms=vocabulary, scale=30, what="logp")
+    assert_close(lse, expected_lse, terms=vocabulary, scale=30, what="lse")
+    dlogits = xp.full_like(ld, np.nan)
+    logp_backward(ld, idd, lse, device.asarray(dlogp), dlogits)
+    # An error of lse is a relative error of every probability.
+    expected = logp_backward_ref(wide, ids, dlogp.astype(np.float64))
+    assert_close(dlogits, expected, terms=400, scale=np.max(np.abs(dlogp), initial=0.0), what="dlogits")
+
+    picked = rng.permutation(np.arange(rows, dtype=np.int32))[: (rows + 1) // 2]
+    some, some_lse = xp.full(picked.size, np.nan, np.float32), xp.full(picked.size, np.nan, np.float32)
+    logp_indexed(ld, device.asarray(picked), device.asarray(ids[picked]), some, some_lse)
+    assert_same_bits(some, device.to_host(out)[picked], "indexed logp")
+    assert_same_bits(some_lse, device.to_host(lse)[picked], "indexed lse")
+
+
+def run_linear(rng, shape, dtype, temperature, with_bias):
+    rows, vocabulary, width = shape
+    kind, xp = device.dtype(dtype), device.xp()
+    hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
+    weight = (4 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
+    bias = rng.standard_normal(vocabulary, np.float32).astype(kind) if with_bias else None
+    ids, dlogp = random_ids(rng, rows, vocabulary), rng.standard_normal(rows, np.float32)
+    exact = np.float64 if rows * vocabulary * width < 1 << 24 else np.float32
+    h, w, b = (None if a is None else a.astype(exact) for a in (hidden, weight, bias))
+    hd, wd, bd = (None if a is None else device.asarray(a) for a in (hidden, weight, bias))
+    idd, dd = device.asarray(ids), device.asarray(dlogp)
+
+    out, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
+    top1 = xp.full(rows, -7, np.int32)
+    linear_logp(hd, wd, idd, temperature, out, lse, entropy, top1, bias=bd)
+    expected = linear_logp_ref(h, w, ids, temperature, b)
+    for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
+        assert_close(actual, value, terms=vocabulary + width, scale=30, what=what)
+    differ = device.to_host(top1) != expected[3]
+    # Where rounding swaps the two largest logits, both are within the error of the largest.
+    logits = h[differ] @ w.T if b is None else h[differ] @ w.T + b
+    chosen = np.take_along_axis(logits, device.to_host(top1)[differ, None], 1)[:, 0]
+    assert_close(chosen, logits.max(axis=1) if differ.any() else chosen, "float32", width, 30, "top1")
+    assert np.all(device.to_host(top1)[ids == IGNORED] == -1)
+
+    plain, plain_lse = xp.full(rows, np.nan, np.float32), xp.full(rows, np.nan, np.float32)
+    linear_logp(hd, wd, idd, temperature, plain, plain_lse, bias=bd)
+    assert_same_bits(plain, out, "logp without entropy")
+
+    dhidden = xp.full((rows, width), np.nan, kind)
+    dweight, dbias = xp.ones((vocabulary, width), np.float32), xp.ones(vocabulary, np.float32)
+    linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight, bd, dbias)
+    dh, dw, db = linear_logp_backward_ref(h, w, ids, dlogp.astype(exact), temperature, b)
+    # The gradient of the logits is rounded to the arrays' dtype before the products.
+    lost = 4 * ROUNDING[dtype] / ROUNDING["float32"]
+    spread = np.max(np.abs(dlogp), initial=0.0) / temperature
+    largest = np.max(np.abs(w), initial=0.0) * spread
+    assert_close(dhidden, dh, terms=vocabulary + lost, scale=2 * largest, what="dhidden")
+    scale = spread * max(np.max(np.abs(h), initial=0.0), 1.0) + 1
+    assert_close(dweight, dw + 1, dtype, terms=rows + 400, scale=2 * scale, what="dweight")
+    assert_close(dbias, db + 1, dtype, terms=rows + 400, scale=2 * scale, what="dbias")
+
+
+def test_golden_numbers():
+    """features: the log-probabilities of ids 2 and 1 in [1, 2, 3], and the entropy."""
+    xp = device.xp()
+    hidden, weight = device.asarray(np.ones((2, 1), np.float32)), device.asarray(np.float32([[1], [2], [3]]))
+    ids = device.asarray(np.int32([2, 1]))
+    out, lse, entropy = (xp.empty(2, np.float32) for _ in range(3))
+    linear_logp(hidden, weight, ids, 1.0, out, lse, entropy)
+    np.testing.assert_allclose(device.to_host(out), [-0.4076060, -1.4076060], atol=3e-7)
+    np.testing.assert_allclose(device.to_host(entropy), [0.8323956, 0.8323956], atol=3e-7)
+    logp(device.asarray(np.float32([[1, 2, 3]] * 2)), ids, out, lse)
+    np.testing.assert_allclose(device.to_host(out), [-0.4076060, -1.4076060], atol=3e-7)
+
+
+def test_gradient_of_references(rng):
+    hidden, weight, bias, dlogp = (rng.standard_normal(shape) for shape in [(4, 3), (6, 3), 6, 4])
+    ids = np.int32([0, 5, IGNORED, 2])
+    dhidden, dweight, dbias = linear_logp_backward_ref(hidden, weight, ids, dlogp, 0.7, bias)
+
+    def loss():
+        return float(np.sum(linear_logp_ref(hidden, weight, ids, 0.7, bias)[0] * dlogp))
+
+    assert_gradient(loss, dhidden, hidden, "dhidden")
+    assert_gradient(loss, dweight, weight, "dweight")
+    assert_gradient(loss, dbias, bias, "dbias")
+    logits = rng.standard_normal((4, 6))
+    dlogits = logp_backward_ref(logits, ids, dlogp, 0.7)
+    assert_gradient(lambda: float(np.sum(logp_ref(logits, ids, 0.7)[0] * dlogp)), dlogits, logits, "dlogits")
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.sim
+def test_simulator(rng, shape):
+    run_logp(rng, *shape[:2], "float32")
+    run_linear(rng, shape, "float32", temperature=0.8, with_bias=shape[0] == 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.sim
+def test_simulator_16_bit(rng, dtype):
+    run_logp(rng, 3, 66, dtype)
+    run_linear(rng, (3, 30, 4), dtype, temperature=1.0, with_bias=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize("shape", [*SMALL, (67, 1000, 33), (130, 513, 64)])
+def test_numpy_device(rng, shape, temperature):
+    if device.name() != "numpy":
+        pytest.skip("the products and rows of kernels/cpu.py")
+    run_logp(rng, *shape[:2], "float32")
+    run_linear(rng, shape, "float32", temperature, with_bias=shape[0] == 67)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SMALL + ODD + QWEN3_06B)
+def test_gpu(rng, shape, dtype):
+    if shape[0] * shape[1] < 1 << 25:
+        run_logp(rng, *shape[:2], dtype)
+    run_linear(rng, shape, dtype, temperature=0.8, with_bias=shape[1] == 50257)
+
+
+@pytest.mark.sim
+def test_chunks_give_the_same_rows(rng, monkeypatch):
+    rows, vocabulary, width = (4, 10, 2) if device.name() == "sim" else (50, 300, 40)
+    xp = device.xp()
+    hidden, weight = (device.asarray(rng.standard_normal(s, np.float32)) for s in [(rows, width), (vocabulary, width)])
+    ids = device.asarray(random_ids(rng, rows, vocabulary))
+    dlogp = device.asarray(rng.standard_normal(rows, np.float32))
+    results = []
+    for chunk in (logprob.CHUNK_LOGITS, 3 * vocabulary, vocabulary - 1):
+        monkeypatch.setattr(logprob, "CHUNK_LOGITS", chunk)
+        out, lse, entropy = (xp.empty(rows, np.float32) for _ in range(3))
+        top1, dhidden, dweight = xp.empty(rows, np.int32), xp.empty_like(hidden), xp.zeros_like(weight)
+        linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1)
+        linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight)
+        results.append((out, lse, entropy, top1, dhidden, dweight))
+    for other in results[1:]:
+        for first, second in zip(results[0][:4], other[:4], strict=True):
+            if device.name() != "cuda":  # cuBLAS may choose another order for fewer rows
+                assert_same_bits(second, first, "forward")
+        for first, second in zip(results[0][4:], other[4:], strict=True):
+            assert_close(second, first, terms=vocabulary, scale=8, what="backward")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
+    """The log-probability a sampler takes from one row's logits is the trainer's, bit for bit."""
+    if device.name() != "numpy":
+        pytest.skip("on a GPU the promise needs the numba products")
+    from rlnumba.kernels.cpu import scaled_lse
+
+    hidden = rng.standard_normal((40, 48), np.float32)
+    weight = rng.standard_normal((1003, 48), np.float32)
+    ids = rng.integers(0, 1003, 40).astype(np.int32)
+    out, lse = np.empty(40, np.float32), np.empty(40, np.float32)
+    linear_logp(hidden, weight, ids, temperature, out, lse)
+    for rows in (1, 16):
+        logits = np.empty((rows, 1003), np.float32)
+        for first in range(0, 40 - rows + 1, rows):
+            linear(hidden[first : first + rows], weight, logits)
+            for i in range(rows):
+                drawn = logits[i, ids[first + i]] / np.float32(temperature)
+                drawn = np.float32(drawn - scaled_lse(logits[i], np.float32(temperature)))
+                assert drawn.tobytes() == out[first + i].tobytes(), f"row {first + i} among {rows}"
+
+
+@pytest.mark.sim
+def test_large_and_infinite_logits(rng):
+    """Logits of 1e4 do not overflow, masked vocabulary (-inf) has probability 0, ties go to the lowest id."""
+    logits = np.full((3, 70), -np.inf, np.float32)
+    logits[0, [3, 69]] = 1e4
+    logits[1, [65, 66]] = -1e4, -1e4 - 1
+    logits[2] = rng.standard_normal(70)
+    ids = np.int32([69, 65, 7])
+    out, lse = device.xp().empty(3, np.float32), device.xp().empty(3, np.float32)
+    logp(device.asarray(logits), device.asarray(ids), out, lse)
+    shifted = logits[2].astype(np.float64)
+    expected = [-np.log(2), -np.log1p(np.exp(-1)), shifted[7] - np.log(np.exp(shifted).sum())]
+    np.testing.assert_allclose(device.to_host(out), expected, atol=2e-3)
+    np.testing.assert_allclose(device.to_host(out)[2], expected[2], atol=1e-6)
+    top1, entropy = device.xp().empty(1, np.int32), device.xp().empty(1, np.float32)
+    weight = device.asarray(np.float32([1, 5, 2, 5])[:, None])
+    one = device.asarray(np.ones((1, 1), np.float32))
+    linear_logp(one, weight, device.asarray(np.int32([0])), 1.0, out[:1], lse[:1], entropy, top1)
+    assert int(device.to_host(top1)[0]) == 1
+
+
+def test_exponential_is_accurate():
+    """Of every float32 in steps of 1e-4 down to where it vanishes: two units in the last place."""
+    if device.name() != "numpy":
+        pytest.skip("the polynomial of kernels/cpu.py")
+    from rlnumba.kernels.cpu import logp_backward_rows
+
+    x = -np.arange(0, 90, 1e-4).astype(np.float32)
+    row = np.append(np.float32(0), x)[None]
+    out = np.empty_like(row)
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    logp_backward_rows(row, np.int32([0]), np.float32(1), zero, -one, out)
+    exact = np.exp(x.astype(np.float64))
+    relative = np.abs(out[0, 1:] - exact) / exact
+    assert relative[x > -87].max() < 2**-23
+    assert np.all(out[0, 1:][x < -87] == 0)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
+def test_a_bad_id_is_named(bad):
+    if device.name() == "cuda" and not logprob.DEBUG:
+        pytest.skip("checked on a GPU with RLNUMBA_DEBUG=1")
+    xp = device.xp()
+    logits, out, lse = xp.zeros((2, 5), np.float32), xp.zeros(2, np.float32), xp.zeros(2, np.float32)
+    ids = device.asarray(np.int32([IGNORED, bad]))
+    message = rf"ids\[1\] must be in \[0, 5\) or -100, got {bad}"
+    with pytest.raises(ValueError, match="logp: " + message):
+        logp(logits, ids, out, lse)
+    with pytest.raises(ValueError, match="linear_logp: " + message):
+        linear_logp(xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32), ids, 1.0, out, lse)
+    rows = device.asarray(np.int32([0, bad]))
+    with pytest.raises(ValueError, match=rf"logp_indexed: row_idx\[1\] must be in \[0, 2\), got {bad}"):
+        logp_indexed(logits, rows, device.asarray(np.int32([0, 0])), out, lse)
+
+
+@pytest.mark.gpu
+def test_a_bad_id_gives_nan_on_the_gpu():
+    if logprob.DEBUG:
+        pytest.skip("raises with RLNUMBA_DEBUG=1")
+    xp = device.xp()
+    out, lse = xp.zeros(2, np.float32), xp.zeros(2, np.float32)
+    logp(xp.zeros((2, 5), np.float32), device.asarray(np.int32([0, 5])), out, lse)
+    assert np.isnan(device.to_host(out)).tolist() == [False, True]
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    hidden, weight = xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32)
+    ids, out = xp.zeros(2, np.int32), xp.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="linear_logp: temperature must be > 0, got 0"):
+        linear_logp(hidden, weight, ids, 0.0, out, out)
+    with pytest.raises(ValueError, match=r"linear_logp: lse must be \(2\) float32, got \(3,\) float32"):
+        linear_logp(hidden, weight, ids, 1.0, out, xp.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"logp: ids must be \(2\) int32, got \(2,\) int64"):
+        logp(hidden, xp.zeros(2, np.int64), out, out)

@@ -123,7 +123,7 @@ class NoAttention:
     """Stands in for attention where only the memory of a forward pass is of interest."""
 
     def forward(self, layer, q, k, v, out):
-        out[...] = 0
+        out.fill(0)
 
 
 class Upload:
@@ -231,8 +231,8 @@ class Runner:
             else:
                 longest = int(arrays["context_lens"].max())
                 self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest)
-            results = device.to_host(self.results[:, :drawn])
-        return results[0].copy(), results[1].view(np.float32).copy()
+            results = device.to_host(self.results)
+        return results[0, :drawn].copy(), results[1, :drawn].view(np.float32).copy()
 
     def _on_stream(self):
         return self.stream or nullcontext()

@@ -17,7 +17,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.errors import UserError
 from rlnumba.kernels.embedding import embedding, embedding_backward
-from rlnumba.kernels.logprob import linear_logp
+from rlnumba.kernels.logprob import IGNORED, linear_logp
 from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.rope import rope_table
 from rlnumba.model import layers
@@ -26,7 +26,6 @@ from rlnumba.model.layers import Heap, PackedAttention, Step
 from rlnumba.model.weights import load_weights, save_weights, write_json
 
 F32 = np.dtype(np.float32)
-IGNORED = -100
 
 
 @dataclass

@@ -135,7 +135,6 @@ def make_model(name, config, dtype=torch.float32, old_style=False, max_shard_siz
     folder = HERE / "models" / name
     shutil.rmtree(folder, ignore_errors=True)
     model.to(dtype).save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
-    model.float()
     raw = json.loads((folder / "config.json").read_text())
     raw["torch_dtype"] = raw.pop("dtype")
     if old_style:
@@ -144,6 +143,8 @@ def make_model(name, config, dtype=torch.float32, old_style=False, max_shard_siz
         raw["rope_theta"] = rope.pop("rope_theta")
         raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    # Read back, because .to(dtype) rounds the rotary frequencies as well.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     rng = np.random.default_rng(7)
     sequences = [rng.integers(3, VOCAB, n).tolist() for n in (1, 17, 30)]
     np.savez_compressed(folder / "expected.npz", **expected_of(model, sequences))

@@ -1,0 +1,183 @@
+"""Checkpoints of a run: complete or absent, and recognised when they are damaged later.
+
+    output_dir/checkpoints/step-N/
+        config.json, *.safetensors, tokenizer files    a Hugging Face folder, as save_model writes it
+        trainer_state.safetensors                      arrays: moments, master weights, ...
+        trainer_state.json                             everything else, and the sha256 of every other file
+
+A checkpoint is written to a hidden folder, flushed to the disk, and renamed as a whole, so that a process killed at
+any moment leaves the earlier checkpoints and at most one hidden folder, which the next save removes.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.errors import UserError
+from rlnumba.model.config import read_json
+from rlnumba.model.safetensors import SafetensorsFile, write
+from rlnumba.model.transformer import save_model
+from rlnumba.model.weights import write_json
+
+STATE = "trainer_state.json"
+ARRAYS = "trainer_state.safetensors"
+# In trainer_state.json, an object with this one key stands for the array of that name.
+ARRAY_KEY = "__array__"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was read: its folder (also the model's), its step, and the trainer's state as it was given."""
+
+    folder: Path
+    step: int
+    trainer_state: dict
+
+
+def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
+    """Write output_dir/checkpoints/step-N and return its path.
+
+    trainer_state: nested dicts (keys str) and lists of JSON values and NumPy arrays; arrays come back bit for bit.
+    The model's weights are saved in its own dtype. keep_last: afterwards, remove all but so many of the newest.
+    """
+    root = Path(output_dir) / "checkpoints"
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover)
+    partial, folder = root / f".step-{step}.partial", root / f"step-{step}"
+    save_model(model, partial, tokenizer)
+    arrays = {}
+    body = {"step": step, "state": _separate(trainer_state, "", arrays)}
+    write(partial / ARRAYS, [(name, array.dtype, array.shape, array.copy) for name, array in arrays.items()])
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    body["sha256"] = {str(path.relative_to(partial)): _hash(path, flush=True) for path in files}
+    write_json(partial / STATE, {"digest": _hash_json(body), **body})
+    _flush(partial)
+    if folder.exists():
+        os.rename(folder, root / f".step-{step}.replaced")
+    os.rename(partial, folder)
+    _flush(root)
+    shutil.rmtree(root / f".step-{step}.replaced", ignore_errors=True)
+    if keep_last is not None:
+        for old in existing(output_dir)[keep_last:]:
+            shutil.rmtree(old)
+    return folder
+
+
+def existing(output_dir):
+    """The checkpoint folders of a run, newest step first, readable or not."""
+    found = {}
+    for path in (Path(output_dir) / "checkpoints").glob("step-*"):
+        if match := re.fullmatch(r"step-(\d+)", path.name):
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def latest_readable(output_dir, warn=None):
+    """The folder of the newest checkpoint that is whole, or None if the run has none at all.
+
+    warn: called with one line for each damaged one that is passed over (default: printed on stderr).
+    Raises UserError if there are checkpoints and none of them is readable.
+    """
+    warn = warn or _print_warning
+    folders = existing(output_dir)
+    for folder in folders:
+        try:
+            verify(folder)
+        except UserError as error:
+            warn(f"checkpoint {folder} is damaged and passed over: {error}")
+        else:
+            return folder
+    if folders:
+        raise UserError(f"{Path(output_dir) / 'checkpoints'}: none of the {len(folders)} checkpoints is readable")
+    return None
+
+
+def verify(folder):
+    """Raise UserError, naming the file, unless every byte of a checkpoint is as it was written."""
+    folder = Path(folder)
+    body = _body(folder)
+    for name, expected in body["sha256"].items():
+        try:
+            actual = _hash(folder / name)
+        except OSError as error:
+            raise UserError(f"{folder / name}: {error.strerror}") from None
+        if actual != expected:
+            raise UserError(f"{folder / name}: its content is not what was saved")
+
+
+def load(folder):
+    """The Checkpoint in a folder that latest_readable gave; its model is read by load_model(folder).
+
+    Raises UserError for a damaged trainer_state.
+    """
+    folder = Path(folder)
+    body = _body(folder)
+    arrays = SafetensorsFile(folder / ARRAYS)
+    return Checkpoint(folder, body["step"], _join(body["state"], arrays))
+
+
+def _body(folder):
+    """trainer_state.json without its own digest, which is checked."""
+    path = folder / STATE
+    body = read_json(path)
+    files = body.get("sha256")
+    digest = body.pop("digest", None)
+    if not isinstance(files, dict) or digest != _hash_json(body):
+        raise UserError(f"{path}: its content is not what was saved")
+    return body
+
+
+def _separate(value, path, arrays):
+    """`value` with every array replaced by its name, `path`, under which `arrays` then has it."""
+    if isinstance(value, np.ndarray):
+        if path in arrays:
+            raise ValueError(f"checkpoint: two arrays of trainer_state are called {path}")
+        arrays[path] = value
+        return {ARRAY_KEY: path}
+    if isinstance(value, dict):
+        return {key: _separate(item, f"{path}.{key}" if path else key, arrays) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_separate(item, f"{path}.{index}", arrays) for index, item in enumerate(value)]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _join(value, arrays):
+    """The inverse of _separate; lists and tuples come back as lists."""
+    if isinstance(value, dict):
+        if value.keys() == {ARRAY_KEY}:
+            return arrays[value[ARRAY_KEY]].copy()
+        return {key: _join(item, arrays) for key, item in value.items()}
+    return [_join(item, arrays) for item in value] if isinstance(value, list) else value
+
+
+def _hash_json(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _hash(path, flush=False):
+    """sha256 of a file; with flush, its bytes reach the disk first."""
+    with open(path, "rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(folder):
+    """Let the disk know the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _print_warning(message):
+    print(f"rlnumba: warning: {message}", file=sys.stderr)

@@ -1,0 +1,116 @@
+import json
+import pathlib
+
+import pytest
+
+from rlnumba.errors import UserError
+from rlnumba.model.config import ModelConfig
+
+MODELS = pathlib.Path(__file__).parent.parent / "golden" / "models"
+
+
+def raw_config(name="qwen3_tied"):
+    return json.loads((MODELS / name / "config.json").read_text())
+
+
+def test_fields_of_each_family():
+    qwen3 = ModelConfig.from_folder(MODELS / "qwen3_untied")
+    assert (qwen3.head_dim, qwen3.hidden_size, qwen3.num_attention_heads) == (16, 40, 4)
+    assert (qwen3.qk_norm, qwen3.attention_bias, qwen3.tie_word_embeddings) == (True, False, False)
+    assert qwen3.rope_theta == 1e6 and qwen3.eos_token_ids == (2,)
+    qwen2 = ModelConfig.from_folder(MODELS / "qwen2")
+    assert (qwen2.head_dim, qwen2.attention_bias, qwen2.o_bias, qwen2.dtype) == (16, True, False, "bfloat16")
+    llama = ModelConfig.from_folder(MODELS / "llama_head48")
+    assert (llama.head_dim, llama.attention_bias, llama.o_bias, llama.mlp_bias) == (48, True, True, True)
+    scaling = ModelConfig.from_folder(MODELS / "llama3").rope_scaling
+    assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("llama3", 8.0, 64)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in MODELS.iterdir()))
+def test_what_it_writes_it_reads_back(name):
+    config = ModelConfig.from_folder(MODELS / name)
+    written = json.loads(json.dumps(config.to_dict()))
+    assert ModelConfig.from_dict(written) == config
+    # Each rotary style alone gives the same model.
+    old = {key: value for key, value in written.items() if key != "rope_parameters"}
+    new = {key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")}
+    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new) == config
+
+
+def test_eos_ids_of_generation_config_come_first(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(raw_config()))
+    for ids, expected in (([5, 7], (5, 7)), (9, (9,)), (None, (2,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+def test_defaults_of_absent_keys():
+    raw = raw_config("llama3")
+    for key in ("head_dim", "num_key_value_heads", "tie_word_embeddings", "rope_theta", "rope_scaling", "torch_dtype"):
+        del raw[key]
+    config = ModelConfig.from_dict(raw)
+    assert (config.head_dim, config.num_key_value_heads, config.tie_word_embeddings) == (10, 4, False)
+    assert (config.rope_theta, config.rope_scaling, config.dtype) == (10000.0, None, "float32")
+
+
+REQUIRED = [
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "rms_norm_eps", "max_position_embeddings",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named(key, tmp_path):
+    raw = raw_config()
+    del raw[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert str(caught.value) == f"{tmp_path}/config.json: missing key {key!r}"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"hidden_size": "64"}, "hidden_size must be int, got '64'"),
+        ({"hidden_size": True}, "hidden_size must be int, got True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be positive"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
+        ({"eos_token_id": "2"}, "eos_token_id must be an int or a list of ints"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"num_experts": 8}, "num_experts 8 is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}, "window 9"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "needs low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
+    ],
+)
+def test_what_it_refuses(change, words):
+    with pytest.raises(UserError) as caught:
+        ModelConfig.from_dict({**raw_config(), **change}, "folder/config.json")
+    message = str(caught.value)
+    assert message.startswith("folder/config.json: ") and words in message and "\n" not in message
+
+
+def test_a_window_that_is_not_in_use_is_fine():
+    unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+    beyond = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2, "layer_types": None}
+    for change in (unused, beyond):
+        ModelConfig.from_dict({**raw_config(), **change})
+
+
+@pytest.mark.parametrize("content, words", [(None, "no such file"), ("{", "not valid JSON"), ("[]", "JSON object")])
+def test_damaged_files(content, words, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=words) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert f"{tmp_path}/config.json" in str(caught.value)

@@ -1,0 +1,172 @@
+"""What a run writes: lines that are always JSON, files cut back at resume, pictures."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from rlnumba import metrics
+from rlnumba.config import load_run
+from rlnumba.errors import UserError
+from rlnumba.metrics import MetricsWriter, cut_back, plot, read_metrics, replacing, smooth
+
+
+def completion(step, **more):
+    return {"prompt": "p", "completion": f"c{step}", "finish_reason": "stop", "f": 1.0, "reward": 1.0, **more}
+
+
+def test_every_line_is_json_and_a_step(tmp_path, capfd):
+    with MetricsWriter(tmp_path, total_steps=3, logging_steps=2) as writer:
+        writer.log(1, {"loss": np.float32(0.5), "kl": float("nan"), "count": np.int64(3), "inf": float("inf")})
+        # Flushed: a process that is killed now has lost nothing.
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+            "step": 1, "loss": 0.5, "kl": None, "count": 3, "inf": None,
+        }  # fmt: skip
+        writer.log(2, {"loss": 0.25})
+        writer.log(3, {"loss": 0.125})
+    assert [row["loss"] for row in read_metrics(tmp_path)] == [0.5, 0.25, 0.125]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["step 1/3", "loss 0.5"],
+        ["step 2/3", "loss 0.25"],
+        ["step 3/3", "loss 0.125"],
+    ]
+
+
+def test_console_lines_every_logging_steps(tmp_path, capfd):
+    with MetricsWriter(tmp_path, total_steps=7, logging_steps=3) as writer:
+        for step in range(1, 8):
+            writer.log(step, {"loss": step, "completions/mean_length": 2.0})
+    shown = [line.split()[1] for line in capfd.readouterr().err.splitlines()]
+    assert shown == ["1/7", "3/7", "6/7", "7/7"]
+
+
+def test_resume_cuts_files_back(tmp_path):
+    pytest.importorskip("pyarrow.parquet")
+    with MetricsWriter(tmp_path, total_steps=4, log_completions=True) as writer:
+        for step in (1, 2, 3):
+            writer.log(step, {"loss": 1.0 / step})
+            writer.completions(step, [completion(step), completion(step)])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    with MetricsWriter(tmp_path, total_steps=4, start_step=2, log_completions=True) as writer:
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+        writer.log(3, {"loss": 9.0})
+        writer.completions(3, [completion(3)])
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 9.0)]
+    kept = [json.loads(line)["step"] for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert kept == [1, 1, 2, 2, 3]
+    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [
+        f"completions_0000{step}.parquet" for step in (1, 2, 3)
+    ]
+    # A run that starts afresh keeps nothing of the one before.
+    MetricsWriter(tmp_path, total_steps=4).close(draw=False)
+    assert read_metrics(tmp_path) == [] and not (tmp_path / "completions.jsonl").read_text()
+    assert not list((tmp_path / "completions").iterdir())
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_G27_completions(tmp_path, capfd):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    messages = [{"role": "user", "content": "1+1?"}]
+    rows = [completion(1, prompt=messages, advantage=0.5), completion(1, reward=float("nan"), advantage=-0.5)]
+    with MetricsWriter(tmp_path, total_steps=1, log_completions=True, num_to_print=1) as writer:
+        writer.completions(1, rows)
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 1, **rows[0]} and lines[1] == {"step": 1, **rows[1], "reward": None}
+    table = parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pylist()
+    assert [row["advantage"] for row in table] == [0.5, -0.5] and json.loads(table[0]["prompt"]) == messages
+    shown = capfd.readouterr().err
+    assert shown == "--- step 1, f 1, reward 1, advantage 0.5\nuser: 1+1?\n>>> c1\n"
+
+
+def test_a_failed_block_leaves_the_old_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write("new")
+        1 / 0  # noqa: B018
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with replacing(path) as file:
+        file.write("new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    for bad in (tmp_path, path / "below", tmp_path / "no" / "folder"):
+        with pytest.raises(UserError, match="cannot be written"), replacing(bad):
+            pass
+
+
+def test_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/run: cannot be written to: Not a directory"):
+        metrics.make_folder(tmp_path / "file" / "run")
+
+
+def test_config_toml_names_the_environment_and_reads_back(tmp_path):
+    source = tmp_path / "run.toml"
+    source.write_text(f'model = "m"\noutput_dir = "{tmp_path}/run"\n[data]\ntrain = "t.jsonl"\n')
+    run = load_run("sft", source)
+    metrics.write_config(run)
+    written = tmp_path / "run" / "config.toml"
+    assert load_run("sft", written) == run
+    header = [line for line in written.read_text().splitlines() if line.startswith("# ")]
+    assert any(line.startswith("# numpy ") for line in header) and any(line.startswith("# device ") for line in header)
+
+
+def test_smooth():
+    values = np.array([1.0, 2.0, np.nan, 4.0, 5.0])
+    np.testing.assert_array_equal(smooth(values, 1), values)
+    np.testing.assert_allclose(smooth(values, 3), [1.5, 1.5, 3.0, 4.5, 4.5], rtol=0, atol=1e-12)
+
+
+def test_plot(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, slope in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "metrics.jsonl", "w") as file:
+            for step in range(1, 41):
+                reward = slope * step / 100 + 0.1 * rng.standard_normal()
+                row = {"step": step, "reward": reward, "reward_std": 0.2, "loss": None if step == 7 else 0.1, "kl": 0.0}
+                file.write(metrics.to_line({**row, "grad_norm": 1.0 / step, "entropy": 2.0}))
+    plot([tmp_path / "a"], tmp_path / "one.png")
+    plot([tmp_path / "a", tmp_path / "b"], tmp_path / "two.png")
+    from matplotlib import image
+
+    for name in ("one.png", "two.png"):
+        picture = image.imread(tmp_path / name)
+        assert picture.shape[0] > 300 and picture.shape[1] > 900 and picture.std() > 0.05
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_plot_errors(tmp_path):
+    with pytest.raises(UserError, match="metrics.jsonl: no such file"):
+        plot([tmp_path], tmp_path / "x.png")
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss"\n{"step": 3}\n')
+    with pytest.raises(UserError, match="metrics.jsonl:2: not JSON"):
+        plot([tmp_path], tmp_path / "x.png")
+    file.write_text('{"step": 1, "loss": 1.0}\n[]\n')
+    with pytest.raises(UserError, match="metrics.jsonl:2: must be an object with a step"):
+        plot([tmp_path], tmp_path / "x.png")
+    file.write_text('{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(UserError, match="no/x.png: cannot be written"):
+        plot([tmp_path], tmp_path / "no" / "x.png")
+    file.write_text('{"step": 1, "other": 1.0}\n')
+    with pytest.raises(UserError, match="nothing to draw"):
+        plot([tmp_path], tmp_path / "x.png")
+
+
+def test_cut_back_without_a_file(tmp_path):
+    cut_back(tmp_path / "metrics.jsonl", 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_live_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with MetricsWriter(tmp_path, total_steps=2) as writer:
+        writer.status("generating 3/8")
+        writer.log(1, {"reward": 0.5})
+        writer.print("[a note]")
+        writer.log(2, {"reward": 0.75})
+    assert "[a note]" in capfd.readouterr().err

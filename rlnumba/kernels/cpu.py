@@ -332,7 +332,7 @@ def _row_sums(typingctx, row, temperature, maximum):
 
 
 @intrinsic
-def _row_softmax(typingctx, row, temperature, lse, factor, out):
+def row_softmax(typingctx, row, temperature, lse, factor, out):
     """out = factor * exp(row / temperature - lse), all float32; out may be row."""
 
     def codegen(context, builder, signature, args):
@@ -392,5 +392,5 @@ def logp_backward_rows(logits, ids, temperature, lse, dlogp, dlogits):
     """
     for i in numba.prange(logits.shape[0]):
         factor = dlogp[i] / temperature
-        _row_softmax(logits[i], temperature, lse[i], -factor, dlogits[i])
+        row_softmax(logits[i], temperature, lse[i], -factor, dlogits[i])
         dlogits[i, ids[i]] += factor

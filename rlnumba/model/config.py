@@ -6,11 +6,12 @@ something this transformer does not compute is refused by name; it is never igno
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rlnumba import device
 from rlnumba.errors import UserError
+from rlnumba.kernels.attention import MAX_HEAD_DIM
 from rlnumba.kernels.rope import RopeScaling
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -95,8 +96,8 @@ class ModelConfig:
             raise UserError(
                 f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        if head_dim % 2:
-            raise UserError(f"{source}: head_dim must be even for rotary embeddings, got {head_dim}")
+        if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+            raise UserError(f"{source}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
         bias = _get(raw, "attention_bias", bool, source, False)
         theta, scaling = _rope(raw, source)
         dtype = _get(raw, "dtype", str, source, _get(raw, "torch_dtype", str, source, "float32"))
@@ -239,9 +240,10 @@ def _refuse_unsupported(raw, model_type, source):
         slides = raw.get("sliding_window") is not None
     else:
         # Qwen layers below max_window_layers see everything; released checkpoints carry an unused window.
-        slides = raw.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None
+        slides = _get(raw, "use_sliding_window", bool, source, False) and raw.get("sliding_window", 4096) is not None
         slides = slides and not raw.get("layer_types")
-        slides = slides and raw.get("max_window_layers", 28) < _count(raw, "num_hidden_layers", source)
+        full = _get(raw, "max_window_layers", int, source, 28)
+        slides = slides and full < _count(raw, "num_hidden_layers", source)
     if slides:
         raise UserError(f"{source}: sliding_window {raw.get('sliding_window', 4096)} is not supported")
 
@@ -276,5 +278,7 @@ def _rope(raw, source):
 
 
 def _scaling_dict(scaling):
-    fields = {field: getattr(scaling, field) for field in ("rope_type", *SCALING_FIELDS)}
-    return {field: value for field, value in fields.items() if value is not None}
+    """What config.json says of a RopeScaling: its type, and the values that are not the type's defaults."""
+    values = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
+    defaults = {field.name: field.default for field in fields(scaling)}
+    return {name: value for name, value in values.items() if value != defaults[name]}

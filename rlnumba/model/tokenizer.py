@@ -32,6 +32,7 @@ FILES = (
     "tokenizer.model",
 )
 TEMPLATE_FOLDER = "additional_chat_templates"
+ADDED_TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Names under which datasets carry a message's reasoning; templates read the first, gpt-oss's the second.
@@ -64,11 +65,12 @@ class Tokenizer:
         settings_path = self.folder / "tokenizer_config.json"
         settings = read_json(settings_path) if settings_path.exists() else {}
         self.special_tokens = self._special_tokens(settings)
-        self._add_tokens(settings.get("added_tokens_decoder") or {})
+        self._add_tokens(settings)
         self.templates = self._templates(settings, settings_path)
         self._clean_up = settings.get("clean_up_tokenization_spaces") and not isinstance(
             self.backend.model, tokenizers.models.BPE
         )
+        self.files = self._files()
         self._compiled = {}
 
     @classmethod
@@ -91,21 +93,29 @@ class Tokenizer:
                 found[key] = value
         return found
 
-    def _add_tokens(self, added):
-        """Tokens that only tokenizer_config.json knows, and those that it names special."""
+    def _add_tokens(self, settings):
+        """Tokens that only tokenizer_config.json knows, and those that it calls special."""
+        added = settings.get("added_tokens_decoder") or {}
         try:
             for _, token in sorted(added.items(), key=lambda item: int(item[0])):
                 if self.backend.token_to_id(token["content"]) is None:
-                    self.backend.add_tokens([tokenizers.AddedToken(**token)])
+                    flags = {key: value for key, value in token.items() if key in ADDED_TOKEN_FLAGS}
+                    self.backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             path = self.folder / "tokenizer_config.json"
             raise UserError(f"{path}: added_tokens_decoder is damaged ({error})") from None
+        named = list(self.special_tokens.values())
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            if isinstance(settings.get(key), list):
+                named += [token.get("content") if isinstance(token, dict) else token for token in settings[key]]
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
-        self.backend.add_special_tokens([
-            tokenizers.AddedToken(text, normalized=False, special=True)
-            for text in self.special_tokens.values()
-            if text not in special and self.backend.token_to_id(text) is not None
-        ])  # fmt: skip
+        self.backend.add_special_tokens(
+            [
+                tokenizers.AddedToken(text, normalized=False, special=True)
+                for text in dict.fromkeys(named)
+                if isinstance(text, str) and text not in special and self.backend.token_to_id(text) is not None
+            ]
+        )
 
     def _templates(self, settings, path):
         """{name: template}: chat_template.jinja and its folder of named ones, else tokenizer_config.json's."""
@@ -124,16 +134,17 @@ class Tokenizer:
         except (TypeError, KeyError):
             raise UserError(f"{path}: chat_template must be a string or a list of {{name, template}}") from None
 
-    @property
-    def files(self):
+    def _files(self):
         """The files in the folder that make up this tokenizer, as paths relative to it."""
         named = sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja"))
         present = [self.folder / name for name in FILES if (self.folder / name).exists()]
         return [file.relative_to(self.folder) for file in present + named]
 
     def save(self, folder):
-        """Copy the tokenizer's files to another folder."""
+        """Copy the files that this tokenizer was read from to another folder."""
         folder = Path(folder)
+        if folder.resolve() == self.folder.resolve():
+            return
         for file in self.files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.folder / file, folder / file)
@@ -265,8 +276,8 @@ class Tokenizer:
                 pieces.append(piece)
             return "".join(pieces), blocks.spans
         except jinja2.TemplateError as error:
-            raise UserError(f"{self.folder}: chat template: {error}") from None
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"{self.folder}: chat template: {' '.join(str(error).split())}") from None
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{self.folder}: chat template: {type(error).__name__}: {error}") from None
 
 

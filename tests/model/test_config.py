@@ -37,6 +37,14 @@ def test_what_it_writes_it_reads_back(name):
     assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new) == config
 
 
+def test_rotary_settings_are_written_as_they_were():
+    raw = raw_config("llama3")
+    written = ModelConfig.from_dict(raw).to_dict()
+    assert written["rope_scaling"] == raw["rope_scaling"] and written["rope_theta"] == raw["rope_theta"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
+    assert ModelConfig.from_dict({**raw, "rope_scaling": yarn}).to_dict()["rope_scaling"] == yarn
+
+
 def test_eos_ids_of_generation_config_come_first(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw_config()))
     for ids, expected in (([5, 7], (5, 7)), (9, (9,)), (None, (2,))):
@@ -77,7 +85,8 @@ def test_a_missing_key_is_named(key, tmp_path):
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be positive"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
-        ({"head_dim": 15}, "head_dim must be even"),
+        ({"head_dim": 15}, "head_dim must be even and at most 256, got 15"),
+        ({"head_dim": 320}, "head_dim must be even and at most 256, got 320"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
         ({"eos_token_id": "2"}, "eos_token_id must be an int or a list of ints"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),

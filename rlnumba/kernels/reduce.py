@@ -152,12 +152,14 @@ def group_mean_std_kernel(x, ddof, mean, std):
 def sum_of_squares(x, out):
     """out[0] = the sum of x^2.
 
-    x (n,), out (1,) float32; out is written. Raises ValueError for other shapes, dtypes or layouts.
+    x (n,), out (1,) float32; out is written, with infinity if the sum is beyond float32. Raises ValueError for other shapes, dtypes or layouts.
     """
     (size,) = check("sum_of_squares", "x", x, (None,), F32)
     check("sum_of_squares", "out", out, (1,), F32)
     if device.name() == "numpy":
-        out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
+        # Infinity is the answer that the caller looks for.
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
         return
     partials = device.xp().empty(min(-(-size // THREADS), MAX_BLOCKS), np.float32)
     launch(sum_of_squares_kernel, len(partials), THREADS, x, partials)

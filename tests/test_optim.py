@@ -1,0 +1,157 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
+from rlnumba.optim import Optimizer, learning_rate_at
+from tests.close import assert_close, assert_same_bits
+
+
+@dataclass
+class Weights:
+    flat: object
+    decay_end: int
+
+
+@dataclass
+class Gradients:
+    flat: object
+
+
+def problem(dtype="float32", **options):
+    """Ten parameters, six of which decay; the numbers that torch was given for TORCH_WEIGHTS."""
+    start = np.cos(np.arange(10) * 0.9).astype(device.dtype(dtype))
+    weights = Weights(device.asarray(start), 6)
+    grads = Gradients(device.xp().zeros(10, np.float32))
+    options = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-6, "weight_decay": 0.1} | options
+    return weights, grads, Optimizer(weights, grads, **options)
+
+
+def gradient(step):
+    return (np.sin(np.arange(10) * 1.7 + step) * (0.2 if step % 2 else 3.0)).astype(np.float32)
+
+
+def run(weights, grads, optimizer, steps):
+    infos = []
+    for step in steps:
+        grads.flat[...] = device.asarray(gradient(step))
+        infos.append(optimizer.step(0.05 * step))
+    return infos
+
+
+# torch 2.13, float64: AdamW(betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1 or 0), clip_grad_norm_(1.0), lr 0.05 t.
+TORCH_NORMS = [0.4476737777, 6.9948191186, 0.4301860767, 6.623462034843, 0.4681014643]
+TORCH_WEIGHTS = [0.6750769997, 0.9616102476, -0.0175127122, -1.2398996498, -0.9599198692]
+TORCH_WEIGHTS += [0.2669889142, 0.6933995528, 0.5767776694, 0.6660014593, 0.1178056031]
+
+
+def test_five_steps_of_torch():
+    weights, grads, optimizer = problem()
+    infos = run(weights, grads, optimizer, range(1, 6))
+    assert_close(np.array([info.grad_norm for info in infos], np.float32), TORCH_NORMS, terms=10)
+    assert_close(weights.flat, TORCH_WEIGHTS, terms=10)
+    assert not any(info.skipped for info in infos) and optimizer.steps == 5
+    assert_same_bits(grads.flat, gradient(5), "gradients after a step")
+    optimizer.zero_grad()
+    assert not device.to_host(grads.flat).any()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0, 100.0])
+def test_no_clipping(max_grad_norm):
+    weights, grads, optimizer = problem(max_grad_norm=max_grad_norm)
+    start = device.to_host(weights.flat).astype(np.float64)
+    run(weights, grads, optimizer, [2])
+    scalars = adamw_scalars(0.1, 0.9, 0.95, 1e-6, 0.1, step=1).astype(np.float64)
+    zeros = np.zeros(10)
+    expected, _, _ = adamw_ref(start, gradient(2).astype(np.float64), zeros, zeros, scalars, np.arange(10) < 6)
+    assert_close(weights.flat, expected, terms=4)
+
+
+def test_non_finite_gradient_changes_nothing():
+    weights, grads, optimizer = problem()
+    run(weights, grads, optimizer, [1, 2])
+    before = optimizer.state_dict(), device.to_host(weights.flat).copy()
+    for bad in (np.nan, np.inf, 3e38):
+        grads.flat[3] = bad
+        info = optimizer.step(0.1)
+        assert info.skipped and not np.isfinite(info.grad_norm)
+    after = optimizer.state_dict()
+    for name in ("m", "v"):
+        assert_same_bits(after[name], before[0][name], name)
+    assert_same_bits(weights.flat, before[1], "weights")
+    assert (optimizer.steps, optimizer.skipped_steps) == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_steps_have_the_same_bits(dtype):
+    straight = problem(dtype)
+    run(*straight, range(1, 6))
+    first, second = problem(dtype), problem(dtype)
+    run(*first, range(1, 3))
+    state = first[2].state_dict()
+    run(*first, [9])
+    if dtype == "float32":
+        # A float32 model is its own master: its weights come from the checkpoint's model files.
+        halfway = problem(dtype)
+        run(*halfway, range(1, 3))
+        second[0].flat[...] = halfway[0].flat
+    second[2].load_state_dict(state)
+    run(*second, range(3, 6))
+    assert_same_bits(second[0].flat, straight[0].flat, "weights")
+    for name, value in straight[2].state_dict().items():
+        assert np.array_equal(second[2].state_dict()[name], value), name
+
+
+def test_master_weights_of_a_16_bit_model():
+    weights, grads, optimizer = problem("bfloat16", weight_decay=0.0)
+    for _ in range(20):
+        grads.flat[...] = device.asarray(np.ones(10, np.float32))
+        optimizer.step(1e-4)
+    # Twenty steps of 1e-4 are lost one by one in bfloat16, whose spacing near 1 is 4e-3 to 8e-3.
+    start = np.cos(np.arange(10) * 0.9).astype(device.dtype("bfloat16")).astype(np.float64)
+    assert_close(optimizer.master, start - 20e-4, terms=20)
+    master = device.to_host(optimizer.master)
+    assert_same_bits(weights.flat, master.astype(device.dtype("bfloat16")), "rounded weights")
+
+
+def test_wrong_state_is_named():
+    _, _, optimizer = problem()
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"optimizer state: m must be \(10,\), got \(9,\)"):
+        optimizer.load_state_dict(state | {"m": np.zeros(9, np.float32)})
+    with pytest.raises(ValueError, match=r"expected \['m', 'skipped_steps', 'steps', 'v'\], got .*'master'"):
+        optimizer.load_state_dict(state | {"master": np.zeros(10, np.float32)})
+
+
+# transformers 5.23, get_scheduler(name, lr=2): steps 0 to total_steps.
+WARM = [0.0, 0.666666666667, 1.333333333333, 2.0]
+SCHEDULES = {
+    ("constant_with_warmup", 3, 6): [*WARM, 2.0, 2.0, 2.0],
+    ("constant", 3, 6): [*WARM, 2.0, 2.0, 2.0],
+    ("constant", 0, 2): [2.0, 2.0, 2.0],
+    ("linear", 0, 4): [2.0, 1.5, 1.0, 0.5, 0.0],
+    ("linear", 4, 4): [0.0, 0.5, 1.0, 1.5, 0.0],
+    ("linear", 3, 10): [*WARM, 1.714285714286, 1.428571428571, 1.142857142857, 0.857142857143, 0.571428571429]
+    + [0.285714285714, 0.0],
+    ("cosine", 0, 4): [2.0, 1.707106781187, 1.0, 0.292893218813, 0.0],
+    ("cosine", 4, 4): [0.0, 0.5, 1.0, 1.5, 2.0],
+    ("cosine", 3, 10): [*WARM, 1.900968867902, 1.623489801859, 1.222520933956, 0.777479066044, 0.376510198141]
+    + [0.099031132098, 0.0],
+}
+
+
+@pytest.mark.parametrize("key", SCHEDULES, ids=str)
+def test_schedules_of_transformers(key):
+    schedule, warmup_steps, total_steps = key
+    rates = [
+        learning_rate_at(step, base=2.0, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+        for step in range(total_steps + 1)
+    ]
+    np.testing.assert_allclose(rates, SCHEDULES[key], atol=1e-12)
+
+
+def test_unknown_schedule():
+    with pytest.raises(ValueError, match="schedule must be one of constant, .* got 'polynomial'"):
+        learning_rate_at(0, base=1.0, schedule="polynomial", warmup_steps=0, total_steps=1)

@@ -13,7 +13,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_of
 from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams, Sequence, SequenceTable
 from rlnumba.errors import ConfigError, DeviceError, UserError
-from rlnumba.kernels.sampling import noise_key
+from rlnumba.kernels.philox import noise_key
 
 # vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
 BLOCK_SIZE = 16

@@ -11,6 +11,9 @@ import numpy as np
 
 from rlnumba.errors import ConfigError
 
+# Logits divided by less might overflow float32. vLLM takes what is below for 0.
+LOWEST_TEMPERATURE = 1e-5
+
 
 def _is_int(value):
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
@@ -59,7 +62,9 @@ class SamplingParams:
         if _is_int(self.top_k) and self.top_k == -1:
             settle(self, "top_k", 0)
 
-        self._require("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
+        temperature = self.temperature
+        usable = _is_number(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)
+        self._require("temperature", usable, f"0, or a number >= {LOWEST_TEMPERATURE:g}")
         self._require("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
         self._require("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer >= -1 (0 and -1: off)")
         self._require("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")

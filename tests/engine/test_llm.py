@@ -187,16 +187,26 @@ def test_filters_and_penalty_renormalise_what_is_kept(model, prompts):
             ids.append(token)
 
 
+def drawing_eos(model, prompt):
+    """(params, completion) of a seed with which EOS is drawn, not at once, and ignored."""
+    for seed in range(100):
+        params = SamplingParams(max_tokens=60, ignore_eos=True, seed=seed)
+        completion = generate(model, prompt, params)[0].completions[0]
+        if EOS in completion.token_ids[10:] and EOS not in completion.token_ids[:10]:
+            return params, completion
+    raise AssertionError("EOS was never drawn")
+
+
 def test_stopping(model):
     prompt = [[1, 2, 3]]
-    (free,) = generate(model, prompt, SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
-    ids, logprobs = free.completions[0].token_ids, free.completions[0].logprobs
-    assert len(ids) == 60 and EOS in ids and free.completions[0].finish_reason == "length"
-    (stopped,) = generate(model, prompt, SamplingParams(max_tokens=60, seed=1))
+    params, free = drawing_eos(model, prompt)
+    ids, logprobs = free.token_ids, free.logprobs
+    assert len(ids) == 60 and free.finish_reason == "length"
     end = ids.index(EOS) + 1
-    assert drawn([stopped]) == [[(ids[:end], logprobs[:end], "stop")]]
+    stopped = generate(model, prompt, dataclasses.replace(params, ignore_eos=False))
+    assert drawn(stopped) == [[(ids[:end], logprobs[:end], "stop")]]
     other = next(token for token in ids[2:end] if token != EOS and token not in ids[:2])
-    params = SamplingParams(max_tokens=60, seed=1, stop_token_ids=(other,), ignore_eos=True)
+    params = dataclasses.replace(params, stop_token_ids=(other,))
     end = ids.index(other) + 1
     assert drawn(generate(model, prompt, params)) == [[(ids[:end], logprobs[:end], "stop")]]
     # The last allowed token is also one that stops: "stop" says more.
@@ -212,7 +222,8 @@ class Letters:
 
 
 def test_text_and_stop_strings(model):
-    prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=60, seed=1, ignore_eos=True)
+    prompt = [[1, 2, 3]]
+    params, _ = drawing_eos(model, prompt)
     (free,) = generate(model, prompt, params, Letters())
     ids, text = free.completions[0].token_ids, free.completions[0].text
     assert text == Letters().decode(ids)

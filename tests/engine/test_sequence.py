@@ -9,6 +9,7 @@ from rlnumba.errors import ConfigError
     "name, value",
     [
         ("temperature", -1.0),
+        ("temperature", 1e-30),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),

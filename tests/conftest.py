@@ -7,9 +7,9 @@
 RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
 """
 
-import json
 import os
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -25,14 +25,17 @@ def pytest_sessionstart():
     if RECORD:
         from rlnumba.kernels import launch
 
-        launch.observers.append(
-            lambda kernel, types: _signatures.setdefault((kernel.py_func.__module__, kernel.py_func.__name__, types))
-        )
+        def note(kernel, types):
+            function = kernel.py_func
+            constants = function.made_with if "made_with" in function.__dict__ else None
+            _signatures.setdefault((function.__module__, function.__name__, constants, types))
+
+        launch.observers.append(note)
 
 
 def pytest_sessionfinish():
     if RECORD:
-        pathlib.Path(RECORD).write_text(json.dumps(list(_signatures)))
+        pathlib.Path(RECORD).write_bytes(pickle.dumps(list(_signatures)))
 
 
 def pytest_collection_modifyitems(items):

@@ -5,18 +5,17 @@ that was launched is therefore compiled for real GPUs as well, without one: NVVM
 """
 
 import importlib
-import json
 import os
 import pathlib
+import pickle
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 
 import pytest
 
 from rlnumba import device
+from tests.offline import compile_offline  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
@@ -29,7 +28,7 @@ if device.name() != "numpy":
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """The finished simulator run and the file of launched signatures."""
-    record = tmp_path_factory.mktemp("simulator") / "signatures.json"
+    record = tmp_path_factory.mktemp("simulator") / "signatures.pickle"
     environment = os.environ | {
         "NUMBA_ENABLE_CUDASIM": "1",
         "RLNUMBA_RECORD_SIGNATURES": str(record),
@@ -46,49 +45,15 @@ def test_kernels_in_the_simulator(simulated):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
-def find_ptxas():
-    """ptxas of the system or of the nvidia-cuda-nvcc package; None without either."""
-    packages = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia")
-    return shutil.which("ptxas") or next((str(path) for path in packages.glob("**/bin/ptxas")), None)
-
-
-def test_every_launched_kernel_compiles_for_gpus(simulated, monkeypatch, tmp_path):
-    ptxas = find_ptxas()
-    if ptxas is None:
-        pytest.skip("ptxas is not installed (pip install 'rlnumba[test]')")
-    import numba.cuda.dispatcher
-    from numba import cuda
-
-    from rlnumba.kernels.launch import parse_type
-
-    signatures = json.loads(simulated[1].read_text())
+def test_every_launched_kernel_compiles_for_gpus(simulated, compile_offline):
+    signatures = pickle.loads(simulated[1].read_bytes())
     assert len(signatures) > 40
     troubles = []
     for architecture in ARCHITECTURES:
-        # What Numba asks of the current device when one device function calls another.
-        fake = type("Device", (), {"compute_capability": architecture})
-        monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", fake)
-        target = f"sm_{architecture[0]}{architecture[1]}"
         # One architecture compiles everything; for the others one signature a kernel is enough.
-        chosen = signatures if architecture == (9, 0) else {(m, k): (m, k, t) for m, k, t in signatures}.values()
+        chosen = (
+            signatures if architecture == (9, 0) else {(m, k, c): (m, k, c, t) for m, k, c, t in signatures}.values()
+        )
         for module, name, types in chosen:
-            kernel = getattr(importlib.import_module(module), name)
-            options = kernel.targetoptions
-            ptx, _ = cuda.compile_ptx(
-                kernel.py_func,
-                tuple(parse_type(t) for t in types),
-                cc=architecture,
-                fastmath=options.get("fastmath", False),
-                launch_bounds=options.get("launch_bounds"),
-            )
-            doubles = sorted(set(re.findall(r"\s((?:add|sub|mul|fma|div|sqrt|cvt|setp)\.\S*f64\S*)", ptx)))
-            if doubles:
-                troubles.append(f"{target} {name} {types}: float64 arithmetic {doubles}")
-            source = tmp_path / "kernel.ptx"
-            source.write_text(ptx)
-            command = [ptxas, "-v", f"-arch={target}", "-o", os.devnull, str(source)]
-            report = subprocess.run(command, capture_output=True, text=True)
-            spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report.stderr)]
-            if report.returncode or any(spills):
-                troubles.append(f"{target} {name} {types}: {report.stderr.strip()[-300:]}")
+            troubles += compile_offline(getattr(importlib.import_module(module), name), types, architecture)
     assert not troubles, "\n".join(troubles)

@@ -15,6 +15,7 @@ time and the bytes of its arguments as well.
 """
 
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -39,6 +40,21 @@ _compiled = {}
 # Called with (kernel, type names) for each launch in the simulator; tests use it to learn every signature
 # that the operators use, and compile each for real GPUs without one.
 observers = []
+
+
+def kernel_factory(make):
+    """Decorator for a function that makes a kernel for given constants: made once for each, and told apart.
+
+    The constants are hashable and can be pickled. kernel.py_func.made_with keeps them.
+    """
+
+    @functools.cache
+    def cached(*constants):
+        kernel = make(*constants)
+        kernel.py_func.made_with = constants
+        return kernel
+
+    return functools.wraps(make)(cached)
 
 
 def type_name(argument):
@@ -227,7 +243,8 @@ def _cache_key(kernel, type_names, capability):
 
 def _identity(value):
     """What tells a kernel from others made by the same source lines: the values it closes over."""
-    function = getattr(value, "py_func", value)
+    # Numba keeps the function behind a kernel in py_func, the one behind an intrinsic in _defn.
+    function = getattr(value, "py_func", getattr(value, "_defn", value))
     if callable(function) and hasattr(function, "__qualname__"):
         cells = getattr(function, "__closure__", None) or ()
         return [function.__module__, function.__qualname__, [_identity(cell.cell_contents) for cell in cells]]

@@ -106,7 +106,7 @@ def check_messages(messages, where):
             raise UserError(f"{where}: the content of a message must be a string, got {_kind(message['content'])}")
 
 
-def _check_prompt(value, where):
+def check_prompt(value, where):
     """Raises UserError unless value is a non-empty string or a list of messages."""
     if isinstance(value, list):
         check_messages(value, where)
@@ -223,7 +223,7 @@ def sft_examples(rows, data):
 
         def make(row, place):
             prompt, completion = _need(row, prompt_column, place), _need(row, completion_column, place)
-            _check_prompt(prompt, f"{place}: {prompt_column!r}")
+            check_prompt(prompt, f"{place}: {prompt_column!r}")
             if isinstance(completion, list):
                 check_messages(completion, f"{place}: {completion_column!r}")
             elif not isinstance(completion, str):
@@ -465,7 +465,7 @@ def prompt_examples(rows, data):
         if from_template:
             return _question(row, data, place, column)
         prompt = _need(row, column, place)
-        _check_prompt(prompt, f"{place}: {column!r}")
+        check_prompt(prompt, f"{place}: {column!r}")
         return prompt
 
     return [PromptExample(place, make(row, place), _reward_columns(row, data, place, column)) for row, place in rows]

@@ -6,6 +6,7 @@ checkpoint. TensorBoard files are written beside it when tensorboardX or tensorb
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import math
@@ -45,9 +46,14 @@ def replacing(path):
     Raises UserError naming the path if it cannot be written.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        # A device or a pipe, such as /dev/null, is written to, not replaced.
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
     try:
         if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error

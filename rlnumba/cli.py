@@ -1,0 +1,423 @@
+"""The command line: `rlnumba [--device auto|cuda|sim|numpy] [--debug] COMMAND ...`.
+
+Exit codes: 0 success; 2 a wrong option, key or value; 1 any other failure; 130 Ctrl-C. A failure is one line on stderr,
+`rlnumba: ...`, without a traceback unless --debug is given. Results go to the files named, progress to stderr. All of a
+command's input is validated before its work starts. Imports that take time stand inside the commands.
+"""
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import click
+
+from rlnumba import device
+from rlnumba.errors import ConfigError, UserError
+
+INTERRUPTED = 130
+DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+
+
+def main(arguments=None):
+    """Runs the command line and exits the process."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments):
+    """Runs the command line with a list of arguments and returns the exit code."""
+    try:
+        cli.main(list(arguments), prog_name="rlnumba", standalone_mode=False)
+        return 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        return _fail(error, error.format_message(), error.exit_code, arguments)
+    except UserError as error:
+        return _fail(error, str(error), error.exit_code, arguments)
+    except (click.Abort, KeyboardInterrupt) as error:
+        return _fail(error, "interrupted", INTERRUPTED, arguments)
+    except BrokenPipeError:
+        # Whoever read stdout has seen enough.
+        sys.stdout = None
+        return 1
+    except MemoryError as error:
+        return _fail(error, f"out of memory {error}".strip(), 1, arguments)
+    except Exception as error:  # the last line of defence: a bug still ends in one line
+        return _fail(error, f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1, arguments)
+
+
+def _fail(error, message, code, arguments):
+    if "--debug" in arguments:
+        traceback.print_exception(error)
+    print(f"rlnumba: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="rlnumba", message="rlnumba %(version)s")
+@click.option(
+    "--device",
+    "device_name",
+    type=click.Choice(device.DEVICES),
+    help="Where to compute: auto (cuda if a GPU answers, else numpy), cuda, sim (the CUDA simulator, for debugging "
+    "kernels), numpy. Default: the environment variable RLNUMBA_DEVICE, else auto.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(device_name, debug):
+    """Reinforcement learning of language models with kernels written in Python."""
+    if device_name is not None:
+        device.select(device_name)
+
+
+def _say_device():
+    """Chooses the device, if none is chosen yet, and says which."""
+    device.name()
+    click.echo(f"device {device.describe()}", err=True)
+
+
+class _Progress:
+    """How far a command is, on stderr: a line that changes on a terminal, nothing elsewhere."""
+
+    def __init__(self):
+        self.shown = sys.stderr.isatty()
+        self.started = self.last = time.monotonic()
+
+    def __call__(self, text):
+        if self.shown and time.monotonic() - self.last > 0.1:
+            self.last = time.monotonic()
+            click.echo(f"\r\033[K{text}", nl=False, err=True)
+
+    def generated(self, finished, total, drawn):
+        rate = drawn / max(time.monotonic() - self.started, 1e-9)
+        self(f"{finished}/{total} completions, {drawn} tokens, {rate:.0f} tokens/s")
+
+    def end(self, text):
+        click.echo(f"\r\033[K{text}" if self.shown else text, err=True)
+
+
+def _load(model, dtype):
+    """(Transformer, Tokenizer or None) of a folder or hub id."""
+    from rlnumba.model.tokenizer import Tokenizer
+    from rlnumba.model.transformer import find_model, load_model
+
+    folder = find_model(model)
+    return load_model(folder, dtype), Tokenizer.from_folder(folder)
+
+
+def _need_tokenizer(tokenizer, model, place):
+    if tokenizer is None:
+        raise UserError(f"{place}: text needs a tokenizer, and {model} has no tokenizer.json; give token ids instead")
+    return tokenizer
+
+
+def _token_ids(value, place, column):
+    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        raise UserError(f"{place}: {column!r} must be a list of integers")
+    if not value:
+        raise UserError(f"{place}: {column!r} is empty")
+    return value
+
+
+@cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id.")
+@click.option("--prompts", required=True, help='JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.')
+@click.option("--output", required=True, help="JSONL, a line for each prompt in the same order.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens a completion.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(min=-1), default=0, show_default=True, help="0 and -1 are off.")
+@click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, show_default=True)
+@click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True)
+@click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--n", type=click.IntRange(min=1), default=1, show_default=True, help="Completions of each prompt.")
+@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True, help="Sequences a step.")
+@click.option(
+    "--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens a step."
+)
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
+@click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(min=0, min_open=True, max=1),
+    default=0.9,
+    show_default=True,
+    help="Share of the GPU's memory for weights, activations and KV cache.",
+)
+@click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
+def generate(model, prompts, output, dtype, **options):
+    """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
+    "finish_reason"}]}, a line for each prompt.
+
+    A token depends on the seed, the prompt, the completion's index and the position only. Sampling values in
+    generation_config.json are not read.
+    """
+    from rlnumba.config import EngineConfig
+    from rlnumba.data import read_rows
+    from rlnumba.engine.sequence import SamplingParams
+    from rlnumba.metrics import replacing, to_line
+
+    _say_device()
+    engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    engine |= {name: options.pop(name) for name in ("gpu_memory_utilization", "enforce_eager")}
+    params = SamplingParams(**options)
+    with replacing(output) as file:
+        rows = read_rows(prompts)
+        for row, place in rows:
+            _check_generate_row(row, place)
+        from rlnumba.engine.llm import LLM, PromptError
+
+        transformer, tokenizer = _load(model, dtype)
+        llm = LLM(transformer, tokenizer, EngineConfig(**engine))
+        ids = [_prompt_ids(row, place, tokenizer, model) for row, place in rows]
+        progress = _Progress()
+        try:
+            outputs = llm.generate(ids, params, progress.generated)
+        except PromptError as error:
+            raise UserError(f"{rows.places[error.index]}: {error.reason}") from error
+        for result in outputs:
+            completions = [
+                {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
+                for c in result.completions
+            ]
+            file.write(to_line({"prompt_token_ids": result.prompt_token_ids, "completions": completions}))
+    tokens = sum(len(c.token_ids) for result in outputs for c in result.completions)
+    seconds = time.monotonic() - progress.started
+    progress.end(f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s) -> {output}")
+
+
+def _check_generate_row(row, place):
+    from rlnumba.data import check_prompt
+
+    if ("prompt" in row) == ("prompt_token_ids" in row):
+        raise UserError(f"{place}: needs either 'prompt' or 'prompt_token_ids'; its columns are {', '.join(row)}")
+    if "prompt" in row:
+        check_prompt(row["prompt"], f"{place}: 'prompt'")
+    else:
+        _token_ids(row["prompt_token_ids"], place, "prompt_token_ids")
+
+
+def _prompt_ids(row, place, tokenizer, model):
+    from rlnumba.data import encode_prompt
+
+    if "prompt_token_ids" in row:
+        return row["prompt_token_ids"]
+    try:
+        return encode_prompt(_need_tokenizer(tokenizer, model, place), row["prompt"])
+    except UserError as error:
+        raise UserError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
+
+
+@cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id.")
+@click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
+@click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
+@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Divides the logits; 0 scores as `generate --temperature 0` does, by the untempered model.",
+)
+def score(model, source, output, dtype, temperature):
+    """The log-prob of every token given those before it, from the training forward. Writes {"token_ids", "logprobs"},
+    the first of which is null."""
+    from rlnumba.data import check_ids, read_rows
+    from rlnumba.metrics import replacing, to_line
+
+    if temperature != temperature or temperature == float("inf"):
+        raise ConfigError(f"--temperature must be a finite number, got {temperature}")
+    _say_device()
+    with replacing(output) as file:
+        rows = read_rows(source)
+        for row, place in rows:
+            _check_score_row(row, place)
+        transformer, tokenizer = _load(model, dtype)
+        limit = transformer.config.max_position_embeddings
+        sequences = [_scored_ids(row, place, tokenizer, model) for row, place in rows]
+        for ids, place in zip(sequences, rows.places, strict=True):
+            check_ids(ids, transformer.config.vocab_size, place)
+            if len(ids) > limit:
+                raise UserError(f"{place}: {len(ids)} tokens are more than the model's {limit}")
+        progress = _Progress()
+        scored = _score_all(transformer, sequences, temperature or 1.0, progress)
+        for ids, logprobs in zip(sequences, scored, strict=True):
+            file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
+    tokens = sum(map(len, sequences))
+    progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
+
+
+def _check_score_row(row, place):
+    from rlnumba.data import check_messages, check_prompt
+
+    if ("token_ids" in row) == ("prompt" in row):
+        raise UserError(
+            f"{place}: needs either 'token_ids' or 'prompt' and 'completion'; its columns are {', '.join(row)}"
+        )
+    if "token_ids" in row:
+        _token_ids(row["token_ids"], place, "token_ids")
+        return
+    check_prompt(row["prompt"], f"{place}: 'prompt'")
+    completion = row.get("completion")
+    if isinstance(completion, list):
+        check_messages(completion, f"{place}: 'completion'")
+    elif not isinstance(completion, str):
+        raise UserError(f"{place}: 'completion' must be a string or a list of messages")
+
+
+def _scored_ids(row, place, tokenizer, model):
+    from rlnumba.data import encode_pair
+
+    if "token_ids" in row:
+        return row["token_ids"]
+    try:
+        ids, _ = encode_pair(_need_tokenizer(tokenizer, model, place), row["prompt"], row["completion"])
+    except UserError as error:
+        raise UserError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
+    return ids
+
+
+def _score_all(model, sequences, temperature, progress, max_tokens=32768):
+    """The log-probs of each sequence, (S,) float32 each, max_tokens tokens at a time."""
+    import numpy as np
+
+    from rlnumba.model.transformer import pack
+    from rlnumba.model.transformer import score as score_batch
+
+    results, first = [], 0
+    while first < len(sequences):
+        last, tokens = first, 0
+        while last < len(sequences) and (last == first or tokens + len(sequences[last]) <= max_tokens):
+            tokens += len(sequences[last])
+            last += 1
+        batch = pack(sequences[first:last])
+        logprobs = device.to_host(score_batch(model, batch, temperature).logprobs)
+        results += np.split(logprobs, np.cumsum(batch.lengths)[:-1])
+        first = last
+        progress(f"{first}/{len(sequences)} sequences")
+    return results
+
+
+TRAINER_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+def _trainer(kind, doc):
+    """The command of a trainer: a TOML file, and any of its keys as an option."""
+
+    @cli.command(kind, help=doc, context_settings=TRAINER_SETTINGS, options_metavar="--config RUN.toml [OPTIONS]")
+    @click.option("--config", required=True, multiple=True, help="The run; of several files, later ones win.")
+    @click.option("--resume", is_flag=True, help="Go on from the newest readable checkpoint in output_dir.")
+    @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
+    @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+    def command(config, resume, dry_run, overrides):
+        from rlnumba.config import load_run, to_toml
+
+        run = load_run(kind, config, parse_overrides(overrides))
+        if dry_run:
+            click.echo(to_toml(run), nl=False)
+            return
+        _say_device()
+        if kind == "sft":
+            from rlnumba.trainers.sft import run_sft
+
+            run_sft(run, resume=resume)
+        else:
+            from rlnumba.trainers.grpo import run_grpo
+
+            run_grpo(run, resume=resume)
+
+    return command
+
+
+_trainer(
+    "sft",
+    """Train on examples of right answers (supervised fine-tuning).
+
+    Every key of the file is also an option: --train.learning_rate 1e-5, --seed 7. docs/configuration.md lists them.
+    Writes output_dir: metrics.jsonl, config.toml, checkpoints/, final/, curves.png.
+    """,
+)
+_trainer(
+    "grpo",
+    """Train by reward with Group Relative Policy Optimization.
+
+    Every key of the file is also an option: --train.num_generations 16, --seed 7. docs/configuration.md lists them.
+    Writes output_dir: metrics.jsonl, completions.jsonl, config.toml, checkpoints/, final/, curves.png.
+    """,
+)
+
+
+def parse_overrides(arguments):
+    """["--a.b", "1", "--c=2", "--flag"] -> [("a.b", "1"), ("c", "2"), ("flag", None)]: list of pairs.
+
+    Raises ConfigError for an argument that belongs to no option.
+    """
+    pairs, waiting = [], None
+    for argument in arguments:
+        if argument.startswith("--") and len(argument) > 2:
+            if waiting is not None:
+                pairs.append((waiting, None))
+            name, given, value = argument[2:].partition("=")
+            waiting = None if given else name
+            if given:
+                pairs.append((name, value))
+        elif waiting is not None:
+            pairs.append((waiting, argument))
+            waiting = None
+        else:
+            raise ConfigError(f"unexpected argument {argument!r}; options are written --section.key value")
+    return pairs if waiting is None else [*pairs, (waiting, None)]
+
+
+@cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id.")
+@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
+@click.option("--temperature", type=click.FloatRange(min=0.0, min_open=True), default=1.0, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Tokens a completion.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def check(model, dtype, temperature, max_tokens, seed):
+    """Compare rollout log-probs with training log-probs on a model, and name the first operator that differs.
+
+    Ends with 1 if they differ where they must be equal bit for bit: on the numpy device and in the simulator.
+    """
+    _say_device()
+    from rlnumba.engine.check import check_agreement
+    from rlnumba.kernels import gemm
+
+    transformer, _ = _load(model, dtype)
+    progress = _Progress()
+    found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
+    progress.end(f"checked in {time.monotonic() - progress.started:.1f} s")
+    click.echo(f"tokens compared            {found.tokens}")
+    click.echo(f"equal bit for bit          {found.equal} ({100 * found.equal / found.tokens:.2f} %)")
+    click.echo(f"largest difference         {found.largest:.3g} nats")
+    click.echo(f"first differing operator   {found.operator or 'none'}")
+    click.echo(f"matrix products            {gemm.backend()}")
+    if found.operator and gemm.backend() != "cublas":
+        raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
+
+
+@cli.command()
+@click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...")
+@click.option("--output", required=True, help="The PNG to write.")
+def plot(run_dirs, output):
+    """Draw the metrics of one or several runs."""
+    from rlnumba.metrics import plot as draw
+
+    draw(list(run_dirs), Path(output))
+
+
+@cli.command()
+def env():
+    """Show versions, device, matrix product backend and memory."""
+    device.name()
+    from rlnumba.kernels import gemm
+    from rlnumba.metrics import environment
+
+    free, total = device.memory_info()
+    for name, value in environment().items():
+        click.echo(f"{name:<14} {value or 'unknown'}")
+    click.echo(f"{'gemm':<14} {gemm.backend()}")
+    click.echo(f"{'memory':<14} {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB")

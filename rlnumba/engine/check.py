@@ -1,0 +1,140 @@
+"""Do rollout and training agree? Completions from the engine, scored by the training forward, bit by bit.
+
+Where they differ, one sequence is run again through both, and the first operator whose output differs is named. The
+order in which operators are looked at is the order in which a token passes them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.engine.cache import KVCache
+from rlnumba.engine.llm import BLOCK_SIZE, LLM
+from rlnumba.engine.runner import PagedAttend
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.model.layers import PackedAttention
+from rlnumba.model.transformer import Tape, pack, score
+
+PROMPT_LENGTHS = (1, 5, 17, 48, 5, 130)  # below, at and above a block of the cache and a tile of attention
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """tokens: how many were compared. equal: of those, with the same bits. largest: difference of log-probs, in nats.
+
+    operator: the first operator that differs, in words; None where nothing does.
+    """
+
+    tokens: int
+    equal: int
+    largest: float
+    operator: str | None
+
+
+def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
+    """Generates from random prompts and compares the engine's log-probs with the training forward's: Agreement.
+
+    config: EngineConfig. max_tokens: tokens of a completion, fewer where the model is short. progress: as in
+    LLM.generate.
+    """
+    llm = LLM(model, None, config)
+    limit = llm.max_model_len
+    rng = np.random.default_rng(seed)
+    lengths = [max(1, min(length, limit - max_tokens)) for length in PROMPT_LENGTHS]
+    prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed, n=2)
+    outputs = llm.generate(prompts, params, progress)
+    pairs = [(output.prompt_token_ids, c) for output in outputs for c in output.completions]
+    batch = pack([prompt + c.token_ids for prompt, c in pairs])
+    scored = np.split(device.to_host(score(model, batch, temperature).logprobs), np.cumsum(batch.lengths)[:-1])
+    differences = []
+    for (prompt, c), logprobs in zip(pairs, scored, strict=True):
+        differences.append(np.abs(np.array(c.logprobs, np.float32).astype(np.float64) - logprobs[len(prompt) :]))
+    flat = np.concatenate(differences)
+    operator = None
+    if flat.any():
+        worst = int(np.argmax([d.max() for d in differences]))
+        prompt, completion = pairs[worst]
+        llm.sleep()
+        operator = first_difference(model, prompt + completion.token_ids, len(prompt), len(pairs))
+    return Agreement(len(flat), int((flat == 0).sum()), float(flat.max()), operator)
+
+
+def first_difference(model, token_ids, prompt_length, copies):
+    """The first operator whose outputs differ between training and rollout of one sequence: a sentence.
+
+    The sequence runs `copies` times side by side, since matrix products may depend on how many rows there are.
+    """
+    training = _training_outputs(model, token_ids, copies)
+    rollout = _rollout_outputs(model, token_ids, prompt_length, copies)
+    for (name, expected), (_, actual) in zip(training, rollout, strict=True):
+        unequal = (expected != actual).reshape(len(token_ids), -1).any(axis=1)
+        if unequal.any():
+            position = int(np.argmax(unequal))
+            part = "prefill" if position < prompt_length else "decode"
+            return f"{name}, at position {position} ({part})"
+    return "log-prob of the drawn token: all hidden states are equal"
+
+
+def _outputs(tape, hidden):
+    """(name, array) of every operator's output in the order of a forward, from its tape; arrays on the device."""
+    found = []
+    for index, (attention, mlp) in enumerate(tape.layers):
+        x, normed, _, qkv, q, k, v, _, attended = attention
+        h, mlp_normed, _, gate_up, activated = mlp
+        found += [
+            ("embedding" if index == 0 else f"layer {index - 1} down_proj", x),
+            (f"layer {index} input rmsnorm", normed),
+            (f"layer {index} qkv_proj", qkv),
+            (f"layer {index} qkv_split of q (head norm, rope)", q),
+            (f"layer {index} qkv_split of k (head norm, rope)", k),
+            (f"layer {index} qkv_split of v", v),
+            (f"layer {index} attention", attended),
+            (f"layer {index} o_proj", h),
+            (f"layer {index} post rmsnorm", mlp_normed),
+            (f"layer {index} gate_up_proj", gate_up),
+            (f"layer {index} swiglu", activated),
+        ]
+    return [*found, (f"layer {len(tape.layers) - 1} down_proj", tape.last[0]), ("final rmsnorm", hidden)]
+
+
+def _first_copy(outputs, rows):
+    return [(name, device.to_host(array[:rows]).astype(np.float32)) for name, array in outputs]
+
+
+def _training_outputs(model, token_ids, copies):
+    batch = pack([token_ids] * copies)
+    attend = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
+    tape = Tape()
+    hidden = model.forward(batch.input_ids, batch.position_ids, attend, tape)
+    return _first_copy(_outputs(tape, hidden), len(token_ids))
+
+
+def _rollout_outputs(model, token_ids, prompt_length, copies):
+    """As the engine computes it: the prompt at once, then token by token, over a paged cache."""
+    blocks = -(-len(token_ids) // BLOCK_SIZE)
+    cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype)
+    cache.take()
+    tables = np.arange(blocks * copies, dtype=np.int32).reshape(copies, blocks)
+    pieces = []
+    start = 0
+    for end in [prompt_length, *range(prompt_length + 1, len(token_ids) + 1)]:
+        positions = np.arange(start, end, dtype=np.int32)
+        slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        arrays = {
+            "input_ids": np.tile(np.array(token_ids[start:end], np.int32), copies),
+            "position_ids": np.tile(positions, copies),
+            "slot_mapping": slots.reshape(-1).astype(np.int32),
+            "block_tables": tables,
+            "cu_seqlens": np.arange(copies + 1, dtype=np.int32) * np.int32(end - start),
+            "context_lens": np.full(copies, end, np.int32),
+        }
+        arrays = {name: device.asarray(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        attend = PagedAttend(cache, model.config.scale, arrays, end - start, end)
+        tape = Tape()
+        hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attend, tape)
+        pieces.append(_first_copy(_outputs(tape, hidden), end - start))
+        start = end
+    cache.give_back()
+    return [(parts[0][0], np.concatenate([array for _, array in parts])) for parts in zip(*pieces, strict=True)]

@@ -13,6 +13,7 @@ captured graph stays valid.
 
 import math
 
+import numba
 import numpy as np
 
 from rlnumba import device
@@ -22,8 +23,6 @@ from rlnumba.kernels.instructions import narrow
 from rlnumba.kernels.launch import launch
 
 THREADS = 256
-# Elements that NumPy updates at a time: 64 KiB an array, so that the intermediates stay in the cache.
-CHUNK = 16384
 
 
 @cuda.jit
@@ -46,6 +45,19 @@ def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
     # Without a separate master copy both names are one float32 array.
     master[i] = value
     weights[i] = narrow(value, weights)
+
+
+@numba.njit(cache=True, parallel=True, fastmath={"contract"}, error_model="numpy")
+def _adamw_cpu(master, grads, m, v, scalars, decay_end):
+    """adamw_kernel on the numpy device, where NumPy would take fifteen passes over memory."""
+    one = np.float32(1.0)
+    for i in numba.prange(master.shape[0]):
+        gradient = grads[i] * scalars[7]
+        m[i] = (one - scalars[1]) * m[i] + scalars[1] * gradient
+        v[i] = (one - scalars[2]) * v[i] + scalars[2] * gradient * gradient
+        step = m[i] / scalars[5] / (np.sqrt(v[i] / scalars[6]) + scalars[3])
+        decay = scalars[4] if i < decay_end else np.float32(0.0)
+        master[i] -= scalars[0] * (step + decay * master[i])
 
 
 def adamw_scalars(learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale=1.0):
@@ -78,12 +90,9 @@ def adamw(weights, master, grads, m, v, scalars, decay_end):
     if not 0 <= decay_end <= size:
         raise ValueError(f"adamw: decay_end must be in [0, {size}], got {decay_end}")
     if device.name() == "numpy":
-        for begin, end, decays in ((0, decay_end, True), (decay_end, size, False)):
-            for start in range(begin, end, CHUNK):
-                part = slice(start, min(start + CHUNK, end))
-                updated = adamw_ref(master[part], grads[part], m[part], v[part], scalars, decays)
-                master[part], m[part], v[part] = updated
-                weights[part] = updated[0]
+        _adamw_cpu(master, grads, m, v, scalars, decay_end)
+        if weights is not master:
+            weights[...] = master
         return
     launch(adamw_kernel, -(-size // THREADS), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
+from rlnumba.kernels import qkv_cpu
 from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function, narrow, warp_sum, widen
 from rlnumba.kernels.launch import launch
@@ -31,6 +32,9 @@ WARPS = 4
 # A lane keeps its part of dweight in registers: this many pairs, so E is at most 64 * PAIRS.
 PAIRS = 4
 LANE_VALUES = 2 * PAIRS
+# What stands in for absent weights on the numpy device.
+_EMPTY = np.empty(0, np.float32)
+_EMPTY_ROWS = np.empty((0, 0), np.float32)
 # Warps of the backward at most, each with a partial sum of dweight: what 132 SMs hold at 128 registers a
 # thread. Part of the arithmetic.
 SUMMING_WARPS = 2112
@@ -236,10 +240,9 @@ def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rst
     heads = (("q", q), ("k", k), ("v", v))
     rows, *_ = _check_heads("qkv_split", qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd)
     if device.name() == "numpy":
-        split = qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q.shape[1], k.shape[1])
-        q[...], k[...], v[...] = split[:3]
-        if q_weight is not None:
-            rstd[...] = split[3]
+        norm = (_EMPTY, _EMPTY) if q_weight is None else (q_weight, k_weight)
+        rstd = _EMPTY_ROWS if q_weight is None else rstd
+        qkv_cpu.split(qkv, *norm, np.float32(eps), cos, sin, position_ids, q, k, v, rstd)
         return
     block = (32, WARPS)
     if q_weight is None:
@@ -264,11 +267,10 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
         check(op, "dq_weight", dq_weight, (width,), F32)
         check(op, "dk_weight", dk_weight, (width,), F32)
     if device.name() == "numpy":
-        gradient = qkv_split_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd)
-        dqkv[...] = gradient[0]
-        if q_weight is not None:
-            dq_weight += gradient[1]
-            dk_weight += gradient[2]
+        norm, dnorm = ((q_weight, k_weight), (dq_weight, dk_weight))
+        if q_weight is None:
+            norm, dnorm, rstd = (_EMPTY, _EMPTY), (_EMPTY, _EMPTY), _EMPTY_ROWS
+        qkv_cpu.split_backward(dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, *dnorm)
         return
     if q_weight is None:
         launch(qkv_split_backward_kernel, rows, (32, WARPS), dq, dk, dv, cos, sin, position_ids, dqkv)

@@ -152,7 +152,8 @@ def group_mean_std_kernel(x, ddof, mean, std):
 def sum_of_squares(x, out):
     """out[0] = the sum of x^2.
 
-    x (n,), out (1,) float32; out is written, with infinity if the sum is beyond float32. Raises ValueError for other shapes, dtypes or layouts.
+    x (n,), out (1,) float32; out is written, with infinity if the sum is beyond float32. Raises ValueError for
+    other shapes, dtypes or layouts.
     """
     (size,) = check("sum_of_squares", "x", x, (None,), F32)
     check("sum_of_squares", "out", out, (1,), F32)

@@ -19,6 +19,9 @@ from rlnumba.kernels.instructions import device_function, narrow, widen
 from rlnumba.kernels.launch import launch
 
 THREADS = 256
+# Elements of out that NumPy computes at a time, so that its intermediate arrays stay in the cache: 1024 rows of
+# 768 took 14.5 ms at once in the backward.
+CHUNK = 32768
 
 
 @device_function
@@ -65,7 +68,8 @@ def swiglu(gate_up, out):
     rows, columns = check("swiglu", "out", out, (None, None), FLOATS)
     check("swiglu", "gate_up", gate_up, (rows, 2 * columns), (out.dtype,))
     if device.name() == "numpy":
-        out[...] = swiglu_ref(gate_up)
+        for part in _row_chunks(out):
+            out[part] = swiglu_ref(gate_up[part])
         return
     launch(swiglu_kernel, rows, THREADS, gate_up, out)
 
@@ -80,9 +84,17 @@ def swiglu_backward(dout, gate_up, dgate_up):
     check("swiglu_backward", "gate_up", gate_up, (rows, 2 * columns), (dout.dtype,))
     check("swiglu_backward", "dgate_up", dgate_up, (rows, 2 * columns), (dout.dtype,))
     if device.name() == "numpy":
-        dgate_up[...] = swiglu_backward_ref(dout, gate_up)
+        for part in _row_chunks(dout):
+            dgate_up[part] = swiglu_backward_ref(dout[part], gate_up[part])
         return
     launch(swiglu_backward_kernel, rows, THREADS, dout, gate_up, dgate_up)
+
+
+def _row_chunks(array):
+    """Slices of rows with about CHUNK elements each."""
+    rows, columns = array.shape
+    step = max(1, CHUNK // max(columns, 1))
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def swiglu_ref(gate_up):

@@ -1,0 +1,89 @@
+"""qkv_split and its backward on the numpy device: one pass over memory, compiled by numba.njit.
+
+The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs more than
+the matrix products next to it. A head is computed from its own values in one order, whatever else is in
+the batch. Without a norm the weights, rstd and weight gradients are empty arrays.
+"""
+
+import numba
+import numpy as np
+
+_ONE = np.float32(1.0)
+_ZERO = np.float32(0.0)
+
+
+@numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
+def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
+    """q, k, v and rstd of qkv_split; raises ValueError for a position beyond the tables."""
+    heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
+    half = width // 2
+    normed = q_weight.shape[0] > 0
+    for row in range(qkv.shape[0]):
+        position = position_ids[row]
+        if position < 0 or position >= cos.shape[0]:
+            raise ValueError("qkv_split: position_ids must lie within the tables")
+        for head in range(heads + kv_heads):
+            x = qkv[row, head * width : (head + 1) * width]
+            weight = q_weight if head < heads else k_weight
+            out = q[row, head] if head < heads else k[row, head - heads]
+            scale = _ONE
+            if normed:
+                first_squares, second_squares = _ZERO, _ZERO
+                for e in range(half):
+                    first_squares += x[e] * x[e]
+                    second_squares += x[half + e] * x[half + e]
+                scale = _ONE / np.sqrt((first_squares + second_squares) / np.float32(width) + eps)
+                rstd[row, head] = scale
+            for e in range(half):
+                first, second = x[e], x[half + e]
+                if normed:
+                    first *= scale * weight[e]
+                    second *= scale * weight[half + e]
+                out[e] = first * cos[position, e] - second * sin[position, e]
+                out[half + e] = second * cos[position, e] + first * sin[position, e]
+        column = (heads + kv_heads) * width
+        for head in range(kv_heads):
+            for e in range(width):
+                v[row, head, e] = qkv[row, column + head * width + e]
+
+
+@numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
+def split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
+    """dqkv =, dq_weight and dk_weight += of qkv_split_backward."""
+    heads, kv_heads, width = dq.shape[1], dk.shape[1], dq.shape[2]
+    half = width // 2
+    normed = q_weight.shape[0] > 0
+    g = np.empty(width, np.float32)
+    dweight = np.zeros((2, width), np.float32)
+    for row in range(qkv.shape[0]):
+        position = position_ids[row]
+        for head in range(heads + kv_heads):
+            is_key = 1 if head >= heads else 0
+            dout = dk[row, head - heads] if is_key else dq[row, head]
+            dx = dqkv[row, head * width : (head + 1) * width]
+            for e in range(half):
+                g[e] = dout[e] * cos[position, e] + dout[half + e] * sin[position, e]
+                g[half + e] = dout[half + e] * cos[position, e] - dout[e] * sin[position, e]
+            if not normed:
+                dx[:] = g
+                continue
+            x = qkv[row, head * width : (head + 1) * width]
+            weight = k_weight if is_key else q_weight
+            scale = rstd[row, head]
+            first_sum, second_sum = _ZERO, _ZERO
+            for e in range(half):
+                first_sum += g[e] * weight[e] * x[e]
+                second_sum += g[half + e] * weight[half + e] * x[half + e]
+            projection = (first_sum + second_sum) * scale / np.float32(width)
+            for e in range(width):
+                normalised = x[e] * scale
+                dx[e] = scale * (g[e] * weight[e] - normalised * projection)
+                dweight[is_key, e] += g[e] * normalised
+        column = (heads + kv_heads) * width
+        for head in range(kv_heads):
+            for e in range(width):
+                dqkv[row, column + head * width + e] = dv[row, head, e]
+    if normed:
+        for e in range(width):
+            dq_weight[e] += dweight[0, e]
+            dk_weight[e] += dweight[1, e]

@@ -1,0 +1,362 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.gemm import linear
+from rlnumba.kernels.logprob import linear_logp
+from rlnumba.kernels.philox import noise_key
+from rlnumba.kernels.sampling import (
+    apply_repetition_penalty,
+    apply_repetition_penalty_ref,
+    kept_ref,
+    noise_words_ref,
+    sample,
+    sample_ref,
+)
+from tests.close import assert_close, assert_same_bits
+
+FILTERS = {
+    "none": {},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.05},
+    "all": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+QWEN_VOCABULARY = 151_936
+
+
+def make(rng, rows, columns, **options):
+    """Arguments of sample on the host: random logits, one noise key for all rows, sample_index 0, 1, 2, ..."""
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **options}
+    floats = {name: np.full(rows, options[name], np.float32) for name in ("temperature", "top_p", "min_p")}
+    return {
+        "logits": (3 * rng.standard_normal((rows, columns))).astype(np.float32),
+        "temperature": floats["temperature"],
+        "top_k": np.full(rows, options["top_k"], np.int32),
+        "top_p": floats["top_p"],
+        "min_p": floats["min_p"],
+        "keys": np.tile(noise_key(5, [1, 2]), (rows, 1)),
+        "sample_index": np.arange(rows, dtype=np.int32),
+        "position": np.full(rows, 9, np.int32),
+    }
+
+
+def draw(arguments):
+    """(token_ids, logprobs) on the host from the operator."""
+    rows = len(arguments["logits"])
+    token_ids = device.xp().full(rows, -7, np.int32)
+    logprobs = device.xp().full(rows, np.nan, np.float32)
+    sample(*(device.asarray(a) for a in arguments.values()), token_ids, logprobs)
+    return device.to_host(token_ids), device.to_host(logprobs)
+
+
+def check_against_reference(arguments):
+    token_ids, logprobs = draw(arguments)
+    expected_ids, expected = sample_ref(**arguments)
+    assert np.array_equal(token_ids, expected_ids)
+    assert_close(logprobs, expected, terms=arguments["logits"].shape[1], scale=20.0, what="logprobs")
+
+
+def check_distribution(counts, probabilities):
+    """Fail unless counts come from the distribution: Pearson's chi-square, five standard deviations.
+
+    Tokens are gathered by descending probability into bins that expect 20 or more.
+    """
+    draws = counts.sum()
+    assert np.all(counts[probabilities == 0] == 0)
+    order = np.argsort(-probabilities, kind="stable")
+    expected, observed = draws * probabilities[order], counts[order]
+    bins = np.minimum(np.cumsum(expected) - expected, draws - 20) // 20
+    _, bins = np.unique(bins, return_inverse=True)
+    expected, observed = np.bincount(bins, weights=expected), np.bincount(bins, weights=observed)
+    freedom = max(len(expected) - 1, 1)
+    statistic = np.sum((observed - expected) ** 2 / np.maximum(expected, 1e-9))
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom) + 10, (statistic, freedom)
+
+
+def zipf(rng, columns, exponent):
+    """Logits of a vocabulary whose r-th most frequent token has probability about 1 / r^exponent."""
+    return rng.permutation(-exponent * np.log(np.arange(1, columns + 1))).astype(np.float32)
+
+
+def check_draws(row, rows, batches, **options):
+    """Chi-square and mean log-prob of rows * batches draws from one row of logits."""
+    arguments = make(np.random.default_rng(1), rows, 1, **options)
+    arguments["logits"] = np.tile(row, (rows, 1))
+    on_device = {name: device.asarray(a) for name, a in arguments.items()}
+    kept = kept_ref(row.astype(np.float64), *(options.get(k, v) for k, v in DEFAULTS))
+    scaled = np.where(kept, row.astype(np.float64) / options.get("temperature", 1.0), -np.inf)
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities /= probabilities.sum()
+    counts, total = np.zeros(len(row)), 0.0
+    token_ids, logprobs = device.xp().zeros(rows, np.int32), device.xp().zeros(rows, np.float32)
+    for position in range(batches):
+        on_device["position"] = device.asarray(np.full(rows, position, np.int32))
+        sample(*on_device.values(), token_ids, logprobs)
+        ids = device.to_host(token_ids)
+        counts += np.bincount(ids, minlength=len(row))
+        total += device.to_host(logprobs).sum(dtype=np.float64)
+        with np.errstate(divide="ignore"):
+            assert_close(logprobs, np.log(probabilities)[ids], terms=len(row), scale=20.0)
+    check_distribution(counts, probabilities)
+    surprise = -np.log(np.where(probabilities > 0, probabilities, 1.0))
+    entropy = np.sum(probabilities * surprise)
+    error = np.sqrt((np.sum(probabilities * surprise**2) - entropy**2) / counts.sum())
+    assert abs(-total / counts.sum() - entropy) < 5 * error + 1e-5
+
+
+DEFAULTS = (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+
+
+@pytest.mark.parametrize("options", [FILTERS["none"], FILTERS["top_p"], FILTERS["all"]], ids=["none", "top_p", "all"])
+@pytest.mark.sim
+def test_simulator(rng, options):
+    arguments = make(rng, 1, 301, **options)
+    check_against_reference(arguments)
+
+
+@pytest.mark.sim
+def test_simulator_few_columns_and_greedy(rng):
+    check_against_reference(make(rng, 2, 1))
+    check_against_reference(make(rng, 2, 63, temperature=0.0))
+    check_against_reference(make(rng, 2, 66, min_p=0.3))
+
+
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("columns", [1, 2, 255, 257, 5000])
+def test_numpy_device(rng, columns, options):
+    if device.name() == "numpy":
+        check_against_reference(make(rng, 33, columns, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
+@pytest.mark.parametrize("shape", [(256, QWEN_VOCABULARY), (3, 50_257), (5, 1023), (7, 1), (0, 8)])
+def test_gpu(rng, shape, options):
+    check_against_reference(make(rng, *shape, **options))
+
+
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
+def test_distribution(rng, options):
+    if device.name() != "sim":
+        check_draws(zipf(rng, 400, 1.1), 5000, 24, **options)
+
+
+@pytest.mark.parametrize("options", [FILTERS["none"], FILTERS["top_p"]], ids=["none", "top_p"])
+def test_distribution_of_rare_tokens(rng, options):
+    """A quarter of the mass lies on tokens of probability below 1e-4."""
+    if device.name() == "numpy":
+        check_draws(zipf(rng, 6000, 0.9), 2500, 48, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
+def test_gpu_distribution(rng, options):
+    check_draws(zipf(rng, QWEN_VOCABULARY, 1.0), 256, 500, **options)
+
+
+@pytest.mark.gpu
+def test_gpu_distribution_of_a_flat_vocabulary(rng):
+    """Every token has probability 6.6e-6: the noise needs its fine steps near 0."""
+    check_draws(np.zeros(QWEN_VOCABULARY, np.float32), 256, 4000)
+
+
+def test_draws_of_neighbours_are_independent(rng):
+    """Pairs of draws at consecutive positions, samples, and under consecutive seeds fill their table evenly."""
+    if device.name() == "sim":
+        pytest.skip("needs many draws")
+    rows, columns = 40_000, 6
+    base = make(rng, rows, columns)
+    base["logits"] = np.zeros((rows, columns), np.float32)
+    first, _ = draw(base)
+    for change in ("position", "sample_index", "keys"):
+        other = dict(base)
+        other[change] = other[change] + np.asarray(1, other[change].dtype)
+        second, _ = draw(other)
+        check_distribution(
+            np.bincount(columns * first + second, minlength=columns**2), np.full(columns**2, columns**-2.0)
+        )
+
+
+def test_noise_depends_on_its_name_alone(rng):
+    """A row draws the same token alone, in any batch, at any place, beside any neighbours."""
+    rows, columns = (3, 70) if device.name() == "sim" else (64, 700)
+    arguments = make(rng, rows, columns, top_p=0.95 if device.name() != "sim" else 1.0)
+    token_ids, logprobs = draw(arguments)
+    order = rng.permutation(rows)
+    shuffled_ids, shuffled = draw({name: a[order].copy() for name, a in arguments.items()})
+    assert np.array_equal(shuffled_ids, token_ids[order])
+    assert_same_bits(shuffled, logprobs[order])
+    alone_id, alone = draw({name: a[2:3].copy() for name, a in arguments.items()})
+    assert alone_id[0] == token_ids[2]
+    assert_same_bits(alone, logprobs[2:3])
+
+
+def test_filters_do_not_change_the_noise(rng):
+    """Where the winner of the whole race is kept, it wins the filtered race too."""
+    rows = 2 if device.name() == "sim" else 200
+    arguments = make(rng, rows, 40)
+    free, _ = draw(arguments)
+    arguments["top_k"][:] = 5
+    filtered, _ = draw(arguments)
+    kept = np.array(
+        [kept_ref(row, 1.0, 5, 1.0, 0.0)[token] for row, token in zip(arguments["logits"], free, strict=True)]
+    )
+    assert np.array_equal(filtered[kept], free[kept])
+
+
+def test_log_prob_has_the_bits_of_linear_logp(rng):
+    rows, columns, width = (2, 70, 8) if device.name() == "sim" else (33, 1000, 48)
+    hidden, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (columns, width)))
+    hidden, weight = device.asarray(hidden), device.asarray(weight)
+    logits = device.xp().empty((rows, columns), np.float32)
+    linear(hidden, weight, logits)
+    for temperature in (1.0, 0.8):
+        arguments = make(rng, rows, columns, temperature=temperature)
+        arguments["logits"] = device.to_host(logits)
+        token_ids, logprobs = draw(arguments)
+        scored, lse = (device.xp().empty(rows, np.float32) for _ in range(2))
+        linear_logp(hidden, weight, device.asarray(token_ids), temperature, scored, lse)
+        assert_same_bits(logprobs, scored, f"temperature {temperature}")
+
+
+def kept_mass(row, **options):
+    """exp of (log-prob without filters - log-prob with them): the mass that the filters of one row keep."""
+    arguments = make(np.random.default_rng(0), 1, len(row), **options)
+    arguments["logits"] = np.asarray([row], np.float32)
+    token_ids, logprobs = draw(arguments)
+    scaled = np.asarray(row, np.float64) / options.get("temperature", 1.0)
+    return np.exp(scaled[token_ids[0]] - np.log(np.sum(np.exp(scaled))) - logprobs[0])
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.6}, [0, 1, 2]),
+        ({"top_p": 0.9}, [0, 1, 2]),
+        ({"top_p": 0.95}, [0, 1, 2, 3]),
+        ({"top_p": 1e-6}, [0]),
+        ({"top_k": 1}, [0]),
+        ({"top_k": 2}, [0, 1, 2]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        ({"min_p": 1.0}, [0]),
+        ({"min_p": 0.36}, [0, 1, 2]),
+        ({"min_p": 0.37}, [0]),
+        # Of the mass that top-k leaves (.52, .19, .19 of .90), .55 is reached by the first token alone.
+        ({"top_k": 2, "top_p": 0.55}, [0]),
+        ({"top_p": 0.55}, [0, 1, 2]),
+        # The order is min-p, then top-k: both thresholds hold.
+        ({"min_p": 0.3, "top_k": 4}, [0, 1, 2]),
+        # Temperature comes first: at 10 the first token has .26 of the mass.
+        ({"temperature": 10.0, "top_p": 0.5}, [0, 1, 2]),
+        ({"temperature": 10.0, "min_p": 0.8}, [0, 1, 2, 3]),
+    ],
+)
+def test_kept_tokens(options, kept):
+    row = [2.0, 1.0, 1.0, 0.0, -1.0]
+    merged = {**dict(DEFAULTS), **options}
+    assert list(np.flatnonzero(kept_ref(np.array(row), *merged.values()))) == kept
+    if device.name() == "sim" and options != {"top_k": 2, "top_p": 0.55}:
+        return
+    p = np.exp(np.array(row) / merged["temperature"])
+    assert abs(kept_mass(row, **options) - p[kept].sum() / p.sum()) < 1e-5
+
+
+def test_ties_at_the_boundary_are_all_kept(rng):
+    if device.name() == "sim":
+        pytest.skip("covered by test_kept_tokens")
+    flat = np.full(1000, -3.7)
+    for options in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        assert abs(kept_mass(flat, **options) - 1) < 1e-4
+    # Zeros of both signs are one value.
+    assert abs(kept_mass([0.0, -0.0, 0.0, -1e3], top_k=1) - 1) < 1e-5
+
+
+def test_forbidden_tokens_are_never_drawn(rng):
+    rows = 1 if device.name() == "sim" else 100
+    arguments = make(rng, rows, 50)
+    arguments["logits"][:, 7:] = -np.inf
+    token_ids, logprobs = draw(arguments)
+    assert token_ids.max() < 7 and np.all(np.isfinite(logprobs))
+    if device.name() != "sim":
+        for options in ({"top_k": 20}, {"top_p": 0.999}):
+            arguments |= {name: np.full_like(arguments[name], value) for name, value in options.items()}
+            check_against_reference(arguments)
+
+
+def test_greedy_takes_the_lowest_of_equals(rng):
+    arguments = make(rng, 2, 90, temperature=0.0, top_k=3, top_p=0.1)
+    arguments["logits"][:, [11, 30, 77]] = 20.0
+    token_ids, logprobs = draw(arguments)
+    assert list(token_ids) == [11, 11]
+    p = np.exp(arguments["logits"][:, 11].astype(np.float64)) / np.exp(arguments["logits"].astype(np.float64)).sum(
+        axis=1
+    )
+    assert_close(logprobs, np.log(p), terms=90, scale=20.0)
+
+
+def test_a_single_kept_token_has_log_prob_zero(rng):
+    arguments = make(rng, 2, 70, top_k=1)
+    token_ids, logprobs = draw(arguments)
+    assert np.array_equal(token_ids, arguments["logits"].argmax(axis=1)) and np.all(logprobs == 0)
+
+
+def test_not_a_number_shows_in_the_log_prob(rng):
+    arguments = make(rng, 2, 70)
+    arguments["logits"][1, 5] = np.nan
+    with np.errstate(invalid="ignore"):
+        token_ids, logprobs = draw(arguments)
+    assert np.isnan(logprobs[1]) and np.isfinite(logprobs[0]) and 0 <= token_ids[1] < 70
+
+
+def test_reference_noise_is_a_word_of_the_tokens_own_counter():
+    words = noise_words_ref(10, noise_key(1, [2]), 3, 4)
+    assert len(set(words.tolist())) == 10
+    assert np.array_equal(words[:6], noise_words_ref(6, noise_key(1, [2]), 3, 4))
+
+
+def penalise(logits, penalty, history):
+    on_device = device.asarray(logits.copy())
+    apply_repetition_penalty(on_device, device.asarray(penalty), device.asarray(history))
+    return device.to_host(on_device)
+
+
+@pytest.mark.sim
+def test_repetition_penalty_kernel(rng):
+    logits = rng.standard_normal((3, 70)).astype(np.float32)
+    history = rng.integers(-1, 70, (3, 150)).astype(np.int32)
+    penalty = np.array([1.3, 1.0, 0.7], np.float32)
+    assert_same_bits(penalise(logits, penalty, history), apply_repetition_penalty_ref(logits, penalty, history))
+
+
+@pytest.mark.gpu
+def test_gpu_repetition_penalty(rng):
+    logits = rng.standard_normal((64, QWEN_VOCABULARY)).astype(np.float32)
+    history = rng.integers(-1, QWEN_VOCABULARY, (64, 4097)).astype(np.int32)
+    history[:, ::2] = history[:, :1]
+    penalty = rng.uniform(0.8, 1.5, 64).astype(np.float32)
+    assert_same_bits(penalise(logits, penalty, history), apply_repetition_penalty_ref(logits, penalty, history))
+
+
+def test_repetition_penalty_of_transformers():
+    """Positive logits are divided, negative ones multiplied, a repeated token once, padding left alone."""
+    logits = np.array([[2.0, -2.0, 3.0, 0.0]], np.float32)
+    out = penalise(logits, np.array([2.0], np.float32), np.array([[0, 1, 0, 3, -1, -1]], np.int32))
+    assert out.tolist() == [[1.0, -4.0, 3.0, 0.0]]
+    assert np.array_equal(penalise(logits, np.ones(1, np.float32), np.zeros((1, 0), np.int32)), logits)
+
+
+def test_wrong_arguments_are_named(rng):
+    arguments = make(rng, 2, 9)
+    with pytest.raises(ValueError, match=r"sample: top_k must be \(2\) int32, got \(2,\) int64"):
+        draw({**arguments, "top_k": np.zeros(2, np.int64)})
+    with pytest.raises(ValueError, match=r"sample: keys must be \(2, 2\) uint32, got \(2, 3\) uint32"):
+        draw({**arguments, "keys": np.zeros((2, 3), np.uint32)})
+    with pytest.raises(ValueError, match=r"sample: logits must have 1 to 16777215 columns, got 0"):
+        draw({**arguments, "logits": np.zeros((2, 0), np.float32)})
+    with pytest.raises(ValueError, match=r"apply_repetition_penalty: history must be \(2, any\) int32"):
+        penalise(arguments["logits"], arguments["top_p"], np.zeros((3, 1), np.int32))

@@ -80,6 +80,15 @@ MODELS = {
         ),
         dict(dtype=torch.float16),
     ),
+    # Small enough for the simulator.
+    "qwen3_micro": (
+        Qwen3Config(
+            **{**COMMON, "num_hidden_layers": 1, "vocab_size": 40}, hidden_size=16, intermediate_size=24,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, attention_bias=True, tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+        ),
+        dict(lengths=(1, 6)),
+    ),
 }  # fmt: skip
 
 
@@ -122,7 +131,7 @@ def expected_of(model, sequences, max_new_tokens=24, logits=True, gradients=True
     return found
 
 
-def make_model(name, config, dtype=torch.float32, old_style=False, max_shard_size=None):
+def make_model(name, config, dtype=torch.float32, old_style=False, max_shard_size=None, lengths=(1, 17, 30)):
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
@@ -146,7 +155,7 @@ def make_model(name, config, dtype=torch.float32, old_style=False, max_shard_siz
     # Read back, because .to(dtype) rounds the rotary frequencies as well.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     rng = np.random.default_rng(7)
-    sequences = [rng.integers(3, VOCAB, n).tolist() for n in (1, 17, 30)]
+    sequences = [rng.integers(3, config.vocab_size, n).tolist() for n in lengths]
     np.savez_compressed(folder / "expected.npz", **expected_of(model, sequences))
 
 

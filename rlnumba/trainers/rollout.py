@@ -1,33 +1,41 @@
-"""From prompts to a training batch: what the first five steps of a token's way hand to the last four.
+"""From prompts to a training batch: what the first half of a token's way hands to the second.
 
-A `Rollouts` is one generation batch on the host: B sequences (prompt + completion) one after another, and one value
-for each of the T completion tokens. Token ids are those that went into the engine and came out of it: no text is
-tokenised again. `device_batch` packs a slice of it for one forward and backward pass; only the rows that predict a
-completion token reach the language-model head, so every per-token array there has T entries, not N.
+    draw            prompts -> engine -> completions -> rewards: groups of `Sample`
+    Rollouts        one generation on the host, packed end to end: B sequences, T completion tokens in all
+    device_batch    a slice of it on the device, for one forward and backward
+
+Token ids are those that went into the engine and came out of it; no text is tokenised again. Only the hidden states
+that predict a completion token reach the language-model head, so arrays of the loss have T entries, not N.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from rlnumba import device
+from rlnumba.data import Prompt
+from rlnumba.engine.sequence import Completion
+from rlnumba.kernels.advantage import group_advantages
 from rlnumba.model.transformer import Batch, pack
 
 
 class PromptOrder:
-    """The order in which an epoch visits the prompts: shuffled from (seed, epoch), or the file's."""
+    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order.
+
+    epoch, position: where to go on, and where it stands now.
+    """
 
     def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0):
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
         self.epoch, self.position = epoch, position
 
     def take(self, count):
-        """The next `count` prompt indices; a remainder of the epoch that is too short is dropped."""
+        """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""
         if self.position + count > self.num_prompts:
             self.epoch, self.position = self.epoch + 1, 0
-        order = epoch_order(self.num_prompts, self.shuffle, self.seed, self.epoch)
         self.position += count
-        return order[self.position - count : self.position]
+        order = epoch_order(self.num_prompts, self.shuffle, self.seed, self.epoch)
+        return order[self.position - count : self.position].tolist()
 
 
 def epoch_order(count, shuffle, seed, epoch):
@@ -35,19 +43,178 @@ def epoch_order(count, shuffle, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
 
 
-def rollout_seed(seed, *where):
-    """The engine's seed of one generation, drawn from the run's seed and the place (step, ...) it belongs to."""
-    return int(np.random.SeedSequence((seed, *where)).generate_state(1)[0])
+def derived_seed(seed, *place):
+    """A seed for the engine from the run's and the place it is used at (step, ...): int in [0, 2^32)."""
+    return int(np.random.SeedSequence((seed, *place)).generate_state(1)[0])
+
+
+@dataclass
+class Sample:
+    """One completion and what it was worth.
+
+    values (K,) float64: of each reward function, NaN for None; reward: their weighted sum, NaN if all are None; extra:
+    columns that rewards logged; advantage: 0 until it is trained on.
+    """
+
+    prompt: Prompt
+    completion: Completion
+    values: np.ndarray
+    reward: float
+    extra: dict
+    advantage: float = 0.0
+
+    @property
+    def truncated(self):
+        return self.completion.finish_reason == "length"
+
+
+@dataclass
+class Draw:
+    """What one call of the engine gave: a group of Samples for each prompt, and what the rewards logged beside them."""
+
+    groups: list[list[Sample]] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def samples(self):
+        return [sample for group in self.groups for sample in group]
+
+    @property
+    def num_tokens(self):
+        """Tokens of prompts and completions, a prompt counted with each of its completions: int."""
+        return sum(len(s.prompt.prompt_token_ids) + len(s.completion.token_ids) for s in self.samples)
+
+    @property
+    def num_drawn(self):
+        """Tokens of completions: int."""
+        return sum(len(sample.completion.token_ids) for sample in self.samples)
+
+    def rows(self, names):
+        """Its lines of completions.jsonl: list of dict. names: of the reward functions."""
+        return [
+            {
+                "prompt": sample.prompt.prompt,
+                "completion": sample.completion.text,
+                "finish_reason": sample.completion.finish_reason,
+                **dict(zip(names, sample.values.tolist(), strict=True)),
+                "reward": sample.reward,
+                "advantage": sample.advantage,
+                **sample.extra,
+            }
+            for sample in self.samples
+        ]
+
+
+def draw(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
+    """The completions of chosen prompts and their rewards: Draw.
+
+    llm: LLM; rewards: Rewards; prompts: PromptData; indices: of the prompts; params: SamplingParams, its n completions
+    make a group; trainer_state: passed to the rewards; clock: Clock;
+    status: called with a line on how far generation is. Raises RewardError.
+    """
+    with clock.phase("generate"):
+        chosen = [prompts.prompts[i] for i in indices]
+
+        def progress(finished, total, num_drawn):
+            if status is not None:
+                status(f"{finished} of {total} completions, {num_drawn} tokens")
+
+        outputs = llm.generate([prompt.prompt_token_ids for prompt in chosen], params, progress)
+    with clock.phase("reward"):
+        repeated = [i for i in indices for _ in range(params.n)]
+        completions = [completion for output in outputs for completion in output.completions]
+        scores = rewards.score(
+            [prompts.prompts[i].prompt for i in repeated],
+            [completion.text for completion in completions],
+            [completion.token_ids for completion in completions],
+            prompts.columns(repeated),
+            trainer_state,
+        )
+    weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * rewards.weights, axis=1))
+    samples = [
+        Sample(
+            prompts.prompts[i],
+            completion,
+            scores.values[n],
+            float(weighted[n]),
+            {column: values[n] for column, values in scores.extra.items()},
+        )
+        for n, (i, completion) in enumerate(zip(repeated, completions, strict=True))
+    ]
+    groups = [samples[n : n + params.n] for n in range(0, len(samples), params.n)]
+    return Draw(groups, scores.errors, scores.metrics)
+
+
+def is_uniform(group):
+    """Whether a group's rewards are all equal, so that it teaches nothing: True too with fewer than two rewards."""
+    known = [sample.reward for sample in group if not np.isnan(sample.reward)]
+    return len(known) < 2 or min(known) == max(known)
+
+
+def set_advantages(groups, weights, scale_rewards):
+    """Write the advantage of every sample of the groups (all of one size). weights (K,): of the reward functions."""
+    samples = [sample for group in groups for sample in group]
+    xp = device.xp()
+    advantages = xp.empty(len(samples), np.float32)
+    group_advantages(
+        device.asarray(np.array([sample.values for sample in samples], np.float32)),
+        device.asarray(np.asarray(weights, np.float32)),
+        len(groups[0]),
+        xp.empty(len(samples), np.float32),
+        advantages,
+        xp.empty(len(groups), np.float32),
+        scale_rewards,
+    )
+    for sample, advantage in zip(samples, device.to_host(advantages).tolist(), strict=True):
+        sample.advantage = advantage
+
+
+def draw_metrics(draws, names):
+    """TRL's metrics of what was drawn, a dict of floats. draws: list of Draw; names: of the reward functions."""
+    groups = [group for each in draws for group in each.groups]
+    samples = [sample for each in draws for sample in each.samples]
+    values = np.array([sample.values for sample in samples])
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    truncated = np.array([sample.truncated for sample in samples])
+    ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
+    found = {"reward": _mean(rewards), "reward_std": _std(rewards)}
+    for name, column in zip(names, values.T, strict=True):
+        found |= {f"rewards/{name}/mean": _mean(column), f"rewards/{name}/std": _std(column)}
+    found["frac_reward_zero_std"] = float(np.mean([is_uniform(group) for group in groups]))
+    for which, of in (("length", lengths), ("terminated_length", ended)):
+        found |= {
+            f"completions/mean_{which}": float(of.mean()),
+            f"completions/min_{which}": float(of.min()),
+            f"completions/max_{which}": float(of.max()),
+        }
+    found["completions/clipped_ratio"] = float(truncated.mean())
+    for each in draws:
+        found |= each.metrics
+        for name, count in each.errors.items():
+            found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
+    return found
+
+
+def _mean(values):
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _std(values):
+    known = values[~np.isnan(values)]
+    return float(known.std(ddof=1)) if len(known) > 1 else float("nan")
 
 
 @dataclass
 class Rollouts:
-    """One generation batch on the host, in the order in which it is trained on.
+    """One generation on the host, in the order in which it is trained on.
 
-    token_ids (sum of S,) i32, prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
-    loss_mask (T,) f32 of {0, 1}; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
-    ref_logprobs (T,) f32, or of length 0 where the loss does not need them; step: the optimizer step whose weights
-    drew it.
+    token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
+    loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
+    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; step: the number of optimizer
+    steps behind the weights that drew it.
     """
 
     token_ids: np.ndarray
@@ -61,93 +228,93 @@ class Rollouts:
     step: int
 
     @staticmethod
-    def build(prompt_ids, completion_ids, rollout_logprobs, advantages, truncated, step):
-        """From one list a sequence. A truncated sequence (True in `truncated`) gets a loss mask of zeros."""
-        lengths = np.array([len(ids) for ids in completion_ids], np.int32)
-        rows = [ids for pair in zip(prompt_ids, completion_ids, strict=True) for ids in pair]
+    def of(samples, mask_truncated, step):
+        """From Samples, in their order. mask_truncated: whether a truncated completion's loss mask is 0."""
+        prompts = [np.array(sample.prompt.prompt_token_ids, np.int32) for sample in samples]
+        completions = [np.array(sample.completion.token_ids, np.int32) for sample in samples]
+        lengths = np.array([len(ids) for ids in completions], np.int32)
+        masked = np.array([mask_truncated and sample.truncated for sample in samples])
         empty = np.empty(0, np.float32)
         return Rollouts(
-            token_ids=np.concatenate([np.asarray(row, np.int32) for row in rows]),
-            prompt_lengths=np.array([len(ids) for ids in prompt_ids], np.int32),
+            token_ids=np.concatenate([ids for pair in zip(prompts, completions, strict=True) for ids in pair]),
+            prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
             completion_lengths=lengths,
-            loss_mask=np.repeat(1.0 - np.asarray(truncated, np.float32), lengths).astype(np.float32),
-            rollout_logprobs=np.concatenate([np.asarray(row, np.float32) for row in rollout_logprobs]),
-            advantages=np.asarray(advantages, np.float32),
+            loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), lengths),
+            rollout_logprobs=np.concatenate([np.array(s.completion.logprobs, np.float32) for s in samples]),
+            advantages=np.array([sample.advantage for sample in samples], np.float32),
             old_logprobs=empty,
             ref_logprobs=empty,
             step=step,
         )
 
     def part(self, first, count):
-        """Sequences [first, first + count), sharing memory."""
-        ends = np.cumsum(self.prompt_lengths + self.completion_lengths)
-        completion_ends = np.cumsum(self.completion_lengths)
-        rows = slice(first, first + count)
+        """Sequences [first, first + count), sharing memory with these."""
 
-        def cut(values, ends):
-            return values[ends[first - 1] if first else 0 : ends[min(first + count, len(ends)) - 1]]
+        def cut(values, lengths):
+            begin = int(lengths[:first].sum())
+            return values[begin : begin + int(lengths[first : first + count].sum())]
 
+        lengths, rows = self.completion_lengths, slice(first, first + count)
         return replace(
             self,
-            token_ids=cut(self.token_ids, ends),
+            token_ids=cut(self.token_ids, self.prompt_lengths + lengths),
             prompt_lengths=self.prompt_lengths[rows],
-            completion_lengths=self.completion_lengths[rows],
-            loss_mask=cut(self.loss_mask, completion_ends),
-            rollout_logprobs=cut(self.rollout_logprobs, completion_ends),
+            completion_lengths=lengths[rows],
+            loss_mask=cut(self.loss_mask, lengths),
+            rollout_logprobs=cut(self.rollout_logprobs, lengths),
             advantages=self.advantages[rows],
-            old_logprobs=cut(self.old_logprobs, completion_ends),
-            ref_logprobs=cut(self.ref_logprobs, completion_ends),
+            old_logprobs=cut(self.old_logprobs, lengths),
+            ref_logprobs=cut(self.ref_logprobs, lengths),
         )
+
+    def parts(self, size):
+        """All sequences, `size` at a time: list of Rollouts."""
+        return [self.part(first, size) for first in range(0, len(self.advantages), size)]
 
     def state(self):
         """What a checkpoint keeps of them: Rollouts(**state) brings them back."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def num_active(self):
+        """Tokens whose loss mask is 1: int."""
+        return int(self.loss_mask.sum(dtype=np.float64))
 
 
 @dataclass
 class DeviceBatch:
-    """A slice of `Rollouts` on the device: `packed` for the transformer, the rest for head and loss.
+    """Rollouts on the device: `packed` for the transformer, the rest for head and loss.
 
-    rows (T,) i32: the packed positions that predict the completion tokens target_ids (T,) i32.
-    completion_cu_seqlens (B+1,) i32 cuts every (T,) array into completions.
+    rows (T,) i32: the packed positions that predict the completion tokens, target_ids (T,) i32. cu_seqlens (B + 1,)
+    i32 cuts every (T,) array into completions. old_logprobs, ref_logprobs: None where the rollouts have none.
     """
 
     packed: Batch
     rows: object
     target_ids: object
-    completion_cu_seqlens: object
+    cu_seqlens: object
     loss_mask: object
     rollout_logprobs: object
     old_logprobs: object
     ref_logprobs: object
     advantages: object
-    num_sequences: int
-    num_targets: int
-    num_active: int
-    step: int
 
 
 def device_batch(rollouts):
-    """`rollouts` (all of it) packed and copied to the device as one `DeviceBatch`."""
+    """`rollouts`, all of them, packed and copied to the device: DeviceBatch."""
     lengths = rollouts.prompt_lengths + rollouts.completion_lengths
     ends = np.cumsum(lengths)
-    starts = ends - lengths
-    completion_cu_seqlens = np.concatenate([[0], np.cumsum(rollouts.completion_lengths)]).astype(np.int32)
-    total = int(completion_cu_seqlens[-1])
-    first_rows = starts + rollouts.prompt_lengths - 1 - completion_cu_seqlens[:-1]
-    rows = (np.arange(total) + np.repeat(first_rows, rollouts.completion_lengths)).astype(np.int32)
+    cu_seqlens = np.concatenate([[0], np.cumsum(rollouts.completion_lengths)]).astype(np.int32)
+    before_first = ends - rollouts.completion_lengths - 1
+    rows = np.repeat(before_first - cu_seqlens[:-1], rollouts.completion_lengths) + np.arange(cu_seqlens[-1])
     return DeviceBatch(
-        packed=pack([rollouts.token_ids[a:b] for a, b in zip(starts, ends, strict=True)]),
-        rows=device.asarray(rows),
+        packed=pack(np.split(rollouts.token_ids, ends[:-1])),
+        rows=device.asarray(rows.astype(np.int32)),
         target_ids=device.asarray(rollouts.token_ids[rows + 1]),
-        completion_cu_seqlens=device.asarray(completion_cu_seqlens),
+        cu_seqlens=device.asarray(cu_seqlens),
         loss_mask=device.asarray(rollouts.loss_mask),
         rollout_logprobs=device.asarray(rollouts.rollout_logprobs),
         old_logprobs=device.asarray(rollouts.old_logprobs) if len(rollouts.old_logprobs) else None,
         ref_logprobs=device.asarray(rollouts.ref_logprobs) if len(rollouts.ref_logprobs) else None,
         advantages=device.asarray(rollouts.advantages),
-        num_sequences=len(lengths),
-        num_targets=total,
-        num_active=int(rollouts.loss_mask.sum()),
-        step=rollouts.step,
     )

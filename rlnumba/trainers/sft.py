@@ -101,9 +101,7 @@ def train_step(model, grads, optimizer, rows, train, learning_rate, arena):
         with arena.scope():
             batch, chosen, target_ids = device_targets(sequences)
             tape = Tape(train.gradient_checkpointing)
-            hidden = model.forward(
-                batch.input_ids, batch.position_ids, attention_of(model, batch, arena), tape, arena
-            )
+            hidden = model.forward(batch.input_ids, batch.position_ids, attention_of(model, batch, arena), tape, arena)
             logprobs, entropy, top1 = sums.take(target_ids)
             head = head_forward(model, hidden, chosen, target_ids, 1.0, arena, logprobs, entropy, top1)
             dlogprobs = arena.empty(logprobs.shape, np.float32)
@@ -130,9 +128,7 @@ def evaluate(model, rows, train, arena):
         sequences = [s for row in rows[first : first + train.per_device_train_batch_size] for s in row]
         with arena.scope():
             batch, chosen, target_ids = device_targets(sequences)
-            hidden = model.forward(
-                batch.input_ids, batch.position_ids, attention_of(model, batch, arena), arena=arena
-            )
+            hidden = model.forward(batch.input_ids, batch.position_ids, attention_of(model, batch, arena), arena=arena)
             head_forward(model, hidden, chosen, target_ids, 1.0, arena, *sums.take(target_ids))
     return {f"eval_{name}": value for name, value in sums.means(train.loss_type).items()}
 

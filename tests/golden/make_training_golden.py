@@ -312,9 +312,18 @@ def grpo_curve(folder: Path, batch: dict, case: dict) -> list[dict]:
         optimizer.step()
         optimizer.zero_grad()
         entry = {"loss": total, "grad_norm": grad_norm.item()}
-        for name in ("kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+        names = ["kl", "entropy"]
+        # TRL counts after the cap `delta`, so that nothing above it is ever clipped.
+        if case["delta"] is None:
+            names += ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
+        tokens = [mask[:half].sum().item(), mask[half:].sum().item()]
+        for name in names:
             if name in metrics["train"]:
-                entry[name] = sum(metrics["train"][name]) / 2
+                # TRL averages its micro-batches; over all tokens (at sequence level: sequences) of the step it is this.
+                by_sequence = name.startswith("clip") and case["importance_sampling_level"] == "sequence"
+                weights = [1, 1] if by_sequence else tokens
+                values = metrics["train"][name]
+                entry[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
         curve.append(entry)
     return curve
 

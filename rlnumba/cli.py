@@ -31,6 +31,9 @@ def run(arguments):
         return 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return _fail(error, "no command given", error.exit_code, arguments)
     except click.ClickException as error:
         return _fail(error, error.format_message(), error.exit_code, arguments)
     except UserError as error:

@@ -536,7 +536,10 @@ def from_text(text, hint):
         if text.lstrip().startswith("["):
             return from_toml(_toml_value(text), hint)
         return [from_text(part, typing.get_args(hint)[0]) for part in split_at_commas(text) if part]
-    value = json.loads(text) if text.lstrip().startswith('{"') else _toml_value(text)
+    try:
+        value = _toml_value(text)
+    except tomllib.TOMLDecodeError:
+        value = json.loads(text)
     return from_toml(value, hint)
 
 
@@ -605,8 +608,10 @@ class _Values:
                 for inner, inner_value in value.items():
                     self.put(name, inner, inner_value, from_toml, f"{path}: ", seen)
             elif isinstance(value, dict):
+                owners = [kind for kind, run_class in RUNS.items() if name in sections_of(run_class)]
                 near = _nearest(name, [s for s in self.sections if s])
-                raise ConfigError(f"{path}: unknown section [{name}]; did you mean [{near}]?")
+                advice = f"it belongs to {' and '.join(owners)}" if owners else f"did you mean [{near}]?"
+                raise ConfigError(f"{path}: unknown section [{name}]; {advice}")
             else:
                 self.put("", name, value, from_toml, f"{path}: ", seen)
 

@@ -1,0 +1,267 @@
+"""Files and overrides to frozen dataclasses: defaults, strictness, spellings, the way back to TOML."""
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from rlnumba import config
+from rlnumba.config import EngineConfig, GRPOConfig, RewardsConfig, SFTConfig, load_run, to_toml
+from rlnumba.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+BASE = 'model = "m"\noutput_dir = "o"\n[data]\ntrain = "t.jsonl"\n'
+GRPO = BASE + '[rewards]\nfuncs = ["gsm8k_reward"]\n'
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text, *overrides, kind="grpo"):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return load_run(kind, path, overrides)
+
+    return load
+
+
+def test_G01_defaults_are_trls():
+    expected = {
+        "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0,
+        "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "beta": 0.0, "num_iterations": 1, "epsilon": 0.2,
+        "epsilon_high": None, "delta": None, "loss_type": "dapo", "scale_rewards": "group",
+        "importance_sampling_level": "token", "mask_truncated_completions": False, "shuffle_dataset": True,
+        "gradient_checkpointing": True, "logging_steps": 10, "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 3.0, "lr_scheduler_type": "linear",
+        "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0, "save_steps": 500, "save_total_limit": None, "generation_batch_size": None,
+        "steps_per_generation": None, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+        "sync_ref_model": False, "log_completions": False, "num_completions_to_print": None,
+        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
+    }  # fmt: skip
+    train = GRPOConfig()
+    assert {name: getattr(train, name) for name in expected} == expected
+
+
+def test_S1_defaults_are_trls():
+    train = SFTConfig()
+    assert (train.learning_rate, train.max_length, train.packing, train.packing_strategy) == (2e-5, 1024, False, "bfd")
+    assert (train.completion_only_loss, train.assistant_only_loss) == (None, False)
+
+
+def test_G02_batch_geometry():
+    train = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=8)
+    assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (4, 16, 2)
+    train = GRPOConfig(per_device_train_batch_size=4, steps_per_generation=2, num_generations=8)
+    assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (2, 8, 1)
+    train = GRPOConfig(per_device_train_batch_size=4, generation_batch_size=32)
+    assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (8, 32, 4)
+    assert GRPOConfig(epsilon=0.1).clip_high == 0.1 and GRPOConfig(epsilon_high=0.28).clip_high == 0.28
+
+
+def test_file_then_overrides(load):
+    run = load(
+        GRPO + "[train]\nlearning_rate = 1\nbeta = 0.5\n",
+        ("train.learning-rate", "2e-5"),
+        ("seed", "7"),
+        ("output_dir", "p"),
+        ("train.min_p", "0.1"),
+        ("train.dynamic_sampling", None),
+        ("train.mask_truncated_completions", "true"),
+        ("rewards.funcs", "a.py:f, soft_overlong_punishment(max_completion_len=9, soft_punish_cache=3)"),
+        ("rewards.weights", "[1, 0.5]"),
+        ("data.chat_template_kwargs", '{"enable_thinking": false}'),
+        ("engine.max_model_len", "64"),
+    )
+    assert (run.seed, run.output_dir, run.train.learning_rate, run.train.beta) == (7, "p", 2e-5, 0.5)
+    assert run.train.min_p == 0.1 and run.train.dynamic_sampling and run.train.mask_truncated_completions
+    assert run.rewards.funcs == ["a.py:f", "soft_overlong_punishment(max_completion_len=9, soft_punish_cache=3)"]
+    assert run.rewards.weights == [1.0, 0.5] and run.data.chat_template_kwargs == {"enable_thinking": False}
+    assert run.engine == EngineConfig(max_model_len=64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.seed = 8
+
+
+def test_none_unsets(load):
+    text = GRPO + '[train]\nvllm_importance_sampling_clip_max = "None"\nepsilon_high = 0.3\n'
+    run = load(text, ("train.epsilon_high", "None"))
+    assert run.train.vllm_importance_sampling_clip_max is None and run.train.epsilon_high is None
+    assert load(to_toml(run)) == run
+
+
+def test_scale_rewards_takes_trls_booleans(load):
+    assert load(GRPO + "[train]\nscale_rewards = false\n").train.scale_rewards == "none"
+    assert load(GRPO, ("train.scale_rewards", "true")).train.scale_rewards == "group"
+
+
+@pytest.mark.parametrize(
+    "line, name, value",
+    [
+        ("group_size = 4", "num_generations", 4),
+        ("num_gens = 4", "num_generations", 4),
+        ("batch_size = 16", "generation_batch_size", 16),
+        ("clip_ratio = 0.1", "epsilon", 0.1),
+        ("clip_ratio_high = 0.28", "epsilon_high", 0.28),
+        ("keep_last = 2", "save_total_limit", 2),
+        ("vllm_importance_sampling_cap = 2.0", "vllm_importance_sampling_clip_max", 2.0),
+    ],
+)
+def test_C3_other_spellings(load, line, name, value):
+    assert getattr(load(f"{GRPO}[train]\n{line}\n").train, name) == value
+
+
+def test_C3_spellings_of_other_sections(load):
+    text = GRPO + "[train]\nreward_weights = [2]\nmax_prompt_length = 9\nvllm_gpu_memory_utilization = 0.5\nseed = 3\n"
+    run = load(text, ("num-gens", "4"))
+    assert (run.rewards.weights, run.data.max_prompt_length) == ([2.0], 9)
+    assert (run.engine.gpu_memory_utilization, run.seed, run.train.num_generations) == (0.5, 3, 4)
+    assert load(BASE + "[train]\nbatch_size = 3\n", kind="sft").train.per_device_train_batch_size == 3
+
+
+def test_later_files_win(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text(BASE + "[train]\nmax_length = 5\npacking = true\n")
+    second.write_text("seed = 9\n[train]\nmax_length = 6\n")
+    run = load_run("sft", [first, second])
+    assert (run.seed, run.train.max_length, run.train.packing) == (9, 6, True)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (GRPO + "[train]\nlearning_rat = 1\n", "run.toml: unknown key train.learning_rat; did you mean train.learning"),
+        (GRPO + "[trian]\nbeta = 1\n", r"run.toml: unknown section \[trian\]; did you mean \[train\]\?"),
+        ("sed = 1\n" + GRPO, "run.toml: unknown key sed; did you mean seed?"),
+        ("learning_rate = 1\n" + GRPO, "run.toml: unknown key learning_rate; did you mean train.learning_rate?"),
+        (GRPO + "[train]\nbf16 = true\n", 'unknown key train.bf16; set train.dtype = "bfloat16"'),
+        (GRPO + "[train]\nmax_steps = 1.5\n", "run.toml: train.max_steps must be an integer, got 1.5"),
+        (GRPO + "[train]\nmax_steps = true\n", "run.toml: train.max_steps must be an integer, got True"),
+        (GRPO + '[train]\nbeta = "x"\n', "run.toml: train.beta must be a number, got 'x'"),
+        (GRPO + "[train]\nbeta = nan\n", "run.toml: train.beta must be a finite number, got nan"),
+        (GRPO + "[train]\ndynamic_sampling = 1\n", "run.toml: train.dynamic_sampling must be true or false, got 1"),
+        (BASE + '[rewards]\nfuncs = "a"\n', "run.toml: rewards.funcs must be a list of strings, got 'a'"),
+        (GRPO + "[train]\ntop_p = 0\n", r"run.toml: train.top_p must be above 0 and at most 1, got 0"),
+        (GRPO + "[train]\ntemperature = -1\n", r"run.toml: train.temperature must be above 0, got -1"),
+        (GRPO + "[train]\nnum_generations = 1\n", "run.toml: train.num_generations must be at least 2, got 1"),
+        (GRPO + "[train]\nmax_steps = 0\n", "run.toml: train.max_steps must be -1 or at least 1, got 0"),
+        (GRPO + '[train]\nloss_type = "x"\n', "train.loss_type must be one of grpo, bnpo, .*, got 'x'"),
+        (GRPO + '[train]\nlr_scheduler_type = "x"\n', "train.lr_scheduler_type must be one of constant, .*, got 'x'"),
+        (GRPO + '[train]\ndtype = "int8"\n', "train.dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        (
+            GRPO + "[train]\nnum_generations = 3\n",
+            r"train.per_device_train_batch_size x steps_per_generation \(8\) must be divisible by train.num_gen",
+        ),
+        (
+            GRPO + "[train]\ngeneration_batch_size = 24\nnum_generations = 16\n",
+            r"run.toml: train.generation_batch_size \(24\) must be divisible by train.num_generations \(16\)",
+        ),
+        (
+            GRPO + "[train]\ngeneration_batch_size = 12\n",
+            r"generation_batch_size \(12\) must be divisible by train.per_device_train_batch_size \(8\)",
+        ),
+        (GRPO + "[train]\ngeneration_batch_size = 8\nsteps_per_generation = 1\n", "cannot both be set"),
+        (GRPO + "[train]\ngroup_size = 4\nnum_generations = 4\n", "is given twice"),
+        (GRPO + "[train]\nvllm_importance_sampling_clip_min = 3\n", r"must be below vllm_importance_sampling_clip_max"),
+        (GRPO.replace('"gsm8k_reward"', ""), "run.toml: rewards.funcs must name at least one reward function"),
+        (GRPO + "weights = [1, 2]\n", "run.toml: rewards.weights must have one weight for each of the 1 funcs, got 2"),
+        (GRPO.replace('model = "m"\n', ""), "run.toml: missing key model"),
+        (GRPO.replace('train = "t.jsonl"\n', ""), "run.toml: missing key data.train"),
+        ("train = 3\n" + BASE, r"run.toml: \[train\] must be a table, got 3"),
+        ("model = \n", r"run.toml: not valid TOML: .*line 1"),
+    ],
+)  # fmt: skip
+def test_C2_wrong_files_name_file_key_and_remedy(load, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(text)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option, text, message",
+    [
+        ("train.learning_rat", "1", "command line: unknown key train.learning_rat; did you mean train.learning_rate"),
+        ("trian.beta", "1", "command line: unknown key trian.beta; did you mean train.beta"),
+        ("learning_rate", "1", "command line: unknown key learning_rate; did you mean train.learning_rate"),
+        ("train.max_steps", "1.5", "command line: train.max_steps must be an integer, got '1.5'"),
+        ("train.learning_rate", None, "--train.learning_rate needs a value"),
+        ("seed", None, "--seed needs a value"),
+        ("train.top_k", "None", "command line: train.top_k must be an integer, got 'None'"),
+        ("train.dynamic_sampling", "yes", "command line: train.dynamic_sampling must be true or false, got 'yes'"),
+        ("rewards.weights", "1,x", "command line: rewards.weights must be a list of numbers"),
+        ("data.chat_template_kwargs", "{", "command line: data.chat_template_kwargs must be a table"),
+        ("train.num_gens", "1", r"command line: train.num_gens \(train.num_generations\) must be at least 2, got 1"),
+    ],
+)
+def test_C2_wrong_overrides(load, option, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(GRPO, (option, text))
+
+
+def test_sections_belong_to_trainers(load):
+    with pytest.raises(ConfigError, match=r"unknown section \[rewards\]; it belongs to grpo"):
+        load(GRPO, kind="sft")
+    with pytest.raises(ConfigError, match="packing needs train.max_length"):
+        load(BASE + '[train]\npacking = true\nmax_length = "None"\n', kind="sft")
+
+
+def test_missing_and_unreadable_files(tmp_path):
+    with pytest.raises(ConfigError, match="none.toml: no such config file"):
+        load_run("sft", tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot read the config file: Is a directory"):
+        load_run("sft", tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'model = "\xe9"')
+    with pytest.raises(ConfigError, match="latin.toml: not valid TOML"):
+        load_run("sft", tmp_path / "latin.toml")
+
+
+def test_values_are_checked_without_a_file_too():
+    with pytest.raises(ConfigError, match="train.top_p must be above 0"):
+        GRPOConfig(top_p=0.0)
+    with pytest.raises(ConfigError, match="rewards.timeout must be above 0"):
+        RewardsConfig(funcs=["a"], timeout=0.0)
+
+
+@pytest.mark.parametrize("kind, text", [("grpo", GRPO), ("sft", BASE)])
+def test_resolved_toml_reads_back(load, kind, text):
+    run = load(
+        text,
+        ("model", 'a "quoted" \\ \u00e9\x7f\t\n'),
+        ("data.chat_template_kwargs", '{"a b" = [1, "x"], c = {d = true}}'),
+        ("train.max_steps", "3"),
+        ("train.warmup_steps", "2"),
+        kind=kind,
+    )
+    assert load(to_toml(run), kind=kind) == run
+
+
+def test_examples_are_valid():
+    for path in sorted((ROOT / "examples").glob("*.toml")):
+        kind = "sft" if "[rewards]" not in path.read_text() else "grpo"
+        load_run(kind, path)
+
+
+def test_every_key_is_read_by_some_code():
+    """A key that nothing reads would be a promise not kept."""
+    code = "\n".join(
+        path.read_text() for path in (ROOT / "rlnumba").rglob("*.py") if path.name not in ("config.py", "cli.py")
+    )
+    accepted_without_effect = {"padding_free"}
+    unread = [
+        f"{section}.{name}"
+        for run_class in config.RUNS.values()
+        for section, section_class in config.sections_of(run_class).items()
+        for name in config.keys_of(section_class)
+        if name not in accepted_without_effect and not re.search(rf"\.{name}\b|\b{name}=", code)
+    ]
+    # Read through properties of GRPOConfig.
+    derived = {"train.generation_batch_size", "train.steps_per_generation", "train.epsilon_high"}
+    assert set(unread) <= derived, sorted(set(unread) - derived)
+
+
+def test_the_reference_page_is_current():
+    spec = importlib.util.spec_from_file_location("make_configuration", ROOT / "docs" / "make_configuration.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.reference(), "run python docs/make_configuration.py"

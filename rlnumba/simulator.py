@@ -47,6 +47,11 @@ class SimulatedCuda:
     everywhere.
     """
 
+    @staticmethod
+    def jit(function=None, *, max_registers=None, **options):
+        """Numba's jit; registers are the hardware's concern."""
+        return numba_cuda.jit(function, **options)
+
     def __getattr__(self, name):
         context = _get_kernel_context()
         if context is None:

@@ -119,7 +119,8 @@ def tail_threshold(logits, row, temperature, floor, largest, by_mass, target, pa
     return from_sortable(np.int32(low))
 
 
-@cuda.jit
+# 1024 threads of more registers do not fit an SM's 65,536.
+@cuda.jit(max_registers=64)
 def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
     """A block owns a row. Two passes without filters: log-sum-exp, then noise and argmax, four tokens a Philox.
 

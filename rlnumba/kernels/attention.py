@@ -36,13 +36,20 @@ from rlnumba.kernels.launch import launch
 
 # Keys of a tile. Part of the arithmetic: the running maximum moves at the borders of the tiles.
 KEYS = 32
+# Floats from one row of scores to the next in shared memory; odd, as Tile.stride.
+SCORE_STRIDE = KEYS + 1
 MAX_HEAD_DIM = 256
+# Columns or keys that the inner loops take at once; rows in shared memory are padded with zeros to it.
+UNROLL = 4
+# All indices of shared memory fit in these bits. The mask spares the inner loops a test for negative indices.
+SHARED = 0xFFFF
 MINUS_INFINITY = np.float32(-np.inf)
 
 
 class Tile(NamedTuple):
-    """How a block of attention is cut: `lanes` neighbouring threads of a warp share rows / (threads / lanes) rows."""
+    """How a block is cut: `lanes` neighbouring threads of a warp share rows * lanes / threads of its rows."""
 
+    head_dim: int
     rows: int
     lanes: int
     threads: int
@@ -51,43 +58,149 @@ class Tile(NamedTuple):
     def rows_per_thread(self):
         return self.rows * self.lanes // self.threads
 
-    def columns(self, head_dim):
-        """Output columns of a thread: lane, lane + lanes, ..."""
-        return -(-head_dim // self.lanes)
+    @property
+    def keys_per_thread(self):
+        """Scores of a row that a thread computes: of the keys lane, lane + lanes, ... of the tile."""
+        return KEYS // self.lanes
 
-    def stride(self, head_dim):
+    @property
+    def columns(self):
+        """Columns of a row that a thread sums up: lane, lane + lanes, ..."""
+        return -(-self.head_dim // self.lanes)
+
+    @property
+    def stride(self):
         """Floats from one row to the next in shared memory: odd, so that a column touches all banks."""
-        return self.columns(head_dim) * self.lanes + 1
+        return self.columns * self.lanes + 1
 
-    def shared_bytes(self, head_dim):
-        return 4 * (self.stride(head_dim) * (self.rows + 2 * KEYS) + self.rows * (KEYS + 1))
-
-
-def many_rows(head_dim):
-    """The tile for training and prefill: 4 x 4 scores and 4 x E/8 outputs a thread, in registers."""
-    return Tile(64 if head_dim <= 128 else 32, 8, 128)
+    def shared_bytes(self, copies=1):
+        """For `copies` arrays of the block's rows, two of KEYS rows, the scores and two numbers a key."""
+        return 4 * (self.stride * (copies * self.rows + 2 * KEYS) + self.rows * SCORE_STRIDE + 2 * KEYS)
 
 
-# The tile for decode: a warp owns one row, so that the few rows that share a key head spread over warps.
-FEW_ROWS = Tile(8, 32, 256)
+def few_rows(head_dim):
+    """The tile for decode: a warp owns one row, so that the few rows that share a key head spread over warps."""
+    return Tile(head_dim, 8, 32, 256)
 
 
 @functools.cache
-def attend_function(head_dim, tile, key_row):
-    """The device function that computes one block of attention, for a head_dim, a tile and a place of the keys.
+def many_rows(head_dim, copies=1):
+    """The tile for training and prefill: 4 x 4 scores and up to 64 outputs a thread, if shared memory allows."""
+    limit = 227 * 1024
+    if device.name() == "cuda":
+        limit = device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+    for rows in (64, 32, 16):
+        tile = Tile(head_dim, rows, 8, 128)
+        if rows * head_dim <= 64 * 128 and tile.shared_bytes(copies) <= limit:
+            return tile
+    return Tile(head_dim, 8, 8, 64)
+
+
+@functools.cache
+def products_function(tile):
+    """The device function that multiplies a thread's rows by its keys, both in shared memory."""
+    head_dim, _, lanes, _ = tile
+    rows_per_thread, keys_per_thread, stride = tile.rows_per_thread, tile.keys_per_thread, tile.stride
+
+    @device_function
+    def products(shared, rows, keys, result):
+        """result[i, c] = row i . key c, each one fma chain over the columns.
+
+        rows, keys: where in `shared` the thread's first row and first key begin.
+        """
+        row_part = cuda.local.array(rows_per_thread, np.float32)
+        key_part = cuda.local.array(keys_per_thread, np.float32)
+        for i in range(rows_per_thread * keys_per_thread):
+            result[i] = np.float32(0.0)
+        for column in range(0, head_dim, UNROLL):
+            for part in range(UNROLL):
+                at_row = ((rows + column) & SHARED) + part
+                at_key = ((keys + column) & SHARED) + part
+                for i in range(rows_per_thread):
+                    row_part[i] = shared[at_row + i * stride]
+                for c in range(keys_per_thread):
+                    key_part[c] = shared[at_key + c * lanes * stride]
+                for i in range(rows_per_thread):
+                    for c in range(keys_per_thread):
+                        result[i * keys_per_thread + c] = cuda.fma(
+                            row_part[i], key_part[c], result[i * keys_per_thread + c]
+                        )
+
+    return products
+
+
+@functools.cache
+def accumulate_function(tile):
+    """The device function that adds the rows of a tile, weighted by the scores of a thread's rows."""
+    lanes, rows_per_thread, columns, stride = tile.lanes, tile.rows_per_thread, tile.columns, tile.stride
+
+    @device_function
+    def accumulate(shared, weights, values, acc, sums):
+        """acc[i, c] += sum over keys of weight[i, key] * value[key, c], one fma chain; sums[i] = sum of weights.
+
+        weights, values: where in `shared` the weights of the thread's first row and its first column begin.
+        """
+        weight = cuda.local.array(rows_per_thread, np.float32)
+        value = cuda.local.array(columns, np.float32)
+        for i in range(rows_per_thread):
+            sums[i] = np.float32(0.0)
+        for key in range(0, KEYS, UNROLL):
+            for part in range(UNROLL):
+                at_weight = ((weights + key) & SHARED) + part
+                at_value = ((values + key * stride) & SHARED) + part * stride
+                for i in range(rows_per_thread):
+                    weight[i] = shared[at_weight + i * SCORE_STRIDE]
+                    sums[i] += weight[i]
+                for c in range(columns):
+                    value[c] = shared[at_value + c * lanes]
+                for i in range(rows_per_thread):
+                    for c in range(columns):
+                        acc[i * columns + c] = cuda.fma(weight[i], value[c], acc[i * columns + c])
+
+    return accumulate
+
+
+@functools.cache
+def load_rows_function(tile, scaled):
+    """The device function that stages query rows in shared memory as float32, times a scale or not."""
+    head_dim, _, _, threads = tile
+    stride = tile.stride
+
+    @device_function
+    def load_rows(shared, place, x, start, kv_head, group, first, count, alive, scale):
+        """Rows first .. first + count of a key head's rows of x (N, H, E) to `place`; zero from row `alive` on."""
+        thread = cuda.threadIdx.x & 0xFFFF
+        for row in range(thread // 32, count, threads // 32):
+            token = start + (first + row) // group
+            head = kv_head * group + (first + row) % group
+            for column in range(thread % 32, stride - 1, 32):
+                value = np.float32(0.0)
+                if row < alive and column < head_dim:
+                    value = widen(x[token, head, column])
+                    if scaled:
+                        value *= scale
+                shared[place + row * stride + column] = value
+
+    return load_rows
+
+
+@functools.cache
+def attend_function(tile, key_row):
+    """The device function that computes one block of attention, for a tile and a place of the keys.
 
     key_row(table, block_size, sequence, key) is the row of k and v that holds a key of a sequence.
     """
-    rows, lanes, threads = tile
-    rows_per_thread = tile.rows_per_thread
-    keys_per_thread = KEYS // lanes
-    columns = tile.columns(head_dim)
-    stride = tile.stride(head_dim)
-    score_stride = KEYS + 1
+    head_dim, rows, lanes, threads = tile
+    rows_per_thread, keys_per_thread = tile.rows_per_thread, tile.keys_per_thread
+    columns, stride = tile.columns, tile.stride
+    warp_rows = 32 // lanes * rows_per_thread
+    score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * columns
     # Shared memory in floats: rows of q, keys, values, then the scores of a tile.
     key_tile = rows * stride
     value_tile = key_tile + KEYS * stride
     score_tile = value_tile + KEYS * stride
+    products, accumulate = products_function(tile), accumulate_function(tile)
+    load_rows = load_rows_function(tile, True)
 
     @device_function
     def attend(q, k, v, table, block_size, start, length, context, first, scale, out, row_max, row_sum):
@@ -101,13 +214,12 @@ def attend_function(head_dim, tile, key_row):
         maximum and the sum of a thread's rows.
         """
         shared = cuda.shared.array(0, np.float32)
-        scores = cuda.local.array(rows_per_thread * keys_per_thread, np.float32)
-        acc = cuda.local.array(rows_per_thread * columns, np.float32)
-        row_part = cuda.local.array(rows_per_thread, np.float32)
+        scores = cuda.local.array(score_count, np.float32)
+        acc = cuda.local.array(acc_count, np.float32)
         tile_sum = cuda.local.array(rows_per_thread, np.float32)
         shrink = cuda.local.array(rows_per_thread, np.float32)
-        column_part = cuda.local.array(max(columns, keys_per_thread), np.float32)
-        thread = cuda.threadIdx.x
+        # The mask tells the compiler that no index below is negative.
+        thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         own_row = thread // lanes * rows_per_thread
         sequence = cuda.blockIdx.z
@@ -115,20 +227,14 @@ def attend_function(head_dim, tile, key_row):
         group = q.shape[1] // k.shape[1]
         alive = min(length * group - first, rows)
         # Rows beyond the end compute nothing where a whole warp has none but such.
-        warp_alive = thread // 32 * 32 // lanes * rows_per_thread < alive
+        warp_alive = thread // 32 * warp_rows < alive
         before = context - length
 
-        for row in range(thread // 32, rows, threads // 32):
-            index = first + row
-            for column in range(thread % 32, stride - 1, 32):
-                value = np.float32(0.0)
-                if row < alive and column < head_dim:
-                    value = scale * widen(q[start + index // group, kv_head * group + index % group, column])
-                shared[row * stride + column] = value
+        load_rows(shared, 0, q, start, kv_head, group, first, rows, alive, scale)
         for i in range(rows_per_thread):
             row_max[i] = MINUS_INFINITY
             row_sum[i] = np.float32(0.0)
-        for i in range(rows_per_thread * columns):
+        for i in range(acc_count):
             acc[i] = np.float32(0.0)
 
         visible = before + (first + alive - 1) // group + 1
@@ -136,34 +242,22 @@ def attend_function(head_dim, tile, key_row):
             cuda.syncthreads()
             for key in range(thread // 32, KEYS, threads // 32):
                 inside = tile_start + key < context
-                key_index = np.int64(0)
+                place = np.int64(0)
                 if inside:
-                    key_index = np.int64(key_row(table, block_size, sequence, tile_start + key))
+                    place = np.int64(key_row(table, block_size, sequence, tile_start + key))
                 for column in range(thread % 32, stride - 1, 32):
                     key_value = np.float32(0.0)
                     value_value = np.float32(0.0)
                     if inside and column < head_dim:
-                        key_value = widen(k[key_index, kv_head, column])
-                        value_value = widen(v[key_index, kv_head, column])
+                        key_value = widen(k[place, kv_head, column])
+                        value_value = widen(v[place, kv_head, column])
                     shared[key_tile + key * stride + column] = key_value
                     shared[value_tile + key * stride + column] = value_value
             cuda.syncthreads()
             if not warp_alive:
                 continue
 
-            for i in range(rows_per_thread * keys_per_thread):
-                scores[i] = np.float32(0.0)
-            for column in range(head_dim):
-                for i in range(rows_per_thread):
-                    row_part[i] = shared[(own_row + i) * stride + column]
-                for c in range(keys_per_thread):
-                    column_part[c] = shared[key_tile + (lane + c * lanes) * stride + column]
-                for i in range(rows_per_thread):
-                    for c in range(keys_per_thread):
-                        scores[i * keys_per_thread + c] = cuda.fma(
-                            row_part[i], column_part[c], scores[i * keys_per_thread + c]
-                        )
-
+            products(shared, own_row * stride, key_tile + lane * stride, scores)
             for i in range(rows_per_thread):
                 position = before + (first + own_row + i) // group
                 largest = row_max[i]
@@ -178,39 +272,35 @@ def attend_function(head_dim, tile, key_row):
                 # A row that sees no key yet has nothing to subtract; -inf - -inf would be NaN.
                 reference = largest if largest > MINUS_INFINITY else np.float32(0.0)
                 for c in range(keys_per_thread):
-                    shared[score_tile + (own_row + i) * score_stride + lane + c * lanes] = math.exp(
+                    shared[score_tile + (own_row + i) * SCORE_STRIDE + lane + c * lanes] = math.exp(
                         scores[i * keys_per_thread + c] - reference
                     )
                 shrink[i] = math.exp(row_max[i] - reference)
                 row_max[i] = largest
-                tile_sum[i] = np.float32(0.0)
+            for i in range(rows_per_thread):
                 for c in range(columns):
                     acc[i * columns + c] *= shrink[i]
-
             # The scores of a row are written and read by the threads of one warp.
             sync_warp()
-            for key in range(KEYS):
-                for i in range(rows_per_thread):
-                    row_part[i] = shared[score_tile + (own_row + i) * score_stride + key]
-                    tile_sum[i] += row_part[i]
-                for c in range(columns):
-                    column_part[c] = shared[value_tile + key * stride + lane + c * lanes]
-                for i in range(rows_per_thread):
-                    for c in range(columns):
-                        acc[i * columns + c] = cuda.fma(row_part[i], column_part[c], acc[i * columns + c])
+            accumulate(shared, score_tile + own_row * SCORE_STRIDE, value_tile + lane, acc, tile_sum)
             for i in range(rows_per_thread):
                 row_sum[i] = cuda.fma(row_sum[i], shrink[i], tile_sum[i])
 
+        if not warp_alive:
+            return
         for i in range(rows_per_thread):
-            index = first + own_row + i
             # A row without keys (an empty context) gives zeros.
             inverse = np.float32(1.0) / row_sum[i] if row_sum[i] != np.float32(0.0) else np.float32(0.0)
             for c in range(columns):
-                column = lane + c * lanes
-                if own_row + i < alive and column < head_dim:
-                    out[start + index // group, kv_head * group + index % group, column] = narrow(
-                        acc[i * columns + c] * inverse, out
-                    )
+                shared[(own_row + i) * stride + lane + c * lanes] = acc[i * columns + c] * inverse
+        # A warp's rows of q are read by itself only; their place now holds its rows of out.
+        sync_warp()
+        for row in range(thread // 32 * warp_rows, min((thread // 32 + 1) * warp_rows, alive)):
+            index = first + row
+            for column in range(thread % 32, head_dim, 32):
+                out[start + index // group, kv_head * group + index % group, column] = narrow(
+                    shared[row * stride + column], out
+                )
 
     return attend
 
@@ -222,12 +312,10 @@ def packed_row(cu_seqlens, block_size, sequence, key):
 
 
 @functools.cache
-def attention_kernel(head_dim):
-    """The kernel of `attention` for a head_dim."""
-    tile = many_rows(head_dim)
-    rows, lanes, _ = tile
-    rows_per_thread = tile.rows_per_thread
-    attend = attend_function(head_dim, tile, packed_row)
+def attention_kernel(tile):
+    """The kernel of `attention` for a tile."""
+    rows, lanes, rows_per_thread = tile.rows, tile.lanes, tile.rows_per_thread
+    attend = attend_function(tile, packed_row)
 
     @cuda.jit
     def attention_kernel(q, k, v, cu_seqlens, scale, out, lse):
@@ -283,9 +371,9 @@ def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     tile = many_rows(head_dim)
     grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)
     launch(
-        attention_kernel(head_dim), grid, tile.threads,
+        attention_kernel(tile), grid, tile.threads,
         q, k, v, cu_seqlens, float(scale), out, lse,
-        shared=tile.shared_bytes(head_dim),
+        shared=tile.shared_bytes(),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import attention_cpu
-from rlnumba.kernels.attention import FEW_ROWS, attend_function, check_heads, many_rows
+from rlnumba.kernels.attention import attend_function, check_heads, few_rows, many_rows
 from rlnumba.kernels.check import FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function
 from rlnumba.kernels.launch import launch
@@ -29,11 +29,10 @@ def paged_row(block_tables, block_size, sequence, key):
 
 
 @functools.cache
-def paged_attention_kernel(head_dim, tile):
-    """The kernel of `paged_attention` for a head_dim and a tile."""
-    rows = tile.rows
-    rows_per_thread = tile.rows_per_thread
-    attend = attend_function(head_dim, tile, paged_row)
+def paged_attention_kernel(tile):
+    """The kernel of `paged_attention` for a tile."""
+    rows, rows_per_thread = tile.rows, tile.rows_per_thread
+    attend = attend_function(tile, paged_row)
 
     @cuda.jit
     def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
@@ -83,11 +82,13 @@ def paged_attention(
         )
         return
     rows = max_seqlen_q * (heads // kv_heads)
-    tile = FEW_ROWS if rows <= FEW_ROWS.rows else many_rows(head_dim)
+    tile = few_rows(head_dim)
+    if rows > tile.rows:
+        tile = many_rows(head_dim)
     launch(
-        paged_attention_kernel(head_dim, tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
+        paged_attention_kernel(tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
         q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
-        shared=tile.shared_bytes(head_dim),
+        shared=tile.shared_bytes(),
     )  # fmt: skip
 
 

@@ -1,0 +1,240 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels.attention import attention, few_rows, many_rows
+from rlnumba.kernels.kv_cache import write_kv
+from rlnumba.kernels.paged_attention import paged_attention, paged_attention_kernel, paged_attention_ref
+from tests.close import assert_close, assert_same_bits
+
+
+def bounds(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+class Case:
+    """Sequences packed one after the other, and the same keys and values in blocks of a cache.
+
+    The blocks are handed out in random order; every slot that holds no token holds NaN.
+    """
+
+    def __init__(self, rng, lengths, heads, kv_heads, head_dim, dtype="float32", block_size=16):
+        self.lengths, self.scale, self.block_size = lengths, head_dim**-0.5, block_size
+        tokens, kind = sum(lengths), device.dtype(dtype)
+        self.q, self.k, self.v = (
+            rng.standard_normal((tokens, h, head_dim)).astype(kind) for h in (heads, kv_heads, kv_heads)
+        )
+        width = -(-max(lengths) // block_size) + 1
+        self.block_tables = rng.permutation(len(lengths) * width).astype(np.int32).reshape(-1, width)
+        self.caches = [
+            device.asarray(np.full((self.block_tables.size, block_size, kv_heads, head_dim), np.nan, kind))
+            for _ in range(2)
+        ]
+        slots = np.concatenate([self.slots(b, np.arange(length)) for b, length in enumerate(lengths)])
+        write_kv(device.asarray(self.k), device.asarray(self.v), device.asarray(slots), *self.caches)
+
+    def slots(self, b, positions):
+        blocks = self.block_tables[b][positions // self.block_size]
+        return (blocks * self.block_size + positions % self.block_size).astype(np.int32)
+
+    def packed(self):
+        """out of attention, on the host."""
+        xp = device.xp()
+        out = xp.empty(self.q.shape, self.q.dtype)
+        lse = xp.empty((self.q.shape[1], len(self.q)), np.float32)
+        arguments = [device.asarray(x) for x in (self.q, self.k, self.v, bounds(self.lengths))]
+        attention(*arguments, max(self.lengths), self.scale, out, lse)
+        return device.to_host(out)
+
+    def rows(self, order, begins, ends):
+        """Rows of the packed arrays that hold positions begins[i] .. ends[i] of sequence order[i]."""
+        starts = bounds(self.lengths)
+        spans = [starts[b] + np.arange(begin, end) for b, begin, end in zip(order, begins, ends, strict=True)]
+        return np.concatenate(spans).astype(np.int64)
+
+    def arguments(self, order, begins, ends):
+        """The arrays of paged_attention for positions begins[i] .. ends[i] of sequence order[i]; q first."""
+        q = self.q[self.rows(order, begins, ends)]
+        lengths = np.subtract(ends, begins)
+        return [q, *self.caches, self.block_tables[order], bounds(lengths), np.asarray(ends, np.int32)], max(lengths)
+
+    def paged(self, order, begins, ends):
+        """out of paged_attention, on the host."""
+        arguments, longest = self.arguments(order, begins, ends)
+        out = device.xp().full(arguments[0].shape, np.nan, self.q.dtype)
+        arguments = [device.asarray(x) for x in arguments]
+        paged_attention(*arguments, int(longest), int(max(ends)), self.scale, out)
+        return device.to_host(out)
+
+    def compare(self, order, begins, ends, expected, what):
+        actual = self.paged(order, begins, ends)
+        assert_same_bits(actual, expected[self.rows(order, begins, ends)], what)
+
+
+def run_against_reference(rng, lengths, heads, kv_heads, head_dim, dtype, chunk):
+    case = Case(rng, lengths, heads, kv_heads, head_dim, dtype)
+    order = list(range(len(lengths)))
+    begins = [max(length - chunk, 0) for length in lengths]
+    arguments, _ = case.arguments(order, begins, lengths)
+    expected = paged_attention_ref(*(device.to_host(x) for x in arguments), case.scale)
+    assert_close(case.paged(order, begins, lengths), expected, terms=max(lengths), what=f"chunk {chunk}")
+
+
+def test_reference_is_packed_attention(rng):
+    case = Case(rng, [5, 17, 1], 4, 2, 8)
+    if device.name() != "numpy":
+        pytest.skip("references")
+    arguments, _ = case.arguments([0, 1, 2], [0, 0, 0], [5, 17, 1])
+    assert_close(paged_attention_ref(*arguments, case.scale), case.packed(), "float32", terms=17)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype, chunk", [("float32", 1), ("float32", 3), ("bfloat16", 1)])
+def test_simulator(rng, dtype, chunk):
+    run_against_reference(rng, [1, 35], 4, 2, 18, dtype, chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 1000])
+def test_numpy_device(rng, chunk):
+    if device.name() != "numpy":
+        pytest.skip("compiled loops of the CPU")
+    run_against_reference(rng, [1, 35, 64, 200], 6, 2, 48, "float32", chunk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("chunk", [1, 3, 5000])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (6, 6, 48), (8, 2, 80), (9, 3, 64), (4, 1, 256), (12, 1, 96)])
+def test_gpu(rng, shape, chunk, dtype):
+    lengths = [1, 7, 64, 129, 500, 1000, 2395] if shape == (16, 8, 128) else [1, 31, 32, 33, 200]
+    run_against_reference(rng, lengths, *shape, dtype, chunk)
+
+
+def bits_agree(case, splits, steps):
+    """Chunked prefill at every split, decode at every step, in any order: the bits of packed attention."""
+    expected = case.packed()
+    everything = list(range(len(case.lengths)))
+    case.compare(everything, [0] * len(everything), case.lengths, expected, "prefill at once")
+    longest = int(np.argmax(case.lengths))
+    for split in splits:
+        end = case.lengths[longest]
+        case.compare([longest], [0], [split], expected, f"chunk 0..{split}")
+        case.compare([longest], [split], [end], expected, f"chunk {split}..{end}")
+    for step in steps:
+        order = [b for b in everything[::-1] if case.lengths[b] > step]
+        case.compare(order, [step] * len(order), [step + 1] * len(order), expected, f"decode of position {step}")
+    # Decoding rows and a chunk of another sequence in one batch.
+    others = [b for b in everything if b != longest]
+    begins = [max(case.lengths[b] - 1, 0) for b in others] + [case.lengths[longest] // 2]
+    case.compare(others + [longest], begins, [case.lengths[b] for b in others + [longest]], expected, "mixed batch")
+
+
+@pytest.mark.parametrize("shape", [(6, 6, 48), (9, 3, 64), (4, 2, 50), (2, 1, 18), (16, 1, 80)])
+def test_bits_agree_with_packed_attention(rng, shape):
+    if device.name() == "sim":
+        pytest.skip("too large for the simulator")
+    case = Case(rng, [70, 33, 1, 5], *shape)
+    bits_agree(case, range(1, 70), range(70))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (7, 1, 64), (10, 1, 128), (4, 4, 256)])
+def test_bits_agree_on_the_gpu(rng, shape, dtype):
+    case = Case(rng, [700, 33, 1, 64, 300], *shape, dtype)
+    bits_agree(case, [1, 31, 32, 33, 64, 100, 333, 511, 512, 699], [0, 1, 31, 32, 63, 64, 65, 257, 299, 600, 699])
+
+
+@pytest.mark.sim
+def test_bits_agree_in_the_simulator(rng):
+    bits_agree(Case(rng, [34, 2], 2, 1, 16), [33], [0, 33])
+
+
+@pytest.mark.parametrize("prefix_blocks", [1, 3])
+def test_shared_prefix_blocks_give_the_same_bits(rng, prefix_blocks):
+    """Two sequences with a common beginning: the second reads the first one's blocks."""
+    if device.name() == "sim":
+        pytest.skip("too large for the simulator")
+    shared = 16 * prefix_blocks
+    case = Case(rng, [60, 55], 6, 2, 48)
+    for x in (case.q, case.k, case.v):
+        x[60 : 60 + shared] = x[:shared]
+    case.block_tables[1, :prefix_blocks] = case.block_tables[0, :prefix_blocks]
+    slots = case.slots(1, np.arange(shared, 55))
+    rows = slice(60 + shared, None)
+    write_kv(*(device.asarray(x) for x in (case.k[rows], case.v[rows], slots)), *case.caches)
+    expected = case.packed()
+    assert_same_bits(expected[60 : 60 + shared], expected[:shared], "prefix")
+    case.compare([0, 1], [0, shared], [60, 55], expected, "prefix hit")
+
+
+def empty_slots_give_zeros(case):
+    """A captured graph runs with more rows than sequences: context 0, whatever their block table says."""
+    arguments, longest = case.arguments([0, 1, 0], [2, 32, 2], [3, 33, 3])
+    expected = case.paged([0, 1], [2, 32], [3, 33])
+    arguments[5][2] = 0
+    out = device.xp().full(arguments[0].shape, np.nan, case.q.dtype)
+    paged_attention(*(device.asarray(x) for x in arguments), int(longest), 33, case.scale, out)
+    assert_same_bits(out[:2], expected, "rows of sequences")
+    assert_same_bits(out[2], np.zeros(out.shape[1:], case.q.dtype), "empty row")
+
+
+def test_empty_slots_of_a_batch_give_zeros(rng):
+    if device.name() == "sim":
+        pytest.skip("too large for the simulator")
+    empty_slots_give_zeros(Case(rng, [3, 33], 6, 2, 48))
+
+
+@pytest.mark.sim
+def test_empty_slots_of_a_batch_give_zeros_in_the_simulator(rng):
+    empty_slots_give_zeros(Case(rng, [3, 33], 2, 1, 16))
+
+
+@pytest.mark.gpu
+def test_captured_graph_follows_its_arrays(rng):
+    import cupy
+
+    case = Case(rng, [300, 40, 7, 129], 16, 8, 128, "bfloat16")
+    expected = case.packed()
+    arguments, _ = case.arguments([0, 1, 2, 3], [6] * 4, [7] * 4)
+    arguments = [device.asarray(x) for x in arguments]
+    out = cupy.empty(arguments[0].shape, arguments[0].dtype)
+    paged_attention(*arguments, 1, 304, case.scale, out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    device.synchronize()
+    with stream:
+        stream.begin_capture()
+        paged_attention(*arguments, 1, 304, case.scale, out)
+        graph = stream.end_capture()
+    for ends in ([7, 7, 7, 7], [300, 40, 1, 129], [32, 33, 6, 64]):
+        begins = [end - 1 for end in ends]
+        rows = case.rows([0, 1, 2, 3], begins, ends)
+        arguments[0][...] = device.asarray(case.q[rows])
+        arguments[5][...] = device.asarray(np.asarray(ends, np.int32))
+        device.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert_same_bits(out, expected[rows], f"contexts {ends}")
+
+
+@pytest.mark.parametrize("head_dim", [48, 128, 256])
+def test_kernels_compile_for_gpus(compile_offline, head_dim):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    x, tables, lengths = "uint16[:,:,::1]", "int32[:,::1]", "int32[::1]"
+    troubles = []
+    for tile in (few_rows(head_dim), many_rows(head_dim)):
+        types = [x, x, x, tables, "int32", lengths, lengths, "float32", x]
+        troubles += compile_offline(paged_attention_kernel(tile), types, (9, 0))
+    assert not troubles, "\n".join(troubles)
+
+
+def test_wrong_arguments_are_named(rng):
+    case = Case(rng, [5], 2, 1, 16)
+    arguments, _ = case.arguments([0], [4], [5])
+    arguments = [device.asarray(x) for x in arguments]
+    out = device.xp().empty(arguments[0].shape, np.float32)
+    with pytest.raises(ValueError, match="paged_attention: max_context_len must be at most 2 blocks"):
+        paged_attention(*arguments, 1, 33, case.scale, out)
+    with pytest.raises(ValueError, match=r"paged_attention: context_lens must be \(1\) int32, got \(2,\) int32"):
+        paged_attention(*arguments[:5], arguments[4], 1, 32, case.scale, out)

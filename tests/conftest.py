@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
 RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
 _signatures = {}

@@ -91,6 +91,10 @@ def damages():
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
+    def edit(path):
+        path.write_text(path.read_text().replace('"count": 2', '"count": 3'))
+
+    yield pytest.param("trainer_state.json", edit, id="trainer_state.json-edit")
     for name in ("model.safetensors", "trainer_state.safetensors", "trainer_state.json", "config.json"):
         for change in (shorten, flip, pathlib.Path.unlink):
             yield pytest.param(name, change, id=f"{name}-{change.__name__}")

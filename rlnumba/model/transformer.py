@@ -203,9 +203,9 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
             top1 = memory.empty((tokens,), np.int32)
             targets = batch.targets[start:end]
             linear_logp(hidden, model.lm_head, targets, temperature, logprobs, lse, entropy, top1)
-            for shifted, values, at_start in zip(result, (logprobs, entropy, top1), (0, 0, -1), strict=True):
+            # The row before a sequence's start has target -100, which gave 0, 0 and -1.
+            for shifted, values in zip(result, (logprobs, entropy, top1), strict=True):
                 shifted[start + 1 : end] = values[:-1]
-                shifted[start + cu_seqlens[:-1]] = at_start
         first, start = first + count, end
     return result
 

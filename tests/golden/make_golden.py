@@ -215,6 +215,8 @@ MARKED = """{%- for message in messages %}
     {{- '\\n' }}
 {%- endfor %}
 """
+# What a template sees of a message.
+RAW = "{% for message in messages %}{{ message | tojson }}{% endfor %}{{ tools }}{{ bos_token }}{{ eos_token }}"
 
 USER = {"role": "user", "content": "How many apples are left? 你好 🙂"}
 ASSISTANT = {"role": "assistant", "content": "  Let us think: 12 / 3 = 4.\n"}
@@ -318,6 +320,7 @@ def make_tokenizer():
     plain = [chat for chat in CHATS if not chat[1]]
     for name, template, chats, options in (
         ("llama", LLAMA, CHATS, {}),
+        ("raw", RAW, CHATS + TOOL_CHATS, {}),
         ("marked", MARKED, plain, {"return_assistant_tokens_mask": True}),
     ):
         tokenizer.chat_template = template

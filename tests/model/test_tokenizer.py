@@ -79,7 +79,7 @@ def test_chats_with_named_templates(tokenizer):
     assert_chats(tokenizer, CHATS["default"])
 
 
-@pytest.mark.parametrize("name", ["llama", "marked"])
+@pytest.mark.parametrize("name", ["llama", "marked", "raw"])
 def test_chats_with_a_template_file(name, tmp_path):
     tokenizer = edited(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATS[f"{name}_template"])

@@ -8,7 +8,7 @@
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
 biases are float32 arrays that accumulate. Who multiplies:
 
-    numpy    on the numpy device: kernels/cpu.py, one fixed order a row; gradients by BLAS
+    numpy    on the numpy device: kernels/cpu.py, one fixed order a row
     cublas   on a GPU: fast; a row's bits may depend on the number of rows
     numba    the kernel below, on a GPU if asked for and in the simulator: K in one ascending order a row
 """
@@ -29,7 +29,7 @@ TILE = 8 if device.name() == "sim" else 16
 # bias_backward: columns of a block, one a lane so that a warp reads consecutive addresses, and rows at a time.
 COLUMNS = 32
 ROW_LANES = 2 if device.name() == "sim" else 16
-# Row length of a shared tile: one more, so that reading a column meets 32 different banks.
+# Row length of a shared tile: one more, so that the elements of a column lie in different banks.
 PADDED = TILE + 1
 START_THREADS = 256
 
@@ -188,10 +188,10 @@ def linear_backward_input(dout, weight, dx, accumulate=False):
     if m == 0 or k == 0:
         return
     if backend() == "numpy":
-        if accumulate:
-            dx += np.matmul(dout, weight)
-        else:
-            np.matmul(dout, weight, out=dx)
+        if n:
+            cpu.outer_product(dout.reshape(-1), n, 1, n, weight, dx, accumulate)
+        elif not accumulate:
+            dx[...] = 0
     elif backend() == "cublas":
         _cublas_product(dout, False, weight, False, dx, accumulate)
     else:
@@ -210,7 +210,7 @@ def linear_backward_weight(dout, x, dweight):
     if m == 0 or n == 0 or k == 0:
         return
     if backend() == "numpy":
-        dweight += np.matmul(dout.T, x)
+        cpu.outer_product(dout.reshape(-1), 1, n, m, x, dweight, True)
     elif backend() == "cublas":
         _cublas_product(dout, True, x, False, dweight, True)
     else:

@@ -6,7 +6,8 @@
     A = (r - mean(group)) / (std(all) + 1e-4)                "batch"
 
 A completion whose reward is NaN takes no part in mean and std, and its advantage is 0. std divides by n - 1;
-std="population" by n. "normalize_then_sum" (GDPO) instead turns each function's rewards into
+std="population" divides by n and adds 1e-8 in place of 1e-4, as TRL's asynchronous trainer does.
+"normalize_then_sum" (GDPO) instead turns each function's rewards into
 z = (r - mean(group)) / (std(group) + 1e-4), adds those up with the weights, and scales the sums to the batch's
 mean 0 and standard deviation 1.
 
@@ -27,10 +28,10 @@ from rlnumba.kernels.launch import launch
 from rlnumba.kernels.reduce import group_mean_std, group_mean_std_ref
 
 THREADS = 128
-EPSILON = 1e-4
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-STDS = {"sample": 1, "population": 0}
+# What is taken from n in the variance, and what is added to the standard deviation.
+STDS = {"sample": (1, 1e-4), "population": (0, 1e-8)}
 
 
 @cuda.jit
@@ -48,21 +49,28 @@ def reward_sum_kernel(rewards_per_func, weights, rewards):
 
 
 @cuda.jit
-def normalize_functions_kernel(rewards_per_func, num_generations, ddof, z):
-    """z = (r - mean) / (std + 1e-4) within a group, for each function apart; a thread owns group and function."""
+def normalize_functions_kernel(rewards_per_func, num_generations, ddof, epsilon, z):
+    """z = (r - mean) / (std + epsilon) within a group, for each function apart; a thread owns group and function.
+
+    As in group_mean_std the mean is taken of distances from the lowest reward.
+    """
     functions = z.shape[1]
     index = cuda.grid(1)
     first = index // functions * num_generations
     function = index % functions
     if first < z.shape[0]:
         one = np.float32(1.0)
-        total = np.float32(0.0)
+        lowest = np.float32(math.inf)
         count = np.float32(0.0)
         for row in range(first, first + num_generations):
             if not math.isnan(rewards_per_func[row, function]):
-                total += rewards_per_func[row, function]
+                lowest = min(lowest, rewards_per_func[row, function])
                 count += one
-        mean = total / max(count, one)
+        total = np.float32(0.0)
+        for row in range(first, first + num_generations):
+            if not math.isnan(rewards_per_func[row, function]):
+                total += rewards_per_func[row, function] - lowest
+        mean = lowest + total / max(count, one)
         squares = np.float32(0.0)
         for row in range(first, first + num_generations):
             if not math.isnan(rewards_per_func[row, function]):
@@ -70,17 +78,17 @@ def normalize_functions_kernel(rewards_per_func, num_generations, ddof, z):
                 squares += difference * difference
         std = math.sqrt(squares / max(count - np.float32(ddof), one))
         for row in range(first, first + num_generations):
-            z[row, function] = (rewards_per_func[row, function] - mean) / (std + np.float32(EPSILON))
+            z[row, function] = (rewards_per_func[row, function] - mean) / (std + epsilon)
 
 
 @cuda.jit
-def advantage_kernel(rewards, rows_per_mean, mean, rows_per_std, std, scale, advantages):
+def advantage_kernel(rewards, rows_per_mean, mean, rows_per_std, std, scale, epsilon, advantages):
     """A thread owns a completion; mean and std have an entry for every rows_per_... completions."""
     row = cuda.grid(1)
     if row < rewards.shape[0]:
         value = rewards[row] - mean[row // rows_per_mean]
         if scale:
-            value /= std[row // rows_per_std] + np.float32(EPSILON)
+            value /= std[row // rows_per_std] + epsilon
         advantages[row] = np.float32(0.0) if math.isnan(value) else value
 
 
@@ -136,10 +144,10 @@ def group_advantages(
     check("group_advantages", "rewards", rewards, (samples,), F32)
     check("group_advantages", "advantages", advantages, (samples,), F32)
     check("group_advantages", "group_std", group_std, (groups,), F32)
-    ddof = STDS[std]
+    ddof, epsilon = STDS[std]
     if device.name() == "numpy":
         rewards[...], advantages[...], group_std[...] = group_advantages_ref(
-            rewards_per_func, weights, num_generations, scale_rewards, ddof, aggregation
+            rewards_per_func, weights, num_generations, scale_rewards, std, aggregation
         )
         return
     if not samples:
@@ -153,10 +161,31 @@ def group_advantages(
     if aggregation == "normalize_then_sum":
         z = xp.empty_like(rewards_per_func)
         threads = groups * functions
-        launch(normalize_functions_kernel, -(-threads // THREADS), THREADS, rewards_per_func, num_generations, ddof, z)
+        launch(
+            normalize_functions_kernel,
+            -(-threads // THREADS),
+            THREADS,
+            rewards_per_func,
+            num_generations,
+            ddof,
+            epsilon,
+            z,
+        )
         launch(reward_sum_kernel, blocks, THREADS, z, weights, advantages)
         group_mean_std(advantages.reshape(1, samples), batch_mean, batch_std, ddof)
-        launch(advantage_kernel, blocks, THREADS, advantages, samples, batch_mean, samples, batch_std, 1, advantages)
+        launch(
+            advantage_kernel,
+            blocks,
+            THREADS,
+            advantages,
+            samples,
+            batch_mean,
+            samples,
+            batch_std,
+            1,
+            epsilon,
+            advantages,
+        )
         return
     rows_per_std, used_std = num_generations, group_std
     if scale_rewards == "batch":
@@ -172,6 +201,7 @@ def group_advantages(
         rows_per_std,
         used_std,
         int(scale_rewards != "none"),
+        epsilon,
         advantages,
     )
 
@@ -193,30 +223,32 @@ def rloo_advantages(rewards, num_generations, advantages):
     launch(rloo_kernel, -(-samples // THREADS), THREADS, rewards, num_generations, advantages)
 
 
-def group_advantages_ref(rewards_per_func, weights, num_generations, scale_rewards, ddof, aggregation):
+def group_advantages_ref(
+    rewards_per_func, weights, num_generations, scale_rewards="group", std="sample", aggregation="sum_then_normalize"
+):
     """(rewards, advantages, group_std) of group_advantages, in rewards_per_func's precision."""
+    ddof, epsilon = STDS[std]
 
     def weighted(values):
         total = np.nansum(values * weights, axis=1)
         return np.where(np.isnan(values).all(axis=1), np.nan, total)
 
     def spread(values, size):
-        mean, std = group_mean_std_ref(values.reshape(-1, size), ddof)
-        return np.repeat(mean, size), np.repeat(std, size)
+        return (np.repeat(part, size) for part in group_mean_std_ref(values.reshape(-1, size), ddof))
 
     rewards = weighted(rewards_per_func)
-    mean, std = spread(rewards, num_generations)
-    group_std = std[::num_generations]
+    mean, deviation = spread(rewards, num_generations)
+    group_std = deviation[::num_generations]
     if aggregation == "normalize_then_sum":
         columns = [spread(column, num_generations) for column in rewards_per_func.T]
-        means, stds = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
-        normalized = weighted((rewards_per_func - means) / (stds + EPSILON))
-        mean, std = spread(normalized, max(len(normalized), 1))
-        advantages = (normalized - mean) / (std + EPSILON)
+        means, deviations = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
+        normalized = weighted((rewards_per_func - means) / (deviations + epsilon))
+        mean, deviation = spread(normalized, max(len(normalized), 1))
+        advantages = (normalized - mean) / (deviation + epsilon)
     else:
         if scale_rewards == "batch":
-            std = spread(rewards, max(len(rewards), 1))[1]
-        advantages = (rewards - mean) / (1.0 if scale_rewards == "none" else std + EPSILON)
+            _, deviation = spread(rewards, max(len(rewards), 1))
+        advantages = (rewards - mean) / (1.0 if scale_rewards == "none" else deviation + epsilon)
     return rewards, np.nan_to_num(advantages, nan=0.0), group_std
 
 

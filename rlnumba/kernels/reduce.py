@@ -18,7 +18,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, check
-from rlnumba.kernels.instructions import block_sum, warp_sum, widen
+from rlnumba.kernels.instructions import block_sum, warp_max, warp_sum, widen
 from rlnumba.kernels.launch import launch
 from rlnumba.kernels.rmsnorm import add_partials_kernel
 
@@ -128,17 +128,28 @@ def masked_whiten_kernel(x, mask, shift_mean, out):
 
 @cuda.jit
 def group_mean_std_kernel(x, ddof, mean, std):
-    """A warp owns a group, a lane every 32nd member of it; two passes."""
+    """A warp owns a group, a lane every 32nd member of it; three passes.
+
+    The mean is taken of the distances from the lowest member: equal members then have exactly their value as mean
+    and exactly 0 as std, which a sum of them, rounded, does not give.
+    """
     group = cuda.blockIdx.x
     size = x.shape[1]
+    lowest = np.float32(math.inf)
+    for i in range(cuda.threadIdx.x, size, 32):
+        if not math.isnan(x[group, i]):
+            lowest = min(lowest, x[group, i])
+    lowest = -warp_max(-lowest)
     total = np.float32(0.0)
     count = np.float32(0.0)
     for i in range(cuda.threadIdx.x, size, 32):
         if not math.isnan(x[group, i]):
-            total += x[group, i]
+            total += x[group, i] - lowest
             count += np.float32(1.0)
     count = warp_sum(count)
-    average = warp_sum(total) / max(count, np.float32(1.0))
+    average = warp_sum(total)
+    if count > np.float32(0.0):
+        average = lowest + average / count
     squares = np.float32(0.0)
     for i in range(cuda.threadIdx.x, size, 32):
         if not math.isnan(x[group, i]):
@@ -261,6 +272,8 @@ def group_mean_std_ref(x, ddof=1):
     """(mean, std) of group_mean_std, in x's precision."""
     valid = ~np.isnan(x)
     count = np.sum(valid, axis=1).astype(x.dtype)
-    mean = np.nansum(x, axis=1) / np.maximum(count, 1)
+    # Distances from the lowest member, so that equal members have a std of exactly 0.
+    lowest = np.where(count > 0, np.min(x, axis=1, initial=np.inf, where=valid), 0).astype(x.dtype)
+    mean = lowest + np.nansum(x - lowest[:, None], axis=1) / np.maximum(count, 1)
     squares = np.nansum((x - mean[:, None]) ** 2, axis=1)
     return mean, np.sqrt(squares / np.maximum(count - ddof, 1))

@@ -40,9 +40,8 @@ def run(rewards_per_func, weights, num_generations, *options):
 def check_against_reference(rng, groups, num_generations, functions, options):
     rewards_per_func, weights = make_rewards(rng, groups, num_generations, functions)
     actual = run(rewards_per_func, weights, num_generations, *options)
-    scale, std, aggregation = options
     wide = rewards_per_func.astype(np.float64), weights.astype(np.float64)
-    expected = group_advantages_ref(*wide, num_generations, scale, STDS[std], aggregation)
+    expected = group_advantages_ref(*wide, num_generations, *options)
     assert np.array_equal(np.isnan(actual[0]), np.isnan(expected[0]))
     for got, want, name in zip(actual, expected, ("rewards", "advantages", "group_std"), strict=True):
         assert_close(np.nan_to_num(got), np.nan_to_num(want), terms=4 * num_generations, what=name)
@@ -97,9 +96,12 @@ def test_unscorable_completions_have_no_weight(rng):
     assert_close(std, [1.0], terms=4)
 
 
-def test_equal_rewards_teach_nothing():
-    rewards, advantages, std = run(np.full((8, 1), 0.3, np.float32), np.ones(1, np.float32), 4)
-    assert np.all(std == 0) and np.all(np.abs(advantages) < 1e-3)
+@pytest.mark.parametrize("std", STDS)
+def test_equal_rewards_teach_nothing(std):
+    """Exactly nothing, though a float32 sum of five times 0.3 is not 1.5."""
+    for aggregation in AGGREGATIONS:
+        result = run(np.full((15, 1), 0.3, np.float32), np.ones(1, np.float32), 5, "group", std, aggregation)
+        assert np.all(result[1] == 0) and np.all(result[2] == 0)
 
 
 def test_rloo_without_a_reward_or_without_others():

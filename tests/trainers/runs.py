@@ -1,0 +1,92 @@
+"""Small runs for the trainers' tests: the golden model, its rows, and a task that GRPO learns in seconds."""
+
+import json
+import pathlib
+
+from rlnumba.config import DataConfig, GRPOConfig, GRPORun, RewardsConfig, SFTConfig, SFTRun
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+MODEL = GOLDEN / "tiny-qwen3"
+SFT_ROWS = GOLDEN / "sft_rows.jsonl"
+
+REWARDS = '''
+import time
+
+def digits(completions, **columns):
+    """The share of digits: a model can raise it by a little with every token."""
+    return [sum(c in "0123456789" for c in text) / max(len(text), 6) for text in completions]
+
+def length(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+def fails_at_step_2(completions, trainer_state, **columns):
+    if trainer_state.global_step == 2:
+        raise ZeroDivisionError("nothing left to divide")
+    return digits(completions)
+
+def hangs_at_step_2(completions, trainer_state, **columns):
+    if trainer_state.global_step == 2:
+        time.sleep(60)
+    return digits(completions)
+
+def wrong_count(completions, **columns):
+    return [1.0]
+
+def one_for_even(completions, answer, **columns):
+    """The same for all completions of a prompt, so that no group teaches anything where the answer is odd."""
+    values = digits(completions)
+    return [value if int(a) % 2 == 0 else 0.5 for value, a in zip(values, answer)]
+'''
+
+
+def golden(name):
+    return json.loads((GOLDEN / name).read_text())
+
+
+def metrics_of(run):
+    lines = (pathlib.Path(run.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def sft_run(folder, data=None, **train):
+    """An SFTRun with the golden curves' settings, in `folder`."""
+    settings = golden("sft_curves.json")["config"] | {"shuffle_dataset": False, "gradient_checkpointing": False}
+    return SFTRun(
+        model=str(MODEL),
+        output_dir=str(folder),
+        data=DataConfig(**{"train": str(SFT_ROWS)} | (data or {})),
+        train=SFTConfig(**settings | train),
+    )
+
+
+def grpo_config(**train):
+    settings = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 4,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+    }
+    return GRPOConfig(**settings | train)
+
+
+def grpo_run(folder, reward="digits", num_prompts=16, rewards=None, seed=42, data=None, **train):
+    """A GRPORun in `folder`, with its rows and reward file beside it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    rows = folder.parent / "prompts.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"what is {i}? ", "answer": str(i)}) + "\n" for i in range(num_prompts))
+    )
+    file = folder.parent / "rewards_for_tests.py"
+    file.write_text(REWARDS)
+    return GRPORun(
+        model=str(MODEL),
+        output_dir=str(folder),
+        seed=seed,
+        data=DataConfig(train=str(rows), **(data or {})),
+        rewards=RewardsConfig(funcs=[f"{file}:{name}" for name in reward.split()], **(rewards or {})),
+        train=grpo_config(**train),
+    )

@@ -1,0 +1,154 @@
+"""SFT against torch's 50-step curves, and the laws of its arithmetic."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlnumba import data, memory
+from rlnumba.errors import UserError
+from rlnumba.memory import Arena
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
+from rlnumba.trainers import sft
+from tests.close import assert_same_bits
+from tests.trainers.runs import MODEL, SFT_ROWS, golden, metrics_of, sft_run
+
+
+def rows_of(run, model):
+    return sft.load_rows(run.data.train, run, model, Tokenizer.from_folder(MODEL))
+
+
+@pytest.mark.parametrize(
+    ("curve", "train", "steps", "tolerance"),
+    [
+        # Two correct programs in float32 drift apart exponentially; these do so at about 10x in 20 steps.
+        ("unpacked", {}, 50, 1e-4),
+        ("packed", {"packing": True}, 50, 1e-3),
+        # dft's gradients are small and its drift is faster.
+        ("dft", {"loss_type": "dft"}, 20, 1e-4),
+    ],
+)
+def test_S01_golden_curve(tmp_path, curve, train, steps, tolerance):
+    run = sft_run(tmp_path / "run", **train)
+    sft.run_sft(run)
+    expected = golden("sft_curves.json")[curve][:steps]
+    got = metrics_of(run)
+    assert len(got) == 50
+    assert [row["step"] for row in got] == list(range(1, 51))
+    for row, want in zip(got[:steps], expected, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "learning_rate", "mean_token_accuracy"):
+            assert row[name] == pytest.approx(want[name], rel=tolerance, abs=1e-9), (row["step"], name)
+        assert row["num_tokens"] == want["num_tokens"]
+    # 37 rows of 8 a step: the last of an epoch's five steps has five.
+    if curve == "unpacked":
+        assert [row["epoch"] for row in got[3:6]] == pytest.approx([0.8, 1.0, 1.2])
+
+
+def test_S02_packing_does_not_change_the_loss(tmp_path):
+    model = load_model(MODEL)
+    losses = []
+    for packing in (False, True):
+        run = sft_run(tmp_path, packing=packing)
+        rows = rows_of(run, model)
+        assert (len(rows) < 37) == packing
+        losses.append(sft.evaluate(model, rows, run.train, Arena("test")))
+    # The sums are over the same numbers in another order.
+    for name in losses[0]:
+        assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-6)
+
+
+def test_packed_rows_have_the_bits_of_rows_alone(tmp_path):
+    model = load_model(MODEL)
+    rows = rows_of(sft_run(tmp_path, packing=True), model)
+    row = max(rows, key=len)
+
+    def logprobs(sequences):
+        sums = sft.Sums(sum(s.num_trained for s in sequences))
+        arena = Arena("test")
+        with arena.scope():
+            batch, chosen, target_ids = sft.device_targets(sequences)
+            attend = sft.attention_of(model, batch, arena)
+            hidden = model.forward(batch.input_ids, batch.position_ids, attend, arena=arena)
+            sft.head_forward(model, hidden, chosen, target_ids, 1.0, arena, *sums.take(target_ids))
+        return sums.logprobs
+
+    assert len(row) > 1
+    assert_same_bits(logprobs(row), np.concatenate([logprobs([sequence]) for sequence in row]))
+
+
+def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
+    curves = []
+    for train in (
+        {},
+        {"gradient_checkpointing": True},
+        {"loss_type": "chunked_nll"},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    ):
+        run = sft_run(tmp_path / str(len(curves)), max_steps=6, **train)
+        sft.run_sft(run)
+        curves.append([(row["loss"], row["grad_norm"]) for row in metrics_of(run)])
+    assert curves[1] == curves[0]
+    assert curves[2] == curves[0]
+    np.testing.assert_allclose(curves[3], curves[0], rtol=1e-4)
+
+
+def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):
+    orders = [sft.epoch_order(37, True, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    assert sorted(orders[0]) == list(range(37))
+    assert orders[0] != orders[1] and orders[0] != orders[2] and orders[0] == orders[3]
+    assert sft.epoch_order(3, False, 1, 5).tolist() == [0, 1, 2]
+
+
+def test_epochs_make_the_steps(tmp_path):
+    run = sft_run(tmp_path, max_steps=-1, num_train_epochs=1.5)
+    sft.run_sft(run)
+    assert len(metrics_of(run)) == 8
+
+
+def test_evaluation_and_files(tmp_path):
+    run = sft_run(tmp_path, {"eval": str(SFT_ROWS)}, max_steps=5, eval_steps=2, save_steps=3)
+    sft.run_sft(run)
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5]
+    # The same rows held out as trained on: what is left at the end is the loss of the final weights.
+    model = load_model(tmp_path / "final")
+    loss = sft.evaluate(model, rows_of(run, model), run.train, Arena("test"))
+    assert loss["eval_loss"] == rows[-1]["eval_loss"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-5"]
+    for name in ("curves.png", "config.toml", "final/tokenizer.json", "final/config.json"):
+        assert (tmp_path / name).is_file(), name
+    assert {"time/train", "step_time", "perf/throughput", "memory/weights", "memory/grads"} <= rows[-1].keys()
+
+
+def test_memory_of_activations_is_less_with_checkpointing(tmp_path):
+    peaks = []
+    for checkpointing in (False, True):
+        memory.reset_peaks()
+        before = memory.report().get("activations", 0)
+        sft.run_sft(sft_run(tmp_path / str(checkpointing), max_steps=1, gradient_checkpointing=checkpointing))
+        peaks.append(memory.report()["activations"] - before)
+    assert peaks[1] < peaks[0]
+
+
+def test_rows_without_a_trained_token_are_named(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a" * 80, "completion": "b"}, {"prompt": "a", "completion": "bc"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = sft_run(tmp_path / "run", {"train": str(path)}, max_steps=1)
+    sft.run_sft(run)
+    assert f"{path}: 1 rows lost their end to max_length, 1 have no token to train on" in capsys.readouterr().err
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match="no row has a token to train on"):
+        sft.run_sft(run)
+
+
+def test_targets_are_the_next_tokens(rng):
+    sequences = [
+        data.TokenSequence(np.array(ids, np.int32), np.array(mask, bool))
+        for ids, mask in (([5, 6, 7], [1, 1, 0]), ([8], [1]), ([9, 10, 11, 12], [0, 0, 1, 1]))
+    ]
+    batch, rows, target_ids = sft.device_targets(sequences)
+    assert rows.tolist() == [0, 5, 6]
+    assert target_ids.tolist() == [6, 11, 12]
+    assert batch.lengths == [3, 1, 4]

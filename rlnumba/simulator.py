@@ -48,7 +48,7 @@ class SimulatedCuda:
     """
 
     @staticmethod
-    def jit(function=None, *, max_registers=None, **options):
+    def jit(function=None, *, max_registers=None, launch_bounds=None, **options):
         """Numba's jit; registers are the hardware's concern."""
         return numba_cuda.jit(function, **options)
 

@@ -16,13 +16,14 @@ eight columns b: acc[4 b], acc[4 b + 1] = C[16 w + g, 8 b + 2 i :], acc[4 b + 2]
 Source: PTX ISA, sections on wgmma, mbarrier, cp.async.bulk.tensor, setmaxnreg, stmatrix.
 """
 
+import ctypes
 import functools
 import inspect
 
 import numpy as np
 
 from rlnumba import device
-from rlnumba.device import cuda
+from rlnumba.errors import DeviceError
 
 # Reduction steps of one issue: 4 instructions of 16. A line of a swizzled 16-bit box.
 STEPS = 64
@@ -32,7 +33,6 @@ BOX_BYTES = 64 * LINE
 ELEMENTS = {"bfloat16": "bf16", "float16": "f16"}
 
 if device.name() == "sim":
-    import ctypes
     import threading
 
     import ml_dtypes
@@ -69,7 +69,7 @@ if device.name() == "sim":
 
     def shared_address(array):
         """The address of a shared array."""
-        return int(array.ctypes.data)
+        return np.int64(array.ctypes.data)
 
     def tensor_map_address(tensor_map):
         """A tensor map as an argument for bulk copies."""
@@ -221,7 +221,7 @@ if device.name() == "sim":
 
 else:
     from llvmlite import ir
-    from numba.cuda import cgutils, types
+    from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
     _F32, _I32, _I64, _VOID = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.VoidType()
@@ -434,3 +434,91 @@ else:
             return wait
 
         return start, make_wait(1), make_wait(0)
+
+
+class HostTensorMap:
+    """The simulator's tensor map: a matrix and the box that one bulk copy moves."""
+
+    def __init__(self, array, rows, columns):
+        self.array = array
+        self.box = rows, columns
+
+    def read(self, row, column):
+        """The box at (row, column), zeros outside the matrix."""
+        box = np.zeros(self.box, self.array.dtype)
+        part = self.array[row : row + self.box[0], column : column + self.box[1]]
+        box[: part.shape[0], : part.shape[1]] = part
+        return box
+
+    def write(self, row, column, box, add):
+        """Write (or add) what of a box at (row, column) lies in the matrix."""
+        part = self.array[row : row + self.box[0], column : column + self.box[1]]
+        part[...] = box[: part.shape[0], : part.shape[1]] + (part if add else part.dtype.type(0))
+
+
+class DeviceTensorMaps:
+    """Tensor maps in the GPU's memory, made once for each matrix and box and found again by address.
+
+    The driver's encoder fills 128 opaque bytes on the host; they go to a slot of one device array. The
+    host's copy stays, page-locked, so that a copy recorded in a graph reads the same bytes at each replay.
+    """
+
+    SLOTS = 1 << 15
+    TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+    SWIZZLE_128 = 3
+    PROMOTE_L2_256 = 3
+
+    def __init__(self):
+        import cupy
+        import cupyx
+
+        self.cupy = cupy
+        self.encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        self.host = cupyx.empty_pinned((self.SLOTS, LINE), np.uint8)
+        raw = cupy.empty((self.SLOTS + 1) * LINE, np.uint8)
+        start = -raw.data.ptr % LINE
+        self.device = raw[start : start + self.SLOTS * LINE].reshape(self.SLOTS, LINE)
+        self.views = [self.device[i] for i in range(self.SLOTS)]
+        self.found = {}
+        self.next = 0
+
+    def get(self, array, rows, columns):
+        key = array.data.ptr, array.shape, array.dtype, rows, columns
+        view = self.found.get(key)
+        return self._make(key) if view is None else view
+
+    def _make(self, key):
+        pointer, shape, dtype, rows, columns = key
+        slot = self.next
+        self.next = (slot + 1) % self.SLOTS
+        if len(self.found) == self.SLOTS:
+            # The oldest map gives its slot up; kernels that read it were launched long ago, on this stream.
+            del self.found[next(iter(self.found))]
+        two, one = ctypes.c_uint32 * 2, ctypes.c_uint64 * 1
+        sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
+        status = self.encode(
+            ctypes.c_void_p(self.host[slot].ctypes.data), self.TYPES[dtype.name], 2, ctypes.c_void_p(pointer), sizes,
+            one(shape[1] * dtype.itemsize), two(columns, rows), two(1, 1), 0, self.SWIZZLE_128, self.PROMOTE_L2_256, 0,
+        )  # fmt: skip
+        if status:
+            raise DeviceError(f"tensor map of a {shape} {dtype} matrix, box ({rows}, {columns}): driver error {status}")
+        view = self.views[slot]
+        view.data.copy_from_host_async(ctypes.c_void_p(self.host[slot].ctypes.data), LINE)
+        self.found[key] = view
+        return view
+
+
+_maps = None
+
+
+def tensor_map(array, rows, columns):
+    """What a kernel needs to copy boxes of (rows, columns) of a C-contiguous matrix (R, C) in bulk.
+
+    A line of a box is at most 128 bytes, rows of the matrix start at multiples of 16 bytes.
+    Raises DeviceError if the driver refuses the matrix.
+    """
+    global _maps
+    if device.name() != "cuda":
+        return HostTensorMap(array, rows, columns)
+    _maps = _maps or DeviceTensorMaps()
+    return _maps.get(array, rows, columns)

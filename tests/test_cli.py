@@ -1,0 +1,374 @@
+"""The command line: results, exit codes and one-line messages, mostly inside this process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlnumba import cli, device
+
+MODEL = str(Path(__file__).parent / "golden" / "tiny-qwen3")
+ROWS = [{"prompt": "what is 3+4? "}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "a"}]
+
+pytestmark = pytest.mark.skipif(device.name() == "sim", reason="whole models take too long in the simulator")
+
+
+def write(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.fixture
+def fails(capsys):
+    def fails(code, message, *arguments):
+        """The command ends with this code and one line on stderr that holds the message."""
+        capsys.readouterr()
+        assert cli.run([str(a) for a in arguments]) == code
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("device ")]
+        assert len(lines) == 1 and lines[0].startswith("rlnumba: "), lines
+        assert message in lines[0]
+
+    return fails
+
+
+def generate(tmp_path, rows, *options, model=MODEL, name="out.jsonl"):
+    output = tmp_path / name
+    arguments = ["generate", "--model", model, "--prompts", write(tmp_path / "in.jsonl", rows), "--output", output]
+    assert cli.run([str(a) for a in [*arguments, "--max-tokens", "12", *options]]) == 0
+    return read(output)
+
+
+def score(tmp_path, rows, *options, model=MODEL):
+    output = tmp_path / "scored.jsonl"
+    arguments = ["score", "--model", model, "--input", write(tmp_path / "in.jsonl", rows), "--output", output]
+    assert cli.run([str(a) for a in [*arguments, *options]]) == 0
+    return read(output)
+
+
+def test_generate(tmp_path):
+    results = generate(tmp_path, ROWS, "--n", 2, "--seed", 3)
+    assert [len(r["completions"]) for r in results] == [2, 2, 2]
+    assert results[1]["prompt_token_ids"] == [5, 6, 7]
+    for result in results:
+        for completion in result["completions"]:
+            assert set(completion) == {"text", "token_ids", "logprobs", "finish_reason"}
+            assert len(completion["logprobs"]) == len(completion["token_ids"]) <= 12
+            stopped = completion["finish_reason"] == "stop"
+            assert (completion["token_ids"][-1] == 1) == stopped and "<eos>" not in completion["text"]
+            # A character is a token; ids 3 to 45 have one.
+            assert len(completion["text"]) == sum(2 < i < 46 for i in completion["token_ids"])
+    # A token depends on seed, prompt, index and position: not on the line, the others, n or max_tokens.
+    assert (
+        generate(tmp_path, ROWS[::-1], "--n", 4, "--seed", 3, "--max-num-seqs", 2)[2]["completions"][:2]
+        == (results[0]["completions"])
+    )
+    short = generate(tmp_path, ROWS, "--seed", 3, "--max-tokens", 5)[0]["completions"][0]
+    assert short["token_ids"] == results[0]["completions"][0]["token_ids"][:5]
+    assert generate(tmp_path, ROWS, "--seed", 4) != generate(tmp_path, ROWS, "--seed", 3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 0.0])
+def test_B06_score_gives_the_log_probs_of_generate(tmp_path, temperature):
+    results = generate(tmp_path, ROWS, "--temperature", temperature, "--n", 2, "--ignore-eos")
+    pairs = [(r["prompt_token_ids"], c) for r in results for c in r["completions"]]
+    scored = score(
+        tmp_path, [{"token_ids": prompt + c["token_ids"]} for prompt, c in pairs], "--temperature", temperature
+    )
+    for (prompt, c), line in zip(pairs, scored, strict=True):
+        assert line["token_ids"] == prompt + c["token_ids"] and line["logprobs"][0] is None
+        if device.name() == "numpy":
+            assert line["logprobs"][len(prompt) :] == c["logprobs"]
+        else:
+            np.testing.assert_allclose(line["logprobs"][len(prompt) :], c["logprobs"], atol=1e-3)
+
+
+def test_score_of_text_does_not_append_eos(tmp_path):
+    (pair, ids) = score(tmp_path, [{"prompt": "1+", "completion": "1=2."}, {"token_ids": [4]}])
+    (again,) = score(tmp_path, [{"token_ids": pair["token_ids"]}])
+    assert len(pair["token_ids"]) == 6 and pair["token_ids"][-1] != 1 and again == pair
+    assert ids == {"token_ids": [4], "logprobs": [None]}
+
+
+def test_token_ids_need_no_tokenizer(tmp_path, fails):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(Path(MODEL) / name)
+    (result,) = generate(tmp_path, [{"prompt_token_ids": [5, 6]}], model=str(bare))
+    assert result["completions"][0]["text"] == "" and result["completions"][0]["token_ids"]
+    assert len(score(tmp_path, [{"token_ids": [5, 6]}], model=str(bare))[0]["logprobs"]) == 2
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    fails(
+        1,
+        "in.jsonl:1: text needs a tokenizer",
+        "generate",
+        "--model",
+        bare,
+        "--prompts",
+        source,
+        "--output",
+        "/dev/null",
+    )
+
+
+BAD_PROMPTS = [
+    ([], "in.jsonl: holds no rows"),
+    ([{"prompt": "a"}, "{oops\n"], "in.jsonl:2: not JSON"),
+    ([{"prompt": "a"}, {"text": "a"}], "in.jsonl:2: needs either 'prompt' or 'prompt_token_ids'; its columns are text"),
+    ([{"prompt": ""}], "in.jsonl:1: 'prompt' is empty"),
+    ([{"prompt": []}], "in.jsonl:1: 'prompt' must be a non-empty list of messages"),
+    ([{"prompt": 3}], "in.jsonl:1: 'prompt' must be a string or a list of messages, got int 3"),
+    ([{"prompt": "a"}, {"prompt_token_ids": []}], "in.jsonl:2: 'prompt_token_ids' is empty"),
+    ([{"prompt_token_ids": [1.5]}], "in.jsonl:1: 'prompt_token_ids' must be a list of integers"),
+    ([{"prompt": "a"}, {"prompt_token_ids": [48]}], "in.jsonl:2: token id 48 is outside of the vocabulary of 48"),
+    ([{"prompt_token_ids": [-1]}], "in.jsonl:1: token id -1 is outside"),
+    ([{"prompt": "a"}, {"prompt": "a" * 257}], "in.jsonl:2: 257 tokens are more than the limit of 256"),
+    ([{"prompt": [{"role": "user", "content": "a"}]}], "in.jsonl:1: "),
+]
+
+
+@pytest.mark.parametrize("rows, message", BAD_PROMPTS)
+def test_bad_prompts_end_before_the_start(tmp_path, fails, rows, message):
+    output = tmp_path / "out.jsonl"
+    output.write_text("kept")
+    fails(1, message, "generate", "--model", MODEL, "--prompts", write(tmp_path / "in.jsonl", rows), "--output", output)
+    assert output.read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
+
+
+BAD_SCORES = [
+    ([{"token_ids": [5]}, {"token_ids": []}], "in.jsonl:2: 'token_ids' is empty"),
+    ([{"token_ids": [5, 99]}], "in.jsonl:1: token id 99 is outside of the model's vocabulary of 48"),
+    ([{"token_ids": [5] * 257}], "in.jsonl:1: 257 tokens are more than the model's 256"),
+    ([{"prompt": "a"}], "in.jsonl:1: 'completion' must be a string or a list of messages"),
+    ([{"prompt": "", "completion": "b"}], "in.jsonl:1: 'prompt' is empty"),
+    ([{"completion": "b"}], "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion'"),
+]
+
+
+@pytest.mark.parametrize("rows, message", BAD_SCORES)
+def test_bad_rows_of_score(tmp_path, fails, rows, message):
+    fails(
+        1, message, "score", "--model", MODEL, "--input", write(tmp_path / "in.jsonl", rows),
+        "--output", tmp_path / "out.jsonl",
+    )  # fmt: skip
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--temperature", "-1"), ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "x"),
+        ("--top-p", "0"), ("--top-p", "1.5"), ("--top-k", "-2"), ("--min-p", "-0.1"), ("--max-tokens", "0"),
+        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_usage_errors(tmp_path, fails, option, value):
+    source = write(tmp_path / "in.jsonl", ROWS)
+    arguments = ["generate", "--model", MODEL, "--prompts", source, "--output", tmp_path / "out.jsonl", option, value]
+    fails(2, option.removeprefix("--").split("-")[-1], *arguments)
+
+
+def test_usage_errors(fails, tmp_path):
+    fails(2, "No such command 'generat'", "generat")
+    fails(2, "Missing option '--model'", "generate")
+    fails(2, "No such option '--foo'", "env", "--foo")
+    fails(2, "--device", "--device", "tpu", "env")
+    fails(2, "Missing argument", "plot", "--output", "x.png")
+    fails(2, "Missing option '--config'", "grpo")
+
+
+def test_missing_and_damaged_models(tmp_path, fails):
+    source = write(tmp_path / "in.jsonl", ROWS)
+    rest = ["--prompts", source, "--output", tmp_path / "out.jsonl"]
+    fails(1, "no such model folder", "generate", "--model", tmp_path / "missing", *rest)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    fails(1, "config.json", "generate", "--model", broken, *rest)
+    config = json.loads((Path(MODEL) / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (broken / "config.json").write_text(json.dumps(config))
+    fails(1, "num_hidden_layers", "generate", "--model", broken, *rest)
+    (broken / "config.json").write_text((Path(MODEL) / "config.json").read_text())
+    weights = (Path(MODEL) / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    fails(1, "model.safetensors", "generate", "--model", broken, *rest)
+    if device.name() == "numpy":
+        fails(1, "bfloat16", "generate", "--model", MODEL, *rest, "--dtype", "bfloat16")
+
+
+def test_outputs_that_cannot_be_written(tmp_path, fails):
+    source = write(tmp_path / "in.jsonl", ROWS)
+    missing = tmp_path / "no" / "out.jsonl"
+    fails(1, "no/out.jsonl: cannot be written", "generate", "--model", MODEL, "--prompts", source, "--output", missing)
+    fails(1, "cannot be written: Is a directory", "score", "--model", MODEL, "--input", source, "--output", tmp_path)
+    run = write(tmp_path / "run.toml", [f'model = "{MODEL}"\noutput_dir = "{source}/x"\n[data]\ntrain = "t.jsonl"\n'])
+    fails(1, "in.jsonl/x: cannot be written", "sft", "--config", run)
+
+
+def test_dev_null_is_written_to_and_stays(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"token_ids": [5]}])
+    assert cli.run(["score", "--model", MODEL, "--input", source, "--output", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_check(capsys):
+    assert cli.run(["check", "--model", MODEL, "--max-tokens", "8"]) == 0
+    shown = dict(line.split("   ", 1) for line in capsys.readouterr().out.splitlines())
+    assert shown["tokens compared"].split() == ["96"]
+    if device.name() == "numpy":
+        assert shown["equal bit for bit"].split()[0] == "96" and shown["first differing operator"].split() == ["none"]
+
+
+@pytest.mark.skipif(device.name() != "numpy", reason="equal bits are promised on the numpy device only")
+def test_check_names_the_operator_at_fault(monkeypatch, capsys):
+    from rlnumba.engine import runner
+
+    original = runner.paged_attention
+
+    def wrong(*arguments):
+        original(*arguments)
+        # Of one sequence in the batch only, and of the tokens it draws.
+        arguments[-1][-1, 0, 0] += np.float32(1e-3)
+
+    monkeypatch.setattr(runner, "paged_attention", wrong)
+    assert cli.run(["check", "--model", MODEL, "--max-tokens", "4"]) == 1
+    captured = capsys.readouterr()
+    assert "first differing operator   layer 0 attention, at position" in captured.out
+    assert captured.err.splitlines()[-1].startswith("rlnumba: rollout and training differ by up to ")
+
+
+def test_env(capsys):
+    assert cli.run(["env"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"rlnumba", "git", "device", "python", "numpy", "numba", "gemm", "memory"} <= set(names)
+
+
+def test_plot(tmp_path, fails):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')
+    assert cli.run(["plot", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    fails(1, "missing/metrics.jsonl: no such file", "plot", tmp_path / "missing", "--output", tmp_path / "x.png")
+
+
+TRAIN = [{"prompt": f"what is {i}+1? ", "completion": f"{i}+1={i + 1}."} for i in range(8)]
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def run_file(kind, **train):
+        data = write(tmp_path / "train.jsonl", TRAIN)
+        rewards = '[rewards]\nfuncs = ["repetition_penalty_reward"]\n' if kind == "grpo" else ""
+        keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
+        text = (
+            f'model = "{MODEL}"\noutput_dir = "{tmp_path}/{kind}"\n[data]\ntrain = "{data}"\n{rewards}[train]\n{keys}'
+        )
+        return write(tmp_path / f"{kind}.toml", [text])
+
+    return run_file
+
+
+def test_sft_writes_its_files(tmp_path, run_file, capsys):
+    config = run_file("sft", max_steps=2, per_device_train_batch_size=4, logging_steps=1)
+    assert cli.run(["sft", "--config", config, "--train.learning-rate", "1e-3", "--seed=7"]) == 0
+    folder = tmp_path / "sft"
+    steps = read(folder / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1, 2] and {"loss", "grad_norm", "num_tokens"} <= set(steps[0])
+    assert "learning_rate = 0.001\n" in (folder / "config.toml").read_text()
+    assert "seed = 7\n" in (folder / "config.toml").read_text()
+    assert (folder / "final" / "config.json").exists() and (folder / "curves.png").exists()
+    assert (folder / "checkpoints" / "step-2").is_dir()
+    assert "step 2/2" in capsys.readouterr().err
+    # What was written can be run again.
+    assert cli.run(["sft", "--config", str(folder / "config.toml"), "--dry-run"]) == 0
+
+
+def test_dry_run_prints_the_resolved_run_and_does_nothing(tmp_path, run_file, capsys):
+    config = run_file("grpo", max_steps=5)
+    assert cli.run(["grpo", "--config", config, "--dry-run", "--train.epsilon_high", "0.28"]) == 0
+    printed = capsys.readouterr().out
+    assert "epsilon_high = 0.28\n" in printed and "max_steps = 5\n" in printed
+    assert not (tmp_path / "grpo").exists()
+
+
+def test_bad_runs(tmp_path, run_file, fails):
+    run = ["grpo", "--config", run_file("grpo", max_steps=1)]
+    fails(2, "unknown key train.learning_rat; did you mean train.learning_rate?", *run, "--train.learning_rat", "1")
+    fails(2, "unexpected argument 'x'", *run, "x")
+    fails(2, "missing.toml: no such config file", "sft", "--config", tmp_path / "missing.toml")
+    fails(2, "must be divisible by train.num_generations (3)", *run, "--train.num_generations", "3")
+    fails(2, "train.top_p must be above 0 and at most 1, got 0.0", *run, "--train.top_p", "0")
+    sft = run_file("sft", max_steps=1)
+    fails(1, "none.jsonl: no such file", "sft", "--config", sft, "--data.train", tmp_path / "none.jsonl")
+    empty = write(tmp_path / "empty.jsonl", [])
+    fails(1, "empty.jsonl: holds no rows", "sft", "--config", sft, "--data.train", empty)
+    bad = write(tmp_path / "bad.jsonl", [TRAIN[0], "[1\n"])
+    fails(1, "bad.jsonl:2: not JSON", "sft", "--config", sft, "--data.train", bad)
+
+
+@pytest.mark.parametrize(
+    "arguments, pairs",
+    [
+        ([], []),
+        (["--a.b", "1", "--c=2=3", "--d"], [("a.b", "1"), ("c", "2=3"), ("d", None)]),
+        (["--d", "--a.b", "-1"], [("d", None), ("a.b", "-1")]),
+        (["--a=", "--b", ""], [("a", ""), ("b", "")]),
+    ],
+)
+def test_parse_overrides(arguments, pairs):
+    assert cli.parse_overrides(arguments) == pairs
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert cli.run(["--debug", "plot", "/nowhere", "--output", "x.png"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-1] == "rlnumba: /nowhere/metrics.jsonl: no such file"
+
+
+def test_help_is_quick():
+    started = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "-m", "rlnumba", "grpo", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "--SECTION.KEY VALUE" in shown and "--resume" in shown
+    assert time.monotonic() - started < 3
+    probe = "import sys, rlnumba.cli; sys.exit('numba' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
+
+
+@pytest.mark.skipif(device.name() == "cuda", reason="there is a GPU")
+def test_a_device_that_is_not_there_is_an_error():
+    environment = {k: v for k, v in os.environ.items() if k not in ("RLNUMBA_DEVICE", "NUMBA_ENABLE_CUDASIM")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "rlnumba", "--device", "cuda", "env"], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 1 and ended.stderr.startswith("rlnumba: device cuda: ")
+
+
+def test_ctrl_c_ends_in_one_line(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"prompt_token_ids": [5]}] * 200)
+    arguments = ["generate", "--model", MODEL, "--prompts", source, "--output", str(tmp_path / "out.jsonl")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlnumba", *arguments, "--max-tokens", "250", "--n", "50", "--ignore-eos"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        # The device is named when work begins.
+        assert process.stderr.readline().startswith("device ")
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, rest.strip()) == (130, "rlnumba: interrupted")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -390,6 +390,8 @@ PANELS = (
     ("grad_norm", "gradient norm", True),
     ("learning_rate", "learning rate", False),
 )
+# Drawn from 0 to 1 where they stay within.
+SHARES = ("reward", "eval_reward", "mean_token_accuracy", "frac_reward_zero_std")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, for all eyes
 
 
@@ -468,6 +470,9 @@ def _draw(axis, runs, name, logarithmic):
             axis.plot(steps, smooth(values, window), color=color, linewidth=2.0, label=label)
     if logarithmic:
         axis.set_yscale("log")
+    every = np.concatenate([_series(rows, name)[1] for _, rows in runs])
+    if name in SHARES and np.nanmin(every) >= 0 and np.nanmax(every) <= 1:
+        axis.set_ylim(-0.03, 1.03)
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

@@ -47,9 +47,12 @@ def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
     weights[i] = narrow(value, weights)
 
 
-@numba.njit(cache=True, parallel=True, fastmath={"contract"}, error_model="numpy")
+@numba.njit(cache=True, parallel=True, error_model="numpy")
 def _adamw_cpu(master, grads, m, v, scalars, decay_end):
-    """adamw_kernel on the numpy device, where NumPy would take fifteen passes over memory."""
+    """adamw_kernel on the numpy device, where NumPy would take fifteen passes over memory.
+
+    No fastmath: every operation rounds by itself, so the bits do not depend on the number of threads.
+    """
     one = np.float32(1.0)
     for i in numba.prange(master.shape[0]):
         gradient = grads[i] * scalars[7]

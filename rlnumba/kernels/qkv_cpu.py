@@ -2,7 +2,7 @@
 
 The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs more than
 the matrix products next to it. A head is computed from its own values in one order, whatever else is in
-the batch. Without a norm the weights, rstd and weight gradients are empty arrays.
+the batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Without a norm the weights, rstd and weight gradients are empty arrays.
 """
 
 import numba
@@ -12,7 +12,7 @@ _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 
 
-@numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
+@numba.njit(cache=True, error_model="numpy")
 def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
     """q, k, v and rstd of qkv_split; raises ValueError for a position beyond the tables."""
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
@@ -47,7 +47,7 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
                 v[row, head, e] = qkv[row, column + head * width + e]
 
 
-@numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
+@numba.njit(cache=True, error_model="numpy")
 def split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
     """dqkv =, dq_weight and dk_weight += of qkv_split_backward."""
     heads, kv_heads, width = dq.shape[1], dk.shape[1], dq.shape[2]

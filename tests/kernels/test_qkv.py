@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import qkv
 from rlnumba.kernels.qkv import qkv_split, qkv_split_backward, qkv_split_backward_ref, qkv_split_ref
 from rlnumba.kernels.rope import rope_table
 from tests.close import assert_close, assert_gradient, assert_same_bits
@@ -92,6 +93,12 @@ def test_simulator(rng, dtype, normed):
         run_all(rng, shape, dtype, normed)
 
 
+@pytest.mark.sim
+def test_simulator_with_several_heads_a_warp(rng, monkeypatch):
+    monkeypatch.setattr(qkv, "SUMMING_WARPS", qkv.WARPS)
+    run_all(rng, (3, 3, 2, 6), "float32")
+
+
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("shape", SMALL + [(100, 4, 2, 48)])
 def test_numpy_device(rng, shape, normed):
@@ -118,13 +125,13 @@ def test_a_row_depends_on_itself_alone(rng, normed, heads, kv_heads, width, rows
     xp = device.xp()
     weights = [device.asarray(host[name]) if normed else None for name in ("q_weight", "k_weight")]
     cos, sin, positions = (device.asarray(host[name]) for name in ("cos", "sin", "position_ids"))
-    qkv = device.asarray(host["qkv"])
+    fused = device.asarray(host["qkv"])
 
     def split(first, last):
         count = last - first
         outs = [xp.empty((count, h, width), np.float32) for h in (heads, kv_heads, kv_heads)]
         rstd = xp.zeros((count, heads + kv_heads), np.float32)
-        qkv_split(qkv[first:last], *weights, EPS, cos, sin, positions[first:last], *outs, rstd)
+        qkv_split(fused[first:last], *weights, EPS, cos, sin, positions[first:last], *outs, rstd)
         return [*outs, rstd]
 
     together = split(0, rows)
@@ -153,10 +160,10 @@ def test_wrong_arguments_are_named():
     xp = device.xp()
 
     def call(width=8, columns=None, weight=None, k_weight=None):
-        qkv = xp.zeros((2, columns or 4 * width), np.float32)
+        fused = xp.zeros((2, columns or 4 * width), np.float32)
         q, k, v = (xp.zeros((2, heads, width), np.float32) for heads in (2, 1, 1))
         table, positions = xp.zeros((4, width // 2), np.float32), xp.zeros(2, np.int32)
-        qkv_split(qkv, weight, k_weight, EPS, table, table, positions, q, k, v, None)
+        qkv_split(fused, weight, k_weight, EPS, table, table, positions, q, k, v, None)
 
     with pytest.raises(ValueError, match="qkv_split: head_dim must be even, got 7"):
         call(width=7)

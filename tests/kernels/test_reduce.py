@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import reduce
 from rlnumba.kernels.reduce import (
     column_sum,
     column_sum_ref,
@@ -78,6 +79,12 @@ def test_simulator(rng):
         run_masked(rng, size, kind)
     for groups, members in [(0, 8), (3, 1), (2, 40)]:
         run_groups(rng, groups, members)
+
+
+@pytest.mark.sim
+def test_simulator_with_several_terms_a_thread(rng, monkeypatch):
+    monkeypatch.setattr(reduce, "MAX_BLOCKS", 1)
+    run_sum_of_squares(rng, 700)
 
 
 @pytest.mark.parametrize("size", LENGTHS + [100_000])

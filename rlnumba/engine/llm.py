@@ -107,7 +107,7 @@ class LLM:
         vocabulary = self.model.config.vocab_size
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:
-                raise PromptError(index, "is empty")
+                raise PromptError(index, "empty prompt")
             ids = np.asarray(prompt)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
                 raise PromptError(index, "token ids must be a flat list of integers")

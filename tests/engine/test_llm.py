@@ -114,6 +114,20 @@ def test_preemption_happens_in_that_test_and_leaves_the_text_alone(model, prompt
     assert llm.num_preemptions > 0
 
 
+def test_B05_a_prefix_found_in_the_cache_changes_nothing(model, prompts):
+    llm, params = LLM(model), SamplingParams(max_tokens=20, n=2, seed=5)
+    computed = []
+    run = llm.runner.run
+    llm.runner.run = lambda step, table: (computed.append(step.num_tokens), run(step, table))[1]
+    first = llm.generate(prompts, params)
+    cold, computed[:] = sum(computed), []
+    again = llm.generate(prompts, params)
+    assert drawn(again) == drawn(first) and sum(computed) < cold - sum(len(p) // 16 * 16 - 16 for p in prompts)
+    # A second turn: the first one, prompt and completion, is a prefix.
+    turns = [o.prompt_token_ids + c.token_ids + [9, 8] for o in first for c in o.completions]
+    assert drawn(llm.generate(turns, params)) == drawn(generate(model, turns, params))
+
+
 def test_E06_prefix_laws(model, prompts):
     four = generate(model, prompts, SamplingParams(max_tokens=30, n=4, seed=9))
     two = generate(model, prompts, SamplingParams(max_tokens=30, n=2, seed=9))
@@ -254,7 +268,7 @@ def test_lengths_up_to_the_limit(model):
 @pytest.mark.parametrize(
     "prompt, reason",
     [
-        ([], "is empty"),
+        ([], "empty prompt"),
         ([1, 97], "token id 97 is outside of the vocabulary of 97"),
         ([-1], "token id -1"),
         ([1] * 201, "201 tokens are more than the limit of 200"),

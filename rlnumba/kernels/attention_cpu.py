@@ -40,7 +40,9 @@ def _exp_tile(x, shift, n, n_bits, y, y_bits, first):
     next term is 5e-9. n_bits and y_bits are the int32 views of the scratch arrays n and y.
     """
     for j in range(LANES):
-        a = max(x[first + j] - shift, SMALLEST)
+        a = x[first + j] - shift
+        # Not max(), which would lose a NaN.
+        a = SMALLEST if a < SMALLEST else a
         n[j] = a * LOG2_E + ROUND
         rounded = n[j] - ROUND
         r = a - rounded * LN2_HIGH - rounded * LN2_LOW

@@ -17,7 +17,7 @@ from tests.close import assert_close, assert_gradient, assert_same_bits
 SMALL = [
     ([1], 1, 1, 16),
     ([5, 0, 3], 4, 2, 18),
-    ([33], 2, 1, 16),
+    ([40], 2, 1, 16),
     ([], 2, 1, 16),
 ]
 MIDDLE = [
@@ -181,6 +181,18 @@ def test_later_tokens_do_not_reach_earlier_rows(rng):
     assert_same_bits(after[0][:40], before[0][:40])
     assert_same_bits(after[1][:, :40].copy(), before[1][:, :40].copy())
     assert np.isfinite(after[0]).all()
+
+
+def test_a_nan_spoils_its_row_and_no_other(rng):
+    if device.name() == "sim":
+        pytest.skip("too large for the simulator")
+    q, k, v, _ = packed(rng, [40], 2, 1, 16, "float32")
+    before = device.to_host(forward(*(device.asarray(x) for x in (q, k, v)), [40])[0])
+    q[35, 1, 3] = np.nan
+    after = device.to_host(forward(*(device.asarray(x) for x in (q, k, v)), [40])[0])
+    assert np.isnan(after[35, 1]).all()
+    after[35, 1] = before[35, 1]
+    assert_same_bits(after, before)
 
 
 def test_large_scores_do_not_overflow(rng):

@@ -230,7 +230,7 @@ def roll_out(llm, rewards, prompts, order, run, now, index, clock, writer):
     set_advantages(groups, rewards.weights, train.scale_rewards)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
-    shuffled = np.random.default_rng((run.seed, now.global_step, index)).permutation(len(samples))
+    shuffled = np.random.default_rng(derived_seed(run.seed, now.global_step, index)).permutation(len(samples))
     rollouts = Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions, now.global_step)
     llm.sleep()
     return rollouts, drawn

@@ -45,7 +45,8 @@ def epoch_order(count, shuffle, seed, epoch):
 
 def derived_seed(seed, *place):
     """A seed for the engine from the run's and the place it is used at (step, ...): int in [0, 2^32)."""
-    return int(np.random.SeedSequence((seed, *place)).generate_state(1)[0])
+    # With its length, because SeedSequence takes (1, 0) for (1,).
+    return int(np.random.SeedSequence((len(place), seed, *place)).generate_state(1)[0])
 
 
 @dataclass

@@ -1,0 +1,302 @@
+"""GRPO against TRL's own loss, its laws, and runs of a few seconds."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlnumba.data import Prompt
+from rlnumba.engine.sequence import Completion
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.transformer import load_model
+from rlnumba.rewards import RewardError
+from rlnumba.trainers import grpo
+from rlnumba.trainers.rollout import Rollouts, Sample
+from tests.close import assert_same_bits
+from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
+
+GOLDEN = golden("grpo_curves.json")
+
+
+def golden_rollouts():
+    batch = GOLDEN["batch"]
+    columns = (batch[name] for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "advantages"))
+    samples = [
+        Sample(Prompt("", prompt, {}, ""), Completion(ids, logprobs, "stop", ""), np.zeros(1), 0.0, {}, advantage)
+        for prompt, ids, logprobs, advantage in zip(*columns, strict=True)
+    ]
+    rollouts = Rollouts.of(samples, False, 0)
+    rollouts.ref_logprobs = np.concatenate([np.array(row, np.float32) for row in batch["ref_logprobs"]])
+    return rollouts
+
+
+def golden_learner(**options):
+    train = grpo_config(
+        **{"max_completion_length": 16, "num_iterations": 6, "per_device_train_batch_size": 4} | options
+    )
+    return grpo.Learner(load_model(MODEL), None, train)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"])
+def test_golden_curve_of_several_steps_on_one_generation(case):
+    options, curve = GOLDEN["cases"][case]["options"], GOLDEN["cases"][case]["curve"]
+    learner = golden_learner(**options)
+    rollouts = golden_rollouts()
+    # TRL takes the old log-probs from a forward of the first policy.
+    rollouts.old_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
+    for step, want in enumerate(curve):
+        got = learner.step(rollouts.parts(4), step, GOLDEN["config"]["learning_rate"])
+        for name, value in want.items():
+            # The loss of a first step may be 0 by cancellation of terms of size 1.
+            assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "luspo"])
+def test_G13_gradient_does_not_depend_on_the_micro_batch_split(loss_type):
+    level = "sequence" if loss_type == "luspo" else "token"
+    gradients = []
+    for size in (8, 4, 2, 1):
+        learner = golden_learner(loss_type=loss_type, importance_sampling_level=level, beta=0.1)
+        metrics = learner.step(golden_rollouts().parts(size), 0, 0.0)
+        gradients.append((metrics["loss"], learner.grads.flat.copy()))
+    scale = np.abs(gradients[0][1]).max()
+    for loss, gradient in gradients[1:]:
+        assert loss == pytest.approx(gradients[0][0], rel=1e-5, abs=1e-6)
+        # Sums over about a hundred tokens in another order.
+        np.testing.assert_allclose(gradient, gradients[0][1], atol=1e-5 * scale)
+
+
+def test_checkpointing_gives_the_same_bits():
+    weights = []
+    for checkpointing in (False, True):
+        learner = golden_learner(gradient_checkpointing=checkpointing)
+        learner.step(golden_rollouts().parts(4), 0, 1e-3)
+        weights.append(learner.model.weights.flat)
+    assert_same_bits(*weights)
+
+
+def test_masked_sequences_do_not_move_the_weights():
+    rollouts = golden_rollouts()
+    rollouts.loss_mask[:] = 0
+    learner = golden_learner()
+    before = learner.model.weights.flat.copy()
+    metrics = learner.step(rollouts.parts(4), 0, 1e-2)
+    assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0
+    assert_same_bits(learner.model.weights.flat, before)
+
+
+def test_old_logprobs_are_recomputed_only_where_needed():
+    for options, on_policy, recomputed in (
+        ({}, True, False),
+        ({}, False, False),
+        ({"top_p": 0.9}, True, False),
+        ({"top_p": 0.9}, False, True),
+        ({"top_k": 5}, False, True),
+        ({"min_p": 0.1}, False, True),
+        ({"repetition_penalty": 1.1}, False, True),
+    ):
+        rollouts = golden_rollouts()
+        golden_learner(**options).add_logprobs(rollouts, on_policy)
+        assert len(rollouts.old_logprobs) == (len(rollouts.loss_mask) if recomputed else 0), (options, on_policy)
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+def test_G02_generations_and_optimizer_steps():
+    # 16 completions a generation = 4 prompts x 4, in two micro-batches that are trained on twice each.
+    train = grpo_config(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=-1)
+    plan = grpo.Plan(train, "rows", 18)
+    assert (plan.micro_steps_per_rollout, plan.micro_steps_per_epoch, plan.steps_per_epoch) == (4, 16, 16)
+    assert plan.total_steps == 48 and not plan.on_policy
+    assert [plan.within_rollout(step) for step in range(5)] == [False, True, True, True, False]
+    assert [list(plan.micro_steps(step)) for step in (0, 15, 16)] == [[0], [15], [0]]
+
+
+def test_G02_an_epoch_ends_with_a_shorter_step():
+    train = grpo_config(steps_per_generation=1, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=1)
+    plan = grpo.Plan(train, "rows", 8)
+    assert [list(plan.micro_steps(step)) for step in range(plan.total_steps)] == [[0, 1, 2], [3]]
+    assert plan.on_policy
+
+
+def test_too_few_prompts_are_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="3 prompts are fewer than the 4 of one generation"):
+        grpo.run_grpo(grpo_run(tmp_path / "run", num_prompts=3))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_learns_a_small_task(tmp_path):
+    run = grpo_run(
+        tmp_path / "run", max_steps=40, per_device_train_batch_size=32, num_generations=8, learning_rate=4e-3
+    )
+    grpo.run_grpo(run)
+    reward = [row["reward"] for row in metrics_of(run)]
+    assert np.mean(reward[:3]) < 0.4
+    assert np.mean(reward[-5:]) > 0.85
+
+
+def test_metrics_and_completions(tmp_path):
+    run = grpo_run(tmp_path / "run", "digits length", rewards={"weights": [1.0, 0.0]}, max_steps=3, beta=0.1)
+    grpo.run_grpo(run)
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    wanted = """loss grad_norm learning_rate epoch step_time num_tokens reward reward_std rewards/digits/mean
+        rewards/digits/std rewards/length/mean rewards/length/std frac_reward_zero_std kl entropy
+        completions/mean_length completions/min_length completions/max_length completions/mean_terminated_length
+        completions/min_terminated_length completions/max_terminated_length completions/clipped_ratio
+        clip_ratio/low_mean clip_ratio/low_min clip_ratio/high_mean clip_ratio/high_max clip_ratio/region_mean
+        sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
+        sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/mean
+        sampling/importance_sampling_ratio/max time/generate time/reward time/logprob time/train perf/throughput
+        perf/generation_tokens_per_s perf/peak_memory memory/weights memory/grads memory/activations""".split()
+    for row in rows:
+        assert set(wanted) <= row.keys(), set(wanted) - row.keys()
+        assert row["sampling/sampling_logp_difference/max"] == 0.0
+        assert row["sampling/importance_sampling_ratio/min"] == 1.0
+        assert row["reward"] == pytest.approx(row["rewards/digits/mean"])
+        assert row["completions/mean_length"] == pytest.approx(row["rewards/length/mean"])
+    assert rows[0]["kl"] == 0.0 and rows[2]["kl"] > 0.0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 16
+    first = [line for line in lines if line["step"] == 1]
+    assert {"prompt", "completion", "finish_reason", "digits", "length", "reward", "advantage"} <= first[0].keys()
+    assert [line["prompt"] for line in first[:4]] == [first[0]["prompt"]] * 4
+    assert len({line["prompt"] for line in first}) == 4
+    group = np.array([line["reward"] for line in first[:4]])
+    expected = (group - group.mean()) / (group.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose([line["advantage"] for line in first[:4]], expected, rtol=1e-4, atol=1e-6)
+    assert np.mean([line["reward"] for line in first]) == pytest.approx(rows[0]["reward"])
+    # Prompts of 11 or 12 tokens, each counted with its four completions.
+    num_tokens = sum(len(line["prompt"]) for line in first) + 16 * rows[0]["completions/mean_length"]
+    assert rows[0]["num_tokens"] == num_tokens < rows[1]["num_tokens"]
+
+
+def test_G03_several_steps_on_one_generation(tmp_path):
+    run = grpo_run(
+        tmp_path / "run", steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=6
+    )
+    grpo.run_grpo(run)
+    rows = metrics_of(run)
+    assert [("perf/generation_tokens_per_s" in row) for row in rows] == [True, False, False, False, True, False]
+    assert len({row["reward"] for row in rows[:4]}) == 1 != len({row["reward"] for row in rows[3:5]})
+    assert [row["num_tokens"] for row in rows[:4]] == [rows[0]["num_tokens"]] * 4
+    # Weights that differ from those that drew the completions make ratios that differ from 1.
+    assert rows[0]["clip_ratio/region_mean"] == 0.0
+    assert len((tmp_path / "run" / "completions.jsonl").read_text().splitlines()) == 2 * 16
+
+
+def test_exact_old_logprobs_equal_recomputed_ones(tmp_path, monkeypatch):
+    hashes = []
+    for exact in (True, False):
+        monkeypatch.setattr(grpo.Learner, "rollout_is_exact", exact)
+        run = grpo_run(tmp_path / str(exact), num_iterations=2, gradient_accumulation_steps=1, temperature=0.7)
+        grpo.run_grpo(run)
+        hashes.append((tmp_path / str(exact) / "final" / "model.safetensors").read_bytes())
+    assert hashes[0] == hashes[1]
+
+
+def test_filters_are_corrected_for(tmp_path):
+    run = grpo_run(tmp_path / "run", top_k=4, vllm_importance_sampling_mode="token_truncate")
+    grpo.run_grpo(run)
+    # Sampled from four tokens of 48, so each was likelier to the sampler than to the policy.
+    for row in metrics_of(run):
+        assert row["sampling/importance_sampling_ratio/max"] < 1.0
+        assert row["sampling/sampling_logp_difference/mean"] > 0.0
+
+
+def test_G24_dynamic_sampling(tmp_path):
+    run = grpo_run(tmp_path / "run", "one_for_even", dynamic_sampling=True, max_steps=2)
+    grpo.run_grpo(run)
+    rows = metrics_of(run)
+    assert all(row["dynamic_sampling/dropped"] > 0.2 for row in rows)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    first = [line for line in lines if line["step"] == 1]
+    trained = {line["prompt"] for line in first if line["advantage"] != 0}
+    assert len(trained) == 4 and len(first) > 16
+    assert np.mean([line["reward"] for line in first]) == pytest.approx(rows[0]["reward"])
+
+
+def test_G24_dynamic_sampling_ends_with_what_there_is(tmp_path):
+    run = grpo_run(tmp_path / "run", "wrong", dynamic_sampling=True, max_gen_batches=3, max_steps=1)
+    (tmp_path / "rewards_for_tests.py").write_text("def wrong(completions, **k): return [0.5] * len(completions)\n")
+    grpo.run_grpo(run)
+    (row,) = metrics_of(run)
+    assert row["dynamic_sampling/dropped"] == pytest.approx(2 / 3)
+    assert row["grad_norm"] == 0.0 and row["frac_reward_zero_std"] == 1.0
+
+
+def test_reference_moves_when_asked(tmp_path):
+    kls = []
+    for sync in (False, True):
+        run = grpo_run(
+            tmp_path / str(sync),
+            beta=0.01,
+            sync_ref_model=sync,
+            ref_model_sync_steps=2,
+            ref_model_mixup_alpha=1.0,
+            max_steps=3,
+        )
+        grpo.run_grpo(run)
+        kls.append([row["kl"] for row in metrics_of(run)])
+    assert kls[0][:2] == kls[1][:2]
+    assert kls[0][2] > 0.0 == kls[1][2]
+
+
+def test_evaluation_on_held_out_prompts(tmp_path):
+    rows = tmp_path / "held_out.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"what is {i}? ", "answer": "1"}) + "\n" for i in range(5)))
+    run = grpo_run(tmp_path / "run", data={"eval": str(rows)}, eval_steps=2)
+    grpo.run_grpo(run)
+    assert [row["step"] for row in metrics_of(run) if "eval_reward" in row] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("fails_at_step_2", "reward fails_at_step_2 raised ZeroDivisionError: nothing left to divide"),
+        ("hangs_at_step_2", "reward hangs_at_step_2 did not return within 0.5 s"),
+    ],
+)
+def test_G22_a_reward_that_fails_leaves_a_checkpoint(tmp_path, reward, message):
+    run = grpo_run(tmp_path / "run", reward, rewards={"timeout": 0.5}, max_steps=4)
+    with pytest.raises(RewardError, match=message):
+        grpo.run_grpo(run)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    assert len(metrics_of(run)) == 2
+    # Repaired, the run ends where it would have ended.
+    file = tmp_path / "rewards_for_tests.py"
+    file.write_text(file.read_text().replace("== 2", "== -2"))
+    repaired = tmp_path / "repaired.py"
+    repaired.write_text(file.read_text())
+    run = type(run)(**vars(run) | {"rewards": type(run.rewards)(funcs=[f"{repaired}:{reward}"])})
+    grpo.run_grpo(run, resume=True)
+    whole = type(run)(**vars(run) | {"output_dir": str(tmp_path / "whole")})
+    grpo.run_grpo(whole)
+    files = [tmp_path / name / "final" / "model.safetensors" for name in ("run", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_G22_skipped_rewards_are_counted(tmp_path):
+    run = grpo_run(tmp_path / "run", "digits wrong_count", rewards={"reward_errors": "skip"}, max_steps=1)
+    grpo.run_grpo(run)
+    (row,) = metrics_of(run)
+    assert row["reward_errors/wrong_count"] == 16
+    assert row["rewards/wrong_count/mean"] is None and row["reward"] == row["rewards/digits/mean"]
+
+
+def test_wrong_count_ends_the_run(tmp_path):
+    with pytest.raises(UserError, match="reward wrong_count must return 16 values, one a completion, got 1"):
+        grpo.run_grpo(grpo_run(tmp_path / "run", "wrong_count"))
+    assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    runs = [grpo_run(tmp_path / str(i), seed=seed, max_steps=2) for i, seed in enumerate((1, 1, 2))]
+    for run in runs:
+        grpo.run_grpo(run)
+    texts = [(tmp_path / str(i) / "completions.jsonl").read_text() for i in range(3)]
+    assert texts[0] == texts[1] != texts[2]

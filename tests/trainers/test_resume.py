@@ -1,0 +1,191 @@
+"""Runs that are killed and resumed end with the same weights, bit for bit, and the run's folder says what happened."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlnumba.config import to_toml
+from rlnumba.errors import UserError
+from rlnumba.trainers.common import RunFolder
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.sft import run_sft
+from tests.trainers.runs import grpo_run, metrics_of, sft_run
+
+
+def hash_of(run):
+    with open(f"{run.output_dir}/final/model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def rows_without_times(run):
+    timed = ("time/", "perf/", "memory/", "step_time")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in metrics_of(run)]
+
+
+def elsewhere(run, folder):
+    return type(run)(**vars(run) | {"output_dir": str(folder)})
+
+
+def start(kind, run, *options):
+    config = f"{run.output_dir}.toml"
+    with open(config, "w") as file:
+        file.write(to_toml(run))
+    environment = os.environ | {"RLNUMBA_DEVICE": "numpy"}
+    command = [sys.executable, "-m", "rlnumba", kind, "--config", config, *options]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def lines_written(run):
+    try:
+        with open(f"{run.output_dir}/metrics.jsonl") as file:
+            return sum(1 for _ in file)
+    except FileNotFoundError:
+        return 0
+
+
+def kill_after(process, run, steps):
+    """SIGKILL at a random moment after `steps` lines of metrics."""
+    deadline = time.monotonic() + 120
+    while lines_written(run) < steps and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(random.random() * 0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
+    if kind == "sft":
+        run = sft_run(tmp_path / "killed", max_steps=150, save_steps=10, shuffle_dataset=True, packing=True)
+    else:
+        # A generation lasts four optimizer steps, so that most checkpoints lie inside of one.
+        run = grpo_run(
+            tmp_path / "killed",
+            steps_per_generation=2,
+            num_iterations=2,
+            gradient_accumulation_steps=1,
+            max_steps=60,
+            save_steps=3,
+            beta=0.05,
+            sync_ref_model=True,
+            ref_model_sync_steps=7,
+        )
+    whole = elsewhere(run, tmp_path / "whole")
+    {"sft": run_sft, "grpo": run_grpo}[kind](whole)
+    steps = run.train.max_steps
+    kills = 0
+    for target in (steps // 5, steps // 2):
+        process = start(kind, run, "--resume")
+        kill_after(process, run, target)
+        kills += process.returncode == -signal.SIGKILL
+    assert kills, "the run was over before it could be killed"
+    process = start(kind, run, "--resume")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert hash_of(run) == hash_of(whole)
+    assert rows_without_times(run) == rows_without_times(whole)
+    if kind == "grpo":
+        with (
+            open(f"{run.output_dir}/completions.jsonl") as killed,
+            open(f"{whole.output_dir}/completions.jsonl") as all,
+        ):
+            assert killed.read() == all.read()
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_C05_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
+    if kind == "sft":
+        run = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
+    else:
+        run = grpo_run(
+            tmp_path / "run",
+            steps_per_generation=2,
+            num_iterations=2,
+            gradient_accumulation_steps=1,
+            max_steps=6,
+            save_steps=1,
+            dynamic_sampling=True,
+        )
+    train = {"sft": run_sft, "grpo": run_grpo}[kind]
+    train(run)
+    expected, rows = hash_of(run), rows_without_times(run)
+    for step in range(5, 0, -2):
+        folder = tmp_path / "run" / "checkpoints"
+        for later in range(step + 1, 7):
+            for path in sorted((folder / f"step-{later}").glob("*")):
+                path.unlink()
+            (folder / f"step-{later}").rmdir()
+        (tmp_path / "run" / "final" / "model.safetensors").unlink()
+        train(run, resume=True)
+        assert hash_of(run) == expected, step
+        assert rows_without_times(run) == rows, step
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    run = sft_run(tmp_path / "run", max_steps=4, save_steps=2)
+    run_sft(run)
+    expected = hash_of(run)
+    weights = tmp_path / "run" / "checkpoints" / "step-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    run_sft(run, resume=True)
+    assert hash_of(run) == expected
+    assert "step-4 is damaged and passed over" in capsys.readouterr().err
+    assert len(metrics_of(run)) == 4
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="none of the 2 checkpoints is readable"):
+        run_sft(run, resume=True)
+
+
+def test_resume_without_checkpoints_starts_afresh_and_says_so(tmp_path, capsys):
+    run = sft_run(tmp_path / "run", max_steps=2)
+    run_sft(run, resume=True)
+    assert f"{tmp_path / 'run'} holds no checkpoint: starting afresh" in capsys.readouterr().err
+    assert len(metrics_of(run)) == 2
+
+
+def test_an_earlier_run_is_set_aside(tmp_path, capsys):
+    run = sft_run(tmp_path / "run", max_steps=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    run_sft(run)
+    rows = metrics_of(run)
+    assert "earlier" not in capsys.readouterr().err
+    run_sft(elsewhere(run, tmp_path / "run"))
+    assert f"{tmp_path / 'run'} holds an earlier run, which is now in {tmp_path / 'run' / 'earlier-1'}" in (
+        capsys.readouterr().err
+    )
+    kept = (tmp_path / "run" / "earlier-1" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in kept] == rows
+    assert (tmp_path / "run" / "earlier-1" / "checkpoints" / "step-2").is_dir()
+    assert (tmp_path / "run" / "notes.txt").is_file()
+    run_sft(run)
+    assert (tmp_path / "run" / "earlier-2" / "final").is_dir()
+
+
+def test_bad_input_leaves_an_earlier_run_where_it_is(tmp_path):
+    run = sft_run(tmp_path / "run", max_steps=2)
+    run_sft(run)
+    bad = sft_run(tmp_path / "run", {"train": str(tmp_path / "missing.jsonl")})
+    with pytest.raises(UserError, match="missing.jsonl: no such file"):
+        run_sft(bad)
+    assert len(metrics_of(run)) == 2 and (tmp_path / "run" / "final").is_dir()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    run_sft(sft_run(tmp_path / "run", max_steps=6, save_steps=2, save_total_limit=2))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-4", "step-6"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/run: cannot be written to"):
+        RunFolder(sft_run(tmp_path / "file" / "run"), False)

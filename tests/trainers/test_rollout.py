@@ -1,0 +1,172 @@
+"""From prompts to packed batches: order, groups, metrics, and the alignment of every per-token array."""
+
+import numpy as np
+import pytest
+
+from rlnumba.data import Prompt, PromptData
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.memory import Arena
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
+from rlnumba.rewards import Rewards
+from rlnumba.trainers.common import Clock, target_logprobs
+from rlnumba.trainers.rollout import (
+    Draw,
+    PromptOrder,
+    Rollouts,
+    Sample,
+    derived_seed,
+    device_batch,
+    draw,
+    draw_metrics,
+    is_uniform,
+    set_advantages,
+)
+from tests.close import assert_same_bits
+from tests.trainers.runs import MODEL
+
+
+def sample(reward=0.0, prompt=(3, 4), completion=(5, 1), reason="stop", values=None, logprobs=None):
+    logprobs = [-0.5] * len(completion) if logprobs is None else logprobs
+    values = np.array([reward] if values is None else values, float)
+    prompt = Prompt("p", list(prompt), {}, "x:1")
+    return Sample(prompt, Completion(list(completion), logprobs, reason, "text"), values, reward, {})
+
+
+def test_order_takes_epochs_and_drops_what_is_too_few():
+    order = PromptOrder(7, False, 0)
+    assert [order.take(3) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert (order.epoch, order.position) == (1, 3)
+    assert order.take(2) == [3, 4]
+
+
+def test_order_goes_on_where_it_stood():
+    order = PromptOrder(10, True, 3)
+    first = [order.take(4) for _ in range(3)]
+    assert len(set(first[0] + first[1])) == 8
+    again = PromptOrder(10, True, 3, order.epoch, order.position)
+    assert again.take(4) == order.take(4)
+    assert PromptOrder(10, True, 4).take(4) != first[0]
+
+
+def test_seeds_depend_on_every_part_of_the_place():
+    places = [(1, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0), (1,)]
+    assert len({derived_seed(*place) for place in places}) == len(places)
+    assert derived_seed(1, 2, 3) == derived_seed(1, 2, 3) < 2**32
+
+
+def test_G04_G05_advantages_of_samples():
+    groups = [[sample(r) for r in (1.0, 0.0, 0.0, 1.0)], [sample(r) for r in (1.0, 0.0, np.nan, 1.0)]]
+    set_advantages(groups, [1.0], "group")
+    half = 0.8658754
+    expected = [half, -half, -half, half, 0.5772503, -1.1545006, 0.0, 0.5772503]
+    assert [s.advantage for group in groups for s in group] == pytest.approx(expected, rel=1e-6)
+
+
+def test_G24_uniform_groups():
+    assert is_uniform([sample(0.1)] * 8)
+    assert not is_uniform([sample(0.1), sample(0.2)])
+    assert is_uniform([sample(np.nan), sample(0.2)])
+    assert is_uniform([sample(np.nan), sample(np.nan)])
+
+
+def test_G26_metrics_of_a_draw():
+    groups = [
+        [sample(1.0, completion=range(4)), sample(0.0, completion=range(8), reason="length")],
+        [sample(0.5, values=[0.5], completion=range(2)), sample(np.nan, values=[np.nan], completion=range(2))],
+    ]
+    found = draw_metrics([Draw(groups, {"f": 1}, {"custom": 2.0})], ["f"])
+    assert found == pytest.approx(
+        {
+            "reward": 0.5,
+            "reward_std": 0.5,
+            "rewards/f/mean": 0.5,
+            "rewards/f/std": 0.5,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 4.0,
+            "completions/min_length": 2.0,
+            "completions/max_length": 8.0,
+            "completions/mean_terminated_length": 8 / 3,
+            "completions/min_terminated_length": 2.0,
+            "completions/max_terminated_length": 4.0,
+            "completions/clipped_ratio": 0.25,
+            "custom": 2.0,
+            "reward_errors/f": 1,
+        }
+    )
+    all_cut = draw_metrics([Draw([[sample(reason="length"), sample(reason="length")]])], ["f"])
+    assert all_cut["completions/mean_terminated_length"] == 0.0
+
+
+def test_parts_share_out_every_array():
+    samples = [sample(i, range(3, 3 + p), range(10, 10 + c)) for i, (p, c) in enumerate(((1, 1), (4, 3), (2, 5)))]
+    for i, each in enumerate(samples):
+        each.advantage = float(i)
+    rollouts = Rollouts.of(samples, False, 7)
+    rollouts.ref_logprobs = np.arange(9, dtype=np.float32)
+    parts = rollouts.parts(2)
+    assert [len(part.advantages) for part in parts] == [2, 1]
+    for name in ("token_ids", "completion_lengths", "loss_mask", "rollout_logprobs", "advantages", "ref_logprobs"):
+        whole = np.concatenate([getattr(part, name) for part in parts])
+        assert_same_bits(whole, getattr(rollouts, name), name)
+    assert parts[1].token_ids.tolist() == [3, 4, 10, 11, 12, 13, 14]
+    assert parts[1].ref_logprobs.tolist() == [4, 5, 6, 7, 8]
+    assert len(parts[1].old_logprobs) == 0 and parts[1].step == 7
+    again = Rollouts(**rollouts.state())
+    assert_same_bits(again.token_ids, rollouts.token_ids)
+    assert again.step == 7
+
+
+def test_G17_truncated_completions_leave_the_loss():
+    samples = [sample(completion=(5, 6), reason="length"), sample(completion=(5, 1))]
+    assert Rollouts.of(samples, True, 0).loss_mask.tolist() == [0, 0, 1, 1]
+    assert Rollouts.of(samples, False, 0).loss_mask.tolist() == [1, 1, 1, 1]
+    assert Rollouts.of(samples, True, 0).num_active == 2
+
+
+def test_device_batch_points_at_the_rows_that_predict():
+    samples = [sample(0, (7,), (8, 9)), sample(0, (4, 5, 6), (3,))]
+    batch = device_batch(Rollouts.of(samples, False, 0))
+    assert batch.packed.input_ids.tolist() == [7, 8, 9, 4, 5, 6, 3]
+    assert batch.rows.tolist() == [0, 1, 5]
+    assert batch.target_ids.tolist() == [8, 9, 3]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3]
+    assert batch.ref_logprobs is None and batch.old_logprobs is None
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_B06_rollout_logprobs_are_those_of_the_training_forward(temperature):
+    model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
+    llm = LLM(model, tokenizer)
+    texts = ["what is 1+1? ", "abc", "what is 123+456? "]
+    prompts = PromptData([Prompt(t, tokenizer.encode(t), {"answer": t}, "") for t in texts])
+    rewards = Rewards([lambda completions, **_: [len(text) for text in completions]], names=["length"])
+    params = SamplingParams(temperature=temperature, max_tokens=12, seed=5, n=3)
+    drawn = draw(llm, rewards, prompts, [2, 0, 1], params, None, Clock())
+    assert [[s.prompt.prompt for s in group] for group in drawn.groups] == [[texts[i]] * 3 for i in (2, 0, 1)]
+    assert [s.reward for s in drawn.samples] == [len(s.completion.text) for s in drawn.samples]
+    order = np.random.default_rng(0).permutation(9)
+    rollouts = Rollouts.of([drawn.samples[i] for i in order], False, 0)
+    for part in rollouts.parts(4):
+        batch = device_batch(part)
+        logprobs = target_logprobs(model, batch.packed, batch.rows, batch.target_ids, temperature, Arena("test"))
+        assert_same_bits(logprobs, part.rollout_logprobs)
+
+
+def test_groups_get_their_own_columns():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, answer, **columns):
+        seen.update(prompts=prompts, answer=answer, ids=completion_ids, others=sorted(columns))
+        return [float(a) for a in answer]
+
+    model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
+    prompts = PromptData([Prompt(f"{i}", tokenizer.encode(f"{i}"), {"answer": i}, "") for i in range(3)])
+    params = SamplingParams(max_tokens=2, n=2)
+    drawn = draw(LLM(model, tokenizer), Rewards([reward]), prompts, [2, 0], params, "state", Clock())
+    assert seen["prompts"] == ["2", "2", "0", "0"] and seen["answer"] == [2, 2, 0, 0]
+    assert [s.reward for s in drawn.samples] == [2.0, 2.0, 0.0, 0.0]
+    assert seen["ids"] == [s.completion.token_ids for s in drawn.samples]
+    rows = drawn.rows(["reward"])
+    assert rows[0].keys() == {"prompt", "completion", "finish_reason", "reward", "advantage"}

@@ -116,6 +116,25 @@ def test_E03_too_few_blocks_preempt_the_newest():
     assert results == expected(sequences_of(prompts))
 
 
+def test_E03_the_preempted_comes_back_before_those_that_never_ran():
+    sequences = sequences_of([([i], 1, 8) for i in range(3)])
+    table = SequenceTable(2, 9, BLOCK)
+    scheduler, model = Scheduler(table, BlockManager(3, BLOCK), 8), PretendedModel(3)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while not scheduler.num_preemptions:
+        step = scheduler.schedule()
+        scheduler.update(step, *model.run(step, table))
+    assert list(scheduler.waiting) == sequences[1:] and len(sequences[1].token_ids) == 5
+
+
+def test_admission_leaves_a_block_for_each_that_runs():
+    scheduler = Scheduler(SequenceTable(4, 9, BLOCK), BlockManager(4, BLOCK), 8)
+    for sequence in sequences_of([([i], 1, 8) for i in range(4)]):
+        scheduler.add(sequence)
+    assert len(scheduler.schedule().rows) == 2 and len(scheduler.waiting) == 2
+
+
 def test_E03_decode_goes_on_while_a_long_prompt_is_computed_in_chunks():
     sequences = sequences_of([([1, 2], 1, 12), (list(range(30)), 1, 1)])
     table = SequenceTable(2, 31, BLOCK)

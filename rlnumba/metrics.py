@@ -452,9 +452,15 @@ def plot(run_dirs, output):
 
 
 def _draw(axis, runs, name, logarithmic):
+    every = np.concatenate([_series(rows, name)[1] for _, rows in runs])
+    logarithmic = logarithmic and np.nanmax(every) > 0
+    if logarithmic:
+        axis.set_yscale("log")
     for i, (label, rows) in enumerate(runs):
         color = COLORS[i % len(COLORS)]
         steps, values = _series(rows, name)
+        if logarithmic:
+            values = np.where(values > 0, values, np.nan)
         if name == "reward" and len(runs) == 1:
             spread_steps, spread = _series(rows, "reward_std")
             if np.array_equal(steps, spread_steps):
@@ -467,10 +473,8 @@ def _draw(axis, runs, name, logarithmic):
             marker="o" if len(values) < 12 else None, markersize=3, label=None if noisy else label,
         )  # fmt: skip
         if noisy:
-            axis.plot(steps, smooth(values, window), color=color, linewidth=2.0, label=label)
-    if logarithmic:
-        axis.set_yscale("log")
-    every = np.concatenate([_series(rows, name)[1] for _, rows in runs])
+            trend = np.exp(smooth(np.log(values), window)) if logarithmic else smooth(values, window)
+            axis.plot(steps, trend, color=color, linewidth=2.0, label=label)
     if name in SHARES and np.nanmin(every) >= 0 and np.nanmax(every) <= 1:
         axis.set_ylim(-0.03, 1.03)
     axis.grid(True, color="#dddddd", linewidth=0.6)

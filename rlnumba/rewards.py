@@ -85,7 +85,7 @@ class Rewards:
             "completions": completions,
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
-            "log_extra": lambda column, values: scores.extra.update({column: list(values)}),
+            "log_extra": lambda column, values: scores.extra.update({column: _extra(column, values, len(texts))}),
             "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
         }
         results = self._call_all(keywords)
@@ -125,6 +125,13 @@ class Rewards:
             for i, k in enumerate(waiting):
                 results[k] = together if failed else together[i]
         return results
+
+
+def _extra(column, values, count):
+    values = list(values)
+    if len(values) != count:
+        raise UserError(f"log_extra({column!r}) needs {count} values, one a completion, got {len(values)}")
+    return values
 
 
 def _is_async(function):
@@ -389,12 +396,12 @@ def _math_verify():
     return math_verify
 
 
-SECONDS_PER_ANSWER = 5.0  # math-verify's own default for one comparison
+SECONDS_PER_ANSWER = 2.0  # a hundred times what a plain answer takes; 9^{9^{9^9}} would take for ever
 
 
 def accuracy_reward(completions, **columns):
     r"""1.0 where math-verify finds the completion's answer equal to the reference, else 0.0; None if the reference
-    cannot be parsed.
+    cannot be parsed. An answer that takes longer than SECONDS_PER_ANSWER to compare gets 0.0.
 
     The reference is the first of the columns solution, answer, ground_truth, final_answer (after `####` where there is
     one). The completion's answer must be LaTeX, \boxed{} first. As in TRL.

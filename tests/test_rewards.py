@@ -113,6 +113,11 @@ def backtracks(completions, **columns):
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
+def logs_too_little(completions, log_extra, **columns):
+    log_extra("half", [1])
+    return [0.0] * len(completions)
+
+
 async def awaits(completions, **columns):
     await asyncio.sleep(60)
 
@@ -128,6 +133,7 @@ FAILURES = [
     (not_a_list, "reward not_a_list must return a list of 3 values, got float"),
     (not_a_number, "reward not_a_number must return finite numbers or None, got '1' for completion 0"),
     (infinite, "reward infinite must return finite numbers or None, got inf for completion 1"),
+    (logs_too_little, r"reward logs_too_little: log_extra\('half'\) needs 3 values, one a completion, got 1"),
     (sleeps, "reward sleeps did not return within 0.2 s"),
     (spins, "reward spins did not return within 0.2 s"),
     (backtracks, "reward backtracks did not return within 0.2 s"),

@@ -1,0 +1,144 @@
+"""Time and memory of one optimizer step, by phase: forward, head, backward, AdamW.
+
+    python bench/train.py                                  Qwen3-0.6B's shape on a GPU, a 15M model elsewhere
+    python bench/train.py --model FOLDER --batch 8 --length 2048 --checkpointing
+
+Random tokens, every one of them trained on. The phases are measured apart, the device finishing each before the next
+begins; `step` is `trainers.sft.train_step` as it runs in training. Medians of --repeat after one warm-up, whose time
+(compilation) stands as `first s`. `floor`: 6 FLOP a parameter a token and causal attention (its backward 2.5 times its
+forward) at the card's matrix rate, no recomputation; printed for a GPU only.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+from engine import FLOP_PER_S, QWEN3_06B, STORIES_15M
+
+from rlnumba import device, memory
+from rlnumba.config import SFTConfig
+from rlnumba.data import TokenSequence
+from rlnumba.kernels.elementwise import fill
+from rlnumba.memory import Arena
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.transformer import Tape, Transformer, load_model
+from rlnumba.model.weights import Weights
+from rlnumba.trainers import sft
+from rlnumba.trainers.common import attention_of, head_backward, head_forward, make_optimizer
+
+
+def timed(seconds, name, work):
+    """The result of work(); its time, the device's included, is added to seconds[name]."""
+    device.synchronize()
+    started = time.perf_counter()
+    result = work()
+    device.synchronize()
+    seconds[name] = time.perf_counter() - started
+    return result
+
+
+def phases(model, grads, optimizer, sequences, train, arena):
+    """{phase: seconds} of one step, written out so that each can be timed."""
+    seconds = {}
+    sums = sft.Sums(sum(sequence.num_trained for sequence in sequences))
+    with arena.scope():
+        batch, rows, target_ids = timed(seconds, "batch", lambda: sft.device_targets(sequences))
+        tape, attend = Tape(train.gradient_checkpointing), attention_of(model, batch, arena)
+        hidden = timed(
+            seconds,
+            "forward",
+            lambda: model.forward(batch.input_ids, batch.position_ids, attend, tape, arena),
+        )
+        outputs = sums.take(target_ids)
+        head = timed(
+            seconds,
+            "head",
+            lambda: head_forward(model, hidden, rows, target_ids, 1.0, arena, *outputs),
+        )
+        dlogprobs = arena.empty(outputs[0].shape, np.float32)
+        fill(-1.0 / len(target_ids), dlogprobs)
+        dhidden = timed(
+            seconds,
+            "head backward",
+            lambda: head_backward(model, head, dlogprobs, hidden.shape[0], grads, arena),
+        )
+        timed(seconds, "backward", lambda: model.backward(dhidden, tape, grads))
+    timed(seconds, "adamw", lambda: optimizer.step(train.learning_rate))
+    timed(seconds, "zero grads", optimizer.zero_grad)
+    return seconds
+
+
+def floor_s(config, num_parameters, batch, length):
+    """Seconds below which no step can get on the GPU whose matrix rate stands in engine.py."""
+    attention = 2 * batch * length**2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return (6 * num_parameters * batch * length + 3.5 * attention) / FLOP_PER_S
+
+
+def load(arguments):
+    """The model to measure: a folder's, or random weights of a known shape."""
+    if arguments.model:
+        return load_model(arguments.model, arguments.dtype)
+    on_gpu = device.name() == "cuda"
+    config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
+    return Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
+
+
+def print_memory():
+    for region, nbytes in memory.report().items():
+        print(f"{region:20} {nbytes / 2**30:8.3f} GiB")
+    if device.name() == "cuda":
+        free, total = device.memory_info()
+        print(f"{'taken on the device':20} {(total - free) / 2**30:8.3f} GiB")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--dtype", choices=tuple(device.DTYPES))
+    parser.add_argument("--batch", type=int, help="sequences; default 8 on a GPU, else 4")
+    parser.add_argument("--length", type=int, help="tokens of each; default 2048 on a GPU, else 128")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--repeat", type=int, default=5)
+    arguments = parser.parse_args()
+    on_gpu = device.select(arguments.device) == "cuda"
+    batch, length = arguments.batch or (8 if on_gpu else 4), arguments.length or (2048 if on_gpu else 128)
+    model = load(arguments)
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, model.config.vocab_size, (batch, length), dtype=np.int32)
+    sequences = [TokenSequence(row, np.ones(length, bool)) for row in ids]
+    train = SFTConfig(
+        per_device_train_batch_size=batch, learning_rate=1e-6, gradient_checkpointing=arguments.checkpointing
+    )
+    grads = model.weights.grads()
+    optimizer = make_optimizer(model, grads, train)
+    arena = Arena("activations")
+
+    def step():
+        rows = [[sequence] for sequence in sequences]
+        sft.train_step(model, grads, optimizer, rows, train, train.learning_rate, arena)
+
+    first = {}
+    timed(first, "first", lambda: phases(model, grads, optimizer, sequences, train, arena))
+    timed(first, "step", step)
+    measured = [phases(model, grads, optimizer, sequences, train, arena) for _ in range(arguments.repeat)]
+    for seconds in measured:
+        timed(seconds, "step", step)
+    tokens = batch * length
+    num_parameters = sum(p.size for p in model.weights.parameters)
+    recompute = ", layers recomputed" if arguments.checkpointing else ""
+    shape = f"{num_parameters / 1e6:.0f}M parameters, {model.dtype.name}; {batch} x {length} tokens{recompute}"
+    print(f"{device.describe()}; {shape}")
+    print(f"first s {first['first']:.1f}")
+    for name in measured[0]:
+        median = statistics.median(seconds[name] for seconds in measured)
+        print(f"{name:20} {median * 1e3:10.2f} ms {tokens / median:12.0f} tok/s")
+    if on_gpu:
+        floor = floor_s(model.config, num_parameters, batch, length)
+        print(f"{'floor':20} {floor * 1e3:10.2f} ms {tokens / floor:12.0f} tok/s")
+    print_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -203,7 +203,7 @@ def test_missing_and_damaged_models(tmp_path, fails):
     (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     fails(1, "model.safetensors", "generate", "--model", broken, *rest)
     if device.name() == "numpy":
-        fails(1, "bfloat16", "generate", "--model", MODEL, *rest, "--dtype", "bfloat16")
+        fails(2, "bfloat16", "generate", "--model", MODEL, *rest, "--dtype", "bfloat16")
 
 
 def test_outputs_that_cannot_be_written(tmp_path, fails):

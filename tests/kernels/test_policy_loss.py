@@ -34,7 +34,13 @@ CONFIGS = [
         "use_bias_correction_kl": True,
         "off_policy_mask_threshold": 0.02,
     },
-    {"loss_type": "cispo", "epsilon_high": 1.2, "importance_sampling_correction": "token_mask"},
+    {
+        "loss_type": "cispo",
+        "epsilon_high": 1.2,
+        "importance_sampling_correction": "token_mask",
+        "importance_sampling_clip_min": 0.5,
+        "importance_sampling_clip_max": 1.4,
+    },
     {"loss_type": "sapo", "importance_sampling_level": "sequence"},
     {"loss_type": "vespo", "importance_sampling_correction": "token_mask", "importance_sampling_clip_max": 1.4},
     {"loss_type": "vespo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_clip_max": 1.1},
@@ -51,7 +57,9 @@ def batch(rng, lengths):
         mask[sum(lengths[:2]) : sum(lengths[:3])] = 0
     for array in (lp, old, ref, rollout):
         array[mask == 0] = 1e4 * rng.standard_normal(int(np.sum(mask == 0)))
-    advantages = rng.standard_normal(len(lengths))
+    # Both signs, and both with a sampler that drifted: A < 0 and roll > lp is what off_policy_mask_threshold drops.
+    advantages = rng.uniform(0.2, 2.0, len(lengths)) * (-1.0) ** np.arange(len(lengths))
+    rollout[: sum(lengths[:2])] += 0.3
     return [lp, old, ref, rollout, advantages, mask, np.cumsum([0, *lengths]).astype(np.int32)]
 
 
@@ -172,7 +180,16 @@ def test_bnpo_is_a_mean_over_the_micro_batch(rng):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
 @pytest.mark.sim
 def test_simulator(rng, config):
-    check_against_reference(batch(rng, [7, 130, 2, 0]), PolicyLossConfig(**config), np.uint8)
+    check_against_reference(batch(rng, [7, 300, 2, 0]), PolicyLossConfig(**config), np.uint8)
+
+
+@pytest.mark.sim
+def test_vespo_limits_each_log_ratio(rng):
+    arrays = batch(rng, [9])
+    arrays[5][:] = 1
+    arrays[0][:] = -1.0
+    arrays[1][:] = arrays[0] - np.array([25, -22.5, 0.1, 0, 0, 0, 0, 0, 0])
+    check_against_reference(arrays, PolicyLossConfig("vespo"))
 
 
 @pytest.mark.sim

@@ -228,11 +228,11 @@ def score(model, source, output, dtype, temperature):
     """The log-prob of every token given those before it, from the training forward. Writes {"token_ids", "logprobs"},
     the first of which is null."""
     from rlnumba.data import check_ids, read_rows
+    from rlnumba.engine.sequence import SamplingParams
     from rlnumba.metrics import replacing, to_line
 
-    if temperature != temperature or temperature == float("inf"):
-        raise ConfigError(f"--temperature must be a finite number, got {temperature}")
     _say_device()
+    SamplingParams(temperature=temperature)  # the temperatures of `generate` are those that can be scored
     with replacing(output) as file:
         rows = read_rows(source)
         for row, place in rows:

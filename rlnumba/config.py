@@ -399,6 +399,8 @@ RUNS = {"sft": SFTRun, "grpo": GRPORun}
 
 # (section, key) in other tools' files -> ours. Sources: TRL [train], prime-rl, verl, RL.cu.
 ALIASES = {
+    ("", "model_name_or_path"): ("", "model"),
+    ("", "reward_funcs"): ("rewards", "funcs"),
     ("train", "output_dir"): ("", "output_dir"),
     ("train", "seed"): ("", "seed"),
     ("train", "reward_weights"): ("rewards", "weights"),

@@ -178,6 +178,15 @@ def test_bad_options_are_usage_errors(tmp_path, fails, option, value):
     fails(2, option.removeprefix("--").split("-")[-1], *arguments)
 
 
+def test_scores_want_a_usable_temperature(tmp_path, fails):
+    source = write(tmp_path / "in.jsonl", [{"token_ids": [5]}])
+    for value in ("-1", "nan", "inf", "1e-30"):
+        output = tmp_path / "out.jsonl"
+        fails(
+            2, "temperature", "score", "--model", MODEL, "--input", source, "--output", output, "--temperature", value
+        )
+
+
 def test_usage_errors(fails, tmp_path):
     fails(2, "No such command 'generat'", "generat")
     fails(2, "Missing option '--model'", "generate")

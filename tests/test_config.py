@@ -114,7 +114,8 @@ def test_C3_other_spellings(load, line, name, value):
 
 def test_C3_spellings_of_other_sections(load):
     text = GRPO + "[train]\nreward_weights = [2]\nmax_prompt_length = 9\nvllm_gpu_memory_utilization = 0.5\nseed = 3\n"
-    run = load(text, ("num-gens", "4"))
+    run = load(text, ("num-gens", "4"), ("model_name_or_path", "n"), ("reward_funcs", "f.py:a"))
+    assert (run.model, run.rewards.funcs) == ("n", ["f.py:a"])
     assert (run.rewards.weights, run.data.max_prompt_length) == ([2.0], 9)
     assert (run.engine.gpu_memory_utilization, run.seed, run.train.num_generations) == (0.5, 3, 4)
     assert load(BASE + "[train]\nbatch_size = 3\n", kind="sft").train.per_device_train_batch_size == 3

@@ -203,6 +203,12 @@ def test_ids_outside_of_the_vocabulary(path):
         load_sft(path, DataConfig(train=""), SFTConfig(), None, 100, 4)
 
 
+def test_the_first_token_cannot_be_trained_on(path):
+    assert TokenSequence(np.array([5, 6, 7]), np.array([True, False, True])).num_trained == 1
+    loaded = load(path, [{"text": "a b"}, {"text": "c"}], max_length=2)
+    assert [s.num_trained for (s,) in loaded.rows] == [1, 1]
+
+
 def sequences(*ids):
     return [TokenSequence(np.array(i, np.int32), np.ones(len(i), bool)) for i in ids]
 

@@ -109,6 +109,13 @@ def spins(completions, **columns):
             pass
 
 
+def swallows(completions, **columns):
+    try:
+        time.sleep(60)
+    except BaseException:  # noqa: B036
+        time.sleep(60)
+
+
 def backtracks(completions, **columns):
     re.match(r"(a+)+$", "a" * 60 + "b")
 
@@ -136,6 +143,7 @@ FAILURES = [
     (logs_too_little, r"reward logs_too_little: log_extra\('half'\) needs 3 values, one a completion, got 1"),
     (sleeps, "reward sleeps did not return within 0.2 s"),
     (spins, "reward spins did not return within 0.2 s"),
+    (swallows, "reward swallows did not return within 0.2 s"),
     (backtracks, "reward backtracks did not return within 0.2 s"),
     (awaits, "reward awaits did not return within 0.2 s"),
     (blocks, "reward blocks did not return within 0.2 s"),

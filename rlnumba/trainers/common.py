@@ -29,19 +29,22 @@ WRITTEN = (
 class RunFolder:
     """A run's output_dir: finds the checkpoint to go on from, writes metrics, checkpoints and the final model.
 
-    resume: whether to go on from the newest readable checkpoint; where there is none, the run starts afresh and says
-    so. model_folder: that checkpoint's folder, or None. state: its trainer state, or None. step: optimizer steps done.
-    Raises UserError if the folder cannot be written to, or holds checkpoints and none is readable.
+    trainer: "sft", "grpo"; resume: whether to go on from the newest readable checkpoint; where there is none, the run
+    starts afresh and says so. model_folder: that checkpoint's folder, or None. state: its trainer state, or None. step:
+    optimizer steps done. Raises UserError if the folder cannot be written to, holds checkpoints of which none is
+    readable, or those of another trainer.
     """
 
-    def __init__(self, run, resume):
-        self.run, self.path = run, Path(run.output_dir)
+    def __init__(self, trainer, run, resume):
+        self.trainer, self.run, self.path = trainer, run, Path(run.output_dir)
         make_folder(self.path)
         self.model_folder = checkpoint.latest_readable(self.path) if resume else None
         self.step, self.state = 0, None
         if self.model_folder is not None:
             found = checkpoint.load(self.model_folder)
             self.step, self.state = found.step, found.trainer_state
+            if self.state["trainer"] != trainer:
+                raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {trainer}")
         elif resume:
             say(f"{self.path} holds no checkpoint: starting afresh")
 
@@ -72,15 +75,15 @@ class RunFolder:
         target.mkdir()
         for name in left:
             os.rename(self.path / name, target / name)
-        say(f"{self.path} holds an earlier run, which is now in {target}; --resume would go on with it")
+        say(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
 
     def save(self, step, model, tokenizer, state):
         """Write checkpoints/step-N, unless it is there: a step's state is always the same."""
         if step == self.step and self.model_folder is not None:
             return
-        self.model_folder = checkpoint.save(
-            self.path, step, model, tokenizer, state, keep_last=self.run.train.save_total_limit
-        )
+        state = {"trainer": self.trainer, **state}
+        keep_last = self.run.train.save_total_limit
+        self.model_folder = checkpoint.save(self.path, step, model, tokenizer, state, keep_last)
         self.step = step
 
     def finish(self, model, tokenizer):

@@ -40,6 +40,7 @@ from rlnumba.trainers.common import (
     memory_metrics,
     rate_of,
     say,
+    target_logprobs,
 )
 from rlnumba.trainers.rollout import (
     PromptOrder,
@@ -60,7 +61,7 @@ def run_grpo(run, resume=False):
     the run leaves a checkpoint of the last complete step.
     """
     train = run.train
-    folder = RunFolder(run, resume)
+    folder = RunFolder("grpo", run, resume)
     rewards = load_rewards(run.rewards)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)
@@ -75,6 +76,10 @@ def run_grpo(run, resume=False):
     if folder.state is not None:
         learner.restore(folder.state["learner"])
         data.restore(folder.state["data"])
+
+    def save(step, data_state):
+        folder.save(step, model, tokenizer, {"learner": learner.state(), "data": data_state})
+
     clock = Clock()
     with folder.writer(plan.total_steps) as writer:
         for step in range(folder.step, plan.total_steps):
@@ -87,7 +92,7 @@ def run_grpo(run, resume=False):
                     try:
                         rollouts, drawn = roll_out(llm, rewards, prompts, data.order, run, now, index, clock, writer)
                     except UserError:
-                        folder.save(step, model, tokenizer, {"learner": learner.state(), "data": before})
+                        save(step, before)
                         raise
                     with clock.phase("logprob"):
                         learner.add_logprobs(rollouts, plan.on_policy)
@@ -104,8 +109,13 @@ def run_grpo(run, resume=False):
             metrics |= {"epoch": (step + 1) / plan.steps_per_epoch, "num_tokens": data.num_tokens}
             last = step + 1 == plan.total_steps
             if held_out and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
-                with clock.phase("eval"):
-                    metrics |= evaluate(llm, rewards, held_out, run, now)
+                try:
+                    with clock.phase("eval"):
+                        metrics |= evaluate(llm, rewards, held_out, run, now)
+                except UserError:
+                    writer.log(step + 1, metrics)
+                    save(step + 1, data.state(plan.within_rollout(step + 1)))
+                    raise
             metrics |= clock.read()
             metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
             if tokens_drawn:
@@ -113,8 +123,7 @@ def run_grpo(run, resume=False):
             writer.log(step + 1, metrics | memory_metrics())
             if last or (step + 1) % train.save_steps == 0:
                 with clock.phase("save"):
-                    state = {"learner": learner.state(), "data": data.state(plan.within_rollout(step + 1))}
-                    folder.save(step + 1, model, tokenizer, state)
+                    save(step + 1, data.state(plan.within_rollout(step + 1)))
         folder.finish(model, tokenizer)
 
 
@@ -296,7 +305,7 @@ class Learner:
 
     def restore(self, state):
         self.optimizer.load_state_dict(state["optimizer"])
-        if state["reference"] is not None:
+        if self.reference is not None and state["reference"] is not None:
             self.reference.weights.flat[...] = device.asarray(state["reference"])
 
     @property
@@ -321,19 +330,11 @@ class Learner:
         """(T,) float32 on the host: log-probs of all completion tokens, from forwards without a tape."""
         found = []
         for part in parts:
-            with self.arena.scope():
-                batch = device_batch(part)
-                logprobs = self.arena.empty(batch.target_ids.shape, np.float32)
-                self._forward(model, batch, None, logprobs)
-                found.append(np.array(device.to_host(logprobs)))
+            batch = device_batch(part)
+            where = batch.packed, batch.rows, batch.target_ids
+            logprobs = target_logprobs(model, *where, self.train.temperature, self.arena)
+            found.append(np.array(device.to_host(logprobs)))
         return np.concatenate(found)
-
-    def _forward(self, model, batch, tape, logprobs, entropy=None):
-        """(hidden states, Head) of a DeviceBatch; logprobs and entropy (T,) f32 are written."""
-        packed, arena = batch.packed, self.arena
-        hidden = model.forward(packed.input_ids, packed.position_ids, attention_of(model, packed, arena), tape, arena)
-        temperature = self.train.temperature
-        return hidden, head_forward(model, hidden, batch.rows, batch.target_ids, temperature, arena, logprobs, entropy)
 
     def step(self, micro_batches, step, learning_rate):
         """One optimizer step: metrics by name.
@@ -355,7 +356,19 @@ class Learner:
                 tape = Tape(self.train.gradient_checkpointing)
                 logprobs, dlogprobs = (arena.empty(batch.target_ids.shape, np.float32) for _ in range(2))
                 # ids -> logprobs
-                hidden, head = self._forward(model, batch, tape, logprobs, entropy[ends[i] - len(logprobs) : ends[i]])
+                packed = batch.packed
+                attend = attention_of(model, packed, arena)
+                hidden = model.forward(packed.input_ids, packed.position_ids, attend, tape, arena)
+                head = head_forward(
+                    model,
+                    hidden,
+                    batch.rows,
+                    batch.target_ids,
+                    self.train.temperature,
+                    arena,
+                    logprobs,
+                    entropy[ends[i] - len(logprobs) : ends[i]],
+                )
                 # logprobs -> loss
                 if part.step == step:
                     old_logprobs = logprobs

@@ -37,7 +37,7 @@ def run_sft(run, resume=False):
     Raises ConfigError and UserError, of one line each, for what a user can cause.
     """
     train = run.train
-    folder = RunFolder(run, resume)
+    folder = RunFolder("sft", run, resume)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)
     tokenizer = Tokenizer.from_folder(source)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from rlnumba import device
 from rlnumba.config import to_toml
 from rlnumba.errors import UserError
 from rlnumba.trainers.common import RunFolder
@@ -61,6 +62,7 @@ def kill_after(process, run, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(device.name() != "numpy", reason="compares with processes on the numpy device")
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":
@@ -160,7 +162,7 @@ def test_an_earlier_run_is_set_aside(tmp_path, capsys):
     rows = metrics_of(run)
     assert "earlier" not in capsys.readouterr().err
     run_sft(elsewhere(run, tmp_path / "run"))
-    assert f"{tmp_path / 'run'} holds an earlier run, which is now in {tmp_path / 'run' / 'earlier-1'}" in (
+    assert f"{tmp_path / 'run'} held an earlier run, which is now in {tmp_path / 'run' / 'earlier-1'}" in (
         capsys.readouterr().err
     )
     kept = (tmp_path / "run" / "earlier-1" / "metrics.jsonl").read_text().splitlines()
@@ -188,4 +190,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: cannot be written to"):
-        RunFolder(sft_run(tmp_path / "file" / "run"), False)
+        RunFolder("sft", sft_run(tmp_path / "file" / "run"), False)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):
+    run_sft(sft_run(tmp_path / "run", max_steps=1))
+    with pytest.raises(UserError, match="step-1: a checkpoint of sft, not of grpo"):
+        run_grpo(grpo_run(tmp_path / "run"), resume=True)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rlnumba import data, memory
+from rlnumba import data, device, memory
 from rlnumba.errors import UserError
 from rlnumba.memory import Arena
 from rlnumba.model.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ def test_S02_packing_does_not_change_the_loss(tmp_path):
         assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-6)
 
 
+@pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 def test_packed_rows_have_the_bits_of_rows_alone(tmp_path):
     model = load_model(MODEL)
     rows = rows_of(sft_run(tmp_path, packing=True), model)

@@ -299,6 +299,13 @@ def test_greedy_takes_the_lowest_of_equals(rng):
     assert_close(logprobs, np.log(p), terms=90, scale=20.0)
 
 
+def test_equal_keys_go_to_the_lowest_index(rng):
+    """Beside logits of 4e9 the noise is lost in rounding, so all keys are equal."""
+    arguments = make(rng, 2, 300)
+    arguments["logits"][:, [11, 30, 77, 290]] = 4e9
+    assert list(draw(arguments)[0]) == [11, 11]
+
+
 def test_a_single_kept_token_has_log_prob_zero(rng):
     arguments = make(rng, 2, 70, top_k=1)
     token_ids, logprobs = draw(arguments)

@@ -14,9 +14,8 @@ filters, and gives the log-prob of the untempered model.
 
 g is Gumbel noise, so the argmax is a draw from softmax(s) over the kept (Gumbel 1954; Maddison et al. 2014). The
 uniform u of token i is word i % 4 of Philox with counter (i // 4, position, sample_index, 0) and a key of seed and
-prompt (philox.noise_key): it depends on nothing else, not on the row, the filters or what else runs. Winning needs
--log1p(-u) of about p, so the small u count; their step is 2^-32, and probabilities above 1e-9 are exact to within
-what 10^9 draws can show.
+prompt (philox.noise_key): it depends on nothing else, not on the row, the filters or what else runs. A token of
+probability p wins by a u of about p, so the small u count; their step of 2^-32 is fine enough down to p of 1e-9.
 
 The log-prob of an unfiltered draw has the bits of logprob.linear_logp. Sources: vLLM's sampler (order of filters);
 Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al. 2019 (repetition penalty).

@@ -22,9 +22,8 @@ import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
-from rlnumba.model.safetensors import SafetensorsFile, write
 from rlnumba.model.transformer import save_model
-from rlnumba.model.weights import write_json
+from rlnumba.model.weights import open_tensors, write_json, write_tensors
 
 STATE = "trainer_state.json"
 ARRAYS = "trainer_state.safetensors"
@@ -55,7 +54,7 @@ def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
     save_model(model, partial, tokenizer)
     arrays = {}
     body = {"step": step, "state": _separate(trainer_state, "", arrays)}
-    write(partial / ARRAYS, [(name, array.dtype, array.shape, array.copy) for name, array in arrays.items()])
+    write_tensors(partial / ARRAYS, arrays)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     body["sha256"] = {str(path.relative_to(partial)): _hash(path, flush=True) for path in files}
     write_json(partial / STATE, {"digest": _hash_json(body), **body})
@@ -120,8 +119,7 @@ def load(folder):
     """
     folder = Path(folder)
     body = _body(folder)
-    arrays = SafetensorsFile(folder / ARRAYS)
-    return Checkpoint(folder, body["step"], _join(body["state"], arrays))
+    return Checkpoint(folder, body["step"], _join(body["state"], open_tensors(folder / ARRAYS)))
 
 
 def _body(folder):
@@ -150,10 +148,10 @@ def _separate(value, path, arrays):
 
 
 def _join(value, arrays):
-    """The inverse of _separate; lists and tuples come back as lists."""
+    """The inverse of _separate, `arrays` being {name: Stored}; lists and tuples come back as lists."""
     if isinstance(value, dict):
         if value.keys() == {ARRAY_KEY}:
-            return arrays[value[ARRAY_KEY]].copy()
+            return arrays[value[ARRAY_KEY]].read()
         return {key: _join(item, arrays) for key, item in value.items()}
     return [_join(item, arrays) for item in value] if isinstance(value, list) else value
 

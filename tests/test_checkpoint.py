@@ -72,7 +72,7 @@ def test_saving_a_step_again_replaces_it(model, tmp_path):
 
 def test_an_interrupted_save_leaves_the_earlier_ones(model, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, 1, model, None, {"step": 1})
-    for call in ("save_model", "write", "write_json"):
+    for call in ("save_model", "write_tensors", "write_json"):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, call, lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):

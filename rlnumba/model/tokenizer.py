@@ -5,6 +5,7 @@ the settings, filters and globals of transformers' `apply_chat_template`, so the
 Source: transformers 5, utils/chat_template_utils.py and tokenization_utils_base.py.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -56,10 +57,13 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.exists():
             raise UserError(f"{self.folder}: no tokenizer.json")
-        # Read as JSON first: what tokenizers raises for a damaged file has no class of its own.
+        # Read as JSON first, which says where a damaged file breaks off.
         if not isinstance(read_json(path).get("model"), dict):
             raise UserError(f"{path}: no tokenizer in it (key 'model' is missing)")
-        self.backend = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises Exception itself, no class of its own
+            raise UserError(f"{path}: not a tokenizer ({' '.join(str(error).split())})") from None
         self.backend.no_truncation()
         self.backend.no_padding()
         settings_path = self.folder / "tokenizer_config.json"
@@ -141,13 +145,12 @@ class Tokenizer:
         return [file.relative_to(self.folder) for file in present + named]
 
     def save(self, folder):
-        """Copy the files that this tokenizer was read from to another folder."""
+        """Copy the files that this tokenizer was read from to a folder; those that are there already stay."""
         folder = Path(folder)
-        if folder.resolve() == self.folder.resolve():
-            return
         for file in self.files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.folder / file, folder / file)
+            with contextlib.suppress(shutil.SameFileError):
+                shutil.copyfile(self.folder / file, folder / file)
 
     @property
     def vocab_size(self):

@@ -7,18 +7,21 @@ that one AdamW launch, one norm and one copy serve all of them. Matrices that re
 holds the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
 """
 
+import functools
 import json
 import math
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from rlnumba import device, memory
 from rlnumba.errors import UserError
-from rlnumba.model import safetensors
 from rlnumba.model.config import read_json
 
 # Elements; the padding between parameters stays zero in weights, gradients and moments.
@@ -29,6 +32,8 @@ SHARD_BYTES = 5_000_000_000
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of a checkpoint's matrices and norms, as safetensors calls them.
+DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -152,11 +157,8 @@ class Weights:
 
 def _assign(view, values):
     """Copy a host array into a view of the flat buffer, converting to its dtype."""
-    values = np.ascontiguousarray(values)
-    if values.dtype != view.dtype:
-        values = values.astype(np.float32).astype(view.dtype)
     if device.name() == "cuda":
-        view.set(values)
+        view.set(np.ascontiguousarray(values, dtype=view.dtype))
     else:
         view[...] = values
 
@@ -164,8 +166,9 @@ def _assign(view, values):
 def load_weights(folder, config, dtype=None):
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
-    Tensors travel one at a time. Raises UserError, one line, for a damaged or missing file and for a tensor that
-    is missing, unknown or of another shape than config.json says, with the names.
+    Names, shapes and dtypes are checked before the memory is taken, and tensors travel one at a time. Raises
+    UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
+    or dtype than it should be, with the names.
     """
     folder = Path(folder)
     files = _open_checkpoint(folder)
@@ -183,30 +186,27 @@ def load_weights(folder, config, dtype=None):
         problems.append(f"missing tensors: {_some(missing)}")
     if extra := sorted(found - expected.keys()):
         problems.append(f"tensors that {config.model_type} does not have: {_some(extra)}")
-    shapes = {name: files[name].entries[name].shape for name in expected if name in found}
+    shapes = {name: files[name].shape for name in expected if name in found}
     wrong = [f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
     if wrong:
         problems.append(f"wrong shapes: {_some(wrong)}")
     if problems:
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
-        kind = files[name].entries[name].dtype
-        if kind not in ("F32", "F16", "BF16"):
-            raise UserError(f"{files[name].path}: tensor {name} has dtype {kind} (supported: F32, F16, BF16)")
+        _check_dtype(name, files[name])
     weights = Weights(config, dtype or config.dtype)
     for p in weights.parameters:
         start = 0
         for source, rows in p.rows:
-            _assign(weights[p.name][start : start + rows], files[source][source])
+            _assign(weights[p.name][start : start + rows], files[source].read())
             start += rows
     return weights
 
 
 def _open_checkpoint(folder):
-    """{tensor name: SafetensorsFile that holds it} of a folder."""
+    """{tensor name: Stored} of a folder."""
     if (folder / SINGLE).exists():
-        file = safetensors.SafetensorsFile(folder / SINGLE)
-        return dict.fromkeys(file.entries, file)
+        return open_tensors(folder / SINGLE)
     index = folder / INDEX
     if not index.exists():
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
@@ -216,22 +216,30 @@ def _open_checkpoint(folder):
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index}: weight_map must map tensor names to file names")
-    shards = {name: safetensors.SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
+    shards = {name: open_tensors(folder / name) for name in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
-        if name not in shards[shard].entries:
+        if name not in shards[shard]:
             raise UserError(f"{folder / shard}: tensor {name} is not in this file, but {INDEX} says so")
-    return {name: shards[shard] for name, shard in weight_map.items()}
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _check_dtype(name, stored):
+    if stored.dtype not in DTYPES:
+        supported = ", ".join(DTYPES)
+        raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype} (supported: {supported})")
 
 
 def _drop_tied_head(files):
     """A tied model's checkpoint may repeat the embedding as lm_head.weight; anything else there is an error."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    file = files[head]
+    path = files[head].path
     if embedding not in files:
-        raise UserError(f"{file.path}: tie_word_embeddings is true, but {head} is there and {embedding} is not")
-    same = file.entries[head].shape == files[embedding].entries[embedding].shape
-    if not same or not np.array_equal(file[head], files[embedding][embedding]):
-        raise UserError(f"{file.path}: tie_word_embeddings is true, but {head} differs from {embedding}")
+        raise UserError(f"{path}: tie_word_embeddings is true, but {head} is there and {embedding} is not")
+    for name in (head, embedding):
+        _check_dtype(name, files[name])
+    same = files[head].shape == files[embedding].shape
+    if not same or not np.array_equal(files[head].read(), files[embedding].read()):
+        raise UserError(f"{path}: tie_word_embeddings is true, but {head} differs from {embedding}")
     del files[head]
 
 
@@ -244,45 +252,98 @@ def _some(items, limit=4):
 def save_weights(weights, folder, dtype=None):
     """Write `weights` as *.safetensors under Hugging Face's names, in `dtype` (that of the weights).
 
-    One file, or several of at most SHARD_BYTES with an index. Tensors leave the device one at a time; every file
-    gets its name only when it is complete, and weight files of an earlier save that are not among them go.
+    One file, or several of at most SHARD_BYTES with an index. One shard at a time is on the host; every file gets
+    its name only when it is complete, and weight files of an earlier save that are not among them go. Raises
+    UserError if a file cannot be written.
     """
     folder = Path(folder)
     target = device.dtype(dtype) if dtype else weights.dtype
-    shards, room = [[]], SHARD_BYTES
+    shards, room = [{}], SHARD_BYTES
     for p in weights.parameters:
         start = 0
         for source, rows in p.rows:
             view = weights[p.name][start : start + rows]
             start += rows
             if view.size * target.itemsize > room and shards[-1]:
-                shards.append([])
+                shards.append({})
                 room = SHARD_BYTES
-            shards[-1].append((source, target, view.shape, _fetcher(view, target)))
+            shards[-1][source] = view
             room -= view.size * target.itemsize
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     before = {p.name for p in folder.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
     for name, shard in zip(names, shards, strict=True):
-        safetensors.write(folder / name, shard, {"format": "pt"})
+        arrays = ((source, device.to_host(view).astype(target, copy=False)) for source, view in shard.items())
+        write_tensors(folder / name, dict(arrays), {"format": "pt"})
     if len(shards) > 1:
-        weight_map = {source: name for name, shard in zip(names, shards, strict=True) for source, *_ in shard}
-        total = sum(math.prod(shape) * target.itemsize for shard in shards for _, _, shape, _ in shard)
+        weight_map = {source: name for name, shard in zip(names, shards, strict=True) for source in shard}
+        total = sum(view.size * target.itemsize for shard in shards for view in shard.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         names.append(INDEX)
     for name in before - set(names):
         (folder / name).unlink(missing_ok=True)
 
 
-def _fetcher(view, dtype):
-    """A function that brings a view to the host in `dtype` when it is called."""
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a safetensors file: what the header says, and read(), its values in an array of their own."""
 
-    def fetch():
-        array = device.to_host(view)
-        return array if array.dtype == dtype else array.astype(np.float32).astype(dtype)
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
 
-    return fetch
+
+def open_tensors(path):
+    """{name: Stored} of a safetensors file, which stays mapped while one of them is held.
+
+    The library checks the whole layout against the file's length here. Raises UserError naming the file and what
+    is wrong with it.
+    """
+    path = Path(path)
+    try:
+        # safe_open calls every file that cannot be opened a missing one.
+        open(path, "rb").close()
+        file = safe_open(path, framework="numpy")
+        found = {}
+        for name in file.keys():
+            header = file.get_slice(name)
+            read = functools.partial(file.get_tensor, name)
+            found[name] = Stored(path, tuple(header.get_shape()), header.get_dtype(), read)
+        return found
+    except SafetensorError as error:
+        raise UserError(f"{path}: truncated or damaged safetensors file ({_one_line(error)})") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or _one_line(error)}") from None
+
+
+def write_tensors(path, arrays, metadata=None):
+    """Write a safetensors file under a temporary name, flush it to the disk, and rename it into place.
+
+    arrays: {name: NumPy array}. metadata: dict of str, or None. Raises UserError naming the file if it cannot be
+    written or NumPy's dtype is none of the format's.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    # The library makes its files readable by their owner alone; this one is to have the mode of any other.
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode
+    try:
+        # It takes an array's memory as it lies, so that must be in C order.
+        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata)
+    except SafetensorError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({_one_line(error)})") from None
+    with open(partial, "rb") as file:
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _one_line(error):
+    return " ".join(str(error).split())
 
 
 def write_json(path, value):

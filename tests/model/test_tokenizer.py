@@ -169,6 +169,22 @@ def test_folders_without_a_tokenizer_or_template(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="no tokenizer in it"):
         Tokenizer(tmp_path)
+    for model in ({"type": "BPE", "vocab": [1]}, {"type": "BPE", "vocab": {"a": 0}, "merges": ["a\nb c"]}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        with pytest.raises(UserError, match="tokenizer.json: not a tokenizer") as caught:
+            Tokenizer(tmp_path)
+        assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_saving_where_it_came_from_changes_nothing(tmp_path):
+    tokenizer = edited(tmp_path / "a")
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    tokenizer.save(tmp_path / "a" / ".." / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "tokenizer.json").symlink_to(tmp_path / "a" / "tokenizer.json")
+    tokenizer.save(tmp_path / "b")
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    assert Tokenizer(tmp_path / "b").special_tokens == tokenizer.special_tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3-tokenizer", "smollm2"])

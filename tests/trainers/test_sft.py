@@ -101,6 +101,15 @@ def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):
     assert sft.epoch_order(3, False, 1, 5).tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_epoch_has_all_rows_in_its_order(tmp_path, shuffle):
+    run = sft_run(tmp_path, max_steps=10, shuffle_dataset=shuffle, learning_rate=0.0)
+    sft.run_sft(run)
+    tokens = np.diff([row["num_tokens"] for row in metrics_of(run)], prepend=0)
+    assert tokens[:5].sum() == tokens[5:].sum()
+    assert (tokens[:5].tolist() == tokens[5:].tolist()) != shuffle
+
+
 def test_epochs_make_the_steps(tmp_path):
     run = sft_run(tmp_path, max_steps=-1, num_train_epochs=1.5)
     sft.run_sft(run)

@@ -41,6 +41,8 @@ SCORE_STRIDE = KEYS + 1
 MAX_HEAD_DIM = 256
 # Columns or keys that the inner loops take at once; rows in shared memory are padded with zeros to it.
 UNROLL = 4
+# Global loads that a thread may have under way at once.
+LOADS = 16
 # All indices of shared memory fit in these bits. The mask spares the inner loops a test for negative indices.
 SHARED = 0xFFFF
 MINUS_INFINITY = np.float32(-np.inf)
@@ -161,27 +163,58 @@ def accumulate_function(tile):
 
 
 @functools.cache
-def load_rows_function(tile, scaled):
-    """The device function that stages query rows in shared memory as float32, times a scale or not."""
-    head_dim, _, _, threads = tile
-    stride = tile.stride
+def load_function(tile, count):
+    """The device function that stages `count` rows in shared memory as float32; a warp takes every n-th row."""
+    head_dim, threads, stride = tile.head_dim, tile.threads, tile.stride
+    warps = threads // 32
+    rows_per_warp = count // warps
+    steps = -(-(stride - 1) // 32)
+    # Loads that a thread has under way before it waits for the first: up to LOADS.
+    group = max(n for n in range(1, steps + 1) if steps % n == 0 and (n * rows_per_warp <= LOADS or n == 1))
+    staged_count = rows_per_warp * group
 
     @device_function
-    def load_rows(shared, place, x, start, kv_head, group, first, count, alive, scale):
-        """Rows first .. first + count of a key head's rows of x (N, H, E) to `place`; zero from row `alive` on."""
-        thread = cuda.threadIdx.x & 0xFFFF
-        for row in range(thread // 32, count, threads // 32):
-            token = start + (first + row) // group
-            head = kv_head * group + (first + row) % group
-            for column in range(thread % 32, stride - 1, 32):
-                value = np.float32(0.0)
-                if row < alive and column < head_dim:
-                    value = widen(x[token, head, column])
-                    if scaled:
-                        value *= scale
-                shared[place + row * stride + column] = value
+    def load(shared, place, x, tokens, heads, alive, scale):
+        """Row i of the warp is x[tokens[i], heads[i]] * scale; goes to `place`; zero from the tile's row `alive` on."""
+        staged = cuda.local.array(staged_count, np.float32)
+        lane = cuda.threadIdx.x & 31
+        warp = (cuda.threadIdx.x & (threads - 1)) // 32
+        for step in range(0, steps, group):
+            # The loads know no condition: beyond the row's end they take its last column.
+            for s in range(group):
+                column = min(lane + (step + s) * 32, head_dim - 1)
+                for i in range(rows_per_warp):
+                    staged[s * rows_per_warp + i] = widen(x[tokens[i], heads[i], column]) * scale
+            for s in range(group):
+                column = lane + (step + s) * 32
+                if column < stride - 1:
+                    for i in range(rows_per_warp):
+                        row = warp + i * warps
+                        value = staged[s * rows_per_warp + i]
+                        if row >= alive or column >= head_dim:
+                            value = np.float32(0.0)
+                        shared[place + row * stride + column] = value
 
-    return load_rows
+    return load
+
+
+@functools.cache
+def query_rows_function(tile, count):
+    """The device function that tells which rows of q the warp's rows of a block or tile of `count` rows are."""
+    threads = tile.threads
+    warps = threads // 32
+    rows_per_warp = count // warps
+
+    @device_function
+    def query_rows(start, kv_head, group, first, alive, tokens, heads):
+        """Rows from `first` on of a key head of the sequence at `start`; beyond `alive` rows, the last of them."""
+        warp = (cuda.threadIdx.x & (threads - 1)) // 32
+        for i in range(rows_per_warp):
+            index = first + min(warp + i * warps, alive - 1)
+            tokens[i] = start + index // group
+            heads[i] = kv_head * group + index % group
+
+    return query_rows
 
 
 @functools.cache
@@ -193,14 +226,20 @@ def attend_function(tile, key_row):
     head_dim, rows, lanes, threads = tile
     rows_per_thread, keys_per_thread = tile.rows_per_thread, tile.keys_per_thread
     columns, stride = tile.columns, tile.stride
-    warp_rows = 32 // lanes * rows_per_thread
+    warps = threads // 32
+    warp_rows = rows // warps
+    warp_keys = KEYS // warps
     score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * columns
     # Shared memory in floats: rows of q, keys, values, then the scores of a tile.
     key_tile = rows * stride
     value_tile = key_tile + KEYS * stride
     score_tile = value_tile + KEYS * stride
     products, accumulate = products_function(tile), accumulate_function(tile)
-    load_rows = load_rows_function(tile, True)
+    query_rows, load_queries, load_keys = (
+        query_rows_function(tile, rows),
+        load_function(tile, rows),
+        load_function(tile, KEYS),
+    )
 
     @device_function
     def attend(q, k, v, table, block_size, start, length, context, first, scale, out, row_max, row_sum):
@@ -218,6 +257,10 @@ def attend_function(tile, key_row):
         acc = cuda.local.array(acc_count, np.float32)
         tile_sum = cuda.local.array(rows_per_thread, np.float32)
         shrink = cuda.local.array(rows_per_thread, np.float32)
+        tokens = cuda.local.array(warp_rows, np.int64)
+        heads = cuda.local.array(warp_rows, np.int64)
+        key_places = cuda.local.array(warp_keys, np.int64)
+        key_heads = cuda.local.array(warp_keys, np.int64)
         # The mask tells the compiler that no index below is negative.
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
@@ -230,7 +273,8 @@ def attend_function(tile, key_row):
         warp_alive = thread // 32 * warp_rows < alive
         before = context - length
 
-        load_rows(shared, 0, q, start, kv_head, group, first, rows, alive, scale)
+        query_rows(start, kv_head, group, first, alive, tokens, heads)
+        load_queries(shared, 0, q, tokens, heads, alive, scale)
         for i in range(rows_per_thread):
             row_max[i] = MINUS_INFINITY
             row_sum[i] = np.float32(0.0)
@@ -240,19 +284,12 @@ def attend_function(tile, key_row):
         visible = before + (first + alive - 1) // group + 1
         for tile_start in range(0, visible, KEYS):
             cuda.syncthreads()
-            for key in range(thread // 32, KEYS, threads // 32):
-                inside = tile_start + key < context
-                place = np.int64(0)
-                if inside:
-                    place = np.int64(key_row(table, block_size, sequence, tile_start + key))
-                for column in range(thread % 32, stride - 1, 32):
-                    key_value = np.float32(0.0)
-                    value_value = np.float32(0.0)
-                    if inside and column < head_dim:
-                        key_value = widen(k[place, kv_head, column])
-                        value_value = widen(v[place, kv_head, column])
-                    shared[key_tile + key * stride + column] = key_value
-                    shared[value_tile + key * stride + column] = value_value
+            for i in range(warp_keys):
+                key = min(tile_start + thread // 32 + i * warps, context - 1)
+                key_places[i] = key_row(table, block_size, sequence, key)
+                key_heads[i] = kv_head
+            load_keys(shared, key_tile, k, key_places, key_heads, context - tile_start, np.float32(1.0))
+            load_keys(shared, value_tile, v, key_places, key_heads, context - tile_start, np.float32(1.0))
             cuda.syncthreads()
             if not warp_alive:
                 continue

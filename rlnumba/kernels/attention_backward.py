@@ -24,9 +24,10 @@ from rlnumba.kernels.attention import (
     SCORE_STRIDE,
     accumulate_function,
     check_heads,
-    load_rows_function,
+    load_function,
     many_rows,
     products_function,
+    query_rows_function,
 )
 from rlnumba.kernels.check import F32, I32, check
 from rlnumba.kernels.instructions import narrow, sync_warp, warp_sum, widen
@@ -57,7 +58,7 @@ def attention_dq_kernel(tile):
     head_dim, rows, lanes, threads = tile
     rows_per_thread, keys_per_thread = tile.rows_per_thread, tile.keys_per_thread
     columns, stride = tile.columns, tile.stride
-    warp_rows = 32 // lanes * rows_per_thread
+    warp_rows = rows // (threads // 32)
     score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * columns
     # Shared memory in floats: rows of q and dout, keys, values, then ds of a tile.
     dout_tile = rows * stride
@@ -65,7 +66,9 @@ def attention_dq_kernel(tile):
     value_tile = key_tile + KEYS * stride
     score_tile = value_tile + KEYS * stride
     products, accumulate = products_function(tile), accumulate_function(tile)
-    load_scaled, load_rows = load_rows_function(tile, True), load_rows_function(tile, False)
+    warp_tile_rows = KEYS // (threads // 32)
+    block_place, load_block = query_rows_function(tile, rows), load_function(tile, rows)
+    tile_place, load_tile = query_rows_function(tile, KEYS), load_function(tile, KEYS)
 
     @cuda.jit
     def attention_dq_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dq):
@@ -77,6 +80,10 @@ def attention_dq_kernel(tile):
         row_lse = cuda.local.array(rows_per_thread, np.float32)
         row_delta = cuda.local.array(rows_per_thread, np.float32)
         sums = cuda.local.array(rows_per_thread, np.float32)
+        tokens = cuda.local.array(warp_rows, np.int64)
+        heads = cuda.local.array(warp_rows, np.int64)
+        tile_tokens = cuda.local.array(warp_tile_rows, np.int64)
+        tile_heads = cuda.local.array(warp_tile_rows, np.int64)
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         own_row = thread // lanes * rows_per_thread
@@ -90,8 +97,9 @@ def attention_dq_kernel(tile):
             return
         warp_alive = thread // 32 * warp_rows < alive
 
-        load_scaled(shared, 0, q, start, kv_head, group, first, rows, alive, scale)
-        load_rows(shared, dout_tile, dout, start, kv_head, group, first, rows, alive, scale)
+        block_place(start, kv_head, group, first, alive, tokens, heads)
+        load_block(shared, 0, q, tokens, heads, alive, scale)
+        load_block(shared, dout_tile, dout, tokens, heads, alive, np.float32(1.0))
         for i in range(rows_per_thread):
             row_lse[i] = np.float32(0.0)
             row_delta[i] = np.float32(0.0)
@@ -105,8 +113,9 @@ def attention_dq_kernel(tile):
         for tile_start in range(0, (first + alive - 1) // group + 1, KEYS):
             tile_keys = min(length - tile_start, KEYS)
             cuda.syncthreads()
-            load_rows(shared, key_tile, k, start, kv_head, 1, tile_start, KEYS, tile_keys, scale)
-            load_rows(shared, value_tile, v, start, kv_head, 1, tile_start, KEYS, tile_keys, scale)
+            tile_place(start, kv_head, 1, tile_start, tile_keys, tile_tokens, tile_heads)
+            load_tile(shared, key_tile, k, tile_tokens, tile_heads, tile_keys, np.float32(1.0))
+            load_tile(shared, value_tile, v, tile_tokens, tile_heads, tile_keys, np.float32(1.0))
             cuda.syncthreads()
             if not warp_alive:
                 continue
@@ -145,7 +154,7 @@ def attention_dkv_kernel(tile):
     head_dim, rows, lanes, threads = tile
     rows_per_thread, keys_per_thread = tile.rows_per_thread, tile.keys_per_thread
     columns, stride = tile.columns, tile.stride
-    warp_rows = 32 // lanes * rows_per_thread
+    warp_rows = rows // (threads // 32)
     score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * columns
     # Shared memory in floats: the block's keys and values, rows of q and dout, p or ds, lse and delta of the rows.
     value_tile = rows * stride
@@ -155,7 +164,9 @@ def attention_dkv_kernel(tile):
     lse_tile = score_tile + rows * SCORE_STRIDE
     delta_tile = lse_tile + KEYS
     products, accumulate = products_function(tile), accumulate_function(tile)
-    load_scaled, load_rows = load_rows_function(tile, True), load_rows_function(tile, False)
+    warp_tile_rows = KEYS // (threads // 32)
+    block_place, load_block = query_rows_function(tile, rows), load_function(tile, rows)
+    tile_place, load_tile = query_rows_function(tile, KEYS), load_function(tile, KEYS)
 
     @cuda.jit
     def attention_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
@@ -170,6 +181,10 @@ def attention_dkv_kernel(tile):
         dk_acc = cuda.local.array(acc_count, np.float32)
         dv_acc = cuda.local.array(acc_count, np.float32)
         sums = cuda.local.array(rows_per_thread, np.float32)
+        tokens = cuda.local.array(warp_rows, np.int64)
+        heads = cuda.local.array(warp_rows, np.int64)
+        tile_tokens = cuda.local.array(warp_tile_rows, np.int64)
+        tile_heads = cuda.local.array(warp_tile_rows, np.int64)
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         own_key = thread // lanes * rows_per_thread
@@ -183,8 +198,9 @@ def attention_dkv_kernel(tile):
             return
         warp_alive = thread // 32 * warp_rows < alive
 
-        load_rows(shared, 0, k, start, kv_head, 1, first, rows, alive, scale)
-        load_rows(shared, value_tile, v, start, kv_head, 1, first, rows, alive, scale)
+        block_place(start, kv_head, 1, first, alive, tokens, heads)
+        load_block(shared, 0, k, tokens, heads, alive, np.float32(1.0))
+        load_block(shared, value_tile, v, tokens, heads, alive, np.float32(1.0))
         for i in range(acc_count):
             dk_acc[i] = np.float32(0.0)
             dv_acc[i] = np.float32(0.0)
@@ -192,8 +208,9 @@ def attention_dkv_kernel(tile):
         for tile_start in range(first * group // KEYS * KEYS, length * group, KEYS):
             tile_rows = min(length * group - tile_start, KEYS)
             cuda.syncthreads()
-            load_scaled(shared, query_tile, q, start, kv_head, group, tile_start, KEYS, tile_rows, scale)
-            load_rows(shared, dout_tile, dout, start, kv_head, group, tile_start, KEYS, tile_rows, scale)
+            tile_place(start, kv_head, group, tile_start, tile_rows, tile_tokens, tile_heads)
+            load_tile(shared, query_tile, q, tile_tokens, tile_heads, tile_rows, scale)
+            load_tile(shared, dout_tile, dout, tile_tokens, tile_heads, tile_rows, np.float32(1.0))
             if thread < KEYS:
                 index = tile_start + min(thread, tile_rows - 1)
                 shared[lse_tile + thread] = lse[kv_head * group + index % group, start + index // group]

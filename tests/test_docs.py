@@ -1,0 +1,321 @@
+"""The documentation is true: its code runs and prints what a page says, its commands parse, its links lead somewhere.
+
+What a fence holds, by its language:
+
+    python    runs on the numpy device, the blocks of a page one after the other in one process; `python no-run` is
+              only compiled. A block that begins with the comment `# name.py` is saved under that name.
+    text      right after python: what that block prints. Integers and words are equal, other numbers almost.
+    console   `$ NUMBA_ENABLE_CUDASIM=1 python ...` is run in a copy of the package, with what stands after `(Pdb)`
+              typed in; `...` stands for anything, line numbers and the place of the repository do not count.
+              Other commands are taken as those of bash.
+    diff      an edit of the file after `+++`, in force for the next console block
+    bash      `rlnumba` commands are parsed as far as they can be without doing their work; files that others name
+              exist
+    toml      loads as a run; where keys are missing, an example's stand in. `# name.toml`: saved, for bash
+    json      is JSON
+
+RLNUMBA_UPDATE_DOCS=1 writes what the python blocks print now into the text blocks.
+"""
+
+import ast
+import doctest
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from rlnumba import device
+from rlnumba.cli import cli, parse_overrides
+from rlnumba.config import load_run
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [page for page in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))) if page.is_file()]
+LANGUAGES = {"", "python", "python no-run", "text", "console", "diff", "bash", "sh", "toml", "json"}
+# Where the consoles on the pages were recorded.
+RECORDED_AT = "/home/reader/rlnumba"
+BETWEEN_BLOCKS = "\x1e\n"
+NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
+
+on_numpy = pytest.mark.skipif(device.name() != "numpy", reason="documentation is run on the numpy device")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@dataclass
+class Fence:
+    """A block of code on a page: its language, its text, and the number of its first line."""
+
+    language: str
+    text: str
+    line: int
+
+    @property
+    def file_name(self):
+        """The name in the comment that a saved block begins with, or None."""
+        found = re.match(r"# ([\w-]+\.(?:py|toml))\n", self.text)
+        return found and found[1]
+
+
+def fences(page):
+    """The Fences of a page, in order."""
+    found, lines = [], None
+    for number, line in enumerate(page.read_text().splitlines(keepends=True), start=1):
+        if line.startswith("```"):
+            if lines is None:
+                language, lines, first = line[3:].strip(), [], number + 1
+            else:
+                found.append(Fence(language, "".join(lines), first))
+                lines = None
+        elif lines is not None:
+            lines.append(line)
+    assert lines is None, f"{page.name}: a fence is not closed"
+    return found
+
+
+def save_files(page, folder):
+    """Write the blocks of a page that have a file name, beside links to what the repository holds."""
+    for name in ("examples", "tests", "docs", "rlnumba"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    for fence in fences(page):
+        if fence.file_name:
+            (folder / fence.file_name).write_text(fence.text)
+
+
+def simulated(fence):
+    """Whether a fence is a session in the simulator."""
+    return fence.language == "console" and fence.text.startswith("$ NUMBA_ENABLE_CUDASIM=1 ")
+
+
+@every_page
+def test_languages_and_plain_formats(page, tmp_path):
+    save_files(page, tmp_path)
+    for fence in fences(page):
+        where = f"{page.name}:{fence.line}"
+        assert fence.language in LANGUAGES, f"{where}: {fence.language!r}"
+        if fence.language == "json":
+            json.loads(fence.text)
+        elif fence.language.startswith("python"):
+            compile(fence.text, where, "exec")
+        elif fence.language == "toml":
+            path = tmp_path / "fence.toml"
+            path.write_text(fence.text)
+            kind = "grpo" if "[rewards]" in fence.text or "num_generations" in fence.text else "sft"
+            base = ROOT / "examples" / {"grpo": "gsm8k_grpo.toml", "sft": "sft.toml"}[kind]
+            load_run(kind, [base, path])
+
+
+@on_numpy
+@every_page
+def test_python_prints_what_the_page_says(page, tmp_path):
+    blocks = fences(page)
+    if any(simulated(fence) for fence in blocks):
+        return
+    chosen = [i for i, fence in enumerate(blocks) if fence.language == "python"]
+    if not chosen:
+        return
+    save_files(page, tmp_path)
+    script = tmp_path / "page.py"
+    script.write_text(f"print({BETWEEN_BLOCKS!r}, end='')\n".join(blocks[i].text for i in chosen))
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment(ROOT), capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{page.name}: {done.stderr[-3000:]}"
+    for i, printed in zip(chosen, done.stdout.split(BETWEEN_BLOCKS), strict=True):
+        told = blocks[i + 1] if i + 1 < len(blocks) and blocks[i + 1].language == "text" else None
+        expected = told.text if told else ""
+        if os.environ.get("RLNUMBA_UPDATE_DOCS") and told:
+            page.write_text(page.read_text().replace(f"```text\n{expected}```", f"```text\n{printed}```"))
+            continue
+        assert alike(printed, expected), f"{page.name}:{blocks[i].line} prints\n{printed}instead of\n{expected}"
+
+
+def environment(package_parent):
+    """The environment of a process that imports rlnumba from a folder, on the device it chooses itself."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RLNUMBA_DEVICE", "NUMBA_ENABLE_CUDASIM")}
+    return kept | {"PYTHONPATH": str(package_parent), "PYTHONUNBUFFERED": "1"}
+
+
+def alike(printed, expected):
+    """Whether two texts are equal but for spaces and the last digits of numbers with a point."""
+    numbers, expected_numbers = NUMBER.findall(printed), NUMBER.findall(expected)
+    if NUMBER.sub("#", printed).split() != NUMBER.sub("#", expected).split():
+        return False
+    for a, b in zip(numbers, expected_numbers, strict=True):
+        exact = a.lstrip("+-").isdigit() and b.lstrip("+-").isdigit()
+        if a != b and (exact or abs(float(a) - float(b)) > 1e-6 + 2e-3 * abs(float(b))):
+            return False
+    return True
+
+
+def test_alike():
+    assert alike("loss 0.12345 of [8 2]\n", "loss  0.12346 of [8  2]")
+    assert not alike("loss 0.125", "loss 0.123")
+    assert not alike("8 rows", "9 rows")
+    assert not alike("8 rows", "8 columns")
+
+
+@on_numpy
+@every_page
+def test_consoles_are_real(page, tmp_path):
+    blocks = fences(page)
+    if not any(simulated(fence) for fence in blocks):
+        return
+    if sys.version_info >= (3, 13):
+        pytest.skip("pdb stops one line earlier at breakpoint() than it did when the sessions were recorded")
+    save_files(page, tmp_path)
+    (tmp_path / "rlnumba").unlink()
+    shutil.copytree(ROOT / "rlnumba", tmp_path / "rlnumba", ignore=shutil.ignore_patterns("__pycache__"))
+    edits = []
+    for fence in blocks:
+        if fence.language == "diff":
+            edits.append(fence)
+        elif simulated(fence):
+            originals = [edited(tmp_path, edit.text) for edit in edits]
+            replay(tmp_path, fence, f"{page.name}:{fence.line}")
+            for path, text in originals:
+                path.write_text(text)
+            edits = []
+
+
+def edited(folder, diff):
+    """Make the change that a diff describes, and return the file and its text before."""
+    first, *lines = diff.splitlines()
+    path = folder / first.removeprefix("+++ ")
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    text = path.read_text()
+    assert text.count(before) == 1, f"{path.name} has {text.count(before)} times\n{before}"
+    path.write_text(text.replace(before, after))
+    return path, text
+
+
+def replay(folder, fence, where):
+    """Run a console block's command, type its answers, and compare what comes."""
+    first, *lines = fence.text.splitlines(keepends=True)
+    variable, command = first.removeprefix("$ ").split(maxsplit=1)
+    typed = [line.removeprefix("(Pdb) ") for line in lines if line.startswith("(Pdb) ")]
+    # What is typed is not echoed, so the answer follows the prompt.
+    expected = re.sub(r"(?m)^\(Pdb\) .*\n", "(Pdb) ", "".join(lines))
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]],
+        cwd=folder,
+        env=environment(folder) | dict([variable.split("=")]),
+        input="".join(typed),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    printed = done.stdout.replace(str(folder.resolve()), RECORDED_AT)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(without_numbers(expected), without_numbers(printed), flags), (
+        f"{where} shows\n{expected}\nand now comes\n{printed}"
+    )
+
+
+def without_numbers(text):
+    """The text without line numbers, and without the lane that happened to complain first."""
+    text = re.sub(r"\.py\(\d+\)|(?<=line )\d+", "", text)
+    return re.sub(r"tid=\[\d+(.*not all)", r"tid=[\1", text)
+
+
+def commands(fence):
+    """The commands of a bash or console block: lists of words, without variables and comments."""
+    if fence.language in ("bash", "sh"):
+        lines = fence.text.replace("\\\n", " ").splitlines()
+    elif fence.language == "console" and not simulated(fence):
+        lines = [line[2:] for line in fence.text.splitlines() if line.startswith("$ ")]
+    else:
+        return
+    for line in lines:
+        for part in line.split("&&"):
+            words = shlex.split(part, comments=True)
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words = words[1:]
+            if words:
+                yield words
+
+
+@every_page
+def test_commands_parse(page, tmp_path, monkeypatch):
+    save_files(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for fence in fences(page):
+        for words in commands(fence):
+            if words[0] == "rlnumba":
+                parse(words[1:])
+            else:
+                for word in words[1:]:
+                    named = re.fullmatch(r"(?:rlnumba|tests|docs|examples|bench)/[\w/.-]+", word)
+                    assert not named or (ROOT / word).exists(), f"{page.name}:{fence.line}: {word} does not exist"
+
+
+def parse(arguments):
+    """Take an rlnumba command as far as it goes without doing its work."""
+    at = next(i for i, word in enumerate(arguments) if word in cli.commands or word == "--help")
+    if arguments[at] == "--help":
+        return
+    name, rest = arguments[at], arguments[at + 1 :]
+    cli.make_context("rlnumba", [*arguments[:at], name])
+    if "--help" in rest:
+        return
+    context = cli.commands[name].make_context(name, rest)
+    if "overrides" in context.params:
+        load_run(name, context.params["config"], parse_overrides(context.params["overrides"]))
+
+
+def headings(page):
+    """The anchors that GitHub gives to a page's headings."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    titles = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name}: {target} does not exist"
+        assert not anchor or anchor in headings(linked), f"{page.name}: {linked.name} has no heading #{anchor}"
+
+
+@every_page
+def test_files_and_names_exist(page):
+    """`rlnumba/engine/llm.py:LLM.generate` in backticks: the file is there and defines the name."""
+    pattern = r"`((?:rlnumba|tests|docs|examples|bench)/[\w/.-]*?)(?::([\w.]+))?`"
+    for path, name in re.findall(pattern, page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name}: {path} does not exist"
+        if name:
+            assert name in definitions(ROOT / path), f"{page.name}: {path} does not define {name}"
+
+
+def definitions(path):
+    """The names that a module defines at its top, in its classes, and in branches: set of "f", "C", "C.method"."""
+    found = set()
+
+    def visit(nodes, prefix):
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.If | ast.Try):
+                visit([*node.body, *node.orelse], prefix)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+                found.update(prefix + n.id for n in names)
+
+    visit(ast.parse(path.read_text()).body, "")
+    return found

@@ -36,7 +36,8 @@ def run_all(rng, shape, dtype):
     xp = device.xp()
 
     def close(actual, expected, terms, what):
-        assert_close(actual, expected, terms=terms, scale=4 + 4 * np.sqrt(terms), what=what)
+        size = max(4 + 4 * np.sqrt(terms), float(np.abs(expected).max(initial=0.0)))
+        assert_close(actual, expected, terms=terms, scale=size, what=what)
 
     product = linear_ref(x, weight)
     out = xp.full((m, n), np.nan, xd.dtype)

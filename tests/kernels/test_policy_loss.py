@@ -91,9 +91,8 @@ def check_against_reference(arrays, config, mask_dtype=np.float32):
         known = np.abs(expected_stats[:, column]) < NOTHING
         assert np.array_equal(known, np.abs(stats[:, column]) < NOTHING)
         assert_close(stats[known, column], expected_stats[known, column], terms=terms, what=f"column {column}")
-    assert_close(
-        metrics, reduce_stats(stats), terms=len(arrays[4]) + 1, scale=1 + np.abs(stats[0]).max(), what="metrics"
-    )
+    size = 1 + np.abs(np.where(np.abs(stats) < NOTHING, stats, 0)).sum(axis=0).max()
+    assert_close(metrics, reduce_stats(stats), terms=len(arrays[4]) + 1, scale=size, what="metrics")
 
 
 def test_golden_values_of_trl():
@@ -213,8 +212,10 @@ def test_numpy_device(rng, config):
 @pytest.mark.parametrize("loss_type", [*SMOOTH, "cispo", "vespo"])
 def test_gpu(rng, loss_type, correction, level):
     lengths = [640] * 61 + [1, 0, 4097]
+    # cispo's bound is the largest ratio itself.
+    epsilon_high = 1.15 if loss_type == "cispo" else 0.15
     config = PolicyLossConfig(
-        loss_type, level, 0.1, 0.15, 1.3, 0.05, True, 640, correction, off_policy_mask_threshold=0.01
+        loss_type, level, 0.1, epsilon_high, 1.3, 0.05, True, 640, correction, off_policy_mask_threshold=0.01
     )
     check_against_reference(batch(rng, lengths), config)
 

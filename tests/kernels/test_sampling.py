@@ -152,7 +152,8 @@ def test_distribution_of_rare_tokens(rng, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
 def test_gpu_distribution(rng, options):
-    check_draws(zipf(rng, QWEN_VOCABULARY, 1.0), 256, 500, **options)
+    # With exponent 1 the twentieth token would lie on min-p's boundary, where rounding decides.
+    check_draws(zipf(rng, QWEN_VOCABULARY, 1.05), 256, 500, **options)
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ on_numpy = pytest.mark.skipif(device.name() != "numpy", reason="documentation is
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fence:
     """A block of code on a page: its language, its text, and the number of its first line."""
 
@@ -127,13 +127,24 @@ def test_python_prints_what_the_page_says(page, tmp_path):
         [sys.executable, script.name], cwd=tmp_path, env=environment(ROOT), capture_output=True, text=True
     )
     assert done.returncode == 0, f"{page.name}: {done.stderr[-3000:]}"
-    for i, printed in zip(chosen, done.stdout.split(BETWEEN_BLOCKS), strict=True):
-        told = blocks[i + 1] if i + 1 < len(blocks) and blocks[i + 1].language == "text" else None
-        expected = told.text if told else ""
-        if os.environ.get("RLNUMBA_UPDATE_DOCS") and told:
-            page.write_text(page.read_text().replace(f"```text\n{expected}```", f"```text\n{printed}```"))
-            continue
-        assert alike(printed, expected), f"{page.name}:{blocks[i].line} prints\n{printed}instead of\n{expected}"
+    outputs = dict(zip((i + 1 for i in chosen), done.stdout.split(BETWEEN_BLOCKS), strict=True))
+    told = {i for i in outputs if i < len(blocks) and blocks[i].language == "text"}
+    if os.environ.get("RLNUMBA_UPDATE_DOCS"):
+        replace_blocks(page, {blocks[i]: outputs[i] for i in told})
+        blocks = fences(page)
+    for i, printed in outputs.items():
+        expected = blocks[i].text if i in told else ""
+        where = f"{page.name}:{blocks[i - 1].line}"
+        assert alike(printed, expected), f"{where} prints\n{printed}instead of\n{expected}"
+
+
+def replace_blocks(page, texts):
+    """Give blocks of a page other texts: {Fence: str}."""
+    lines = page.read_text().splitlines(keepends=True)
+    for fence in sorted(texts, key=lambda fence: -fence.line):
+        first = fence.line - 1
+        lines[first : first + fence.text.count("\n")] = texts[fence]
+    page.write_text("".join(lines))
 
 
 def environment(package_parent):

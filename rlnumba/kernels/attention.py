@@ -332,6 +332,8 @@ def attend_function(tile, key_row):
             for i in range(rows_per_thread):
                 row_sum[i] = cuda.fma(row_sum[i], shrink[i], tile_sum[i])
 
+        # Without keys there was no tile, and another warp may still be loading rows of q.
+        cuda.syncthreads()
         if not warp_alive:
             return
         for i in range(rows_per_thread):

@@ -13,6 +13,7 @@ Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, d
 Dynamic sampling: DAPO (arXiv 2503.14476).
 """
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -125,6 +126,10 @@ def run_grpo(run, resume=False):
                 with clock.phase("save"):
                     save(step + 1, data.state(plan.within_rollout(step + 1)))
         folder.finish(model, tokenizer)
+        llm.reset_prefix_cache()
+        if (folder.path / "completions.jsonl").exists():
+            writer.print(before_and_after(llm, prompts, run, folder.path))
+    say(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
 
 
 class Plan:
@@ -254,6 +259,35 @@ def evaluate(llm, rewards, prompts, run, now):
     found = draw_metrics([drawn], rewards.names)
     del found["frac_reward_zero_std"]
     return {f"eval_{name}": value for name, value in found.items()}
+
+
+def before_and_after(llm, prompts, run, path, count=4, width=200):
+    """What the first prompts got at the first step, and what the same noise makes of them now: str of several lines.
+
+    path: of the run, for its completions.jsonl; count: prompts shown; width: characters of a text.
+    """
+    train = run.train
+    with open(path / "completions.jsonl", encoding="utf-8") as file:
+        rows = [row for line in file if (row := json.loads(line))["step"] == 1]
+    first = rows[: train.rollout_batch_size : train.num_generations][:count]
+    chosen = PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed).take(train.prompts_per_rollout)
+    params = sampling_params(train, derived_seed(run.seed, 0, 0, 0), 1)
+    llm.wake()
+    outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
+    llm.sleep()
+
+    def shown(text):
+        text = text if isinstance(text, str) else str(text[-1].get("content"))
+        return repr(text if len(text) <= width else text[:width] + " ...")
+
+    lines = [f"The first {len(first)} prompts before training and after it, drawn with the same noise:"]
+    for row, output in zip(first, outputs, strict=True):
+        lines += [
+            f"  {shown(row['prompt'])}",
+            f"    before  {shown(row['completion'])}",
+            f"    after   {shown(output.completions[0].text)}",
+        ]
+    return "\n".join(lines)
 
 
 def loss_config(train):

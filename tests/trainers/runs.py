@@ -78,7 +78,9 @@ def grpo_run(folder, reward="digits", num_prompts=16, rewards=None, seed=42, dat
     folder.parent.mkdir(parents=True, exist_ok=True)
     rows = folder.parent / "prompts.jsonl"
     rows.write_text(
-        "".join(json.dumps({"prompt": f"what is the number {i}? ", "answer": str(i)}) + "\n" for i in range(num_prompts))
+        "".join(
+            json.dumps({"prompt": f"what is the number {i}? ", "answer": str(i)}) + "\n" for i in range(num_prompts)
+        )
     )
     file = folder.parent / "rewards_for_tests.py"
     file.write_text(REWARDS)

@@ -198,6 +198,18 @@ def test_each_step_draws_other_completions(tmp_path):
     assert [line["completion"] for line in lines[:16]] != [line["completion"] for line in lines[16:]]
 
 
+@exact
+@pytest.mark.parametrize("rate", [0.0, 1e-2])
+def test_ends_with_completions_before_and_after(tmp_path, capsys, rate):
+    grpo.run_grpo(grpo_run(tmp_path / "run", learning_rate=rate))
+    shown = capsys.readouterr().err.split("drawn with the same noise:\n")[1].splitlines()
+    texts = [line.split(maxsplit=1)[1] for line in shown[:12] if line.startswith("    ")]
+    assert len(texts) == 8
+    # The same noise makes the same text of the same weights.
+    assert (texts[::2] == texts[1::2]) == (rate == 0.0)
+    assert shown[0].startswith("  'what is the number ")
+
+
 def test_G03_several_steps_on_one_generation(tmp_path):
     run = grpo_run(
         tmp_path / "run", steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=6

@@ -126,7 +126,6 @@ def run_grpo(run, resume=False):
                 with clock.phase("save"):
                     save(step + 1, data.state(plan.within_rollout(step + 1)))
         folder.finish(model, tokenizer)
-        llm.reset_prefix_cache()
         if (folder.path / "completions.jsonl").exists():
             writer.print(before_and_after(llm, prompts, run, folder.path))
     say(f"{folder.path} has the curves (curves.png), the completions and the model (final)")

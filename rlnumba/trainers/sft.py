@@ -75,6 +75,7 @@ def run_sft(run, resume=False):
                     state = {"optimizer": optimizer.state_dict(), "num_tokens": num_tokens}
                     folder.save(step + 1, model, tokenizer, state)
         folder.finish(model, tokenizer)
+    say(f"{folder.path} has the curves (curves.png) and the model (final)")
 
 
 def load_rows(path, run, model, tokenizer):

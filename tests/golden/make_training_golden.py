@@ -5,8 +5,8 @@ Run it in an environment that has torch, transformers and trl (the only place wh
     python tests/golden/make_training_golden.py
 
 It writes beside itself `tiny-qwen3/` (a 2-layer Qwen3 with random weights and a tokenizer of characters),
-`sft_rows.jsonl`, `sft_curves.json` and `grpo_curves.json`. SFT is a plain loop of torch's AdamW over transformers' model.
-GRPO calls the loss of `trl.GRPOTrainer` itself on a fixed batch of completions.
+`sft_rows.jsonl`, `sft_curves.json` and `grpo_curves.json`. SFT is a plain loop of torch's AdamW over transformers'
+model. GRPO calls the loss of `trl.GRPOTrainer` itself on a fixed batch of completions.
 """
 
 import json

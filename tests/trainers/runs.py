@@ -77,11 +77,8 @@ def grpo_run(folder, reward="digits", num_prompts=16, rewards=None, seed=42, dat
     """A GRPORun in `folder`, with its rows and reward file beside it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     rows = folder.parent / "prompts.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps({"prompt": f"what is the number {i}? ", "answer": str(i)}) + "\n" for i in range(num_prompts)
-        )
-    )
+    examples = [{"prompt": f"what is the number {i}? ", "answer": str(i)} for i in range(num_prompts)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in examples))
     file = folder.parent / "rewards_for_tests.py"
     file.write_text(REWARDS)
     return GRPORun(

@@ -160,7 +160,7 @@ def test_an_earlier_run_is_set_aside(tmp_path, capsys):
     (tmp_path / "run" / "notes.txt").write_text("mine")
     run_sft(run)
     rows = metrics_of(run)
-    assert "earlier" not in capsys.readouterr().err
+    assert "held an earlier run" not in capsys.readouterr().err
     run_sft(elsewhere(run, tmp_path / "run"))
     assert f"{tmp_path / 'run'} held an earlier run, which is now in {tmp_path / 'run' / 'earlier-1'}" in (
         capsys.readouterr().err

@@ -6,8 +6,8 @@ packed into a reused buffer and handed to the driver directly (about 5 us). Kern
 stream and may be captured in a graph. In the simulator it falls through to kernel[grid, block].
 
 Machine code is cached on disk (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) under a hash of the sources
-of all kernels, the kernel's name and the values it closes over, the argument types, the architecture
-and the versions of the compilers. A file appears under its final name only when complete, so processes
+of all kernels and of the kernel's own file, its name and the values it closes over, the argument types, the
+architecture and the versions of the compilers. A file appears under its final name only when complete, so processes
 that start together do not disturb each other.
 
 RLNUMBA_DEBUG=1 waits for each kernel and reports an error where it happened; 2 prints each kernel's
@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import marshal
 import os
 import pathlib
 import struct
@@ -216,22 +217,21 @@ def _write_once(path, content):
         return
 
 
-def _sources_digest():
+@functools.cache
+def _sources_digest(file_name):
+    """Of all kernel modules, and of the file that a kernel stands in, which may be a script of the user."""
     digest = hashlib.sha256()
-    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    for source in sorted({*pathlib.Path(__file__).resolve().parent.glob("*.py"), pathlib.Path(file_name).resolve()}):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-_digest = None
-
-
 def _cache_key(kernel, type_names, capability):
-    global _digest
-    if _digest is None:
-        _digest = _sources_digest()
+    code = kernel.py_func.__code__
+    typed_in = not os.path.isfile(code.co_filename)
     parts = [
-        _digest,
+        marshal.dumps(code).hex() if typed_in else None,
+        _sources_digest(__file__ if typed_in else code.co_filename),
         _identity(kernel),
         list(type_names),
         list(capability),

@@ -20,7 +20,8 @@ def find_ptxas():
 def compile_offline(monkeypatch, tmp_path):
     """compile_offline(kernel, types, architecture) -> what is wrong with the machine code, as a list of lines.
 
-    types: names as launch.type_name writes them. Wrong are float64 arithmetic, which an untyped literal
+    types: names as launch.type_name writes them; architecture: (9, 0), or (9, 0, "a") for what only that
+    architecture has. Wrong are float64 arithmetic, which an untyped literal
     causes, registers spilled to memory, and whatever NVVM or ptxas refuses.
     """
     ptxas = find_ptxas()
@@ -35,7 +36,7 @@ def compile_offline(monkeypatch, tmp_path):
         # What Numba asks of the current device when one device function calls another.
         fake = type("Device", (), {"compute_capability": architecture})
         monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", fake)
-        target = f"sm_{architecture[0]}{architecture[1]}"
+        target = "sm_" + "".join(str(part) for part in architecture)
         what = f"{target} {kernel.py_func.__name__} {types}"
         options = kernel.targetoptions
         ptx, _ = cuda.compile_ptx(
@@ -52,6 +53,8 @@ def compile_offline(monkeypatch, tmp_path):
         source = tmp_path / "kernel.ptx"
         source.write_text(ptx)
         command = [ptxas, "-v", f"-arch={target}", "-o", os.devnull, str(source)]
+        if "max_registers" in options:
+            command.append(f"--maxrregcount={options['max_registers']}")
         report = subprocess.run(command, capture_output=True, text=True)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report.stderr)]
         if report.returncode or any(spills):

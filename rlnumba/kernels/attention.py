@@ -32,7 +32,7 @@ from rlnumba.device import cuda
 from rlnumba.kernels import attention_cpu
 from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function, narrow, shuffle_xor, sync_warp, widen
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.launch import kernel_factory, launch
 
 # Keys of a tile. Part of the arithmetic: the running maximum moves at the borders of the tiles.
 KEYS = 32
@@ -359,7 +359,7 @@ def packed_row(cu_seqlens, block_size, sequence, key):
     return cu_seqlens[sequence] + key
 
 
-@functools.cache
+@kernel_factory
 def attention_kernel(tile):
     """The kernel of `attention` for a tile."""
     rows, lanes, rows_per_thread = tile.rows, tile.lanes, tile.rows_per_thread

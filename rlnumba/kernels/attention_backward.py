@@ -11,7 +11,6 @@ whose blocks own query rows and pass over the keys; dk and dv, whose blocks own 
 rows. Each sum is taken by one thread in the order of the keys or rows, so equal inputs give equal bits.
 """
 
-import functools
 import math
 
 import numpy as np
@@ -31,7 +30,7 @@ from rlnumba.kernels.attention import (
 )
 from rlnumba.kernels.check import F32, I32, check
 from rlnumba.kernels.instructions import narrow, sync_warp, warp_sum, widen
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.launch import kernel_factory, launch
 
 # Threads of a block of attention_delta_kernel: one warp a row.
 DELTA_THREADS = 128
@@ -52,7 +51,7 @@ def attention_delta_kernel(dout, out, delta):
         delta[row % heads, row // heads] = total
 
 
-@functools.cache
+@kernel_factory
 def attention_dq_kernel(tile):
     """The kernel of dq for a tile."""
     head_dim, rows, lanes, threads = tile
@@ -148,7 +147,7 @@ def attention_dq_kernel(tile):
     return attention_dq_kernel
 
 
-@functools.cache
+@kernel_factory
 def attention_dkv_kernel(tile):
     """The kernel of dk and dv for a tile, whose rows are keys here and whose KEYS are query rows."""
     head_dim, rows, lanes, threads = tile

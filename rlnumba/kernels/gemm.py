@@ -10,7 +10,8 @@ biases are float32 arrays that accumulate. Who multiplies:
 
     numpy    on the numpy device: kernels/cpu.py, one fixed order a row
     cublas   on a GPU: fast; a row's bits may depend on the number of rows
-    numba    the kernel below, on a GPU if asked for and in the simulator: K in one ascending order a row
+    numba    our kernels, on a GPU if asked for and in the simulator: K in one ascending order a row. 16-bit
+             products on Hopper run in kernels/gemm_hopper.py, all others in the kernel below
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.errors import ConfigError
-from rlnumba.kernels import cpu
+from rlnumba.kernels import cpu, gemm_hopper
 from rlnumba.kernels.check import F32, FLOATS, check
 from rlnumba.kernels.cublas import cublas
 from rlnumba.kernels.instructions import narrow, widen
@@ -168,6 +169,8 @@ def linear(x, weight, out, bias=None, residual=None):
         if accumulate and not in_place:
             launch(start_kernel, m, START_THREADS, *_optional(x, out, bias, residual), out)
         _cublas_product(x, False, weight, True, out, accumulate)
+    elif gemm_hopper.takes(x, weight, out, k) and (residual is None or out.dtype == x.dtype):
+        gemm_hopper.product(x, weight, out, bias=bias, residual=residual)
     else:
         _launch_product(x, (k, 1), weight, (k, 1), k, *_optional(x, out, bias, residual), out)
 
@@ -194,6 +197,8 @@ def linear_backward_input(dout, weight, dx, accumulate=False):
             dx[...] = 0
     elif backend() == "cublas":
         _cublas_product(dout, False, weight, False, dx, accumulate)
+    elif gemm_hopper.takes(dout, weight, dx, n):
+        gemm_hopper.product(dout, weight, dx, b_mn=True, residual=dx if accumulate else None)
     else:
         addend = dx if accumulate else dx[:0]
         _launch_product(dout, (n, 1), weight, (1, k), n, dx[0, :0], addend, dx)
@@ -213,6 +218,8 @@ def linear_backward_weight(dout, x, dweight):
         cpu.outer_product(dout.reshape(-1), 1, n, m, x, dweight, True)
     elif backend() == "cublas":
         _cublas_product(dout, True, x, False, dweight, True)
+    elif gemm_hopper.takes(dout, x, dweight, m):
+        gemm_hopper.product(dout, x, dweight, a_mn=True, b_mn=True, add=True)
     else:
         _launch_product(dout, (1, n), x, (1, k), m, dweight[0, :0], dweight, dweight)
 

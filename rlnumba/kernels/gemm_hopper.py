@@ -15,13 +15,16 @@ Every element of C adds its products in the order of the reduction index, 16 at 
 whatever the tile's shape: a row's bits do not depend on M or on which tile shape was chosen.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
+    ELEMENTS,
     LINE,
     STEPS,
     barrier_arrive,
@@ -44,14 +47,19 @@ from rlnumba.kernels.hopper import (
     store_matrices,
     store_pair,
     sync_group,
+    tensor_map,
     tensor_map_address,
+    unpack,
     warp_uniform,
     warpgroup_product,
 )
 from rlnumba.kernels.instructions import device_function
-from rlnumba.kernels.launch import kernel_factory
+from rlnumba.kernels.launch import kernel_factory, launch
 
 i32 = np.int32
+
+# Where the kernels of this module compile.
+ARCHITECTURES = [(9, 0, "a")]
 
 # Rows of C that one warpgroup's instruction covers.
 ROWS = 64
@@ -67,7 +75,7 @@ class Tile(NamedTuple):
     """One kernel. groups: consumer warpgroups; columns: of C a tile; stages: boxes of A and B in flight.
 
     a_mn, b_mn: the operand lies MN-major in memory. element: "float16" or "bfloat16". output: "same" as the
-    inputs, "float32", or "add" to float32.
+    inputs, "float32", or "add" to float32. bias, residual: added to C before it is rounded.
     """
 
     columns: int
@@ -77,6 +85,8 @@ class Tile(NamedTuple):
     a_mn: bool = False
     b_mn: bool = False
     output: str = "same"
+    bias: bool = False
+    residual: bool = False
 
     @property
     def rows(self):
@@ -89,8 +99,10 @@ class Tile(NamedTuple):
 
     @property
     def staged_columns(self):
-        """Columns of C that a warpgroup puts into shared memory at once: 16 KiB."""
-        return min(self.columns, 2 * self.box_columns)
+        """Columns of C that a warpgroup stages in shared memory, 8 or 16 KiB at once. 0: its threads write C."""
+        if self.columns % self.box_columns:
+            return 0
+        return 2 * self.box_columns if self.columns % (2 * self.box_columns) == 0 else self.box_columns
 
     @property
     def stage_bytes(self):
@@ -99,6 +111,16 @@ class Tile(NamedTuple):
     @property
     def staged_bytes(self):
         return self.staged_columns // self.box_columns * BOX_BYTES
+
+    @property
+    def blocks_per_sm(self):
+        """How many blocks an SM holds at a time. Large tiles take all its registers."""
+        return min(2, SHARED_LIMIT // self.shared_bytes) if self.groups == 1 and self.columns <= 64 else 1
+
+    @property
+    def shares_registers(self):
+        """Whether the producer's registers go to the consumers, whose accumulators need them."""
+        return self.columns > 128
 
     @property
     def shared_bytes(self):
@@ -117,23 +139,28 @@ def place(index, tiles_down, tiles_across):
 
 @kernel_factory
 def hopper_product_kernel(tile):
-    """The kernel of a Tile. Its columns are a multiple of its staged columns, and these of its box's."""
-    columns, groups, stages, element, a_mn, b_mn, output = tile
+    """The kernel of a Tile. Its columns are a multiple of its staged columns, if it has any, else of 8."""
+    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual = tile
     rows, box_columns, staged_columns = tile.rows, tile.box_columns, tile.staged_columns
     a_bytes, stage_bytes, staged_bytes = rows * LINE, tile.stage_bytes, tile.staged_bytes
     accumulators = columns // 2
     b_boxes = columns // 64
+    parts = columns // staged_columns if staged_columns else 0
     start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn)
-    pack_two = pack(element)
+    pack_two, unpack_two = pack(element), unpack(element)
     wide = output != "same"
     add = output == "add"
 
-    @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
-    def hopper_product_kernel(a_map, b_map, c_map, m, n, k):
+    shares_registers = tile.shares_registers
+
+    @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, tile.blocks_per_sm))
+    def hopper_product_kernel(a_map, b_map, c_map, c, bias, residual, m, n, k, arriving):
         """C (m, n) from A and B with k steps of reduction.
 
-        Shared memory: stages of [A rows x 64 | B columns x 64], the consumers' staged output, then the
-        barriers: full and empty, 8 bytes each a stage.
+        c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits, one element long if the Tile
+        does not use them. arriving: bytes that the boxes of one stage bring. Shared memory: stages of
+        [A rows x 64 | B columns x 64], the consumers' staged output, then the barriers: full and empty,
+        8 bytes each a stage.
         """
         thread = i32(cuda.threadIdx.x)
         group = warp_uniform(thread >> i32(7))
@@ -153,7 +180,8 @@ def hopper_product_kernel(tile):
         tiles = tiles_down * tiles_across
         stage = i32(0)
         if group == 0:
-            fewer_registers()
+            if shares_registers:
+                fewer_registers()
             if thread == 0:
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
@@ -164,26 +192,25 @@ def hopper_product_kernel(tile):
                         barrier_wait(empty + stage * 8, parity)
                         arrived = full + stage * 8
                         target = base + stage * stage_bytes
-                        barrier_expect(arrived, stage_bytes)
+                        barrier_expect(arrived, arriving)
                         if a_mn:
                             for box in range(groups):
                                 bulk_load(target + box * BOX_BYTES, a, row * rows + box * ROWS, step, arrived)
                         else:
                             bulk_load(target, a, step, row * rows, arrived)
+                        target += a_bytes
                         if b_mn:
                             for box in range(b_boxes):
-                                bulk_load(
-                                    target + a_bytes + box * BOX_BYTES, b, column * columns + box * 64, step, arrived
-                                )
+                                bulk_load(target + box * BOX_BYTES, b, column * columns + box * 64, step, arrived)
                         else:
-                            bulk_load(target + a_bytes, b, step, column * columns, arrived)
+                            bulk_load(target, b, step, column * columns, arrived)
                         stage += i32(1)
                         if stage == stages:
                             stage = i32(0)
                             parity ^= i32(1)
         else:
-            more_registers()
-            c = tensor_map_address(c_map)
+            if shares_registers:
+                more_registers()
             consumer = group - i32(1)
             lane, warp, first_thread = thread & i32(31), (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
             staged += consumer * staged_bytes
@@ -209,7 +236,33 @@ def hopper_product_kernel(tile):
                 wait_all(acc)
                 if first_thread:
                     barrier_arrive(empty + previous * 8)
-                for part in range(columns // staged_columns):
+                # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
+                line = row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2))
+                pair = (column * columns >> i32(1)) + (lane & i32(3))
+                if has_bias:
+                    for block in range(columns // 8):
+                        if (pair + block * 4) * 2 < n:
+                            low, high = unpack_two(bias[pair + block * 4])
+                            acc[block * 4] += low
+                            acc[block * 4 + 1] += high
+                            acc[block * 4 + 2] += low
+                            acc[block * 4 + 3] += high
+                if has_residual:
+                    for half in range(2):
+                        if line + half * 8 < m:
+                            for block in range(columns // 8):
+                                if (pair + block * 4) * 2 < n:
+                                    low, high = unpack_two(residual[line + half * 8, pair + block * 4])
+                                    acc[block * 4 + half * 2] += low
+                                    acc[block * 4 + half * 2 + 1] += high
+                if parts == 0:
+                    for half in range(2):
+                        if line + half * 8 < m:
+                            for block in range(columns // 8):
+                                if (pair + block * 4) * 2 < n:
+                                    i = block * 4 + half * 2
+                                    c[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
+                for part in range(parts):
                     # The copy engine must have read the last part before this one overwrites it.
                     if first_thread:
                         bulk_wait_read()
@@ -219,20 +272,18 @@ def hopper_product_kernel(tile):
                         for block in range(staged_columns // 8):
                             i = (part * staged_columns // 8 + block) * 4
                             chunk = i32(block % 4 * 2) + ((lane & i32(3)) >> i32(1))
-                            place_of = staged + block // 4 * BOX_BYTES + line * i32(LINE)
-                            place_of += ((chunk ^ (line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
-                            store_pair(place_of, acc[i], acc[i + 1])
-                            store_pair(place_of + 8 * LINE, acc[i + 2], acc[i + 3])
+                            target = staged + block // 4 * BOX_BYTES + line * i32(LINE)
+                            target += ((chunk ^ (line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
+                            store_pair(target, acc[i], acc[i + 1])
+                            store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
                     else:
                         line = warp * i32(16) + (lane & i32(15))
                         for block in range(staged_columns // 16):
                             i = (part * staged_columns // 16 + block) * 8
                             chunk = i32(block % 4 * 2) + (lane >> i32(4))
+                            target = staged + block // 4 * BOX_BYTES + line * i32(LINE)
                             store_matrices(
-                                staged
-                                + block // 4 * BOX_BYTES
-                                + line * i32(LINE)
-                                + ((chunk ^ (line & i32(7))) << i32(4)),
+                                target + ((chunk ^ (line & i32(7))) << i32(4)),
                                 pack_two(acc[i], acc[i + 1]),
                                 pack_two(acc[i + 2], acc[i + 3]),
                                 pack_two(acc[i + 4], acc[i + 5]),
@@ -241,14 +292,130 @@ def hopper_product_kernel(tile):
                     fence_shared_to_bulk()
                     sync_group(group, WARPGROUP)
                     if first_thread:
+                        out = tensor_map_address(c_map)
                         for box in range(staged_columns // box_columns):
                             at = column * columns + part * staged_columns + box * box_columns
+                            source = staged + box * BOX_BYTES
                             if add:
-                                bulk_add(c, at, row * rows + consumer * ROWS, staged + box * BOX_BYTES)
+                                bulk_add(out, at, row * rows + consumer * ROWS, source)
                             else:
-                                bulk_store(c, at, row * rows + consumer * ROWS, staged + box * BOX_BYTES)
+                                bulk_store(out, at, row * rows + consumer * ROWS, source)
                         bulk_commit()
             if first_thread:
                 bulk_wait()
 
     return hopper_product_kernel
+
+
+@functools.cache
+def processors():
+    """How many SMs the GPU has; 1 in the simulator."""
+    if device.name() != "cuda":
+        return 1
+    import cupy
+
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+
+_nothing = {}
+
+
+def _none(dimensions):
+    """An int32 array of one element that stands for an argument left out."""
+    if dimensions not in _nothing:
+        _nothing[dimensions] = device.xp().zeros((1,) * dimensions, np.int32)
+    return _nothing[dimensions]
+
+
+@functools.cache
+def _is_hopper():
+    if device.name() != "cuda":
+        return False
+    import cupy
+
+    return cupy.cuda.Device().compute_capability == "90"
+
+
+def takes(a, b, out, steps):
+    """Whether this module multiplies these matrices: 16-bit, on Hopper, rows of whole 16-byte pieces.
+
+    steps: of the reduction, more than 0.
+    """
+    if not _is_hopper() or a.dtype.name not in ELEMENTS or not steps:
+        return False
+    rows_fit = all(matrix.shape[1] * matrix.itemsize % 16 == 0 for matrix in (a, b, out))
+    return rows_fit and all(matrix.data.ptr % 16 == 0 for matrix in (a, b, out))
+
+
+@functools.cache
+def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors):
+    """The Tile that a simple model of time finds the fastest for C (m, n) with k steps.
+
+    A round of 64 steps takes as long as the tensor cores need for the tile, or the second-level cache to bring
+    it, or a round's own latency; blocks work through tiles in waves. The rates are fitted to an H200.
+    """
+    fixed = (element, a_mn, b_mn, output, bias, residual)
+    best = None
+    for groups in (1, 2):
+        for columns in (32, 64, 96, 128, 192, 256):
+            if (b_mn or output != "same") and columns % 64 or columns > 64 and groups == 1 and m > ROWS:
+                continue
+            tile = Tile(columns, groups, 2, *fixed)
+            stages = min((SHARED_LIMIT - tile.shared_bytes) // tile.stage_bytes + 2, 12)
+            tile = tile._replace(stages=stages)
+            if stages < 3:
+                continue
+            rows = tile.rows
+            round_us = max(rows * columns / 46000, (rows + columns) / 860, 0.13)
+            tiles = -(-m // rows) * -(-n // columns)
+            waves = -(-tiles // processors)
+            time_us = waves * (-(-k // STEPS) * round_us + 0.8)
+            if best is None or time_us < best[0]:
+                best = time_us, tile
+    return best[1]
+
+
+def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """out = A B (+ bias + residual), or out += A B if `add`, with the tile that best_tile chooses.
+
+    Matrices as in hopper_product, which `takes` must have accepted.
+    """
+    m, n = out.shape
+    k = a.shape[0] if a_mn else a.shape[1]
+    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
+    tile = best_tile(m, n, k, a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None, processors())
+    hopper_product(tile, a, b, out, bias, residual)
+
+
+def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
+    """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
+
+    a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
+    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M and N > 0.
+    blocks: of the grid; by default as many as the SMs hold at a time.
+    """
+    m, n = out.shape
+    k = a.shape[0] if tile.a_mn else a.shape[1]
+    a_rows = ROWS if tile.a_mn else min(tile.rows, -(-m // 8) * 8)
+    a_map = tensor_map(a, a_rows, 64)
+    b_map = tensor_map(b, 64 if tile.b_mn else tile.columns, 64)
+    staged = tile.staged_columns > 0
+    c_map = tensor_map(out, ROWS, tile.box_columns) if staged else _none(1)
+    arriving = (tile.rows if tile.a_mn else a_rows) * LINE + tile.columns * LINE
+    tiles = -(-m // tile.rows) * -(-n // tile.columns)
+    launch(
+        hopper_product_kernel(tile),
+        min(tiles, blocks or processors() * tile.blocks_per_sm),
+        (tile.groups + 1) * WARPGROUP,
+        a_map,
+        b_map,
+        c_map,
+        _none(2) if staged else out.view(np.int32),
+        _none(1) if bias is None else bias.view(np.int32),
+        _none(2) if residual is None else residual.view(np.int32),
+        m,
+        n,
+        k,
+        arriving,
+        shared=tile.shared_bytes,
+    )

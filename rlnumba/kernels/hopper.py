@@ -159,6 +159,16 @@ if device.name() == "sim":
 
         return pack_two
 
+    @functools.cache
+    def unpack(element):
+        """unpack(word) -> (low, high) float32: what pack put into an int32."""
+
+        def unpack_two(word):
+            pair = np.array([word]).astype(np.int32).view(device.DTYPES[element])
+            return np.float32(pair[0]), np.float32(pair[1])
+
+        return unpack_two
+
     @warp_wide
     def store_matrices(lanes):
         """Four 8 x 8 matrices of 16-bit values from a warp's registers to shared memory.
@@ -188,6 +198,12 @@ if device.name() == "sim":
             blocks.append(np.ascontiguousarray(lines).view(dtype).reshape(STEPS, 64).T)
         return np.concatenate(blocks).astype(np.float32)
 
+    def _accumulator_places(thread, columns):
+        """(rows, columns) of C that a thread of the warpgroup holds, in the order of its accumulators."""
+        i = np.arange(columns // 2)
+        rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
+        return rows, 8 * (i // 4) + 2 * (thread % 4) + i % 2
+
     def operand(address):
         """A descriptor of the operand whose box or boxes start at `address`."""
         return address
@@ -204,14 +220,19 @@ if device.name() == "sim":
 
         @warpgroup_wide
         def start(threads):
-            a = _operand(threads[0][1], 64, a_mn_major, dtype)
-            b = _operand(threads[0][2], columns, b_mn_major, dtype)
-            c = a @ b.T
-            for t, (acc, _, _, keep) in enumerate(threads):
-                row, column = 16 * (t // 32) + t % 32 // 4, 2 * (t % 4)
-                for i in range(columns // 2):
-                    value = c[row + 8 * (i % 4 // 2), 8 * (i // 4) + column + i % 2]
-                    acc[i] = acc[i] + value if keep else value
+            a = _operand(threads[0][1], 64, a_mn_major, dtype).astype(np.float64)
+            b = _operand(threads[0][2], columns, b_mn_major, dtype).astype(np.float64)
+            keep = threads[0][3]
+            c = np.zeros((64, columns), np.float32)
+            places = [_accumulator_places(t, columns) for t in range(128)]
+            if keep:
+                for (rows, where), (acc, *_) in zip(places, threads, strict=True):
+                    c[rows, where] = acc
+            # An instruction adds 16 products to the accumulator at once, wider than float32, and rounds.
+            for step in range(0, STEPS, 16):
+                c = (c + a[:, step : step + 16] @ b[:, step : step + 16].T).astype(np.float32)
+            for (rows, where), (acc, *_) in zip(places, threads, strict=True):
+                acc[:] = c[rows, where]
             return [None] * 128
 
         def wait(acc):
@@ -221,7 +242,7 @@ if device.name() == "sim":
 
 else:
     from llvmlite import ir
-    from numba.cuda import types
+    from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
 
     _F32, _I32, _I64, _VOID = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.VoidType()
@@ -358,6 +379,25 @@ else:
 
         return pack_two
 
+    @functools.cache
+    def unpack(element):
+        """unpack(word) -> (low, high) float32: what pack put into an int32."""
+        widen = {
+            "bfloat16": "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "float16": "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }",
+        }[element]
+
+        @intrinsic
+        def unpack_two(typingctx, word):
+            def codegen(context, builder, signature, args):
+                two = ir.LiteralStructType([_F32] * 2)
+                pair = _assembly(builder, two, [_I32], widen, "=f,=f,r", args, False)
+                return cgutils.pack_array(builder, [builder.extract_value(pair, i) for i in range(2)])
+
+            return types.UniTuple(types.float32, 2)(types.int32), codegen
+
+        return unpack_two
+
     @intrinsic
     def operand(typingctx, address):
         """A descriptor of the operand whose box or boxes start at `address`.
@@ -438,6 +478,9 @@ else:
 
 class HostTensorMap:
     """The simulator's tensor map: a matrix and the box that one bulk copy moves."""
+
+    # Of the 128 bytes that stand for it on a GPU.
+    dtype, ndim = np.dtype(np.uint8), 1
 
     def __init__(self, array, rows, columns):
         self.array = array

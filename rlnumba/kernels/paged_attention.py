@@ -8,8 +8,6 @@ q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float
 sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
 """
 
-import functools
-
 import numpy as np
 
 from rlnumba import device
@@ -18,7 +16,7 @@ from rlnumba.kernels import attention_cpu
 from rlnumba.kernels.attention import attend_function, check_heads, few_rows, many_rows
 from rlnumba.kernels.check import FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.launch import kernel_factory, launch
 
 
 @device_function
@@ -28,7 +26,7 @@ def paged_row(block_tables, block_size, sequence, key):
     return np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
 
 
-@functools.cache
+@kernel_factory
 def paged_attention_kernel(tile):
     """The kernel of `paged_attention` for a tile."""
     rows, rows_per_thread = tile.rows, tile.rows_per_thread

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels import gemm
+from rlnumba.kernels.gemm_hopper import Tile, best_tile, hopper_product, processors
+from tests.close import assert_close, assert_same_bits
+
+
+@pytest.fixture
+def ours():
+    """gemm = "numba" for the time of a test."""
+    before = gemm.backend()
+    gemm.set_backend("numba")
+    yield
+    gemm.set_backend(before)
+
+
+def matrix(rng, shape, dtype):
+    return rng.standard_normal(shape).astype(device.dtype(dtype))
+
+
+def run(rng, tile, m, n, k):
+    """Compare one product with float64."""
+    a = matrix(rng, (k, m) if tile.a_mn else (m, k), tile.element)
+    b = matrix(rng, (k, n) if tile.b_mn else (n, k), tile.element)
+    bias, residual = matrix(rng, n, tile.element), matrix(rng, (m, n), tile.element)
+    out = device.xp().ones((m, n), a.dtype if tile.output == "same" else np.float32)
+    hopper_product(
+        tile,
+        device.asarray(a),
+        device.asarray(b),
+        out,
+        device.asarray(bias) if tile.bias else None,
+        device.asarray(residual) if tile.residual else None,
+    )
+    a, b, bias, residual = (x.astype(np.float64) for x in (a, b, bias, residual))
+    expected = (a.T if tile.a_mn else a) @ (b if tile.b_mn else b.T)
+    expected = expected + tile.bias * bias + tile.residual * residual + (tile.output == "add")
+    assert_close(out, expected, terms=k, scale=float(np.abs(expected).max()) + np.sqrt(k), what=f"{tile} {m} {n} {k}")
+
+
+SIMULATED = [
+    # More rounds than stages, and ragged edges in every direction.
+    (Tile(64, 1, 2, "bfloat16"), 40, 72, 136),
+    (Tile(64, 1, 2, "float16", b_mn=True, residual=True), 40, 72, 72),
+    (Tile(64, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add"), 40, 72, 72),
+    # Two tiles for one block, and two consumers.
+    (Tile(64, 2, 2, "bfloat16", output="float32"), 129, 64, 64),
+    # Threads write C themselves.
+    (Tile(16, 1, 3, "float16", bias=True, residual=True), 5, 40, 200),
+]
+
+
+@pytest.mark.parametrize("tile, m, n, k", SIMULATED)
+@pytest.mark.sim
+def test_simulator(rng, tile, m, n, k):
+    if device.name() == "cuda":
+        pytest.skip("test_gpu has these")
+    run(rng, tile, m, n, k)
+
+
+@pytest.mark.sim
+def test_a_tile_does_not_change_bits(rng):
+    """A row is the same alone and among others, in a narrow tile and a wide one, with A and B exchanged."""
+    if device.name() == "cuda":
+        pytest.skip("test_gpu_rows has this")
+    a, b = matrix(rng, (9, 136), "bfloat16"), matrix(rng, (64, 136), "bfloat16")
+    wide, narrow, alone = np.zeros((9, 64), np.float32), np.zeros((9, 64), np.float32), np.zeros((1, 64), np.float32)
+    exchanged = np.zeros((64, 32), np.float32)
+    hopper_product(Tile(64, 1, 2, "bfloat16", output="float32"), a, b, wide)
+    hopper_product(Tile(32, 1, 3, "bfloat16", output="float32"), a, b, narrow)
+    hopper_product(Tile(64, 1, 2, "bfloat16", output="float32"), a[4:5].copy(), b, alone)
+    padded = np.concatenate([a, np.zeros((23, 136), a.dtype)])
+    hopper_product(Tile(32, 1, 2, "bfloat16", output="float32"), b, padded, exchanged)
+    assert_same_bits(narrow, wide)
+    assert_same_bits(alone[0], wide[4])
+    assert_same_bits(exchanged.T[:9].copy(), wide)
+
+
+def test_every_chosen_tile_is_possible():
+    """Whatever the shape, the tile fits an SM and covers what its layouts ask for."""
+    for m in (1, 8, 64, 65, 256, 5000, 16384):
+        for n, k in ((1024, 2048), (4096, 1024), (151_936, 1024), (8, 8), (24_576, 4096)):
+            for a_mn, b_mn, output in ((False, False, "same"), (False, True, "same"), (True, True, "add")):
+                tile = best_tile(m, n, k, "bfloat16", a_mn, b_mn, output, False, False, 132)
+                assert tile.shared_bytes <= 227 * 1024 and tile.stages >= 3
+                assert tile.columns % 64 == 0 or (not b_mn and output == "same")
+
+
+SHAPES = [
+    (16_384, 1024, 2048),
+    (4097, 4096, 1024),
+    (1000, 6144, 1024),
+    (257, 1024, 3072),
+    (64, 152, 1024),
+    (1, 4096, 8),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_gpu(rng, ours, dtype, m, n, k):
+    """Forward with bias and residual, dx and dweight against cuBLAS in float32."""
+    import cupy
+
+    x, w, dout = (device.asarray(matrix(rng, s, dtype)) for s in ((m, k), (n, k), (m, n)))
+    bias, residual = device.asarray(matrix(rng, n, dtype)), device.asarray(matrix(rng, (m, n), dtype))
+    wide_x, wide_w, wide_dout = (a.astype(np.float32) for a in (x, w, dout))
+    out, logits = cupy.full((m, n), np.nan, x.dtype), cupy.full((m, n), np.nan, np.float32)
+    dx, dweight = cupy.full((m, k), np.nan, x.dtype), cupy.ones((n, k), np.float32)
+    gemm.linear(x, w, out)
+    expected = device.to_host(wide_x @ wide_w.T)
+    assert_close(out, expected, terms=k, what="out")
+    gemm.linear(x, w, logits)
+    assert_close(logits, expected, terms=k, what="float32 out")
+    gemm.linear(x, w, out, bias=bias, residual=residual)
+    expected = expected + device.to_host(bias.astype(np.float32)) + device.to_host(residual.astype(np.float32))
+    assert_close(out, expected, terms=k, what="out with bias and residual")
+    gemm.linear_backward_input(dout, w, dx)
+    assert_close(dx, device.to_host(wide_dout @ wide_w), terms=n, what="dx")
+    gemm.linear_backward_weight(dout, x, dweight)
+    assert_close(dweight, device.to_host(wide_dout.T @ wide_x) + 1, terms=m, what="dweight")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k", [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)])
+def test_gpu_rows(rng, ours, n, k):
+    """The first rows of a product keep their bits, whatever M is; eager and in a graph."""
+    import cupy
+
+    x, w = device.asarray(matrix(rng, (16_384, k), "bfloat16")), device.asarray(matrix(rng, (n, k), "bfloat16"))
+    whole = cupy.zeros((16_384, n), x.dtype)
+    gemm.linear(x, w, whole)
+    for m in (1, 2, 8, 63, 64, 65, 128, 200, 256, 1000, 4096):
+        part = cupy.zeros((m, n), x.dtype)
+        gemm.linear(x[:m], w, part)
+        assert_same_bits(part, whole[:m], f"M = {m}")
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            gemm.linear(x[:m], w, part)
+            graph = stream.end_capture()
+            part.fill(0)
+            graph.launch()
+            stream.synchronize()
+        assert_same_bits(part, whole[:m], f"M = {m} in a graph")
+
+
+@pytest.mark.gpu
+def test_gpu_tiles(rng):
+    """Every tile that best_tile may choose agrees with every other, bit for bit."""
+    import cupy
+
+    a, b = device.asarray(matrix(rng, (300, 512), "bfloat16")), device.asarray(matrix(rng, (640, 512), "bfloat16"))
+    first = None
+    for groups in (1, 2):
+        for columns in (32, 64, 96, 128, 192, 256):
+            out = cupy.zeros((300, 640), a.dtype)
+            hopper_product(Tile(columns, groups, 3, "bfloat16"), a, b, out)
+            first = out if first is None else first
+            assert_same_bits(out, first, f"{columns} columns, {groups} groups")
+    assert processors() > 1

@@ -1,0 +1,64 @@
+"""Timing on a GPU: medians after a warm-up, many short launches as one graph, the card's own ceilings."""
+
+import statistics
+
+import cupy
+import numpy as np
+
+from rlnumba import device
+
+
+def random_array(*shape, dtype="bfloat16", scale=1.0):
+    """Normal values on the GPU. Zeros would flatter: products of them draw less power and run faster."""
+    values = cupy.random.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+    return values.astype(device.dtype(dtype))
+
+
+def time_us(function, repeats=9):
+    """Median microseconds of one call, by events around each."""
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeats):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3)
+    return statistics.median(times)
+
+
+def graph_time_us(functions, repeats=5):
+    """Median microseconds a call, of several calls replayed as one graph: what short kernels cost in a graph.
+
+    functions: calls on different data, together larger than the second-level cache where that matters.
+    """
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for function in functions:
+            function()
+        stream.synchronize()
+        stream.begin_capture()
+        for function in functions:
+            function()
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+        return time_us(graph.launch, repeats) / len(functions)
+
+
+def copy_gbs(nbytes=2 << 30):
+    """Bytes read and written a nanosecond by a device-to-device copy: the ceiling of memory-bound kernels."""
+    source, target = cupy.zeros(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
+    return 2 * nbytes / time_us(lambda: cupy.copyto(target, source)) / 1e3
+
+
+def relative_error(actual, expected):
+    """|actual - expected| / |expected|, Euclidean, in float64 on the GPU."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    return float(cupy.linalg.norm(actual - expected) / cupy.linalg.norm(expected))
+
+
+def geometric_mean(values):
+    return float(np.exp(np.mean(np.log(values))))

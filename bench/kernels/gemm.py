@@ -1,0 +1,146 @@
+"""Our matrix products against cuBLAS, on the shapes of Qwen3-0.6B and Qwen3-8B.
+
+    python bench/kernels/gemm.py            training shapes, then decode shapes
+    python bench/kernels/gemm.py --sweep    every tile, to see what best_tile should have chosen
+
+Each line is checked against cuBLAS before it is timed. ratio: cuBLAS's time over ours.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cupy
+from harness import copy_gbs, geometric_mean, graph_time_us, random_array, relative_error, time_us
+
+from rlnumba.kernels import gemm
+from rlnumba.kernels.gemm_hopper import SHARED_LIMIT, Tile, best_tile, hopper_product, processors
+
+# name: (N, K) of the weight, and whether its output is float32.
+WEIGHTS = {
+    "0.6B qkv": (4096, 1024),
+    "0.6B o": (1024, 2048),
+    "0.6B gate-up": (6144, 1024),
+    "0.6B down": (1024, 3072),
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B gate-up": (24_576, 4096),
+    "8B down": (4096, 12_288),
+    "0.6B lm_head": (151_936, 1024),
+}
+DECODE_ROWS = (1, 8, 64, 256)
+BF16 = "bfloat16"
+
+
+def with_backend(name, function):
+    """The same call on another backend."""
+
+    def call():
+        gemm.set_backend(name)
+        function()
+
+    return call
+
+
+def tiles(rows, steps, output, a_mn=False, b_mn=False):
+    """Every tile worth trying."""
+    for groups in (1, 2):
+        for columns in (16, 32, 64, 96, 128, 192, 256):
+            if columns % 64 and (b_mn or output != "same"):
+                continue
+            for stages in (3, 4, 5, 6, 8, 12, 16, 20):
+                tile = Tile(columns, groups, stages, BF16, a_mn, b_mn, output)
+                if tile.shared_bytes <= SHARED_LIMIT + 1024 and stages <= max(3, steps // 64):
+                    if not (rows <= 64 and groups == 2) and not (rows > 1024 and columns < 128):
+                        yield tile
+
+
+def report(label, flops, nbytes, peer_us, ours_us, error):
+    rate = f"{flops / ours_us / 1e6:6.0f} TFLOP/s ({flops / peer_us / 1e6:.0f})"
+    bandwidth = f"{nbytes / ours_us / 1e3:6.0f} GB/s" if nbytes else ""
+    print(
+        f"{label:28} {ours_us:9.2f} us  ratio {peer_us / ours_us:5.2f}  {rate}  {bandwidth}  error {error:.1e}",
+        flush=True,
+    )
+
+
+def training(sweep):
+    """M = 16,384: forward, dX, dW of every weight; lm_head at 4,096 rows, as the log-prob works in chunks."""
+    ratios = []
+    for name, (n, k) in WEIGHTS.items():
+        m = 4096 if "lm_head" in name else 16_384
+        x, w, dout = random_array(m, k), random_array(n, k, scale=0.05), random_array(m, n, scale=0.1)
+        y, dx, dw = cupy.empty((m, n), x.dtype), cupy.empty((m, k), x.dtype), cupy.zeros((n, k), np.float32)
+        cases = {
+            "forward": (lambda: gemm.linear(x, w, y), y, (m, n, k, False, False, "same"), (x, w)),
+            "dX": (lambda: gemm.linear_backward_input(dout, w, dx), dx, (m, k, n, False, True, "same"), (dout, w)),
+            "dW": (lambda: gemm.linear_backward_weight(dout, x, dw), dw, (n, k, m, True, True, "add"), (dout, x)),
+        }
+        for what, (call, result, (rows, columns, steps, a_mn, b_mn, output), (a, b)) in cases.items():
+            peer_us = time_us(with_backend("cublas", call))
+            result.fill(0)
+            with_backend("cublas", call)()
+            expected = result.copy()
+            result.fill(0)
+            with_backend("numba", call)()
+            error = relative_error(result, expected)
+            ours_us = time_us(with_backend("numba", call))
+            ratios.append(peer_us / ours_us)
+            report(f"{name} {what}", 2 * m * n * k, 0, peer_us, ours_us, error)
+            if sweep:
+                found = []
+                for tile in tiles(rows, steps, output, a_mn, b_mn):
+                    found.append((time_us(lambda t=tile: hopper_product(t, a, b, result), 5), tile))
+                print_best(found, rows, columns, steps, a_mn, b_mn, output)
+    print(f"training: geometric mean {geometric_mean(ratios):.3f}, smallest {min(ratios):.3f}")
+
+
+def decode(sweep):
+    """Few rows: weights stream from memory, so several copies of each rotate, larger together than the cache."""
+    by_rows = {m: [] for m in DECODE_ROWS}
+    for name, (n, k) in WEIGHTS.items():
+        output, dtype = ("float32", np.float32) if "lm_head" in name else ("same", None)
+        weights = [random_array(n, k, scale=0.05) for _ in range(max(2, min(40, int(6e8 / (2 * n * k)))))]
+        for m in DECODE_ROWS:
+            x = random_array(m, k)
+            y = cupy.empty((m, n), dtype or x.dtype)
+            gemm.set_backend("cublas")
+            peer_us = graph_time_us([lambda w=w: gemm.linear(x, w, y) for w in weights])
+            gemm.linear(x, weights[0], y)
+            expected = y.copy()
+            gemm.set_backend("numba")
+            gemm.linear(x, weights[0], y)
+            error = relative_error(y, expected)
+            ours_us = graph_time_us([lambda w=w: gemm.linear(x, w, y) for w in weights])
+            by_rows[m].append(peer_us / ours_us)
+            report(f"{name} M={m}", 2 * m * n * k, 2 * n * k, peer_us, ours_us, error)
+            if sweep:
+                found = []
+                for tile in tiles(m, k, output):
+                    calls = [lambda w=w, t=tile: hopper_product(t, x, w, y) for w in weights]
+                    found.append((graph_time_us(calls, 3), tile))
+                print_best(found, m, n, k, False, False, output)
+    for m, ratios in by_rows.items():
+        print(f"decode M={m}: geometric mean {geometric_mean(ratios):.3f}, smallest {min(ratios):.3f}")
+
+
+def print_best(found, m, n, k, a_mn, b_mn, output):
+    chosen = best_tile(m, n, k, BF16, a_mn, b_mn, output, False, False, processors())
+    for us, tile in sorted(found, key=lambda pair: pair[0])[:4]:
+        mark = " <- chosen" if tile == chosen else ""
+        print(f"      {us:9.2f} us  {tile.columns} columns, {tile.groups} groups, {tile.stages} stages{mark}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", choices=["training", "decode"])
+    options = parser.parse_args()
+    print(f"copy {copy_gbs():.0f} GB/s")
+    if options.only != "decode":
+        training(options.sweep)
+    if options.only != "training":
+        decode(options.sweep)

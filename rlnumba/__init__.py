@@ -1,0 +1,18 @@
+"""Reinforcement learning of language models in one Python process, every kernel a @cuda.jit function.
+
+    from rlnumba import LLM, SamplingParams
+    outputs = LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
+    print(outputs[0].completions[0].text)
+"""
+
+import importlib
+
+_HOMES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name):
+    # At first use, because importing the engine chooses the device of the process.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__} has no attribute {name!r}")

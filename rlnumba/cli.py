@@ -66,11 +66,22 @@ def _fail(error, message, code, arguments):
     help="Where to compute: auto (cuda if a GPU answers, else numpy), cuda, sim (the CUDA simulator, for debugging "
     "kernels), numpy. Default: the environment variable RLNUMBA_DEVICE, else auto.",
 )
+@click.option(
+    "--gemm",
+    "gemm_backend",
+    type=click.Choice(["auto", "cublas", "numba"]),
+    help="Who multiplies matrices on a GPU: cublas, numba (our kernels, exact in any batch), auto (cublas today). "
+    "A training run takes it from its configuration instead.",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def cli(device_name, debug):
+def cli(device_name, gemm_backend, debug):
     """Reinforcement learning of language models with kernels written in Python."""
     if device_name is not None:
         device.select(device_name)
+    if gemm_backend is not None:
+        from rlnumba.kernels import gemm
+
+        gemm.set_backend(gemm_backend)
 
 
 def _say_device():

@@ -373,6 +373,12 @@ class SFTRun:
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.")
     output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.")
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    gemm: str = key(
+        "auto",
+        "Who multiplies matrices on a GPU: cublas, numba (our kernels, whose rows do not depend on the batch, so that "
+        "rollout and training log-probs agree bit for bit), auto (cublas today).",
+        choices=("auto", "cublas", "numba"),
+    )
     data: DataConfig = field(metadata={"section": True})
     train: SFTConfig = field(metadata={"section": True}, default_factory=SFTConfig)
     engine: EngineConfig = field(metadata={"section": True}, default_factory=EngineConfig)
@@ -385,6 +391,12 @@ class GRPORun:
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.")
     output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.")
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    gemm: str = key(
+        "auto",
+        "Who multiplies matrices on a GPU: cublas, numba (our kernels, whose rows do not depend on the batch, so that "
+        "rollout and training log-probs agree bit for bit), auto (cublas today).",
+        choices=("auto", "cublas", "numba"),
+    )
     data: DataConfig = field(metadata={"section": True})
     rewards: RewardsConfig = field(metadata={"section": True})
     train: GRPOConfig = field(metadata={"section": True}, default_factory=GRPOConfig)

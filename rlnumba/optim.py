@@ -6,11 +6,12 @@ rounding. A step whose gradient is not finite changes nothing but a counter.
 """
 
 import math
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba import device
+from rlnumba import device, memory
 from rlnumba.kernels.adamw import adamw, adamw_scalars
 from rlnumba.kernels.elementwise import cast, fill
 from rlnumba.kernels.reduce import sum_of_squares
@@ -53,6 +54,9 @@ class Optimizer:
             self.master = xp.empty(size, np.float32)
             cast(weights.flat, self.master)
         self._sum = xp.zeros(1, np.float32)
+        nbytes = sum(array.nbytes for array in self._arrays().values())
+        memory.hold("moments", nbytes)
+        weakref.finalize(self, memory.hold, "moments", -nbytes)
 
     def zero_grad(self):
         """Set the gradients to zero."""

@@ -48,8 +48,8 @@ class SimulatedCuda:
     """
 
     @staticmethod
-    def jit(function=None, *, max_registers=None, launch_bounds=None, **options):
-        """Numba's jit; registers are the hardware's concern."""
+    def jit(function=None, *, max_registers=None, launch_bounds=None, lineinfo=False, **options):
+        """Numba's jit; registers and line tables are the hardware's concern."""
         return numba_cuda.jit(function, **options)
 
     def __getattr__(self, name):

@@ -4,6 +4,8 @@ A drawn token depends on (seed, prompt token ids, completion index, position) an
 the other prompts, their order, the step's composition, preemption or what the prefix cache holds.
 """
 
+from pathlib import Path
+
 import numpy as np
 
 from rlnumba import device
@@ -14,6 +16,8 @@ from rlnumba.engine.scheduler import Scheduler, blocks_of
 from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams, Sequence, SequenceTable
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.philox import noise_key
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import find_model, load_model
 
 # vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
 BLOCK_SIZE = 16
@@ -34,13 +38,17 @@ class PromptError(UserError):
 class LLM:
     """A model that generates. Its weights are read in place: after training, call `reset_prefix_cache`.
 
-    model: a Transformer. tokenizer: None leaves the texts empty. config: max_num_seqs sequences and
+    model: a Transformer, or a Hugging Face folder or hub id, whose tokenizer is then the default. tokenizer: None
+    leaves the texts empty, and prompts are token ids. config: max_num_seqs sequences and
     max_num_batched_tokens tokens a step, max_model_len (None: the model's max_position_embeddings), the
     share of the GPU's memory that weights, activations and KV cache may fill.
     Raises ConfigError if max_model_len is more than the model has positions.
     """
 
     def __init__(self, model, tokenizer=None, config=None):
+        if isinstance(model, str | Path):
+            folder = find_model(model)
+            model, tokenizer = load_model(folder), tokenizer or Tokenizer.from_folder(folder)
         self.model, self.tokenizer = model, tokenizer
         self.config = config or EngineConfig()
         positions = model.config.max_position_embeddings
@@ -60,8 +68,8 @@ class LLM:
     def generate(self, prompts, params=None, progress=None):
         """The completions of each prompt, in the order of the prompts.
 
-        prompts: lists of token ids. params: a SamplingParams for all, or one for each. progress: called
-        after every step with (completions finished, completions asked for, tokens drawn so far).
+        prompts: lists of token ids or, with a tokenizer, texts. params: a SamplingParams for all, or one for
+        each. progress: called after every step with (completions finished, completions asked for, tokens drawn so far).
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError before any
         work is done.
         """
@@ -106,9 +114,11 @@ class LLM:
         arrays = []
         vocabulary = self.model.config.vocab_size
         for index, prompt in enumerate(prompts):
-            if len(prompt) == 0:
+            if isinstance(prompt, str) and self.tokenizer is None:
+                raise PromptError(index, "text needs a tokenizer")
+            ids = np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            if len(ids) == 0:
                 raise PromptError(index, "empty prompt")
-            ids = np.asarray(prompt)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
                 raise PromptError(index, "token ids must be a flat list of integers")
             outside = ids[(ids < 0) | (ids >= vocabulary)]

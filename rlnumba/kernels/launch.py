@@ -149,14 +149,17 @@ def _start(compiled, grid, block, shared, arguments):
     import cupy
     from cuda.bindings import driver
 
-    stream = cupy.cuda.get_current_stream().ptr
-    started = time.perf_counter() if DEBUG else 0.0
+    current = cupy.cuda.get_current_stream()
+    stream = current.ptr
+    # A stream that captures a graph does no work to wait for.
+    debug = 0 if DEBUG and current.is_capturing() else DEBUG
+    started = time.perf_counter() if debug else 0.0
     (error,) = driver.cuLaunchKernel(compiled.handle, *grid, *block, shared, stream, compiled.parameters, 0)
-    if error == driver.CUresult.CUDA_SUCCESS and DEBUG:
+    if error == driver.CUresult.CUDA_SUCCESS and debug:
         (error,) = driver.cuStreamSynchronize(stream)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"kernel {compiled.name}, grid {grid}, block {block}, {shared} bytes shared: {error.name}")
-    if DEBUG > 1:
+    if debug > 1:
         milliseconds = (time.perf_counter() - started) * 1e3
         nbytes = sum(a.nbytes for a in arguments if type(a) not in _SCALARS)
         print(f"{compiled.name:32} {milliseconds:9.3f} ms  arguments {nbytes / 1e6:10.3f} MB", flush=True)

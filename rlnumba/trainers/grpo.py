@@ -62,6 +62,7 @@ def run_grpo(run, resume=False):
     the run leaves a checkpoint of the last complete step.
     """
     train = run.train
+    gemm.set_backend(run.gemm)
     folder = RunFolder("grpo", run, resume)
     rewards = load_rewards(run.rewards)
     source = find_model(run.model)

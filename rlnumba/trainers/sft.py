@@ -13,6 +13,7 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.data import load_sft
+from rlnumba.kernels import gemm
 from rlnumba.kernels.elementwise import fill
 from rlnumba.memory import Arena
 from rlnumba.model.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ def run_sft(run, resume=False):
     Raises ConfigError and UserError, of one line each, for what a user can cause.
     """
     train = run.train
+    gemm.set_backend(run.gemm)
     folder = RunFolder("sft", run, resume)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)

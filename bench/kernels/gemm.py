@@ -76,6 +76,12 @@ def training(sweep):
         y, dx, dw = cupy.empty((m, n), x.dtype), cupy.empty((m, k), x.dtype), cupy.zeros((n, k), np.float32)
         cases = {
             "forward": (lambda: gemm.linear(x, w, y), y, (m, n, k, False, False, "same"), (x, w)),
+            "forward + residual": (
+                lambda: gemm.linear(x, w, y, residual=dout),
+                y,
+                (m, n, k, False, False, "same"),
+                (x, w),
+            ),
             "dX": (lambda: gemm.linear_backward_input(dout, w, dx), dx, (m, k, n, False, True, "same"), (dout, w)),
             "dW": (lambda: gemm.linear_backward_weight(dout, x, dw), dw, (n, k, m, True, True, "add"), (dout, x)),
         }

@@ -40,6 +40,7 @@ from rlnumba.kernels.hopper import (
     bulk_wait_read,
     fence_shared_to_bulk,
     fewer_registers,
+    load_word,
     more_registers,
     operand,
     pack,
@@ -105,12 +106,18 @@ class Tile(NamedTuple):
         return 2 * self.box_columns if self.columns % (2 * self.box_columns) == 0 else self.box_columns
 
     @property
+    def prefetches_residual(self):
+        """Whether the copy engine brings the residual while the products run; its place is that of the output."""
+        return self.residual and self.staged_columns > 0
+
+    @property
     def stage_bytes(self):
         return (self.rows + self.columns) * LINE
 
     @property
     def staged_bytes(self):
-        return self.staged_columns // self.box_columns * BOX_BYTES
+        columns = self.columns if self.prefetches_residual else self.staged_columns
+        return columns // self.box_columns * BOX_BYTES
 
     @property
     def blocks_per_sm(self):
@@ -124,7 +131,7 @@ class Tile(NamedTuple):
 
     @property
     def shared_bytes(self):
-        return self.stages * (self.stage_bytes + 16) + self.groups * self.staged_bytes + 1024
+        return self.stages * (self.stage_bytes + 16) + self.groups * (self.staged_bytes + 8) + 1024
 
 
 @device_function
@@ -151,16 +158,16 @@ def hopper_product_kernel(tile):
     wide = output != "same"
     add = output == "add"
 
-    shares_registers = tile.shares_registers
+    shares_registers, prefetches = tile.shares_registers, tile.prefetches_residual
 
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, tile.blocks_per_sm))
-    def hopper_product_kernel(a_map, b_map, c_map, c, bias, residual, m, n, k, arriving):
+    def hopper_product_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, arriving):
         """C (m, n) from A and B with k steps of reduction.
 
-        c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits, one element long if the Tile
-        does not use them. arriving: bytes that the boxes of one stage bring. Shared memory: stages of
-        [A rows x 64 | B columns x 64], the consumers' staged output, then the barriers: full and empty,
-        8 bytes each a stage.
+        c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the Tile does not use is one
+        element long. arriving: bytes that the boxes of one stage bring. Shared memory: stages of
+        [A rows x 64 | B columns x 64], the consumers' staged output, then the barriers, 8 bytes each: full
+        and empty for every stage, and one a consumer for its residual.
         """
         thread = i32(cuda.threadIdx.x)
         group = warp_uniform(thread >> i32(7))
@@ -172,6 +179,8 @@ def hopper_product_kernel(tile):
             for stage in range(stages):
                 barrier_init(full + stage * 8, 1)
                 barrier_init(empty + stage * 8, groups)
+            for consumer in range(groups):
+                barrier_init(empty + stages * 8 + consumer * 8, 1)
             barrier_init_fence()
         cuda.syncthreads()
         tiles_down = i32((m + rows - 1) // rows)
@@ -214,12 +223,25 @@ def hopper_product_kernel(tile):
             consumer = group - i32(1)
             lane, warp, first_thread = thread & i32(31), (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
             staged += consumer * staged_bytes
+            residual_here = empty + stages * 8 + consumer * 8
+            residual_parity = i32(0)
             acc = cuda.local.array(accumulators, np.float32)
             for i in range(accumulators):
                 acc[i] = np.float32(0.0)
             parity = i32(0)
             for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                 row, column = place(i32(index), tiles_down, tiles_across)
+                if prefetches and first_thread:
+                    bulk_wait_read()
+                    barrier_expect(residual_here, staged_bytes)
+                    for box in range(columns // box_columns):
+                        bulk_load(
+                            staged + box * BOX_BYTES,
+                            tensor_map_address(residual_map),
+                            column * columns + box * box_columns,
+                            row * rows + consumer * ROWS,
+                            residual_here,
+                        )
                 previous = i32(0)
                 for done in range(rounds):
                     barrier_wait(full + stage * 8, parity)
@@ -247,7 +269,20 @@ def hopper_product_kernel(tile):
                             acc[block * 4 + 1] += high
                             acc[block * 4 + 2] += low
                             acc[block * 4 + 3] += high
-                if has_residual:
+                if prefetches:
+                    barrier_wait(residual_here, residual_parity)
+                    residual_parity ^= i32(1)
+                    line_here = warp * i32(16) + (lane >> i32(2))
+                    for block in range(columns // 8):
+                        place_here = (
+                            staged + block // 8 * BOX_BYTES + line_here * i32(LINE) + ((lane & i32(3)) << i32(2))
+                        )
+                        place_here += (i32(block % 8) ^ (line_here & i32(7))) << i32(4)
+                        for half in range(2):
+                            low, high = unpack_two(load_word(place_here + half * 8 * LINE))
+                            acc[block * 4 + half * 2] += low
+                            acc[block * 4 + half * 2 + 1] += high
+                elif has_residual:
                     for half in range(2):
                         if line + half * 8 < m:
                             for block in range(columns // 8):
@@ -264,15 +299,18 @@ def hopper_product_kernel(tile):
                                     c[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
                 for part in range(parts):
                     # The copy engine must have read the last part before this one overwrites it.
-                    if first_thread:
+                    if first_thread and not prefetches:
                         bulk_wait_read()
                     sync_group(group, WARPGROUP)
+                    here = staged
+                    if prefetches:
+                        here += part * staged_columns // box_columns * BOX_BYTES
                     if wide:
                         line = warp * i32(16) + (lane >> i32(2))
                         for block in range(staged_columns // 8):
                             i = (part * staged_columns // 8 + block) * 4
                             chunk = i32(block % 4 * 2) + ((lane & i32(3)) >> i32(1))
-                            target = staged + block // 4 * BOX_BYTES + line * i32(LINE)
+                            target = here + block // 4 * BOX_BYTES + line * i32(LINE)
                             target += ((chunk ^ (line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
                             store_pair(target, acc[i], acc[i + 1])
                             store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
@@ -281,7 +319,7 @@ def hopper_product_kernel(tile):
                         for block in range(staged_columns // 16):
                             i = (part * staged_columns // 16 + block) * 8
                             chunk = i32(block % 4 * 2) + (lane >> i32(4))
-                            target = staged + block // 4 * BOX_BYTES + line * i32(LINE)
+                            target = here + block // 4 * BOX_BYTES + line * i32(LINE)
                             store_matrices(
                                 target + ((chunk ^ (line & i32(7))) << i32(4)),
                                 pack_two(acc[i], acc[i + 1]),
@@ -295,7 +333,7 @@ def hopper_product_kernel(tile):
                         out = tensor_map_address(c_map)
                         for box in range(staged_columns // box_columns):
                             at = column * columns + part * staged_columns + box * box_columns
-                            source = staged + box * BOX_BYTES
+                            source = here + box * BOX_BYTES
                             if add:
                                 bulk_add(out, at, row * rows + consumer * ROWS, source)
                             else:
@@ -410,9 +448,10 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
         a_map,
         b_map,
         c_map,
+        tensor_map(residual, ROWS, tile.box_columns) if tile.prefetches_residual else _none(1),
         _none(2) if staged else out.view(np.int32),
         _none(1) if bias is None else bias.view(np.int32),
-        _none(2) if residual is None else residual.view(np.int32),
+        _none(2) if residual is None or staged else residual.view(np.int32),
         m,
         n,
         k,

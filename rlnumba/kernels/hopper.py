@@ -186,6 +186,10 @@ if device.name() == "sim":
         """Two neighbouring float32 to shared memory."""
         _memory(address, 8)[:] = np.array([first, second], np.float32).view(np.uint8)
 
+    def load_word(address):
+        """The int32 at an address of shared memory."""
+        return _memory(address, 4).view(np.int32)[0]
+
     def _operand(descriptor, rows, mn_major, dtype):
         """(rows, 64) float32 of an operand; rows are A's rows or B's columns."""
         address = int(descriptor)
@@ -355,6 +359,15 @@ else:
         "Four 8 x 8 matrices of 16-bit values from a warp's registers to shared memory.",
     )
     store_pair = _instruction("st.shared.v2.f32 [$0], {$1, $2};", "rff", "Two neighbouring float32 to shared memory.")
+
+    @intrinsic
+    def load_word(typingctx, address):
+        """The int32 at an address of shared memory."""
+
+        def codegen(context, builder, signature, args):
+            return _assembly(builder, _I32, [_I32], "ld.shared.b32 $0, [$1];", "=r,r,~{memory}", args)
+
+        return types.int32(types.int32), codegen
 
     @intrinsic
     def warp_uniform(typingctx, value):

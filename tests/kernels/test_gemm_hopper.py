@@ -47,6 +47,8 @@ SIMULATED = [
     (Tile(64, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add"), 40, 72, 72),
     # Two tiles for one block, and two consumers.
     (Tile(64, 2, 2, "bfloat16", output="float32"), 129, 64, 64),
+    # The residual comes by the copy engine, for two tiles of one block, in two parts.
+    (Tile(256, 1, 2, "bfloat16", bias=True, residual=True), 70, 256, 64),
     # Threads write C themselves.
     (Tile(16, 1, 3, "float16", bias=True, residual=True), 5, 40, 200),
 ]

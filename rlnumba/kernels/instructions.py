@@ -9,7 +9,15 @@ untyped literal that slipped into the arithmetic.
 Warps. `shuffle*` exchange a value among the 32 lanes; `warp_sum` and `warp_max` reduce by a butterfly
 (lane distance 16, 8, 4, 2, 1) and give every lane the same bits; `block_sum` and `block_max` add the
 warps' results in the order of the warps. All lanes of a warp, or all threads of a block, must call them.
+
+Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time. A kernel gives
+each thread `count` neighbouring elements at a time; `vector_access(count, access)` makes the load and the store
+for that, which move up to `access` of them at once. What a thread owns, and so the order of its sums, depends on
+`count`; `access` follows from where the arrays lie (`access_length`) and changes no bits. Two float32 are rounded
+to 16 bits by one instruction, of compute capability 8.0.
 """
+
+import functools
 
 import numpy as np
 
@@ -51,6 +59,60 @@ if device.name() == "sim":
     def int_as_float(value):
         """The float32 whose bits an int32 holds."""
         return np.int32(value).view(np.float32)
+
+    def exp2(value):
+        """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
+        with np.errstate(over="ignore", under="ignore"):
+            power = np.exp2(np.float32(value))
+        return np.float32(0.0) if power < np.finfo(np.float32).tiny else power
+
+    def reciprocal(value):
+        """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
+        return np.float32(1.0) / np.float32(value)
+
+    @functools.cache
+    def vector_access(count, access, bounded=False):
+        """(load, store) of `count` neighbouring elements of an array with one axis.
+
+        load(array, index, values, at): values[at + i] = array[index + i], widened.
+        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
+        keep what was stored. values: a local array of float32, or of the array's own 32-bit integers.
+        access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
+        bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
+        a multiple of access.
+        """
+
+        def existing(array, index):
+            """How many of the elements exist; fails where the hardware would."""
+            at_once = min(access, 16 // array.dtype.itemsize)
+            if (array.ctypes.data // array.dtype.itemsize + int(index)) % at_once:
+                raise IndexError(f"vector_access: element {index} is not at a multiple of {at_once}")
+            found = min(max(len(array) - int(index), 0), count)
+            if found % at_once or (found < count and not bounded):
+                raise IndexError(f"vector_access: {count} elements from {index} on, of {len(array)}")
+            return found
+
+        def widened(elements, values):
+            if elements.dtype == np.uint16:
+                return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return elements.astype(values.dtype)
+
+        def load(array, index, values, at):
+            found = existing(array, index)
+            values[at : at + count] = 0
+            values[at : at + found] = widened(array[int(index) : int(index) + found].astype(array.dtype), values)
+
+        def store(array, index, values, at):
+            found = existing(array, index)
+            rounded = values[at : at + count]
+            if array.dtype == np.uint16:
+                rounded = rounded.astype(device.DTYPES["bfloat16"]).view(np.uint16)
+            with np.errstate(over="ignore"):
+                rounded = rounded.astype(array.dtype)
+            array[int(index) : int(index) + found] = rounded[:found]
+            values[at : at + count] = widened(rounded, values)
+
+        return load, store
 
     @warp_wide
     def shuffle_xor(lanes):
@@ -104,7 +166,7 @@ else:
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+    _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
     def device_function(function):
         """A function that kernels call; always inlined."""
@@ -164,6 +226,141 @@ else:
 
         return types.float32(types.int32), codegen
 
+    @intrinsic
+    def exp2(typingctx, value):
+        """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_F32, [_F32])
+            return builder.call(ir.InlineAsm(function, "ex2.approx.ftz.f32 $0, $1;", "=f,f"), args)
+
+        return types.float32(types.float32), codegen
+
+    @intrinsic
+    def reciprocal(typingctx, value):
+        """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_F32, [_F32])
+            return builder.call(ir.InlineAsm(function, "rcp.approx.ftz.f32 $0, $1;", "=f,f"), args)
+
+        return types.float32(types.float32), codegen
+
+    def _unpack(builder, element, word):
+        """The elements in 32 bits, widened: one float32 or integer, or two 16-bit floats."""
+        if element == types.float32:
+            return [builder.bitcast(word, _F32)]
+        if element == types.uint16:
+            low = builder.shl(word, ir.Constant(_I32, 16))
+            high = builder.and_(word, ir.Constant(_I32, 0xFFFF0000))
+            return [builder.bitcast(half, _F32) for half in (low, high)]
+        if element == types.float16:
+            halves = [builder.trunc(builder.lshr(word, ir.Constant(_I32, shift)), _I16) for shift in (0, 16)]
+            return [builder.fpext(builder.bitcast(half, ir.HalfType()), _F32) for half in halves]
+        return [word]
+
+    def _pack(builder, element, values):
+        """The reverse: 32 bits from one float32 or integer, or two float32 rounded to 16 bits."""
+        if element in (types.uint16, types.float16):
+            kind = "bf16" if element == types.uint16 else "f16"
+            function = ir.FunctionType(_I32, [_F32] * 2)
+            return builder.call(ir.InlineAsm(function, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"), values)
+        return builder.bitcast(values[0], _I32)
+
+    @functools.cache
+    def vector_access(count, access, bounded=False):
+        """(load, store) of `count` neighbouring elements of an array with one axis.
+
+        load(array, index, values, at): values[at + i] = array[index + i], widened.
+        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
+        keep what was stored. values: a local array of float32, or of the array's own 32-bit integers.
+        access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
+        bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
+        a multiple of access.
+        """
+
+        def pieces(context, builder, signature, args):
+            """(element type, elements a piece, [(offset, whether it exists, pointer)], pointer to values[at])."""
+            array_type, _, values_type, _ = signature.args
+            array = context.make_array(array_type)(context, builder, args[0])
+            values = context.make_array(values_type)(context, builder, args[2])
+            element = array_type.dtype
+            at_once = min(access, 128 // element.bitwidth)
+            bits = at_once * element.bitwidth
+            kind = ir.VectorType(_I32, bits // 32) if bits >= 32 else _I16
+            found = []
+            for offset in range(0, count, at_once):
+                index = builder.add(args[1], ir.Constant(_I64, offset))
+                inside = None
+                if bounded:
+                    inside = builder.icmp_signed("<", index, builder.extract_value(array.shape, 0))
+                    # What is outside is read from the start of the array and thrown away: no branch.
+                    index = builder.select(inside, index, ir.Constant(_I64, 0))
+                pointer = builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
+                found.append((offset, inside, pointer))
+            return element, at_once, found, builder.gep(values.data, [args[3]])
+
+        def fits(array, values):
+            """Whether arrays of these types go together."""
+            floats = (types.float32, types.float16, types.uint16)
+            same = values.dtype == array.dtype and array.dtype in (types.int32, types.uint32)
+            return array.ndim == 1 and (same or (values.dtype == types.float32 and array.dtype in floats))
+
+        @intrinsic
+        def load(typingctx, array, index, values, at):
+            if not fits(array, values):
+                return None
+
+            def codegen(context, builder, signature, args):
+                element, at_once, found, target = pieces(context, builder, signature, args)
+                for offset, inside, pointer in found:
+                    loaded = builder.load(pointer, align=at_once * element.bitwidth // 8)
+                    if inside is not None:
+                        loaded = builder.select(inside, loaded, ir.Constant(loaded.type, None))
+                    if loaded.type == _I16:
+                        words = [builder.zext(loaded, _I32)]
+                    else:
+                        words = [builder.extract_element(loaded, _I32(i)) for i in range(loaded.type.count)]
+                    wide = [value for word in words for value in _unpack(builder, element, word)]
+                    for i, value in enumerate(wide[:at_once]):
+                        builder.store(value, builder.gep(target, [_I32(offset + i)]))
+                return context.get_dummy_value()
+
+            return types.void(array, types.int64, values, types.int64), codegen
+
+        @intrinsic
+        def store(typingctx, array, index, values, at):
+            if not fits(array, values):
+                return None
+
+            def codegen(context, builder, signature, args):
+                element, at_once, found, source = pieces(context, builder, signature, args)
+                a_word = 32 // element.bitwidth
+                for offset, inside, pointer in found:
+                    places = [builder.gep(source, [_I32(offset + i)]) for i in range(at_once)]
+                    wide = [builder.load(place) for place in places]
+                    wide += [ir.Constant(_F32, 0.0)] * (-at_once % a_word)
+                    words = [_pack(builder, element, wide[i : i + a_word]) for i in range(0, len(wide), a_word)]
+                    if at_once < a_word:
+                        moved = builder.trunc(words[0], _I16)
+                    else:
+                        moved = ir.Constant(ir.VectorType(_I32, len(words)), ir.Undefined)
+                        for i, word in enumerate(words):
+                            moved = builder.insert_element(moved, word, _I32(i))
+                    if inside is None:
+                        builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
+                    else:
+                        with builder.if_then(inside):
+                            builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
+                    kept = [value for word in words for value in _unpack(builder, element, word)]
+                    for place, value in zip(places, kept, strict=False):
+                        builder.store(value, place)
+                return context.get_dummy_value()
+
+            return types.void(array, types.int64, values, types.int64), codegen
+
+        return load, store
+
     @device_function
     def shuffle_xor(value, mask):
         """Lane i receives the value of lane i ^ mask."""
@@ -213,6 +410,21 @@ else:
     def sync_warp():
         """Wait for all lanes of the warp and make their writes visible to each other."""
         cuda.syncwarp(FULL_WARP)
+
+
+def access_length(columns, *arrays):
+    """How many elements one access may move: what divides `columns`, fits into 16 bytes, and suits every address.
+
+    columns: how many elements a row of the arrays has. On the host, for vector_access.
+    """
+    length = 16 // max(array.itemsize for array in arrays)
+    while columns % length or any(_address(array) % (length * array.itemsize) for array in arrays):
+        length //= 2
+    return length
+
+
+def _address(array):
+    return array.data.ptr if device.name() == "cuda" else array.ctypes.data
 
 
 @device_function

@@ -1,0 +1,137 @@
+"""The instructions that kernels are made of, against NumPy: in the simulator the twins, on a GPU the hardware."""
+
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels.instructions import access_length, exp2, reciprocal, vector_access
+from rlnumba.kernels.launch import kernel_factory, launch
+from tests.close import assert_same_bits
+
+THREADS = 32
+# dtype, elements a thread, elements moved at once
+ACCESSES = [
+    ("float32", 4, 4),
+    ("float32", 4, 1),
+    ("float16", 8, 8),
+    ("bfloat16", 8, 8),
+    ("bfloat16", 8, 2),
+    ("float16", 8, 1),
+]
+
+
+@kernel_factory
+def widen_and_narrow_kernel(count, access, bounded):
+    load, store = vector_access(count, access, bounded)
+    twice = 2 * count
+
+    @cuda.jit
+    def widen_and_narrow_kernel(x, wide, narrow, kept):
+        """A thread copies `count` elements of a row: wide = x, narrow = x of wide's type, kept = narrow widened."""
+        row, first = cuda.blockIdx.x, cuda.threadIdx.x * count
+        values = cuda.local.array(twice, np.float32)
+        load(x[row], first, values, count)
+        store(wide[row], first, values, count)
+        store(narrow[row], first, values, count)
+        store(kept[row], first, values, count)
+
+    return widen_and_narrow_kernel
+
+
+@kernel_factory
+def copy_words_kernel(count):
+    load, store = vector_access(count, count)
+
+    @cuda.jit
+    def copy_words_kernel(x, out):
+        first = cuda.threadIdx.x * count
+        words = cuda.local.array(count, np.uint32)
+        load(x, first, words, 0)
+        store(out, first, words, 0)
+
+    return copy_words_kernel
+
+
+@cuda.jit
+def approximate_kernel(x, power, inverse):
+    i = cuda.grid(1)
+    power[i] = exp2(x[i])
+    inverse[i] = reciprocal(x[i])
+
+
+def values_of(rng, size):
+    """Normal values, and among them halves between neighbours of both 16-bit types, and what has no finite rounding."""
+    x = rng.standard_normal(size, np.float32)
+    x[::3] = (x[::3].view(np.uint32) & np.uint32(0xFFFF0000) | np.uint32(0x8000)).view(np.float32)
+    x[1::3] = (x[1::3].view(np.uint32) & np.uint32(0xFFFFE000) | np.uint32(0x1000)).view(np.float32)
+    x[:8] = np.inf, -np.inf, -0.0, 65519.0, 65520.0, 3.4e38, 1e-7, -6e-8
+    return x
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype, vector, access", ACCESSES)
+def test_vector_access(rng, dtype, vector, access):
+    """Rows that end within a vector and, where accesses are wide, rows that fill all."""
+    xp, kind = device.xp(), device.dtype(dtype)
+    partial, full = 5 * vector + access, THREADS * vector
+    for columns in (partial, full) if access == vector else (partial,):
+        x = values_of(rng, 2 * columns).reshape(2, columns)
+        wide, kept = (xp.full(x.shape, np.nan, np.float32) for _ in range(2))
+        narrow = xp.full(x.shape, np.nan, kind)
+        kernel = widen_and_narrow_kernel(vector, access, columns < full)
+        launch(kernel, 2, THREADS, device.asarray(x), wide, narrow, kept)
+        with np.errstate(over="ignore"):
+            rounded = x.astype(kind)
+        assert_same_bits(wide, x, "wide")
+        assert_same_bits(narrow, rounded, "narrow")
+        assert_same_bits(kept, rounded.astype(np.float32), "kept")
+        launch(kernel, 2, THREADS, narrow, wide, narrow, kept)
+        assert_same_bits(wide, rounded.astype(np.float32), "widened")
+
+
+@pytest.mark.sim
+def test_words_keep_their_bits(rng):
+    x = rng.integers(0, 2**32, 4 * THREADS, np.uint32)
+    out = device.xp().zeros_like(device.asarray(x))
+    launch(copy_words_kernel(4), 1, THREADS, device.asarray(x), out)
+    assert_same_bits(out, x)
+
+
+@pytest.mark.sim
+def test_approximations(rng):
+    x = rng.uniform(-100, 100, 4 * THREADS).astype(np.float32)
+    x[:4] = -np.inf, np.inf, 130.0, -150.0
+    power, inverse = (device.xp().empty(x.size, np.float32) for _ in range(2))
+    launch(approximate_kernel, 4, THREADS, device.asarray(x), power, inverse)
+    with np.errstate(over="ignore"):
+        expected = np.exp2(x.astype(np.float64)).astype(np.float32)
+    expected[expected < np.finfo(np.float32).tiny] = 0
+    unit = 2.0**-23
+    np.testing.assert_allclose(device.to_host(power)[:4], [0, np.inf, np.inf, 0])
+    np.testing.assert_allclose(device.to_host(power), expected, rtol=4 * unit, atol=1e-37)
+    np.testing.assert_allclose(device.to_host(inverse), 1 / x.astype(np.float64), rtol=2 * unit)
+
+
+def test_access_length():
+    memory = device.xp().zeros(64, np.float16)
+    start = -(memory.data.ptr if device.name() == "cuda" else memory.ctypes.data) % 16 // 2
+    aligned = memory[start:]
+    assert access_length(1024, aligned) == 8
+    assert access_length(1002, aligned) == 2
+    assert access_length(1001, aligned) == 1
+    assert access_length(1024, aligned, aligned[4:]) == 4
+    assert access_length(1024, aligned[1:], aligned) == 1
+    assert access_length(1024, aligned, device.xp().zeros(8, np.float32)) == 4
+
+
+@pytest.mark.sim
+def test_simulator_refuses_what_the_hardware_would():
+    if device.name() != "sim":
+        pytest.skip("hardware reports nothing, or a misaligned address")
+    x = np.zeros((2, 24), np.float32)
+    with pytest.raises(IndexError, match="4 elements from 24 on, of 24"):
+        launch(widen_and_narrow_kernel(4, 4, False), 1, 7, x, x, x, x)
+    x = np.zeros((2, 26), np.float32)
+    with pytest.raises(IndexError, match="element 0 is not at a multiple of 4"):
+        launch(widen_and_narrow_kernel(4, 4, True), 2, 1, x, x, x, x)

@@ -1,0 +1,250 @@
+"""Further instructions of Hopper: several products of a warpgroup in flight, flat copies, blocks that take turns.
+
+Continues kernels/hopper.py, whose docstring explains tiles, accumulators and a left operand in registers. Runs of
+consecutive float32 in global memory need no tensor map. Blocks take turns by counters in global memory.
+Source: PTX ISA, sections on wgmma, cp.async.bulk, cp.reduce.async.bulk, ld.acquire.
+"""
+
+import functools
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.kernels import hopper
+from rlnumba.kernels.hopper import BOX_BYTES, ELEMENTS, LINE
+from rlnumba.kernels.instructions import device_function
+
+if device.name() == "sim":
+    from rlnumba.simulator import warpgroup_wide
+
+    def run_load(destination, array, offset, count, barrier):
+        """Copy `count` float32 from place `offset` of a flat array to shared memory; both at multiples of 16 bytes."""
+        hopper._memory(destination, 4 * count)[:] = array[offset : offset + count].view(np.uint8)
+        hopper._barrier(barrier).update(0, -4 * count)
+
+    def run_store(array, offset, count, source):
+        """Copy `count` float32 from shared memory to place `offset` of a flat array, as bulk_store does."""
+        array[offset : offset + count] = hopper._memory(source, 4 * count).view(np.float32)
+
+    def run_add(array, offset, count, source):
+        """As run_store, adding to what is there."""
+        array[offset : offset + count] += hopper._memory(source, 4 * count).view(np.float32)
+
+    def await_turn(counters, index, turn):
+        """Wait until counters[index] is `turn`; what its writer did before is then visible, bulk copies included."""
+        if counters[index] != turn:
+            raise RuntimeError(f"await_turn: blocks run one by one here, and counter {index} is not {turn}")
+
+    def give_turn(counters, index, turn):
+        """Set counters[index] for another block that waits in await_turn."""
+        counters[index] = turn
+
+    @functools.cache
+    def group_product(columns, element, steps, a, b, keep, a_box=BOX_BYTES, b_box=BOX_BYTES):
+        """start(acc, a, b): a warpgroup begins acc = A B, or acc += A B if `keep`; A (64, 16 steps), B (.., columns).
+
+        a: "registers" (start takes a local array of 4 steps int32), "k" (K-major) or "mn" (MN-major), as b (start
+        takes what operand() gave). Each further 64 k of an operand lie a_box, b_box bytes further on. acc: a local
+        array of columns / 2 float32. One group of products, for which group_wait waits; until then neither acc nor
+        the operands may be touched.
+        """
+        dtype = device.DTYPES[element]
+
+        def lines(address, count):
+            chunks = hopper._memory(address, count * LINE).reshape(-1, 16)[hopper._chunks(count)]
+            return np.ascontiguousarray(chunks).view(dtype).reshape(count, 64)
+
+        def in_memory(address, rows, kind, box_bytes):
+            """(rows, 16 steps): boxes of 64 k side by side. An MN-major operand may start within a line."""
+            boxes, first = [], int(address) % LINE // 2
+            for box in range(-(-steps // 4)):
+                at = int(address) - 2 * first + box * box_bytes
+                if kind == "k":
+                    boxes.append(lines(at, rows))
+                else:
+                    blocks = [lines(at + i * BOX_BYTES, 64).T for i in range(-(-rows // 64))]
+                    boxes.append(np.concatenate(blocks)[first : first + rows])
+            return np.concatenate(boxes, axis=1)[:, : 16 * steps].astype(np.float64)
+
+        def places(thread, columns):
+            """(rows, columns) that a thread holds of a matrix of 64 rows."""
+            i = np.arange(columns // 2)
+            rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
+            return rows, 8 * (i // 4) + 2 * (thread % 4) + i % 2
+
+        def in_registers(words):
+            matrix = np.zeros((64, 16 * steps), dtype)
+            for t in range(128):
+                matrix[places(t, 16 * steps)] = np.array(words[t], np.int32).view(dtype)
+            return matrix.astype(np.float64)
+
+        @warpgroup_wide
+        def start(threads):
+            accumulators, left, right = zip(*threads, strict=True)
+            left = in_registers(left) if a == "registers" else in_memory(left[0], 64, a, a_box)
+            right = in_memory(right[0], columns, b, b_box)
+            c = np.zeros((64, columns), np.float32)
+            for t in range(128):
+                c[places(t, columns)] = accumulators[t] if keep else 0
+            # One rounding every 16 products.
+            for k in range(0, 16 * steps, 16):
+                c = (c + left[:, k : k + 16] @ right[:, k : k + 16].T).astype(np.float32)
+            for t in range(128):
+                accumulators[t][:] = c[places(t, columns)]
+            return [None] * 128
+
+        return start
+
+    @functools.cache
+    def group_wait(count, running):
+        """wait(acc): until all groups of products but the latest `running` are done; acc: `count` accumulators."""
+
+        def wait(acc):
+            return None
+
+        return wait
+
+else:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+    _run_load = hopper._instruction(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "rlrr",
+        "Copy bytes from global to shared memory.",
+    )
+    _run_store = hopper._instruction(
+        "cp.async.bulk.global.shared::cta.bulk_group [$0], [$2], $1;",
+        "lrr",
+        "Copy bytes from shared to global memory.",
+    )
+    _run_add = hopper._instruction(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$2], $1;",
+        "lrr",
+        "Add float32 from shared to global memory.",
+    )
+    # Counters are read and written by ordinary accesses, what they guard by the copy engine: hence the proxy fences.
+    _await_turn = hopper._instruction(
+        "{ .reg .pred p; .reg .b32 now; AGAIN: ld.acquire.gpu.global.b32 now, [$0]; setp.ne.b32 p, now, $1;"
+        " @p bra AGAIN; fence.proxy.async.global; }",
+        "lr",
+        "Wait until a counter has a value.",
+    )
+    _give_turn = hopper._instruction(
+        "fence.proxy.async.global; st.release.gpu.global.b32 [$0], $1;", "lr", "Set a counter."
+    )
+
+    @device_function
+    def run_load(destination, array, offset, count, barrier):
+        """Copy `count` float32 from place `offset` of a flat array to shared memory; both at multiples of 16 bytes."""
+        _run_load(destination, hopper.tensor_map_address(array) + offset * 4, count * 4, barrier)
+
+    @device_function
+    def run_store(array, offset, count, source):
+        """Copy `count` float32 from shared memory to place `offset` of a flat array, as bulk_store does."""
+        _run_store(hopper.tensor_map_address(array) + offset * 4, count * 4, source)
+
+    @device_function
+    def run_add(array, offset, count, source):
+        """As run_store, adding to what is there."""
+        _run_add(hopper.tensor_map_address(array) + offset * 4, count * 4, source)
+
+    @device_function
+    def await_turn(counters, index, turn):
+        """Wait until counters[index] is `turn`; what its writer did before is then visible, bulk copies included."""
+        _await_turn(hopper.tensor_map_address(counters) + index * 4, turn)
+
+    @device_function
+    def give_turn(counters, index, turn):
+        """Set counters[index] for another block that waits in await_turn."""
+        _give_turn(hopper.tensor_map_address(counters) + index * 4, turn)
+
+    def _elements(context, builder, array_type, array, count):
+        data = context.make_array(array_type)(context, builder, array).data
+        return [builder.gep(data, [ir.Constant(_I32, i)]) for i in range(count)]
+
+    def _replace(builder, pointers, text, constraints, operand_types, operands):
+        """Assembly whose results, float32, replace what the pointers point to."""
+        constraints = ["=f"] * len(pointers) + [*constraints, "~{memory}"]
+        struct = ir.LiteralStructType([_F32] * len(pointers))
+        result = hopper._assembly(builder, struct, operand_types, text, ",".join(constraints), operands)
+        for i, pointer in enumerate(pointers):
+            builder.store(builder.extract_value(result, i), pointer)
+
+    @functools.cache
+    def group_product(columns, element, steps, a, b, keep, a_box=BOX_BYTES, b_box=BOX_BYTES):
+        """start(acc, a, b): a warpgroup begins acc = A B, or acc += A B if `keep`; A (64, 16 steps), B (.., columns).
+
+        a: "registers" (start takes a local array of 4 steps int32), "k" (K-major) or "mn" (MN-major), as b (start
+        takes what operand() gave). Each further 64 k of an operand lie a_box, b_box bytes further on. acc: a local
+        array of columns / 2 float32. One group of products, for which group_wait waits; until then neither acc nor
+        the operands may be touched.
+        """
+        count = columns // 2
+        kept = count if keep else 0
+        words = 4 * steps if a == "registers" else 1
+        # Operands of the assembly: results, the same registers going in if they are kept, words of A or its
+        # descriptor, B's descriptor.
+        left, right = count + kept, count + kept + words
+        accumulators = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+        kind = ELEMENTS[element]
+        shape = f"m64n{columns}k16.f32.{kind}.{kind}"
+
+        def offset(step, operand_kind, box_bytes):
+            within = 16 * LINE if operand_kind == "mn" else 32
+            return (step // 4 * box_bytes + step % 4 * within) // 16
+
+        lines = ["wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            lines += [f"{{ .reg .b64 a, b; add.s64 b, ${right}, {offset(step, b, b_box)};"]
+            if a == "registers":
+                operands = "{" + ", ".join(f"${left + 4 * step + i}" for i in range(4)) + "}, b"
+                transposed = f"{int(b == 'mn')}"
+            else:
+                lines += [f"add.s64 a, ${left}, {offset(step, a, a_box)};"]
+                operands, transposed = "a, b", f"{int(a == 'mn')}, {int(b == 'mn')}"
+            add = int(keep or step > 0)
+            lines += [f"wgmma.mma_async.sync.aligned.{shape} {accumulators}, {operands}, {add}, 1, 1, {transposed}; }}"]
+        text = "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
+
+        @intrinsic
+        def start(typingctx, acc, a, b):
+            def codegen(context, builder, signature, args):
+                pointers = _elements(context, builder, signature.args[0], args[0], count)
+                operands = [builder.load(pointer) for pointer in pointers[:kept]]
+                constraints, operand_types = [str(i) for i in range(kept)], [_F32] * kept
+                if words > 1:
+                    taken = _elements(context, builder, signature.args[1], args[1], words)
+                    operands += [builder.load(word) for word in taken]
+                    constraints, operand_types = constraints + ["r"] * words, operand_types + [_I32] * words
+                else:
+                    operands += [args[1]]
+                    constraints, operand_types = [*constraints, "l"], [*operand_types, _I64]
+                operands += [args[2]]
+                _replace(builder, pointers, text, [*constraints, "l"], [*operand_types, _I64], operands)
+                return context.get_dummy_value()
+
+            return types.void(acc, a if words > 1 else types.int64, types.int64), codegen
+
+        return start
+
+    @functools.cache
+    def group_wait(count, running):
+        """wait(acc): until all groups of products but the latest `running` are done; acc: `count` accumulators."""
+        text = f"wgmma.wait_group.sync.aligned {running};"
+
+        # The accumulators pass through, so that no use of them moves above the wait.
+        @intrinsic
+        def wait(typingctx, acc):
+            def codegen(context, builder, signature, args):
+                pointers = _elements(context, builder, signature.args[0], args[0], count)
+                values = [builder.load(pointer) for pointer in pointers]
+                _replace(builder, pointers, text, [str(i) for i in range(count)], [_F32] * count, values)
+                return context.get_dummy_value()
+
+            return types.void(acc), codegen
+
+        return wait

@@ -20,7 +20,7 @@ from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, check
 from rlnumba.kernels.instructions import block_sum, warp_max, warp_sum, widen
 from rlnumba.kernels.launch import launch
-from rlnumba.kernels.rmsnorm import add_partials_kernel
+from rlnumba.kernels.rmsnorm import add_partials
 
 THREADS = 256
 # Blocks of the first stage at most: eight for each of 132 SMs. Part of the arithmetic.
@@ -193,7 +193,7 @@ def column_sum(x, out):
     partials = device.xp().empty((blocks, columns), np.float32)
     launch(column_sum_kernel, (-(-columns // 32), blocks), (32, WARPS), x, partials)
     if blocks:
-        launch(add_partials_kernel, -(-columns // THREADS), THREADS, partials, out)
+        add_partials(partials, out)
 
 
 def masked_mean(x, mask, out):

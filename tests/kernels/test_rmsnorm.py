@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import rmsnorm as rmsnorm_module
 from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 EPS = 1e-6
-SMALL = [(1, 1), (3, 48), (17, 129), (0, 8)]
-REAL = [(4096, 1024), (1, 4096), (4097, 1000), (0, 1024)]
+SMALL = [(1, 1), (3, 48), (9, 129), (0, 8)]
+REAL = [(4096, 1024), (1, 4096), (513, 4096), (300, 8192), (4097, 1000), (5, 16384), (0, 1024)]
 
 
 def arrays(rng, shape, dtype):
@@ -62,10 +63,12 @@ def test_simulator(rng, shape):
     run_all(rng, shape, "float32")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype,columns", [("float16", 256), ("bfloat16", 130)])
 @pytest.mark.sim
-def test_simulator_16_bit(rng, dtype):
-    run_all(rng, (2, 130), dtype)
+def test_simulator_16_bit(rng, monkeypatch, dtype, columns):
+    # As if these were many rows: several of them share a block.
+    monkeypatch.setattr(rmsnorm_module, "FEW_ROWS", 0)
+    run_all(rng, (5, columns), dtype)
 
 
 @pytest.mark.parametrize("shape", SMALL + [(64, 1024)])
@@ -84,14 +87,95 @@ def test_gpu(rng, shape, dtype):
 
 def test_a_row_depends_on_itself_alone(rng):
     rows = 3 if device.name() == "sim" else 65
-    x, _, _, weight = (device.asarray(a) for a in arrays(rng, (rows, 96), "float32"))
+    check_rows(rng, rows, 96, "float32", range(rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1024, 4096])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gpu_rows(rng, columns, dtype):
+    check_rows(rng, 2000, columns, dtype, [0, 1, 512, 1999])
+
+
+def check_rows(rng, rows, columns, dtype, chosen):
+    """Rows alone, and the first half of them, have the bits that they have together."""
+    x, _, residual, weight = (device.asarray(a) for a in arrays(rng, (rows, columns), dtype))
     xp = device.xp()
-    out, rstd = xp.empty_like(x), xp.empty(rows, np.float32)
-    rmsnorm(x, weight, EPS, out, rstd)
-    alone, alone_rstd = xp.empty_like(x[:1]), xp.empty(1, np.float32)
-    for row in range(rows):
-        rmsnorm(x[row : row + 1].copy(), weight, EPS, alone, alone_rstd)
-        assert_same_bits(alone[0], out[row], f"row {row}")
+
+    def run(first, last):
+        part, total = x[first:last], residual[first:last].copy()
+        results = [xp.empty_like(part), xp.empty(last - first, np.float32)]
+        rmsnorm(part, weight, EPS, *results)
+        results += [xp.empty_like(part), xp.empty(last - first, np.float32), total]
+        rmsnorm_residual(part, total, weight, EPS, *results[2:4])
+        return results
+
+    together = run(0, rows)
+    for first, last in [(row, row + 1) for row in chosen] + [(0, rows // 2)]:
+        for alone, whole in zip(run(first, last), together, strict=True):
+            assert_same_bits(alone, whole[first:last], f"rows {first} to {last}")
+
+
+def test_where_arrays_lie_changes_no_bits(rng):
+    x, dout, _, weight = arrays(rng, (5, 40), "float32")
+    xp = device.xp()
+    results = []
+    for offset in (0, 1):
+        # The second time nothing is aligned to more than an element.
+        places = [xp.zeros(offset + a.size, np.float32)[offset:].reshape(a.shape) for a in (x, dout, weight, x, x)]
+        for place, array in zip(places, (x, dout, weight), strict=False):
+            place[...] = device.asarray(array)
+        rstd, dweight = xp.empty(5, np.float32), xp.zeros(40, np.float32)
+        xd, dd, wd, out, dx = places
+        rmsnorm(xd, wd, EPS, out, rstd)
+        rmsnorm_backward(dd, xd, wd, rstd, dx, dweight)
+        results.append((out, rstd, dx, dweight))
+    for aligned, shifted in zip(*results, strict=True):
+        assert_same_bits(aligned, shifted)
+
+
+def test_backward_repeats_its_bits(rng):
+    rows = 5 if device.name() == "sim" else 3000
+    x, dout, _, weight = (device.asarray(a) for a in arrays(rng, (rows, 64), "float32"))
+    xp = device.xp()
+    rstd = xp.ones(rows, np.float32)
+    runs = []
+    for _ in range(2):
+        dx, dweight = xp.empty_like(x), xp.zeros(64, np.float32)
+        rmsnorm_backward(dout, x, weight, rstd, dx, dweight)
+        runs.append((dx, dweight))
+    for first, second in zip(*runs, strict=True):
+        assert_same_bits(first, second)
+
+
+@pytest.mark.sim
+def test_simulator_with_several_warps_a_row(rng, monkeypatch):
+    """And several chunks, the last one cut off; several rows for each line of a block."""
+    for budget in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(rmsnorm_module, budget, (4, 64))
+    monkeypatch.setattr(rmsnorm_module, "BACKWARD_BLOCKS", 1)
+    run_all(rng, (5, 300), "float32")
+
+
+@pytest.mark.parametrize("element,columns", [("uint16", 1024), ("float32", 4096)])
+def test_kernels_compile_for_gpus(compile_offline, element, columns):
+    """At the shapes of Qwen3, where rows fill the registers."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    itemsize = 2 if element == "uint16" else 4
+    forward, backward = (
+        rmsnorm_module.share_row(columns, itemsize, 16 // itemsize, *budget)
+        for budget in (rmsnorm_module.FORWARD, rmsnorm_module.BACKWARD)
+    )
+    x, weight, f32 = f"{element}[:,::1]", f"{element}[::1]", "float32[::1]"
+    troubles = []
+    for residual_too in (False, True):
+        kernel = rmsnorm_module.rmsnorm_kernel(forward, residual_too)
+        troubles += compile_offline(kernel, [x, x, weight, "float32", x, f32], (9, 0))
+    kernel = rmsnorm_module.rmsnorm_backward_kernel(backward, max(1, 256 // backward.threads))
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        troubles += compile_offline(kernel, [x, x, weight, f32, "int64", x, "float32[:,::1]"], architecture)
+    assert not troubles, "\n".join(troubles)
 
 
 def test_wrong_arguments_are_named():
@@ -101,3 +185,6 @@ def test_wrong_arguments_are_named():
         rmsnorm(x, xp.ones(8, np.float32), EPS, out, rstd)
     with pytest.raises(ValueError, match=r"rmsnorm: weight must be \(8\) float32, got \(8,\) float64"):
         rmsnorm(x, xp.ones(8, np.float64), EPS, x, rstd)
+    with pytest.raises(ValueError, match="rmsnorm: rows must have 1 to 16384 columns, got 16385"):
+        wide = xp.zeros((1, 16385), np.float32)
+        rmsnorm(wide, xp.ones(16385, np.float32), EPS, wide, xp.zeros(1, np.float32))

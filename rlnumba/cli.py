@@ -5,6 +5,7 @@ Exit codes: 0 success; 2 a wrong option, key or value; 1 any other failure; 130 
 command's input is validated before its work starts. Imports that take time stand inside the commands.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -86,8 +87,11 @@ def cli(device_name, gemm_backend, debug):
 
 def _say_device():
     """Chooses the device, if none is chosen yet, and says which."""
-    device.name()
+    name = device.name()
     click.echo(f"device {device.describe()}", err=True)
+    compiled = Path(__file__).parent.glob("kernels/__pycache__/*.nbi")
+    if name == "numpy" and "NUMBA_CACHE_DIR" not in os.environ and next(compiled, None) is None:
+        click.echo("the first run compiles its CPU functions, which takes half a minute once", err=True)
 
 
 class _Progress:

@@ -2,12 +2,19 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from rlnumba.kernels.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_kernel,
+    swiglu_backward_ref,
+    swiglu_kernel,
+    swiglu_ref,
+)
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, F)
-SMALL = [(1, 1), (2, 255), (1, 257), (0, 8), (3, 5)]
-REAL = [(4096, 3072), (4097, 1001), (0, 3072), (1, 3072)]
+SMALL = [(1, 1), (2, 255), (1, 768), (2, 772), (0, 8), (3, 5)]
+REAL = [(4096, 3072), (4097, 1001), (0, 3072), (1, 3072), (300, 12288), (70_000, 8)]
 
 
 def run_all(rng, shape, dtype):
@@ -65,6 +72,36 @@ def test_a_row_depends_on_itself_alone(rng, columns, rows):
     for row in range(rows):
         swiglu(gate_up[row : row + 1].copy(), alone)
         assert_same_bits(alone[0], out[row], f"row {row}")
+
+
+def test_where_arrays_lie_changes_no_bits(rng):
+    gate_up, dout = rng.standard_normal((3, 80), np.float32), rng.standard_normal((3, 40), np.float32)
+    xp = device.xp()
+    results = []
+    for offset in (0, 1):
+        # The second time nothing is aligned to more than an element.
+        places = [xp.zeros(offset + a.size, np.float32)[offset:].reshape(a.shape) for a in (gate_up, dout) * 2]
+        gate_up_d, dout_d, dgate_up, out = places
+        gate_up_d[...], dout_d[...] = device.asarray(gate_up), device.asarray(dout)
+        swiglu(gate_up_d, out)
+        swiglu_backward(dout_d, gate_up_d, dgate_up)
+        results.append((out, dgate_up))
+    for aligned, shifted in zip(*results, strict=True):
+        assert_same_bits(aligned, shifted)
+
+
+@pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
+def test_kernels_compile_for_gpus(compile_offline, element, vector):
+    """For rows that fill their blocks, as those of Qwen3 do."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    single, double = f"{element}[:,::1]", f"{element}[:,:,::1]"
+    troubles = []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        troubles += compile_offline(swiglu_kernel(vector, vector, False), [double, single], architecture)
+        kernel = swiglu_backward_kernel(vector, vector, False)
+        troubles += compile_offline(kernel, [single, double, double], architecture)
+    assert not troubles, "\n".join(troubles)
 
 
 def test_wrong_arguments_are_named():

@@ -22,7 +22,8 @@ def compile_offline(monkeypatch, tmp_path):
 
     types: names as launch.type_name writes them; architecture: (9, 0), or (9, 0, "a") for what only that
     architecture has. Wrong are float64 arithmetic, which an untyped literal
-    causes, registers spilled to memory, and whatever NVVM or ptxas refuses.
+    causes, registers spilled to memory, tensor core instructions that ptxas could not pipeline, and whatever
+    NVVM or ptxas refuses.
     """
     ptxas = find_ptxas()
     if ptxas is None:
@@ -57,7 +58,8 @@ def compile_offline(monkeypatch, tmp_path):
             command.append(f"--maxrregcount={options['max_registers']}")
         report = subprocess.run(command, capture_output=True, text=True)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report.stderr)]
-        if report.returncode or any(spills):
+        # ptxas says so where it serialises wgmma instructions or ignores setmaxnreg.
+        if report.returncode or any(spills) or "Potential Performance Loss" in report.stderr:
             troubles.append(f"{what}: {report.stderr.strip()[-300:]}")
         return troubles
 

@@ -2,23 +2,28 @@
 
 Each instruction has a GPU lowering (inline PTX) and a simulator twin (Python whose body is its meaning).
 Shared memory is addressed by int32 on the GPU and by the host's address in the simulator; code adds byte
-offsets to what `shared_address` returned and never looks inside.
+offsets to what `shared_address` returned and never looks inside. Address(x) keeps a sum in that type.
 
 Tiles in shared memory. A box of a tensor map is `rows` lines of 128 bytes, one after another, whose eight
 16-byte chunks are permuted: chunk c of line r lies at place c ^ (r & 7) ("128-byte swizzle"), so that eight
 lines' equal chunks meet no bank conflict. Boxes start at multiples of 1024 bytes.
 
-Matrix product. One warpgroup (four warps, 128 threads) adds A (64, 64) B (64, n) to 64 x n float32
-accumulators; A and B come from shared memory. "K-major": a line holds 64 consecutive k of one row of A (one
-column of B); "MN-major": a line holds 64 consecutive rows of A (columns of B) for one k, and further 64-blocks
-of columns of B follow 8192 bytes apart. Thread t = 32 w + 4 g + i of the warpgroup holds, for each block of
-eight columns b: acc[4 b], acc[4 b + 1] = C[16 w + g, 8 b + 2 i :], acc[4 b + 2], acc[4 b + 3] = C[16 w + g + 8, ...].
+Matrix product. One warpgroup (four warps, 128 threads) adds A (64, k) B (k, n) to 64 x n float32
+accumulators, k = 64 unless said; A and B come from shared memory. "K-major": a line holds 64 consecutive k of
+one row of A (one column of B), and a further 64 k follow behind all rows; "MN-major": a line holds 64
+consecutive rows of A (columns of B) for one k, and further 64-blocks of rows or columns follow 8192 bytes
+apart. Thread t = 32 w + 4 g + i of the warpgroup holds, for each block of eight columns b:
+acc[4 b], acc[4 b + 1] = C[16 w + g, 8 b + 2 i :], acc[4 b + 2], acc[4 b + 3] = C[16 w + g + 8, ...]. A may also
+come from registers, int32 words of two elements: for each 16 k, words 0 .. 3 are A[16 w + g, 2 i :],
+A[16 w + g + 8, 2 i :], A[16 w + g, 2 i + 8 :], A[16 w + g + 8, 2 i + 8 :], so that what a product left in the
+accumulators of 16 columns is, in pairs, what the next one takes as A.
 Source: PTX ISA, sections on wgmma, mbarrier, cp.async.bulk.tensor, setmaxnreg, stmatrix.
 """
 
 import ctypes
 import functools
 import inspect
+import math
 
 import numpy as np
 
@@ -31,6 +36,8 @@ LINE = 128
 BOX_BYTES = 64 * LINE
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "f16"}
+
+Address = np.int64 if device.name() == "sim" else np.int32
 
 if device.name() == "sim":
     import threading
@@ -102,25 +109,40 @@ if device.name() == "sim":
         r, c = np.ogrid[:rows, :8]
         return 8 * r + (c ^ (r & 7))
 
+    def _load(destination, tensor_map, start, barrier):
+        box = tensor_map.read(start)
+        lines = box.nbytes // LINE
+        memory = _memory(destination, box.nbytes).reshape(-1, 16)
+        memory[_chunks(lines)] = box.view(np.uint8).reshape(lines, 8, 16)
+        _barrier(barrier).update(0, -box.nbytes)
+
+    def _store(source, tensor_map, start, add):
+        lines = _memory(source, tensor_map.lines * LINE).reshape(-1, 16)[_chunks(tensor_map.lines)]
+        box = np.ascontiguousarray(lines).view(tensor_map.array.dtype).reshape(tensor_map.box)
+        tensor_map.write(start, box, add)
+
     def bulk_load(destination, tensor_map, column, row, barrier):
         """Copy the box at (row, column) of a matrix to shared memory, zeros outside the matrix."""
-        box = tensor_map.read(int(row), int(column))
-        memory = _memory(destination, box.nbytes).reshape(-1, 16)
-        memory[_chunks(len(box))] = box.view(np.uint8).reshape(len(box), 8, 16)
-        _barrier(barrier).update(0, -box.nbytes)
+        _load(destination, tensor_map, (int(row), int(column)), barrier)
+
+    def bulk_load_heads(destination, tensor_map, column, head, row, barrier):
+        """Copy the box at (row, head, column) of an array (rows, heads, columns), zeros outside the array.
+
+        Its lines are in the order of the array: all heads of the first row come first.
+        """
+        _load(destination, tensor_map, (int(row), int(head), int(column)), barrier)
 
     def bulk_store(tensor_map, column, row, source):
         """Copy a box from shared memory to (row, column) of a matrix, leaving out what is outside."""
-        tensor_map.write(int(row), int(column), _unswizzled(source, tensor_map), add=False)
+        _store(source, tensor_map, (int(row), int(column)), add=False)
+
+    def bulk_store_heads(tensor_map, column, head, row, source):
+        """Copy a box from shared memory to (row, head, column) of an array, leaving out what is outside."""
+        _store(source, tensor_map, (int(row), int(head), int(column)), add=False)
 
     def bulk_add(tensor_map, column, row, source):
         """As bulk_store, adding to a float32 matrix."""
-        tensor_map.write(int(row), int(column), _unswizzled(source, tensor_map), add=True)
-
-    def _unswizzled(source, tensor_map):
-        rows, columns = tensor_map.box
-        lines = _memory(source, rows * LINE).reshape(-1, 16)[_chunks(rows)]
-        return np.ascontiguousarray(lines).view(tensor_map.array.dtype).reshape(rows, columns)
+        _store(source, tensor_map, (int(row), int(column)), add=True)
 
     def bulk_commit():
         """End a group of bulk stores of this thread."""
@@ -134,10 +156,31 @@ if device.name() == "sim":
     def fence_shared_to_bulk():
         """Make this thread's ordinary writes of shared memory visible to copy engine and tensor cores."""
 
+    class NamedBarrier:
+        """Opens when a given number of threads have come, whether they wait or not."""
+
+        def __init__(self):
+            self.condition = threading.Condition()
+            self.arrived = self.opened = 0
+
+        def come(self, threads, waits):
+            with self.condition:
+                before = self.opened
+                self.arrived += 1
+                if self.arrived == threads:
+                    self.arrived = 0
+                    self.opened += 1
+                    self.condition.notify_all()
+                elif waits and not self.condition.wait_for(lambda: self.opened != before, TIMEOUT_S):
+                    raise RuntimeError(f"sync_group: only {self.arrived} of {threads} threads came")
+
     def sync_group(index, threads):
         """Wait for `threads` threads of the block, whole warps, that meet at barrier `index` (1 .. 15)."""
-        meeting = of_block("named barrier", int(index), lambda: threading.Barrier(int(threads)))
-        meeting.wait(TIMEOUT_S)
+        of_block("named barrier", int(index), NamedBarrier).come(int(threads), True)
+
+    def arrive_group(index, threads):
+        """Be counted as one of the `threads` threads of sync_group without waiting for the others."""
+        of_block("named barrier", int(index), NamedBarrier).come(int(threads), False)
 
     def fewer_registers():
         """A warpgroup gives registers up, down to 40 a thread."""
@@ -182,64 +225,111 @@ if device.name() == "sim":
                 _memory(lanes[8 * matrix + line][0], 16)[:] = np.array(words, np.int32).view(np.uint8)
         return [None] * 32
 
+    @warp_wide
+    def store_transposed(lanes):
+        """Two 8 x 8 matrices of 16-bit values from a warp's registers to shared memory, columns as lines.
+
+        (address, r0, r1): lane 8 i + r, i < 2, gives the address of the line that receives column r of matrix
+        i (16 bytes); lane 4 r + c holds elements 2 c and 2 c + 1 of row r of matrix i in r_i.
+        """
+        for matrix in range(2):
+            words = np.array([lane[1 + matrix] for lane in lanes], np.int64).astype(np.int32)
+            rows = words.view(np.uint16).reshape(8, 8)
+            for column in range(8):
+                _memory(lanes[8 * matrix + column][0], 16)[:] = rows[:, column].copy().view(np.uint8)
+        return [None] * 32
+
+    @warp_wide
+    def load_matrices(lanes):
+        """Four 8 x 8 matrices of 16-bit values from shared memory: (r0, r1, r2, r3), as store_matrices takes them."""
+        lines = np.stack([_memory(address, 16).view(np.int32) for (address,) in lanes]).reshape(4, 8, 4)
+        return [tuple(lines[:, lane // 4, lane % 4]) for lane in range(32)]
+
     def store_pair(address, first, second):
         """Two neighbouring float32 to shared memory."""
         _memory(address, 8)[:] = np.array([first, second], np.float32).view(np.uint8)
+
+    def load_pair(address):
+        """Two neighbouring float32 from shared memory."""
+        return tuple(_memory(address, 8).view(np.float32).copy())
+
+    def store_four(address, first, second, third, fourth):
+        """Four neighbouring float32 to shared memory, 16 bytes that start at a multiple of 16."""
+        _memory(address, 16)[:] = np.array([first, second, third, fourth], np.float32).view(np.uint8)
+
+    def load_four(address):
+        """Four neighbouring float32 from shared memory."""
+        return tuple(_memory(address, 16).view(np.float32).copy())
 
     def load_word(address):
         """The int32 at an address of shared memory."""
         return _memory(address, 4).view(np.int32)[0]
 
-    def _operand(descriptor, rows, mn_major, dtype):
-        """(rows, 64) float32 of an operand; rows are A's rows or B's columns."""
-        address = int(descriptor)
-        if not mn_major:
-            lines = _memory(address, rows * LINE).reshape(-1, 16)[_chunks(rows)]
-            return np.ascontiguousarray(lines).view(dtype).reshape(rows, STEPS).astype(np.float32)
-        blocks = []
-        for start in range(0, rows, 64):
-            lines = _memory(address + start // 64 * BOX_BYTES, BOX_BYTES).reshape(-1, 16)[_chunks(64)]
-            blocks.append(np.ascontiguousarray(lines).view(dtype).reshape(STEPS, 64).T)
-        return np.concatenate(blocks).astype(np.float32)
+    def _operand(descriptor, rows, depth, mn_major, dtype):
+        """(rows, depth) float32 of an operand; rows are A's rows or B's columns."""
+        parts = []
+        if mn_major:
+            for start in range(0, rows, 64):
+                lines = _memory(descriptor + start // 64 * BOX_BYTES, depth * LINE).reshape(-1, 16)[_chunks(depth)]
+                parts.append(np.ascontiguousarray(lines).view(dtype).reshape(depth, 64).T)
+            return np.concatenate(parts)[:rows].astype(np.float32)
+        for start in range(0, depth, 64):
+            lines = _memory(descriptor + start * rows * LINE // 64, rows * LINE).reshape(-1, 16)[_chunks(rows)]
+            parts.append(np.ascontiguousarray(lines).view(dtype).reshape(rows, 64))
+        return np.concatenate(parts, axis=1)[:, :depth].astype(np.float32)
 
-    def _accumulator_places(thread, columns):
-        """(rows, columns) of C that a thread of the warpgroup holds, in the order of its accumulators."""
-        i = np.arange(columns // 2)
-        rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
-        return rows, 8 * (i // 4) + 2 * (thread % 4) + i % 2
+    def _register_operand(words, depth, dtype):
+        """(64, depth) float32 of the words (128, depth / 4) of A in registers."""
+        pairs = words.view(dtype).astype(np.float32).reshape(4, 8, 4, depth // 16, 2, 2, 2)
+        # warp, g, i, step of 16 k, half of the step, half of the rows, which of a pair
+        return pairs.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, depth)
 
     def operand(address):
         """A descriptor of the operand whose box or boxes start at `address`."""
         return address
 
     @functools.cache
-    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False):
-        """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators.
+    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
+        """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
         operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
+        blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
+        int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
         dtype = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[element]
+        count = columns // 2
+        thread, i = np.ogrid[:128, :count]
+        row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
+        column = 2 * (thread % 4) + 8 * (i // 4) + i % 2
 
         @warpgroup_wide
         def start(threads):
-            a = _operand(threads[0][1], 64, a_mn_major, dtype).astype(np.float64)
-            b = _operand(threads[0][2], columns, b_mn_major, dtype).astype(np.float64)
-            keep = threads[0][3]
-            c = np.zeros((64, columns), np.float32)
-            places = [_accumulator_places(t, columns) for t in range(128)]
-            if keep:
-                for (rows, where), (acc, *_) in zip(places, threads, strict=True):
-                    c[rows, where] = acc
-            # An instruction adds 16 products to the accumulator at once, wider than float32, and rounds.
-            for step in range(0, STEPS, 16):
-                c = (c + a[:, step : step + 16] @ b[:, step : step + 16].T).astype(np.float32)
-            for (rows, where), (acc, *_) in zip(places, threads, strict=True):
-                acc[:] = c[rows, where]
+            _, a, b, keep = threads[0]
+            a = (
+                _register_operand(np.stack([words[: depth // 4] for _, words, _, _ in threads]), depth, dtype)
+                if registers
+                else _operand(a, 64 * blocks, depth, a_mn_major, dtype)
+            )
+            b = _operand(b, columns, depth, b_mn_major, dtype)
+            acc = np.stack([acc[: count * blocks] for acc, _, _, _ in threads]).reshape(128, blocks, count)
+            for block in range(blocks):
+                c = np.zeros((64, columns), np.float32)
+                if keep:
+                    c[row, column] = acc[:, block]
+                # One rounding every 16 products, whose order does not depend on the operands' places.
+                with np.errstate(invalid="ignore"):
+                    for step in range(0, depth, 16):
+                        total = c.astype(np.float64)
+                        for k in range(step, step + 16):
+                            total += np.multiply.outer(a[64 * block : 64 * block + 64, k], b[:, k])
+                        c = total.astype(np.float32)
+                for t in range(128):
+                    threads[t][0][block * count : (block + 1) * count] = c[row[t], column[t]]
             return [None] * 128
 
-        def wait(acc):
+        def wait(acc, a=None):
             return None
 
         return start, wait, wait
@@ -322,10 +412,20 @@ else:
         "rlrrr",
         "Copy the box at (row, column) of a matrix to shared memory, zeros outside the matrix.",
     )
+    bulk_load_heads = _instruction(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];",
+        "rlrrrr",
+        "Copy the box at (row, head, column) of an array (rows, heads, columns), zeros outside the array.",
+    )
     bulk_store = _instruction(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$1, $2}], [$3];",
         "lrrr",
         "Copy a box from shared memory to (row, column) of a matrix, leaving out what is outside.",
+    )
+    bulk_store_heads = _instruction(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [$0, {$1, $2, $3}], [$4];",
+        "lrrrr",
+        "Copy a box from shared memory to (row, head, column) of an array, leaving out what is outside.",
     )
     bulk_add = _instruction(
         "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$1, $2}], [$3];",
@@ -347,6 +447,11 @@ else:
         "rr",
         "Wait for `threads` threads of the block, whole warps, that meet at barrier `index` (1 .. 15).",
     )
+    arrive_group = _instruction(
+        "bar.arrive $0, $1;",
+        "rr",
+        "Be counted as one of the `threads` threads of sync_group without waiting for the others.",
+    )
     fewer_registers = _instruction(
         "setmaxnreg.dec.sync.aligned.u32 40;", "", "A warpgroup gives registers up, down to 40 a thread."
     )
@@ -358,7 +463,43 @@ else:
         "rrrrr",
         "Four 8 x 8 matrices of 16-bit values from a warp's registers to shared memory.",
     )
+    store_transposed = _instruction(
+        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1, $2};",
+        "rrr",
+        "Two 8 x 8 matrices of 16-bit values from a warp's registers to shared memory, columns as lines.",
+    )
     store_pair = _instruction("st.shared.v2.f32 [$0], {$1, $2};", "rff", "Two neighbouring float32 to shared memory.")
+    store_four = _instruction(
+        "st.shared.v4.f32 [$0], {$1, $2, $3, $4};",
+        "rffff",
+        "Four neighbouring float32 to shared memory, 16 bytes that start at a multiple of 16.",
+    )
+
+    def _values(text, count, kind, doc):
+        """An intrinsic from an address in shared memory to a tuple of `count` values of one kind."""
+
+        def define(typingctx, address):
+            def codegen(context, builder, signature, args):
+                several = ir.LiteralStructType([_IR[kind]] * count)
+                constraints = ",".join([f"={kind}"] * count + ["r", "~{memory}"])
+                result = _assembly(builder, several, [_I32], text, constraints, args)
+                return cgutils.pack_array(builder, [builder.extract_value(result, i) for i in range(count)])
+
+            return types.UniTuple(_NUMBA[kind], count)(types.int32), codegen
+
+        define.__doc__ = doc
+        return intrinsic(define)
+
+    load_matrices = _values(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        4,
+        "r",
+        "Four 8 x 8 matrices of 16-bit values from shared memory: (r0, r1, r2, r3), as store_matrices takes them.",
+    )
+    load_pair = _values("ld.shared.v2.f32 {$0, $1}, [$2];", 2, "f", "Two neighbouring float32 from shared memory.")
+    load_four = _values(
+        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", 4, "f", "Four neighbouring float32 from shared memory."
+    )
 
     @intrinsic
     def load_word(typingctx, address):
@@ -425,95 +566,128 @@ else:
 
         return types.int64(types.int32), codegen
 
-    def _accumulators(context, builder, array_type, array, count):
+    def _elements(context, builder, array_type, array, count):
         data = context.make_array(array_type)(context, builder, array).data
         return [builder.gep(data, [ir.Constant(_I32, i)]) for i in range(count)]
 
-    def _on_accumulators(builder, pointers, text, extra_kinds, extra):
-        """Assembly that reads and writes all accumulators: results $0.., the same registers tied as operands."""
+    def _on_registers(builder, pointers, kinds, text, extra_kinds, extra):
+        """Assembly that reads and writes local arrays: results $0.., the same registers tied as operands."""
         count = len(pointers)
-        struct = ir.LiteralStructType([_F32] * count)
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + list(extra_kinds) + ["~{memory}"]
+        struct = ir.LiteralStructType([_IR[kind] for kind in kinds])
+        constraints = [f"={kind}" for kind in kinds] + [str(i) for i in range(count)] + [*extra_kinds, "~{memory}"]
         values = [builder.load(pointer) for pointer in pointers]
-        operand_types = [_F32] * count + [_IR[kind] for kind in extra_kinds]
+        operand_types = [_IR[kind] for kind in [*kinds, *extra_kinds]]
         result = _assembly(builder, struct, operand_types, text, ",".join(constraints), values + list(extra))
         for i, pointer in enumerate(pointers):
             builder.store(builder.extract_value(result, i), pointer)
 
     @functools.cache
-    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False):
-        """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators.
+    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
+        """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
         operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
+        blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
+        int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
-        count = columns // 2
-        registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-        a, b, keep = (f"${2 * count + i}" for i in range(3))
+        count = columns // 2 * blocks
+        words = depth // 4 if registers else 0
+        # Operands of the assembly: the accumulators twice, then A (words or a descriptor), B's descriptor, keep.
+        first = 2 * count
+        b, keep = (f"${first + (words or 1) + i}" for i in range(2))
         kind = ELEMENTS[element]
         shape = f"m64n{columns}k16.f32.{kind}.{kind}"
-        # 16 k further on: 32 bytes along a line, or 16 lines of 128 bytes; in units of 16 bytes.
-        a_step, b_step = (16 * LINE // 16 if mn_major else 2 for mn_major in (a_mn_major, b_mn_major))
+
+        def offset(step, mn_major, lines):
+            # 16 k further on: 32 bytes along a line, or 16 lines of 128 bytes; in units of 16 bytes.
+            return (16 * LINE * step if mn_major else step % 4 * 32 + step // 4 * lines * LINE) // 16
+
         lines = [f"{{ .reg .pred first; setp.ne.b32 first, {keep}, 0;", "wgmma.fence.sync.aligned;"]
-        for step in range(STEPS // 16):
-            lines += [
-                f"{{ .reg .b64 a, b; add.s64 a, {a}, {step * a_step}; add.s64 b, {b}, {step * b_step};",
-                f"wgmma.mma_async.sync.aligned.{shape} {registers}, a, b, {'1' if step else 'first'},"
-                f" 1, 1, {int(a_mn_major)}, {int(b_mn_major)}; }}",
-            ]
+        for step in range(depth // 16):
+            for block in range(blocks):
+                acc = range(block * columns // 2, (block + 1) * columns // 2)
+                into = "{" + ", ".join(f"${i}" for i in acc) + "}"
+                b_at = offset(step, b_mn_major, columns)
+                a_at = offset(step, a_mn_major, 64 * blocks) + block * BOX_BYTES // 16
+                a = "{" + ", ".join(f"${first + 4 * step + i}" for i in range(4)) + "}" if registers else "a"
+                transposed = f"{int(b_mn_major)}" if registers else f"{int(a_mn_major)}, {int(b_mn_major)}"
+                descriptor = "" if registers else f" .reg .b64 a; add.s64 a, ${first}, {a_at};"
+                lines += [
+                    f"{{{descriptor} .reg .b64 b; add.s64 b, {b}, {b_at};",
+                    f"wgmma.mma_async.sync.aligned.{shape} {into}, {a}, b, {'1' if step else 'first'},"
+                    f" 1, 1, {transposed}; }}",
+                ]
         text = "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
         @intrinsic
         def start(typingctx, acc, a, b, keep):
             def codegen(context, builder, signature, args):
-                pointers = _accumulators(context, builder, signature.args[0], args[0], count)
-                _on_accumulators(builder, pointers, text, "llr", args[1:])
+                pointers = _elements(context, builder, signature.args[0], args[0], count)
+                operands = [args[1]]
+                if registers:
+                    taken = _elements(context, builder, signature.args[1], args[1], words)
+                    operands = [builder.load(word) for word in taken]
+                kinds = "r" * words if registers else "l"
+                _on_registers(builder, pointers, "f" * count, text, kinds + "lr", [*operands, *args[2:]])
                 return context.get_dummy_value()
 
-            return types.void(acc, types.int64, types.int64, types.int32), codegen
+            return types.void(acc, a if registers else types.int64, types.int64, types.int32), codegen
 
         def make_wait(running):
-            # The accumulators pass through, so that no use of them moves above the wait.
+            text = f"wgmma.wait_group.sync.aligned {running};"
+
+            # The registers pass through, so that no use of them moves above the wait.
             @intrinsic
             def wait(typingctx, acc):
                 def codegen(context, builder, signature, args):
-                    pointers = _accumulators(context, builder, signature.args[0], args[0], count)
-                    _on_accumulators(builder, pointers, f"wgmma.wait_group.sync.aligned {running};", "", [])
+                    pointers = _elements(context, builder, signature.args[0], args[0], count)
+                    _on_registers(builder, pointers, "f" * count, text, "", [])
                     return context.get_dummy_value()
 
                 return types.void(acc), codegen
 
-            return wait
+            @intrinsic
+            def wait_with_operand(typingctx, acc, a):
+                def codegen(context, builder, signature, args):
+                    pointers = _elements(context, builder, signature.args[0], args[0], count)
+                    pointers += _elements(context, builder, signature.args[1], args[1], words)
+                    _on_registers(builder, pointers, "f" * count + "r" * words, text, "", [])
+                    return context.get_dummy_value()
+
+                return types.void(acc, a), codegen
+
+            return wait_with_operand if registers else wait
 
         return start, make_wait(1), make_wait(0)
 
 
 class HostTensorMap:
-    """The simulator's tensor map: a matrix and the box that one bulk copy moves."""
+    """The simulator's tensor map: an array and the box that one bulk copy moves."""
 
-    # Of the 128 bytes that stand for it on a GPU.
-    dtype, ndim = np.dtype(np.uint8), 1
-
-    def __init__(self, array, rows, columns):
+    def __init__(self, array, box):
         self.array = array
-        self.box = rows, columns
+        self.box = box
+        self.lines = int(np.prod(box[:-1]))
 
-    def read(self, row, column):
-        """The box at (row, column), zeros outside the matrix."""
+    def _inside(self, start):
+        return tuple(slice(first, first + length) for first, length in zip(start, self.box, strict=True))
+
+    def read(self, start):
+        """The box at `start`, zeros outside the array."""
         box = np.zeros(self.box, self.array.dtype)
-        part = self.array[row : row + self.box[0], column : column + self.box[1]]
-        box[: part.shape[0], : part.shape[1]] = part
+        part = self.array[self._inside(start)]
+        box[tuple(slice(length) for length in part.shape)] = part
         return box
 
-    def write(self, row, column, box, add):
-        """Write (or add) what of a box at (row, column) lies in the matrix."""
-        part = self.array[row : row + self.box[0], column : column + self.box[1]]
-        part[...] = box[: part.shape[0], : part.shape[1]] + (part if add else part.dtype.type(0))
+    def write(self, start, box, add):
+        """Write (or add) what of a box at `start` lies in the array."""
+        part = self.array[self._inside(start)]
+        part[...] = box[tuple(slice(length) for length in part.shape)] + (part if add else part.dtype.type(0))
 
 
 class DeviceTensorMaps:
-    """Tensor maps in the GPU's memory, made once for each matrix and box and found again by address.
+    """Tensor maps in the GPU's memory, made once for each array and box and found again by address.
 
     The driver's encoder fills 128 opaque bytes on the host; they go to a slot of one device array. The
     host's copy stays, page-locked, so that a copy recorded in a graph reads the same bytes at each replay.
@@ -538,26 +712,29 @@ class DeviceTensorMaps:
         self.found = {}
         self.next = 0
 
-    def get(self, array, rows, columns):
-        key = array.data.ptr, array.shape, array.dtype, rows, columns
+    def get(self, array, box):
+        key = array.data.ptr, array.shape, array.dtype, box
         view = self.found.get(key)
         return self._make(key) if view is None else view
 
     def _make(self, key):
-        pointer, shape, dtype, rows, columns = key
+        pointer, shape, dtype, box = key
         slot = self.next
         self.next = (slot + 1) % self.SLOTS
         if len(self.found) == self.SLOTS:
             # The oldest map gives its slot up; kernels that read it were launched long ago, on this stream.
             del self.found[next(iter(self.found))]
-        two, one = ctypes.c_uint32 * 2, ctypes.c_uint64 * 1
-        sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
+        # The driver wants the innermost dimension first.
+        dimensions = len(shape)
+        lengths, sizes = ctypes.c_uint32 * dimensions, ctypes.c_uint64 * dimensions
+        strides = [dtype.itemsize * math.prod(shape[i:]) for i in range(dimensions - 1, 0, -1)]
         status = self.encode(
-            ctypes.c_void_p(self.host[slot].ctypes.data), self.TYPES[dtype.name], 2, ctypes.c_void_p(pointer), sizes,
-            one(shape[1] * dtype.itemsize), two(columns, rows), two(1, 1), 0, self.SWIZZLE_128, self.PROMOTE_L2_256, 0,
+            ctypes.c_void_p(self.host[slot].ctypes.data), self.TYPES[dtype.name], dimensions, ctypes.c_void_p(pointer),
+            sizes(*shape[::-1]), (ctypes.c_uint64 * (dimensions - 1))(*strides), lengths(*box[::-1]),
+            lengths(*[1] * dimensions), 0, self.SWIZZLE_128, self.PROMOTE_L2_256, 0,
         )  # fmt: skip
         if status:
-            raise DeviceError(f"tensor map of a {shape} {dtype} matrix, box ({rows}, {columns}): driver error {status}")
+            raise DeviceError(f"tensor map of a {shape} {dtype} array, box {box}: driver error {status}")
         view = self.views[slot]
         view.data.copy_from_host_async(ctypes.c_void_p(self.host[slot].ctypes.data), LINE)
         self.found[key] = view
@@ -567,14 +744,14 @@ class DeviceTensorMaps:
 _maps = None
 
 
-def tensor_map(array, rows, columns):
-    """What a kernel needs to copy boxes of (rows, columns) of a C-contiguous matrix (R, C) in bulk.
+def tensor_map(array, *box):
+    """What a kernel needs to copy boxes of a C-contiguous matrix or three-dimensional array in bulk.
 
-    A line of a box is at most 128 bytes, rows of the matrix start at multiples of 16 bytes.
-    Raises DeviceError if the driver refuses the matrix.
+    box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128
+    bytes; the array and its rows start at multiples of 16 bytes. Raises DeviceError if the driver refuses.
     """
     global _maps
     if device.name() != "cuda":
-        return HostTensorMap(array, rows, columns)
+        return HostTensorMap(array, box)
     _maps = _maps or DeviceTensorMaps()
-    return _maps.get(array, rows, columns)
+    return _maps.get(array, box)

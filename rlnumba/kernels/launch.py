@@ -168,10 +168,13 @@ def _start(compiled, grid, block, shared, arguments):
 def _simulate(kernel, grid, block, arguments, shared):
     for observer in observers:
         observer(kernel, tuple(type_name(a) for a in arguments))
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
     visible = []
     for a in arguments:
-        if isinstance(a, np.ndarray) and a.dtype.name == "bfloat16":
-            a = a.view(np.uint16)
+        if isinstance(a, np.ndarray):
+            # Numba would work on a copy of a plain array, and a tensor map of it would not see what is written.
+            a = FakeCUDAArray(a.view(np.uint16) if a.dtype.name == "bfloat16" else a)
         elif isinstance(a, float):
             a = np.float32(a)
         visible.append(a)

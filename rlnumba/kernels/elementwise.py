@@ -10,42 +10,97 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import FLOATS, I32, check
 from rlnumba.kernels.embedding import ROW_THREADS, as_words, check_rows, gather_rows_kernel
-from rlnumba.kernels.instructions import narrow, widen
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.instructions import access_length, vector_access
+from rlnumba.kernels.launch import kernel_factory, launch
 
-THREADS = 256
-
-
-@cuda.jit
-def add_kernel(x, y, out):
-    """A thread owns an element."""
-    i = cuda.grid(1)
-    if i < x.shape[0]:
-        out[i] = narrow(widen(x[i]) + widen(y[i]), out)
+THREADS = 32 if device.name() == "sim" else 256
+# Vectors that a thread owns, and loads before it uses the first.
+UNROLL = 4
 
 
-@cuda.jit
-def scale_kernel(x, factor, out):
-    """A thread owns an element."""
-    i = cuda.grid(1)
-    if i < x.shape[0]:
-        out[i] = narrow(widen(x[i]) * factor, out)
+# The kernels see every array as one-dimensional. A block owns THREADS * UNROLL vectors, a thread every THREADS-th of
+# them. bounded: the last block has elements beyond the end.
 
 
-@cuda.jit
-def cast_kernel(x, out):
-    """A thread owns an element."""
-    i = cuda.grid(1)
-    if i < x.shape[0]:
-        out[i] = narrow(widen(x[i]), out)
+@kernel_factory
+def add_kernel(vector, access, bounded):
+    """The kernel for vectors of `vector` elements, moved `access` at a time."""
+    load, store = vector_access(vector, access, bounded)
+    count = UNROLL * vector
+
+    @cuda.jit
+    def add_kernel(x, y, out):
+        """out = x + y."""
+        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(count, np.float32)
+        others = cuda.local.array(count, np.float32)
+        for i in range(UNROLL):
+            load(x, first + i * THREADS * vector, values, i * vector)
+            load(y, first + i * THREADS * vector, others, i * vector)
+        for i in range(UNROLL):
+            for j in range(i * vector, (i + 1) * vector):
+                values[j] += others[j]
+            store(out, first + i * THREADS * vector, values, i * vector)
+
+    return add_kernel
 
 
-@cuda.jit
-def fill_kernel(value, out):
-    """A thread owns an element."""
-    i = cuda.grid(1)
-    if i < out.shape[0]:
-        out[i] = narrow(value, out)
+@kernel_factory
+def scale_kernel(vector, access, bounded):
+    """As add_kernel."""
+    load, store = vector_access(vector, access, bounded)
+    count = UNROLL * vector
+
+    @cuda.jit
+    def scale_kernel(x, factor, out):
+        """out = x * factor."""
+        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(count, np.float32)
+        for i in range(UNROLL):
+            load(x, first + i * THREADS * vector, values, i * vector)
+        for i in range(UNROLL):
+            for j in range(i * vector, (i + 1) * vector):
+                values[j] *= factor
+            store(out, first + i * THREADS * vector, values, i * vector)
+
+    return scale_kernel
+
+
+@kernel_factory
+def cast_kernel(vector, access, bounded):
+    """As add_kernel."""
+    load, store = vector_access(vector, access, bounded)
+    count = UNROLL * vector
+
+    @cuda.jit
+    def cast_kernel(x, out):
+        """out = x."""
+        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(count, np.float32)
+        for i in range(UNROLL):
+            load(x, first + i * THREADS * vector, values, i * vector)
+        for i in range(UNROLL):
+            store(out, first + i * THREADS * vector, values, i * vector)
+
+    return cast_kernel
+
+
+@kernel_factory
+def fill_kernel(vector, access, bounded):
+    """As add_kernel."""
+    _, store = vector_access(vector, access, bounded)
+
+    @cuda.jit
+    def fill_kernel(value, out):
+        """out = value."""
+        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(vector, np.float32)
+        for i in range(vector):
+            values[i] = value
+        for i in range(UNROLL):
+            store(out, first + i * THREADS * vector, values, 0)
+
+    return fill_kernel
 
 
 @cuda.jit
@@ -58,10 +113,18 @@ def scatter_rows_kernel(x, rows, out):
         out[row, word] = x[cuda.blockIdx.x, word]
 
 
-def _launch_flat(kernel, arguments, size):
-    """Launch over `size` elements, every array argument seen as one-dimensional."""
+def _launch_flat(factory, arguments, size):
+    """Launch the kernels of `factory` over `size` elements: whole vectors, then the few that are left."""
     flat = [a if isinstance(a, float) else a.reshape(-1) for a in arguments]
-    launch(kernel, -(-size // THREADS), THREADS, *flat)
+    vector = 16 // max(a.itemsize for a in flat if not isinstance(a, float))
+    whole = size - size % vector
+    for first, last in ((0, whole), (whole, size)):
+        parts = [a if isinstance(a, float) else a[first:last] for a in flat]
+        if first < last:
+            access = access_length(last - first, *[a for a in parts if not isinstance(a, float)])
+            of_block = THREADS * UNROLL * vector
+            kernel = factory(vector, access, (last - first) % of_block != 0)
+            launch(kernel, -(-(last - first) // of_block), THREADS, *parts)
 
 
 def add(x, y, out):

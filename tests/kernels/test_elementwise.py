@@ -4,17 +4,22 @@ import pytest
 from rlnumba import device
 from rlnumba.kernels.elementwise import (
     add,
+    add_kernel,
     cast,
+    cast_kernel,
     fill,
+    fill_kernel,
     gather_rows,
     gather_rows_ref,
     scale,
+    scale_kernel,
     scatter_rows,
     scatter_rows_ref,
 )
 from tests.close import assert_close, assert_same_bits
 
-SMALL = [(1,), (3, 85), (257,), (0, 4), (2, 3, 4)]
+# One; whole vectors and some left; a block of 16 bits filled; none; three axes.
+SMALL = [(1,), (3, 85), (1024,), (0, 4), (2, 3, 4)]
 REAL = [(4096, 1024), (4097, 1001), (0, 1024), (3_000_001,)]
 
 
@@ -60,6 +65,30 @@ def test_simulator(rng, dtype):
         run_cast(rng, (9,), dtype, target)
     for count, limit, columns in [(1, 1, 1), (3, 5, 6), (0, 2, 4), (2, 3, 131)]:
         run_rows(rng, count, limit, columns, dtype)
+
+
+def test_parts_of_arrays(rng):
+    """Arrays that begin anywhere, as parts of a flat buffer do."""
+    x, y = (device.asarray(rng.standard_normal(50, np.float32)) for _ in range(2))
+    for first in range(4):
+        out = device.xp().zeros(50, np.float32)
+        add(x[first:41], y[1 : 42 - first], out[2 : 43 - first])
+        expected = np.zeros(50, np.float32)
+        expected[2 : 43 - first] = device.to_host(x)[first:41] + device.to_host(y)[1 : 42 - first]
+        assert_same_bits(out, expected, f"from {first} on")
+
+
+@pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
+def test_kernels_compile_for_gpus(compile_offline, element, vector):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    x, troubles = f"{element}[::1]", []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        troubles += compile_offline(add_kernel(vector, vector, False), [x, x, x], architecture)
+        troubles += compile_offline(scale_kernel(vector, vector, False), [x, "float32", x], architecture)
+        troubles += compile_offline(fill_kernel(vector, vector, False), ["float32", x], architecture)
+        troubles += compile_offline(cast_kernel(4, 4, False), [x, "float32[::1]"], architecture)
+    assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("shape", SMALL + [(64, 768)])

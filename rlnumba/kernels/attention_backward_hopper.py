@@ -2,7 +2,8 @@
 
 Formulas and shapes as in kernels/attention_backward.py; inputs float16 or bfloat16, accumulators float32.
 
-Design. A block owns 128 keys of a key head and passes over the queries that see them, head by head of the group:
+Design. A block owns 128 keys of a key head and passes over the queries that see them, from the last to the first,
+head by head of the group:
 
     S^T = K Q^T    dP^T = V dO^T    P = exp2(S - lse)    dS = P (dP - delta)
     dV += P^T dO   dK += dS^T Q     dq of the queries += dS K
@@ -14,21 +15,27 @@ whose sum runs over blocks. Weighed for 2 x 16384 tokens, 16 and 8 heads of 128 
 products; an H200 does 750 TFLOP/s):
 
     dq in a kernel of its own       7 products instead of 5, twice the exponentials: at best 5/7 of the peak, 535
-    partial dq of each block        8 GB of them at 4 x 4096, 17 GB at 2 x 16384
+    partial dq of each block        17 GB of them, and 4 GB at 4 x 4096
     dq added by atomics             5 products; the order of the sum is chance
-    dq added in turns (taken)       5 products; the same 17 GB, but to 0.27 GB of float32 sums that live in the
-                                    second-level cache, 1.2 TB/s at 390 TFLOP/s
+    dq added in turns (taken)       5 products; the same 17 GB are added to 0.27 GB of float32 sums, mostly in the
+                                    second-level cache: 1.2 TB/s at 390 TFLOP/s
 
-In turns: blocks add to the float32 sums of a query tile in ascending order of their keys. A counter for each tile says
-whose turn it is; a warp of its own waits for it, so that the products go on. The first block stores instead of adding,
-so nothing is cleared before. A block's turn depends only on blocks with fewer keys before them, and blocks take their
-work from a ticket counter in that order: whoever is waited for runs already, on any grid. Within a sequence, block j
-meets query tile i at step i - j, the first one to need it before the second: in step, they never wait. Tickets run
-through all heads and sequences before the next key tile, and longest first, so that neighbours in a chain seldom
-start together. Copies to global memory are 16 KB runs in the order of the accumulators, by the copy engine.
+In turns: blocks add to the float32 sums of a query tile in ascending order of their keys, and a counter for each
+(query tile, head) says whose turn it is. The first block stores instead of adding, so nothing is cleared before. Two
+warps do nothing but wait for turns and start the additions, in runs of 32 KB by the copy engine, so the products go on:
+a block that must wait delays its consumers only when it is more than a step late. Who is waited for runs already, on
+any grid, because blocks take tickets, and a block's ticket is later than those of the keys before its own.
 
-Work of a step of 64 queries x 128 keys x 128 columns: 5 x 512 cycles of the tensor cores; 512 of the exponential unit,
-hidden behind them; shared memory moves 370 KB, 2,900 cycles at 128 bytes: this is the bound, 88 % of the peak.
+The order of the tickets decides the speed. A step of 64 queries x 128 keys brings 32 KB of q and dout and reads and
+writes 32 KB of sums, in some 2.2 us: on 132 SMs 5.9 TB/s, more than the memory gives. Blocks of one chain (a key head
+of a sequence) that run at the same time share these bytes in the second-level cache, if they are at the same queries;
+they are, since all begin with the last. But the n-th of them adds n hand-overs later, a microsecond or so each. So
+tickets go through 32 chains, one key tile of each after the other, then to the next 32: four blocks of each chain run
+together, and the first keys, whose blocks take the most steps, come first; the last to run are short.
+
+Work of a step at 128 columns: 5 x 512 cycles of the tensor cores; 512 of the exponential unit and 840 instructions a
+scheduler beside them; shared memory moves 370 KB, 2,900 cycles at 128 bytes, which is the bound: 88 % of the peak.
+Registers of a consumer thread: 128 for dK and dV, 32 for scores, 32 for dP^T and then dq, 32 for P and dS in 16 bits.
 
 Queries beyond the end of a sequence have lse = infinity, hence P = dS = 0; what their rows of q and dout hold (the
 next sequence) is multiplied by zero. Keys beyond the end see no query. Rows of dk and dv beyond it are not written.
@@ -56,7 +63,6 @@ from rlnumba.kernels.hopper import (
     bulk_load,
     bulk_wait,
     bulk_wait_read,
-    exp2,
     fence_shared_to_bulk,
     fewer_registers,
     load_pair,
@@ -81,7 +87,7 @@ from rlnumba.kernels.hopper_registers import (
     run_load,
     run_store,
 )
-from rlnumba.kernels.instructions import warp_sum
+from rlnumba.kernels.instructions import exp2, warp_sum
 from rlnumba.kernels.launch import kernel_factory, launch
 
 i32, i64, f32 = np.int32, np.int64, np.float32
@@ -102,13 +108,15 @@ class Tile(NamedTuple):
     """How the kernels of this module work.
 
     element: "float16" or "bfloat16". stages: how many tiles of q and of dout are on their way (0: as many as fit).
-    ahead: the scores of the next step are begun before dq of this one is taken.
+    ahead: the scores of the next step are begun before dq of this one is taken. chains: how many key heads of
+    sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
     """
 
     head_dim: int
     element: str
     stages: int = 0
     ahead: bool = True
+    chains: int = 32
 
     @property
     def boxes(self):
@@ -133,7 +141,7 @@ class Tile(NamedTuple):
     def shared_bytes(self):
         keys, queries, scores = self.boxes * KEYS * LINE, self.boxes * QUERIES * LINE, QUERIES * KEYS * 2
         stages = self.depth * (2 * (queries + 4 * QUERIES) + 32)
-        return 2 * keys + stages + 2 * scores + 2 * (4 * self.dq_count + 16) + 16 + 1024
+        return 2 * keys + stages + 2 * scores + 2 * 4 * self.dq_count + 40 + 1024
 
 
 def supports(head_dim):
@@ -154,7 +162,7 @@ def attention_rows_kernel(tile):
     def attention_rows_kernel(dout, out, lse, cu_seqlens, rows, counters, tickets):
         """rows[t, h] = (lse, delta) of the rows of query tile t and head h; lse times log2(e), infinity beyond the end.
 
-        dout, out (N, H, E / 2): pairs of elements. A block owns a tile of a head and clears its counters; a warp
+        dout, out (N, H, E / 2): pairs of elements. A block owns a tile of a head and clears its counter; a warp
         owns ROWS_AT_ONCE rows at a time, a lane every 32nd pair, added by a butterfly.
         """
         heads = out.shape[1]
@@ -167,8 +175,8 @@ def attention_rows_kernel(tile):
             tickets[0] = 0
         if first >= end:
             return
-        if thread < 2:
-            counters[place * 2 + thread] = 0
+        if thread == 0:
+            counters[place] = 0
         lane = thread % 32
         sums = cuda.local.array(ROWS_AT_ONCE, np.float32)
         left = cuda.local.array(loads, np.int32)
@@ -201,7 +209,7 @@ def attention_rows_kernel(tile):
 @kernel_factory
 def attention_products_kernel(tile):
     """The kernel of a Tile that computes dk, dv and the sums of dq."""
-    head_dim, element, _, ahead = tile
+    head_dim, element, _, ahead, chains_together = tile
     boxes, stages, dq_count = tile.boxes, tile.depth, tile.dq_count
     key_box, query_box = KEYS * LINE, QUERIES * LINE
     key_bytes, query_bytes, row_bytes = boxes * key_box, boxes * query_box, 4 * QUERIES
@@ -221,14 +229,14 @@ def attention_products_kernel(tile):
 
     @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
     def attention_products_kernel(
-        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, key_tiles, scale, tickets, counters, dq_sums, dk, dv
+        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, scale, tickets, counters, dq_sums, dk, dv
     ):
         """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, a run for each (query tile, head,
         consumer), as the consumer's threads hold them: float 4 t + c of each 512 is accumulator c of thread t.
 
         Shared memory: K, V [box | key], then for each stage Q [box | query], dO likewise, buffers of dS [key], the
         consumers' dq, lse and delta for each stage, barriers. Warps of the first warpgroup: 0 brings tiles, 1 and 2
-        give the consumers' dq away. Step s of a block is query tile s // group from the first, head s % group.
+        give dq away. Step s of a block is query tile s // group from the last, head s % group.
         """
         thread = i32(cuda.threadIdx.x)
         role = warp_uniform(thread >> i32(7))
@@ -244,7 +252,7 @@ def attention_products_kernel(tile):
         v_full = k_full + i32(8)
         dq_full = v_full + i32(8)
         dq_empty = dq_full + i32(16)
-        q_full = dq_empty + i32(16)
+        q_full = dq_empty + i32(8)
         q_empty = q_full + i32(8 * stages)
         dout_full = q_empty + i32(8 * stages)
         dout_empty = dout_full + i32(8 * stages)
@@ -253,9 +261,9 @@ def attention_products_kernel(tile):
             ticket[0] = cuda.atomic.add(tickets, 0, 1)
             barrier_init(k_full, 1)
             barrier_init(v_full, 1)
-            for consumer in range(2):
-                barrier_init(dq_full + consumer * 8, WARPGROUP)
-                barrier_init(dq_empty + consumer * 8, 1)
+            for own in range(2):
+                barrier_init(dq_full + own * 8, 2 * WARPGROUP)
+            barrier_init(dq_empty, 1)
             # A stage is empty when all warps of the consumers say so.
             for stage in range(stages):
                 barrier_init(q_full + stage * 8, 1)
@@ -268,33 +276,38 @@ def attention_products_kernel(tile):
         kv_heads = i32(dk.shape[1])
         chains = kv_heads * i32(cu_seqlens.shape[0] - 1)
         order = warp_uniform(ticket[0])
-        sequence, kv_head = order % chains // kv_heads, order % kv_heads
+        key_tiles = i32((max_seqlen + (KEYS - 1)) // KEYS)
+        first_chain = i32(order // (key_tiles * chains_together) * chains_together)
+        together = min(i32(chains_together), chains - first_chain)
+        order -= first_chain * key_tiles
+        chain = first_chain + order % together
+        sequence, kv_head = chain // kv_heads, chain % kv_heads
         start = cu_seqlens[sequence]
-        length = cu_seqlens[sequence + 1] - start
+        length = min(cu_seqlens[sequence + 1] - start, i32(max_seqlen))
         # Counted from the sequence's end, so that of all sequences the blocks with the most steps come first.
-        key_tile = i32((length + (KEYS - 1)) // KEYS - key_tiles + order // chains)
+        key_tile = i32((length + (KEYS - 1)) // KEYS - key_tiles + order // together)
         if key_tile < 0:
             return
         group = i32(heads) // kv_heads
         first_key = key_tile * i32(KEYS)
         first_row = start + first_key
-        steps = i32(((length - first_key + (QUERIES - 1)) // QUERIES) * group)
-        # Where rows, counters and sums of the first query tile and head lie.
-        place = i64(start // QUERIES + sequence + first_key // QUERIES) * heads + kv_head * group
+        query_tiles = i32((length - first_key + (QUERIES - 1)) // QUERIES)
+        steps = i32(query_tiles * group)
+        # Where rows, counter and sums of the last query tile and first head lie.
+        place = i64(start // QUERIES + sequence + first_key // QUERIES + query_tiles - 1) * heads + kv_head * group
 
         if role == 0:
             fewer_registers()
             if thread == 0:
                 q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
-                stage, parity = i32(0), i32(1)
+                stage, parity, head = i32(0), i32(1), i32(0)
+                row = first_row + (query_tiles - i32(1)) * i32(QUERIES)
                 column = kv_head * i32(head_dim)
                 barrier_expect(k_full, key_bytes)
                 for box in range(boxes):
                     bulk_load(k_tile + box * key_box, tensor_map_address(k_map), column + box * 64, first_row, k_full)
                 for step in range(steps):
-                    query_tile, head = i32(step) // group, i32(step) % group
-                    at = (place + query_tile * heads + head) * (2 * QUERIES)
-                    row = first_row + query_tile * i32(QUERIES)
+                    at = (place + head) * (2 * QUERIES)
                     q_column = (kv_head * group + head) * i32(head_dim)
                     barrier_wait(q_empty + stage * 8, parity)
                     arrived = q_full + stage * 8
@@ -319,25 +332,36 @@ def attention_products_kernel(tile):
                     if stage == stages:
                         stage = i32(0)
                         parity ^= i32(1)
+                    head += i32(1)
+                    if head == group:
+                        head = i32(0)
+                        row -= i32(QUERIES)
+                        place -= heads
             elif thread == 32 or thread == 64:
-                consumer = (thread >> i32(5)) - i32(1)
-                source = dq_tiles + consumer * i32(4 * dq_count)
-                parity = i32(0)
+                # One warp takes the even steps and one the odd: while one still waits for its sum to be written, the
+                # other may wait for its turn.
+                own = thread >> i32(6)
+                parity, head = i32(0), i32(0)
                 for step in range(steps):
-                    run = (place + i32(step) // group * heads + i32(step) % group) * 2 + consumer
-                    if key_tile > 0:
-                        await_turn(counters, run, key_tile)
-                    barrier_wait(dq_full + consumer * 8, parity)
-                    if key_tile > 0:
-                        run_add(dq_sums, run * dq_count, dq_count, source)
-                    else:
-                        run_store(dq_sums, run * dq_count, dq_count, source)
-                    bulk_commit()
-                    bulk_wait_read()
-                    barrier_arrive(dq_empty + consumer * 8)
-                    bulk_wait()
-                    give_turn(counters, run, key_tile + 1)
-                    parity ^= i32(1)
+                    if step & 1 == own:
+                        run = place + head
+                        if key_tile > 0:
+                            await_turn(counters, run, key_tile)
+                        barrier_wait(dq_full + own * 8, parity)
+                        parity ^= i32(1)
+                        if key_tile > 0:
+                            run_add(dq_sums, run * (2 * dq_count), 2 * dq_count, dq_tiles)
+                        else:
+                            run_store(dq_sums, run * (2 * dq_count), 2 * dq_count, dq_tiles)
+                        bulk_commit()
+                        bulk_wait_read()
+                        barrier_arrive(dq_empty)
+                        bulk_wait()
+                        give_turn(counters, run, key_tile + 1)
+                    head += i32(1)
+                    if head == group:
+                        head = i32(0)
+                        place -= heads
         else:
             more_registers()
             consumer = role - i32(1)
@@ -380,12 +404,12 @@ def attention_products_kernel(tile):
                 start_scores(gradients, own_values, dout_tile)
                 if not ahead:
                     wait_scores_1(scores)
-                if step < 2 * group:
-                    # The first two query tiles have the positions of the keys: a key is seen from its own on.
-                    first = pair + (i32(0) if step < group else i32(QUERIES)) - key
+                if steps - step <= 2 * group:
+                    # The last two query tiles have the positions of the keys: a key is seen from its own on.
+                    first = i32(pair - key + (QUERIES if steps - step > group else 0))
                     for block in range(QUERIES // 8):
                         for i in range(4):
-                            if first + block * 8 + (i & 1) - (i >> 1) * 8 < 0:
+                            if first < i32((i >> 1) * 8 - (i & 1) - block * 8):
                                 scores[block * 4 + i] = MINUS_INFINITY
                 at = lse_rows + stage * row_bytes + pair * 4
                 for block in range(QUERIES // 8):
@@ -440,14 +464,14 @@ def attention_products_kernel(tile):
                         barrier_wait(q_full + stage * 8, parity)
                     start_scores(scores, own_keys, operand(q_tiles + stage * query_bytes))
                 wait_dq(dq_acc)
-                barrier_wait(dq_empty + consumer * 8, dq_parity)
+                barrier_wait(dq_empty, dq_parity)
                 dq_parity ^= i32(1)
                 for i in range(dq_accumulators // 4):
                     store_four(
                         own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3]
                     )
                 fence_shared_to_bulk()
-                barrier_arrive(dq_full + consumer * 8)
+                barrier_arrive(dq_full + (step & 1) * 8)
                 if ahead:
                     # Products in flight from one turn of the loop to the next make ptxas wait for each of them.
                     wait_scores(scores)
@@ -516,7 +540,7 @@ def hopper_attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, s
     xp = device.xp()
     tiles = tokens // QUERIES + sequences
     rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
-    counters = xp.empty(tiles * heads * 2, np.int32)
+    counters = xp.empty(tiles * heads, np.int32)
     tickets = xp.empty(1, np.int32)
     dq_sums = xp.empty(tiles * heads * 2 * tile.dq_count, np.float32)
     query_tiles, key_tiles = -(-max_seqlen // QUERIES), -(-max_seqlen // KEYS)
@@ -529,7 +553,7 @@ def hopper_attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, s
     k_map, v_map = (tensor_map(x.reshape(tokens, -1), KEYS, 64) for x in (k, v))
     launch(
         attention_products_kernel(tile), kv_heads * sequences * key_tiles, 3 * WARPGROUP,
-        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, key_tiles, float(scale), tickets, counters, dq_sums,
+        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, float(scale), tickets, counters, dq_sums,
         dk.view(np.int32), dv.view(np.int32), shared=tile.shared_bytes,
     )  # fmt: skip
     launch(

@@ -1,0 +1,193 @@
+"""The gradient of causal attention against torch's FlashAttention-2 and cuDNN: H16 K8 E128, bfloat16.
+
+    python bench/kernels/attention_backward.py                   check, then the training shapes
+    python bench/kernels/attention_backward.py --sweep           every tile of the kernel
+    python bench/kernels/attention_backward.py --without-turns   what the fixed order of dq costs (dq is then wrong)
+
+TFLOP/s count 2.5 times the forward's causal products, as everyone does. bar: what the kernel has to reach (torch's
+FlashAttention-2 on an H200), and 0.8 of cuDNN. packed: 64 sequences of 128 .. 2048 tokens, to be compared with equal
+lengths. RLNUMBA_DEBUG=2 prints the time of each of the three kernels.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cupy
+from harness import random_array, relative_error, time_us
+
+from rlnumba import device
+from rlnumba.kernels import attention_backward_hopper as hopper
+from rlnumba.kernels.attention import attention
+from rlnumba.kernels.attention_backward_hopper import Tile, hopper_attention_backward
+from rlnumba.kernels.instructions import device_function
+
+HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
+# Lengths: TFLOP/s of torch's FlashAttention-2, and 0.8 of cuDNN's.
+SHAPES = {
+    "8 x 2048": ([2048] * 8, 184, 278),
+    "4 x 4096": ([4096] * 4, 230, 334),
+    "2 x 16384": ([16_384] * 2, 301, 389),
+}
+
+
+class Problem:
+    """Random inputs on the GPU, attention's results, and room for the gradients."""
+
+    def __init__(self, lengths, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16"):
+        tokens = sum(lengths)
+        self.lengths, self.scale = lengths, head_dim**-0.5
+        self.q, self.dout = (random_array(tokens, heads, head_dim, dtype=dtype) for _ in range(2))
+        self.k, self.v = (random_array(tokens, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+        self.out, self.lse = cupy.empty_like(self.q), cupy.empty((heads, tokens), np.float32)
+        self.cu_seqlens = cupy.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        attention(self.q, self.k, self.v, self.cu_seqlens, max(lengths), self.scale, self.out, self.lse)
+        self.gradients = [cupy.full(x.shape, np.nan, x.dtype) for x in (self.q, self.k, self.v)]
+
+    @property
+    def flops(self):
+        _, heads, head_dim = self.q.shape
+        return 2.5 * sum(2 * n * n * heads * head_dim for n in self.lengths)
+
+    def run(self, tile=None):
+        hopper_attention_backward(
+            self.dout, self.q, self.k, self.v, self.out, self.lse, self.cu_seqlens, max(self.lengths), self.scale,
+            *self.gradients, tile=tile,
+        )  # fmt: skip
+
+    def reference(self, sequence, kv_head):
+        """(dq, dk, dv) of one key head of a sequence and its query heads, in float32."""
+        start, end = (int(x) for x in self.cu_seqlens[sequence : sequence + 2])
+        group = self.q.shape[1] // self.k.shape[1]
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        q, dout, out = (x[start:end, heads].astype(np.float32) for x in (self.q, self.dout, self.out))
+        k, v = (x[start:end, kv_head].astype(np.float32) for x in (self.k, self.v))
+        dq, dk, dv = cupy.empty_like(q), cupy.zeros_like(k), cupy.zeros_like(v)
+        hidden = cupy.triu(cupy.full((end - start, end - start), -np.inf, np.float32), 1)
+        for h in range(group):
+            lse = self.lse[kv_head * group + h, start:end, None]
+            p = cupy.exp(np.float32(self.scale) * q[:, h] @ k.T + hidden - lse)
+            delta = (dout[:, h] * out[:, h]).sum(axis=1, keepdims=True)
+            ds = p * (dout[:, h] @ v.T - delta) * np.float32(self.scale)
+            dq[:, h] = ds @ k
+            dk += ds.T @ q[:, h]
+            dv += p.T @ dout[:, h]
+        return dq, dk, dv
+
+    def errors(self, sequence, kv_head):
+        """Relative errors of dq, dk, dv against the reference."""
+        start, end = (int(x) for x in self.cu_seqlens[sequence : sequence + 2])
+        group = self.q.shape[1] // self.k.shape[1]
+        dq, dk, dv = self.gradients
+        ours = dq[start:end, kv_head * group : (kv_head + 1) * group], dk[start:end, kv_head], dv[start:end, kv_head]
+        return [relative_error(a, b) for a, b in zip(ours, self.reference(sequence, kv_head), strict=True)]
+
+
+def check():
+    """Every head size and group; the rounding of p and ds to bfloat16 leaves errors of about 4e-3."""
+    cases = [(64, 4, 4), (80, 4, 2), (96, 6, 2), (128, 16, 8), (128, 8, 1), (48, 6, 6)]
+    for head_dim, heads, kv_heads in cases:
+        problem = Problem([300, 1, 64, 129, 1500], heads, kv_heads, head_dim)
+        problem.run()
+        first = [x.copy() for x in problem.gradients]
+        # Of a single token, dq and dk are zero but for rounding.
+        worst = max(max(problem.errors(s, h)) for s in (0, 2, 3, 4) for h in range(kv_heads))
+        again = 0
+        for _ in range(20):
+            problem.run()
+            pairs = zip(problem.gradients, first, strict=True)
+            again += all(bool((a.view(np.uint16) == b.view(np.uint16)).all()) for a, b in pairs)
+        print(
+            f"head_dim {head_dim:3}, {heads} and {kv_heads} heads: error {worst:.1e}, same bits {again}/20", flush=True
+        )
+
+
+def peers(lengths):
+    """{name: microseconds} of torch's backward, where torch is installed."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return {}
+    shapes = [(len(lengths), heads, lengths[0], HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(s, dtype=torch.bfloat16, device="cuda", requires_grad=True) for s in shapes)
+    dout = torch.randn_like(q)
+    times = {}
+    for name, backend in (("FA2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        try:
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        except RuntimeError as error:
+            print(f"{name}: {error}")
+            continue
+
+        def backward(out=out):
+            torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+        for _ in range(3):
+            backward()
+        laps = []
+        for _ in range(9):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            backward()
+            end.record()
+            end.synchronize()
+            laps.append(begin.elapsed_time(end) * 1e3)
+        times[name] = sorted(laps)[len(laps) // 2]
+    return times
+
+
+def report(label, problem, us, note=""):
+    print(f"{label:34} {us:9.1f} us  {problem.flops / us / 1e6:6.0f} TFLOP/s  {note}", flush=True)
+
+
+def candidates():
+    for ahead in (True, False):
+        for chains in (8, 16, 32, 64, 1024):
+            yield Tile(HEAD_DIM, "bfloat16", 0, ahead, chains)
+
+
+def shapes(sweep):
+    for name, (lengths, bar, aim) in SHAPES.items():
+        problem = Problem(lengths)
+        problem.run()
+        errors = max(problem.errors(len(lengths) - 1, KV_HEADS - 1)) if max(lengths) <= 4096 else float("nan")
+        us = time_us(problem.run)
+        for peer, peer_us in peers(lengths).items():
+            report(f"{name} torch {peer}", problem, peer_us)
+        report(name, problem, us, f"bar {bar}, aim {aim}, error {errors:.1e}")
+        for tile in candidates() if sweep else ():
+            us = time_us(lambda t=tile: problem.run(t), 5)
+            report(f"    ahead {tile.ahead}, {tile.chains} chains", problem, us)
+    lengths = np.random.default_rng(0).integers(128, 2049, 64).tolist()
+    problem = Problem(lengths)
+    report("packed 64 x U[128, 2048]", problem, time_us(problem.run), "0.9 of equal lengths")
+    equal = Problem([int(np.mean(lengths))] * 64)
+    report(f"equal 64 x {int(np.mean(lengths))}", equal, time_us(equal.run))
+
+
+@device_function
+def no_turn(counters, index, turn):
+    """In place of await_turn."""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--without-turns", action="store_true")
+    options = parser.parse_args()
+    print(device.describe())
+    with tempfile.TemporaryDirectory() as folder:
+        if options.without_turns:
+            # This kernel is not what its source says: it must not reach the cache of machine code.
+            os.environ["RLNUMBA_CACHE_DIR"] = folder
+            hopper.await_turn = no_turn
+        else:
+            check()
+        shapes(options.sweep)

@@ -6,8 +6,8 @@
     p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
 
 p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded. grads, m, v (n,)
-float32. The first decay_end elements decay, the rest (biases, norms) do not. One pass over memory: 28 bytes
-an element with a 16-bit copy. Everything that changes from step to step is read from the device, so that a
+float32. The first decay_end elements decay, the rest (biases, norms) do not. One pass over memory: 30 bytes
+an element with a 16-bit copy, 28 without. Everything that changes from step to step is read from the device, so that a
 captured graph stays valid.
 """
 
@@ -19,32 +19,55 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, check
-from rlnumba.kernels.instructions import narrow
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.instructions import access_length, start_loads, vector_access
+from rlnumba.kernels.launch import kernel_factory, launch
 
-THREADS = 256
+THREADS = 32 if device.name() == "sim" else 256
+# Elements of a thread: 16 bytes of float32.
+VECTOR = 4
 
 
-@cuda.jit
-def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
-    """A thread owns an element."""
-    i = cuda.grid(1)
-    if i >= master.shape[0]:
-        return
-    one = np.float32(1.0)
-    gradient = grads[i] * scalars[7]
-    first = (one - scalars[1]) * m[i] + scalars[1] * gradient
-    second = (one - scalars[2]) * v[i] + scalars[2] * gradient * gradient
-    step = first / scalars[5] / (math.sqrt(second / scalars[6]) + scalars[3])
-    value = master[i]
-    if i < decay_end:
-        step += scalars[4] * value
-    value -= scalars[0] * step
-    m[i] = first
-    v[i] = second
-    # Without a separate master copy both names are one float32 array.
-    master[i] = value
-    weights[i] = narrow(value, weights)
+@kernel_factory
+def adamw_kernel(access, bounded, has_master):
+    """The kernel that moves `access` elements at a time; without a master copy, weights and master are one array.
+
+    bounded: the last block has elements beyond the end.
+    """
+    load, store = vector_access(VECTOR, access, bounded)
+
+    @cuda.jit
+    def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
+        """A thread owns VECTOR elements, and loads all it needs of them before it computes."""
+        start = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VECTOR
+        gradient = cuda.local.array(VECTOR, np.float32)
+        first = cuda.local.array(VECTOR, np.float32)
+        second = cuda.local.array(VECTOR, np.float32)
+        value = cuda.local.array(VECTOR, np.float32)
+        load(grads, start, gradient, 0)
+        load(m, start, first, 0)
+        load(v, start, second, 0)
+        load(master, start, value, 0)
+        start_loads()
+        one = np.float32(1.0)
+        learning_rate, complement1, complement2, epsilon = scalars[0], scalars[1], scalars[2], scalars[3]
+        weight_decay, grad_scale = scalars[4], scalars[7]
+        # Two divisions a thread instead of two an element.
+        inverse1, inverse2 = one / scalars[5], one / scalars[6]
+        for i in range(VECTOR):
+            gradient[i] *= grad_scale
+            first[i] = (one - complement1) * first[i] + complement1 * gradient[i]
+            second[i] = (one - complement2) * second[i] + complement2 * gradient[i] * gradient[i]
+            step = first[i] * inverse1 / (math.sqrt(second[i] * inverse2) + epsilon)
+            if start + i < decay_end:
+                step += weight_decay * value[i]
+            value[i] -= learning_rate * step
+        store(m, start, first, 0)
+        store(v, start, second, 0)
+        store(master, start, value, 0)
+        if has_master:
+            store(weights, start, value, 0)
+
+    return adamw_kernel
 
 
 @numba.njit(cache=True, parallel=True, error_model="numpy")
@@ -97,7 +120,10 @@ def adamw(weights, master, grads, m, v, scalars, decay_end):
         if weights is not master:
             weights[...] = master
         return
-    launch(adamw_kernel, -(-size // THREADS), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
+    of_block = THREADS * VECTOR
+    access = access_length(size, weights, master, grads, m, v)
+    kernel = adamw_kernel(access, size % of_block != 0, weights is not master)
+    launch(kernel, -(-size // of_block), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
 
 
 def adamw_ref(p, grads, m, v, scalars, decays):

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
+from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars
 from tests.close import ROUNDING, assert_close, assert_same_bits
 
-SIZES = [0, 1, 255, 257]
+SIZES = [0, 1, 255, 256, 260]
 HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}
 
 
@@ -32,8 +32,19 @@ def run_steps(rng, size, dtype, steps=3):
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_simulator(rng, dtype):
-    for size in SIZES if dtype == "float32" else [70]:
+    for size in SIZES if dtype == "float32" else [128, 72]:
         run_steps(rng, size, dtype)
+
+
+@pytest.mark.parametrize("weights", ["uint16[::1]", None])
+def test_kernel_compiles_for_gpus(compile_offline, weights):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    f32, troubles = "float32[::1]", []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        types = [weights or f32, f32, f32, f32, f32, f32, "int64"]
+        troubles += compile_offline(adamw_kernel(4, False, weights is not None), types, architecture)
+    assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -46,7 +57,7 @@ def test_numpy_device(rng, size, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("size", SIZES + [10_000_001])
+@pytest.mark.parametrize("size", SIZES + [10_000_001, 10_000_000])
 def test_gpu(rng, size, dtype):
     run_steps(rng, size, dtype)
 

@@ -70,6 +70,9 @@ if device.name() == "sim":
         """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
         return np.float32(1.0) / np.float32(value)
 
+    def start_loads():
+        """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+
     @functools.cache
     def vector_access(count, access, bounded=False):
         """(load, store) of `count` neighbouring elements of an array with one axis.
@@ -245,6 +248,17 @@ else:
             return builder.call(ir.InlineAsm(function, "rcp.approx.ftz.f32 $0, $1;", "=f,f"), args)
 
         return types.float32(types.float32), codegen
+
+    @intrinsic
+    def start_loads(typingctx):
+        """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+
+        def codegen(context, builder, signature, args):
+            nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+            builder.call(nothing, [])
+            return context.get_dummy_value()
+
+        return types.void(), codegen
 
     def _unpack(builder, element, word):
         """The elements in 32 bits, widened: one float32 or integer, or two 16-bit floats."""

@@ -60,7 +60,7 @@ from rlnumba.kernels.hopper import (
     barrier_init_fence,
     barrier_wait,
     bulk_commit,
-    bulk_load,
+    bulk_load_heads,
     bulk_wait,
     bulk_wait_read,
     fence_shared_to_bulk,
@@ -124,13 +124,18 @@ class Tile(NamedTuple):
         return -(-self.head_dim // 64)
 
     @property
+    def columns(self):
+        """Columns that the tensor cores multiply; zeros beyond head_dim."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
     def depth(self):
         return self.stages or 4 // self.boxes
 
     @property
     def dq_columns(self):
         """Columns of dq that a consumer multiplies: one of two boxes, or half of the only one."""
-        return 64 if self.boxes == 2 else self.head_dim // 2
+        return 64 if self.boxes == 2 else self.columns // 2
 
     @property
     def dq_count(self):
@@ -146,7 +151,7 @@ class Tile(NamedTuple):
 
 def supports(head_dim):
     """Whether the kernels of this module take heads of this size."""
-    return head_dim % 16 == 0 and 0 < head_dim <= 128
+    return head_dim % 8 == 0 and 0 < head_dim <= 128
 
 
 @kernel_factory
@@ -210,17 +215,17 @@ def attention_rows_kernel(tile):
 def attention_products_kernel(tile):
     """The kernel of a Tile that computes dk, dv and the sums of dq."""
     head_dim, element, _, ahead, chains_together = tile
-    boxes, stages, dq_count = tile.boxes, tile.depth, tile.dq_count
+    boxes, columns, stages, dq_count = tile.boxes, tile.columns, tile.depth, tile.dq_count
     key_box, query_box = KEYS * LINE, QUERIES * LINE
     key_bytes, query_bytes, row_bytes = boxes * key_box, boxes * query_box, 4 * QUERIES
     ds_bytes = QUERIES * KEYS * 2
     # From the columns of K that the first consumer takes for dq to those of the second.
-    dq_offset = key_box if boxes == 2 else head_dim
-    accumulators, score_count, dq_accumulators = head_dim // 2, QUERIES // 2, tile.dq_columns // 2
+    dq_offset = key_box if boxes == 2 else columns
+    accumulators, score_count, dq_accumulators = columns // 2, QUERIES // 2, tile.dq_columns // 2
     word_count = score_count // 2
     # S^T = K Q^T and dP^T = V dO^T, dV += P^T dO and dK += dS^T Q, dq += dS K.
-    start_scores = group_product(QUERIES, element, head_dim // 16, "k", "k", False, key_box, query_box)
-    start_keys = group_product(head_dim, element, QUERIES // 16, "registers", "mn", True)
+    start_scores = group_product(QUERIES, element, columns // 16, "k", "k", False, key_box, query_box)
+    start_keys = group_product(columns, element, QUERIES // 16, "registers", "mn", True)
     start_dq = group_product(tile.dq_columns, element, KEYS // 16, "mn", "mn", False)
     wait_scores_1, wait_scores = group_wait(score_count, 1), group_wait(score_count, 0)
     wait_keys_2, wait_keys_1 = group_wait(accumulators, 2), group_wait(accumulators, 1)
@@ -302,31 +307,31 @@ def attention_products_kernel(tile):
                 q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
                 stage, parity, head = i32(0), i32(1), i32(0)
                 row = first_row + (query_tiles - i32(1)) * i32(QUERIES)
-                column = kv_head * i32(head_dim)
                 barrier_expect(k_full, key_bytes)
                 for box in range(boxes):
-                    bulk_load(k_tile + box * key_box, tensor_map_address(k_map), column + box * 64, first_row, k_full)
+                    target = k_tile + box * key_box
+                    bulk_load_heads(target, tensor_map_address(k_map), box * 64, kv_head, first_row, k_full)
                 for step in range(steps):
                     at = (place + head) * (2 * QUERIES)
-                    q_column = (kv_head * group + head) * i32(head_dim)
+                    q_head = kv_head * group + head
                     barrier_wait(q_empty + stage * 8, parity)
                     arrived = q_full + stage * 8
                     barrier_expect(arrived, query_bytes + row_bytes)
                     for box in range(boxes):
                         target = q_tiles + stage * query_bytes + box * query_box
-                        bulk_load(target, q, q_column + box * 64, row, arrived)
+                        bulk_load_heads(target, q, box * 64, q_head, row, arrived)
                     run_load(lse_rows + stage * row_bytes, rows, at, QUERIES, arrived)
                     if step == 0:
                         barrier_expect(v_full, key_bytes)
                         for box in range(boxes):
                             target = v_tile + box * key_box
-                            bulk_load(target, tensor_map_address(v_map), column + box * 64, first_row, v_full)
+                            bulk_load_heads(target, tensor_map_address(v_map), box * 64, kv_head, first_row, v_full)
                     barrier_wait(dout_empty + stage * 8, parity)
                     arrived = dout_full + stage * 8
                     barrier_expect(arrived, query_bytes + row_bytes)
                     for box in range(boxes):
                         target = dout_tiles + stage * query_bytes + box * query_box
-                        bulk_load(target, dout, q_column + box * 64, row, arrived)
+                        bulk_load_heads(target, dout, box * 64, q_head, row, arrived)
                     run_load(delta_rows + stage * row_bytes, rows, at + QUERIES, QUERIES, arrived)
                     stage += i32(1)
                     if stage == stages:
@@ -549,8 +554,8 @@ def hopper_attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, s
         attention_rows_kernel(tile), grid, 128,
         dout.view(np.int32), out.view(np.int32), lse, cu_seqlens, rows, counters, tickets,
     )  # fmt: skip
-    q_map, dout_map = (tensor_map(x.reshape(tokens, -1), QUERIES, 64) for x in (q, dout))
-    k_map, v_map = (tensor_map(x.reshape(tokens, -1), KEYS, 64) for x in (k, v))
+    q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
+    k_map, v_map = (tensor_map(x, KEYS, 1, 64) for x in (k, v))
     launch(
         attention_products_kernel(tile), kv_heads * sequences * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, float(scale), tickets, counters, dq_sums,

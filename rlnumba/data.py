@@ -66,10 +66,18 @@ def _read_jsonl(path):
             continue
         try:
             row = json.loads(line.decode("utf-8"))
+            if b"\\u" in line:
+                # An escape may name half of a surrogate pair, which has no UTF-8 and no tokens.
+                json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{path}:{number}: not UTF-8: {error.reason}") from error
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+            raise UserError(f"{path}:{number}: {half} is half of a character") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON: {error.msg} (column {error.colno})") from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list in 5,000 lists
+            raise UserError(f"{path}:{number}: not JSON that can be read: {error}") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: must be a JSON object, got {_kind(row)}")
         rows.append(row)

@@ -48,8 +48,11 @@ def replacing(path):
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         # A device or a pipe, such as /dev/null, is written to, not replaced.
-        with open(path, "w", encoding="utf-8") as file:
-            yield file
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                yield file
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         return
     try:
         if path.is_dir():

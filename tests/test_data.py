@@ -63,6 +63,9 @@ def path(tmp_path):
         (b'{"a": 1}\n{"a": 1\n', r"rows.jsonl:2: not JSON: .* \(column 8\)"),
         (b'{"a": 1}\n\n[1]\n', "rows.jsonl:3: must be a JSON object, got a list"),
         (b'{"a": "\xff"}\n', "rows.jsonl:1: not UTF-8"),
+        (b'{"a": "\\ud83d\\ude00"}\n{"a": ["\\ud83d"]}\n', r"rows.jsonl:2: \\ud83d is half of a character"),
+        (b'{"a": ' + b"7" * 5000 + b"}\n", "rows.jsonl:1: not JSON that can be read: .*5000 digits"),
+        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n", "rows.jsonl:1: not JSON that can be read: .*recursion"),
     ],
 )
 def test_bad_lines_are_named(path, text, message):

@@ -95,6 +95,8 @@ def test_a_failed_block_leaves_the_old_file(tmp_path):
     for bad in (tmp_path, path / "below", tmp_path / "no" / "folder"):
         with pytest.raises(UserError, match="cannot be written"), replacing(bad):
             pass
+    with pytest.raises(UserError, match="/dev/full: cannot be written: No space left"), replacing("/dev/full") as file:
+        file.write("new")
 
 
 def test_unwritable_folder(tmp_path):

@@ -125,9 +125,9 @@ class Tokenizer:
         """{name: template}: chat_template.jinja and its folder of named ones, else tokenizer_config.json's."""
         found = {}
         if (self.folder / "chat_template.jinja").exists():
-            found["default"] = (self.folder / "chat_template.jinja").read_text(encoding="utf-8")
+            found["default"] = _read_template(self.folder / "chat_template.jinja")
         for file in sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja")):
-            found[file.stem] = file.read_text(encoding="utf-8")
+            found[file.stem] = _read_template(file)
         template = settings.get("chat_template")
         if found or template is None:
             return found
@@ -282,6 +282,15 @@ class Tokenizer:
             raise UserError(f"{self.folder}: chat template: {' '.join(str(error).split())}") from None
         except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{self.folder}: chat template: {type(error).__name__}: {error}") from None
+
+
+def _read_template(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason}") from None
 
 
 def _message(message):

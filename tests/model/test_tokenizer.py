@@ -163,6 +163,10 @@ def test_folders_without_a_tokenizer_or_template(tmp_path):
     for template, words in (("{{ x", "unexpected end of template"), ("{{ messages + 1 }}", "TypeError")):
         with pytest.raises(UserError, match=words):
             edited(tmp_path, chat_template=template).apply_chat_template([{"role": "user", "content": "x"}])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="chat_template.jinja: not UTF-8"):
+        Tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
     with pytest.raises(UserError, match="tokenizer.json: not valid JSON"):
         Tokenizer(tmp_path)

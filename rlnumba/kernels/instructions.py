@@ -79,7 +79,8 @@ if device.name() == "sim":
 
         load(array, index, values, at): values[at + i] = array[index + i], widened.
         store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
-        keep what was stored. values: a local array of float32, or of the array's own 32-bit integers.
+        keep what was stored. values: a local array of float32, or of the array's own type, integers that keep
+        their bits.
         access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
         bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
         a multiple of access.
@@ -96,7 +97,7 @@ if device.name() == "sim":
             return found
 
         def widened(elements, values):
-            if elements.dtype == np.uint16:
+            if elements.dtype == np.uint16 and values.dtype == np.float32:
                 return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
             return elements.astype(values.dtype)
 
@@ -108,7 +109,7 @@ if device.name() == "sim":
         def store(array, index, values, at):
             found = existing(array, index)
             rounded = values[at : at + count]
-            if array.dtype == np.uint16:
+            if array.dtype == np.uint16 and values.dtype == np.float32:
                 rounded = rounded.astype(device.DTYPES["bfloat16"]).view(np.uint16)
             with np.errstate(over="ignore"):
                 rounded = rounded.astype(array.dtype)
@@ -260,26 +261,29 @@ else:
 
         return types.void(), codegen
 
-    def _unpack(builder, element, word):
-        """The elements in 32 bits, widened: one float32 or integer, or two 16-bit floats."""
-        if element == types.float32:
-            return [builder.bitcast(word, _F32)]
-        if element == types.uint16:
-            low = builder.shl(word, ir.Constant(_I32, 16))
-            high = builder.and_(word, ir.Constant(_I32, 0xFFFF0000))
-            return [builder.bitcast(half, _F32) for half in (low, high)]
+    def _unpack(builder, element, kept, word):
+        """The elements in 32 bits, one or two, as they are kept: widened to float32, or integers as they are."""
+        if element.bitwidth == 32:
+            return [builder.bitcast(word, _F32 if kept == types.float32 else _I32)]
+        halves = [builder.trunc(builder.lshr(word, ir.Constant(_I32, shift)), _I16) for shift in (0, 16)]
+        if kept != types.float32:
+            return halves
         if element == types.float16:
-            halves = [builder.trunc(builder.lshr(word, ir.Constant(_I32, shift)), _I16) for shift in (0, 16)]
             return [builder.fpext(builder.bitcast(half, ir.HalfType()), _F32) for half in halves]
-        return [word]
+        low = builder.shl(word, ir.Constant(_I32, 16))
+        high = builder.and_(word, ir.Constant(_I32, 0xFFFF0000))
+        return [builder.bitcast(half, _F32) for half in (low, high)]
 
-    def _pack(builder, element, values):
-        """The reverse: 32 bits from one float32 or integer, or two float32 rounded to 16 bits."""
-        if element in (types.uint16, types.float16):
-            kind = "bf16" if element == types.uint16 else "f16"
-            function = ir.FunctionType(_I32, [_F32] * 2)
-            return builder.call(ir.InlineAsm(function, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"), values)
-        return builder.bitcast(values[0], _I32)
+    def _pack(builder, element, kept, values):
+        """The reverse; float32 are rounded to 16 bits in pairs, by one instruction."""
+        if element.bitwidth == 32:
+            return builder.bitcast(values[0], _I32)
+        if kept != types.float32:
+            low, high = (builder.zext(value, _I32) for value in values)
+            return builder.or_(low, builder.shl(high, ir.Constant(_I32, 16)))
+        kind = "f16" if element == types.float16 else "bf16"
+        function = ir.FunctionType(_I32, [_F32] * 2)
+        return builder.call(ir.InlineAsm(function, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"), values)
 
     @functools.cache
     def vector_access(count, access, bounded=False):
@@ -287,14 +291,15 @@ else:
 
         load(array, index, values, at): values[at + i] = array[index + i], widened.
         store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
-        keep what was stored. values: a local array of float32, or of the array's own 32-bit integers.
+        keep what was stored. values: a local array of float32, or of the array's own type, integers that keep
+        their bits.
         access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
         bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
         a multiple of access.
         """
 
         def pieces(context, builder, signature, args):
-            """(element type, elements a piece, [(offset, whether it exists, pointer)], pointer to values[at])."""
+            """(array's and values' elements, elements a piece, [(offset, exists, pointer)], pointer to values[at])."""
             array_type, _, values_type, _ = signature.args
             array = context.make_array(array_type)(context, builder, args[0])
             values = context.make_array(values_type)(context, builder, args[2])
@@ -312,13 +317,13 @@ else:
                     index = builder.select(inside, index, ir.Constant(_I64, 0))
                 pointer = builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
                 found.append((offset, inside, pointer))
-            return element, at_once, found, builder.gep(values.data, [args[3]])
+            return element, values_type.dtype, at_once, found, builder.gep(values.data, [args[3]])
 
         def fits(array, values):
             """Whether arrays of these types go together."""
-            floats = (types.float32, types.float16, types.uint16)
-            same = values.dtype == array.dtype and array.dtype in (types.int32, types.uint32)
-            return array.ndim == 1 and (same or (values.dtype == types.float32 and array.dtype in floats))
+            floats, words = (types.float32, types.float16, types.uint16), (types.int32, types.uint32, types.uint16)
+            widened = values.dtype == types.float32 and array.dtype in floats
+            return array.ndim == 1 and (widened or (values.dtype == array.dtype and array.dtype in words))
 
         @intrinsic
         def load(typingctx, array, index, values, at):
@@ -326,7 +331,7 @@ else:
                 return None
 
             def codegen(context, builder, signature, args):
-                element, at_once, found, target = pieces(context, builder, signature, args)
+                element, kept, at_once, found, target = pieces(context, builder, signature, args)
                 for offset, inside, pointer in found:
                     loaded = builder.load(pointer, align=at_once * element.bitwidth // 8)
                     if inside is not None:
@@ -335,7 +340,7 @@ else:
                         words = [builder.zext(loaded, _I32)]
                     else:
                         words = [builder.extract_element(loaded, _I32(i)) for i in range(loaded.type.count)]
-                    wide = [value for word in words for value in _unpack(builder, element, word)]
+                    wide = [value for word in words for value in _unpack(builder, element, kept, word)]
                     for i, value in enumerate(wide[:at_once]):
                         builder.store(value, builder.gep(target, [_I32(offset + i)]))
                 return context.get_dummy_value()
@@ -348,13 +353,14 @@ else:
                 return None
 
             def codegen(context, builder, signature, args):
-                element, at_once, found, source = pieces(context, builder, signature, args)
+                element, kept, at_once, found, source = pieces(context, builder, signature, args)
                 a_word = 32 // element.bitwidth
                 for offset, inside, pointer in found:
                     places = [builder.gep(source, [_I32(offset + i)]) for i in range(at_once)]
                     wide = [builder.load(place) for place in places]
-                    wide += [ir.Constant(_F32, 0.0)] * (-at_once % a_word)
-                    words = [_pack(builder, element, wide[i : i + a_word]) for i in range(0, len(wide), a_word)]
+                    # A lone half shares its 32 bits with itself.
+                    wide += wide[:1] * (-at_once % a_word)
+                    words = [_pack(builder, element, kept, wide[i : i + a_word]) for i in range(0, len(wide), a_word)]
                     if at_once < a_word:
                         moved = builder.trunc(words[0], _I16)
                     else:
@@ -366,8 +372,8 @@ else:
                     else:
                         with builder.if_then(inside):
                             builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
-                    kept = [value for word in words for value in _unpack(builder, element, word)]
-                    for place, value in zip(places, kept, strict=False):
+                    stored = [value for word in words for value in _unpack(builder, element, kept, word)]
+                    for place, value in zip(places, stored, strict=False):
                         builder.store(value, place)
                 return context.get_dummy_value()
 

@@ -40,17 +40,17 @@ def widen_and_narrow_kernel(count, access, bounded):
 
 
 @kernel_factory
-def copy_words_kernel(count):
+def copy_bits_kernel(element, count):
     load, store = vector_access(count, count)
 
     @cuda.jit
-    def copy_words_kernel(x, out):
+    def copy_bits_kernel(x, out):
         first = cuda.threadIdx.x * count
-        words = cuda.local.array(count, np.uint32)
-        load(x, first, words, 0)
-        store(out, first, words, 0)
+        kept = cuda.local.array(count, element)
+        load(x, first, kept, 0)
+        store(out, first, kept, 0)
 
-    return copy_words_kernel
+    return copy_bits_kernel
 
 
 @cuda.jit
@@ -91,10 +91,11 @@ def test_vector_access(rng, dtype, vector, access):
 
 
 @pytest.mark.sim
-def test_words_keep_their_bits(rng):
-    x = rng.integers(0, 2**32, 4 * THREADS, np.uint32)
-    out = device.xp().zeros_like(device.asarray(x))
-    launch(copy_words_kernel(4), 1, THREADS, device.asarray(x), out)
+@pytest.mark.parametrize("element, count", [(np.uint32, 4), (np.uint16, 8), (np.uint16, 1)])
+def test_integers_keep_their_bits(rng, element, count):
+    x = device.asarray(rng.integers(0, np.iinfo(element).max, count * THREADS, element))
+    out = device.xp().zeros_like(x)
+    launch(copy_bits_kernel(element, count), 1, THREADS, x, out)
     assert_same_bits(out, x)
 
 

@@ -44,6 +44,7 @@ Three launches: rows (delta, lse and cleared counters, padded to whole query til
 Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttention-3), section 3.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ from rlnumba.device import cuda
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
     LINE,
+    Address,
     barrier_arrive,
     barrier_expect,
     barrier_init,
@@ -64,9 +66,7 @@ from rlnumba.kernels.hopper import (
     bulk_wait,
     bulk_wait_read,
     fence_shared_to_bulk,
-    fewer_registers,
     load_pair,
-    more_registers,
     operand,
     pack,
     shared_address,
@@ -86,8 +86,9 @@ from rlnumba.kernels.hopper_registers import (
     run_add,
     run_load,
     run_store,
+    set_registers,
 )
-from rlnumba.kernels.instructions import exp2, warp_sum
+from rlnumba.kernels.instructions import device_function, exp2, warp_sum
 from rlnumba.kernels.launch import kernel_factory, launch
 
 i32, i64, f32 = np.int32, np.int64, np.float32
@@ -95,9 +96,13 @@ i32, i64, f32 = np.int32, np.int64, np.float32
 ARCHITECTURES = [(9, 0, "a")]
 
 WARPGROUP = 128
-# Keys of a block: 64 for each of two consumer warpgroups. Queries of a step.
-KEYS = 128
+# Queries of a step; bytes of a box of them, of their lse or delta, and of what they exchange with the block's keys.
 QUERIES = 64
+QUERY_BOX = QUERIES * LINE
+ROW_BYTES = 4 * QUERIES
+SCORE_BYTES = 2 * QUERIES * 128
+# Of a thread that brings tiles or gives dq away, and of a consumer; together, with 128 and 256 threads, an SM's.
+FEW_REGISTERS, MANY_REGISTERS = 56, 224
 LOG2_E = f32(math.log2(math.e))
 MINUS_INFINITY = f32(-math.inf)
 # Rows whose loads a warp of attention_rows_kernel has under way at once.
@@ -107,21 +112,25 @@ ROWS_AT_ONCE = 4
 class Tile(NamedTuple):
     """How the kernels of this module work.
 
-    element: "float16" or "bfloat16". stages: how many tiles of q and of dout are on their way (0: as many as fit).
-    ahead: the scores of the next step are begun before dq of this one is taken. chains: how many key heads of
-    sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
+    element: "float16" or "bfloat16". ahead: the scores of the next step are begun before dq of this one is taken
+    (heads up to 128). chains: how many key heads of sequences are worked on at the same time; on 132 SMs, 32 of them
+    means four blocks of each.
     """
 
     head_dim: int
     element: str
-    stages: int = 0
     ahead: bool = True
     chains: int = 32
 
     @property
-    def boxes(self):
-        """Swizzled boxes of 64 columns that a row takes."""
-        return -(-self.head_dim // 64)
+    def wide(self):
+        """Whether the consumers share the keys, half of the columns each: their registers hold no more."""
+        return self.head_dim > 128
+
+    @property
+    def keys(self):
+        """Keys of a block."""
+        return 64 if self.wide else 128
 
     @property
     def columns(self):
@@ -129,35 +138,86 @@ class Tile(NamedTuple):
         return -(-self.head_dim // 16) * 16
 
     @property
-    def depth(self):
-        return self.stages or 4 // self.boxes
+    def boxes(self):
+        """Swizzled boxes of 64 columns that a row takes."""
+        return 4 if self.wide else -(-self.columns // 64)
+
+    @property
+    def q_stages(self):
+        """Tiles of q on their way."""
+        return 2 if self.wide else 4 // self.boxes
+
+    @property
+    def dout_stages(self):
+        """Tiles of dout on their way."""
+        return 1 if self.wide else 4 // self.boxes
+
+    @property
+    def dq_parts(self):
+        """In how many parts a step's dq is added; a part is two boxes of columns, or one."""
+        return 2 if self.wide else 1
 
     @property
     def dq_columns(self):
-        """Columns of dq that a consumer multiplies: one of two boxes, or half of the only one."""
-        return 64 if self.boxes == 2 else self.columns // 2
+        """Columns of a part that a consumer multiplies: one of two boxes, or half of the only one."""
+        return 64 if self.boxes > 1 else self.columns // 2
 
     @property
-    def dq_count(self):
-        """Elements of dq that a consumer multiplies in a step."""
-        return QUERIES * self.dq_columns
+    def run(self):
+        """Elements of a part of dq: the first consumer's, then the second's."""
+        return 2 * QUERIES * self.dq_columns
 
     @property
     def shared_bytes(self):
-        keys, queries, scores = self.boxes * KEYS * LINE, self.boxes * QUERIES * LINE, QUERIES * KEYS * 2
-        stages = self.depth * (2 * (queries + 4 * QUERIES) + 32)
-        return 2 * keys + stages + 2 * scores + 2 * 4 * self.dq_count + 40 + 1024
+        return layout(self).end + 1024
+
+
+class Layout(NamedTuple):
+    """Where things lie in shared memory: bytes from the first multiple of 1024 on.
+
+    k, v [box | key]; for each stage q, dout [box | query]; two buffers of ds [key], or of [P | dS]; a part of dq;
+    for each stage lse and delta of its rows; barriers of 8 bytes: for each stage, and two for dq_full.
+    """
+
+    k: int
+    v: int
+    q: int
+    dout: int
+    ds: int
+    dq: int
+    lse: int
+    delta: int
+    k_full: int
+    v_full: int
+    q_full: int
+    q_empty: int
+    dout_full: int
+    dout_empty: int
+    dq_full: int
+    dq_empty: int
+    end: int
+
+
+@functools.cache
+def layout(tile):
+    """The Layout of a Tile."""
+    keys, queries = tile.boxes * tile.keys * LINE, tile.boxes * QUERY_BOX
+    q_stages, dout_stages = tile.q_stages, tile.dout_stages
+    sizes = [keys, keys, q_stages * queries, dout_stages * queries, 2 * SCORE_BYTES, 4 * tile.run]
+    sizes += [q_stages * ROW_BYTES, dout_stages * ROW_BYTES, 8, 8]
+    sizes += [8 * q_stages, 8 * q_stages, 8 * dout_stages, 8 * dout_stages, 16, 8]
+    return Layout(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
 
 def supports(head_dim):
     """Whether the kernels of this module take heads of this size."""
-    return head_dim % 8 == 0 and 0 < head_dim <= 128
+    return head_dim % 8 == 0 and 0 < head_dim <= 256
 
 
 @kernel_factory
 def attention_rows_kernel(tile):
     """The kernel of a Tile that prepares what belongs to a query row."""
-    head_dim, element = tile.head_dim, tile.element
+    head_dim, element, dq_parts = tile.head_dim, tile.element, tile.dq_parts
     words = head_dim // 2
     parts = -(-words // 32)
     loads = ROWS_AT_ONCE * parts
@@ -167,7 +227,7 @@ def attention_rows_kernel(tile):
     def attention_rows_kernel(dout, out, lse, cu_seqlens, rows, counters, tickets):
         """rows[t, h] = (lse, delta) of the rows of query tile t and head h; lse times log2(e), infinity beyond the end.
 
-        dout, out (N, H, E / 2): pairs of elements. A block owns a tile of a head and clears its counter; a warp
+        dout, out (N, H, E / 2): pairs of elements. A block owns a tile of a head and clears its counters; a warp
         owns ROWS_AT_ONCE rows at a time, a lane every 32nd pair, added by a butterfly.
         """
         heads = out.shape[1]
@@ -180,8 +240,8 @@ def attention_rows_kernel(tile):
             tickets[0] = 0
         if first >= end:
             return
-        if thread == 0:
-            counters[place] = 0
+        if thread < dq_parts:
+            counters[place * dq_parts + thread] = 0
         lane = thread % 32
         sums = cuda.local.array(ROWS_AT_ONCE, np.float32)
         left = cuda.local.array(loads, np.int32)
@@ -211,283 +271,474 @@ def attention_rows_kernel(tile):
     return attention_rows_kernel
 
 
-@kernel_factory
-def attention_products_kernel(tile):
-    """The kernel of a Tile that computes dk, dv and the sums of dq."""
-    head_dim, element, _, ahead, chains_together = tile
-    boxes, columns, stages, dq_count = tile.boxes, tile.columns, tile.depth, tile.dq_count
-    key_box, query_box = KEYS * LINE, QUERIES * LINE
-    key_bytes, query_bytes, row_bytes = boxes * key_box, boxes * query_box, 4 * QUERIES
-    ds_bytes = QUERIES * KEYS * 2
+@functools.cache
+def bring_function(tile):
+    """The device function of the thread that asks for tiles."""
+    boxes, q_stages, dout_stages = tile.boxes, tile.q_stages, tile.dout_stages
+    key_box = tile.keys * LINE
+    key_bytes, query_bytes = boxes * key_box, boxes * QUERY_BOX
+    places = layout(tile)
+    at_k, at_v, at_q, at_dout, at_lse, at_delta = places.k, places.v, places.q, places.dout, places.lse, places.delta
+    k_full, v_full, q_full, q_empty = places.k_full, places.v_full, places.q_full, places.q_empty
+    dout_full, dout_empty = places.dout_full, places.dout_empty
+
+    @device_function
+    def bring(base, q, k, v, dout, rows, kv_head, group, heads, first_row, query_tiles, place):
+        """K and V from first_row on; then q, dout and their rows of `query_tiles` tiles from the last to the first.
+
+        place: of the last tile and the group's first head in `rows`.
+        """
+        barrier_expect(base + k_full, key_bytes)
+        for box in range(boxes):
+            bulk_load_heads(base + at_k + box * key_box, k, box * 64, kv_head, first_row, base + k_full)
+        barrier_expect(base + v_full, key_bytes)
+        for box in range(boxes):
+            bulk_load_heads(base + at_v + box * key_box, v, box * 64, kv_head, first_row, base + v_full)
+        stage, parity, head = i32(0), i32(1), i32(0)
+        row = first_row + (query_tiles - i32(1)) * i32(QUERIES)
+        for step in range(query_tiles * group):
+            q_head, at = kv_head * group + head, (place + head) * (2 * QUERIES)
+            # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
+            barrier_wait(base + q_empty + stage * 8, parity)
+            arrived = base + q_full + stage * 8
+            barrier_expect(arrived, query_bytes + ROW_BYTES)
+            for box in range(boxes):
+                target = base + at_q + stage * query_bytes + box * QUERY_BOX
+                bulk_load_heads(target, q, box * 64, q_head, row, arrived)
+            run_load(base + at_lse + stage * ROW_BYTES, rows, at, QUERIES, arrived)
+            dout_stage, dout_parity = stage, parity
+            if dout_stages == 1:
+                dout_stage, dout_parity = i32(0), i32(step & 1) ^ i32(1)
+            barrier_wait(base + dout_empty + dout_stage * 8, dout_parity)
+            arrived = base + dout_full + dout_stage * 8
+            barrier_expect(arrived, query_bytes + ROW_BYTES)
+            for box in range(boxes):
+                target = base + at_dout + dout_stage * query_bytes + box * QUERY_BOX
+                bulk_load_heads(target, dout, box * 64, q_head, row, arrived)
+            run_load(base + at_delta + dout_stage * ROW_BYTES, rows, at + QUERIES, QUERIES, arrived)
+            stage += i32(1)
+            if stage == q_stages:
+                stage = i32(0)
+                parity ^= i32(1)
+            head += i32(1)
+            if head == group:
+                head = i32(0)
+                row -= i32(QUERIES)
+                place -= heads
+
+    return bring
+
+
+@functools.cache
+def give_function(tile):
+    """The device function of the two threads that give dq away."""
+    parts, run = tile.dq_parts, tile.run
+    places = layout(tile)
+    at_dq, dq_full, dq_empty = places.dq, places.dq_full, places.dq_empty
+
+    @device_function
+    def give(base, own, dq_sums, counters, group, heads, key_tile, query_tiles, place):
+        """Add every second part of dq to its sums, from part `own` (0, 1) on, when the blocks before have.
+
+        While one thread still waits for its part to be written, the other may wait for its turn. place: of the last
+        tile and the group's first head.
+        """
+        head, parity = i32(0), i32(0)
+        for given in range(query_tiles * group * parts):
+            if given & 1 == own:
+                index = (place + head) * parts + (given & (parts - 1))
+                if key_tile > 0:
+                    await_turn(counters, index, key_tile)
+                barrier_wait(base + dq_full + own * 8, parity)
+                parity ^= i32(1)
+                if key_tile > 0:
+                    run_add(dq_sums, i64(index) * run, run, base + at_dq)
+                else:
+                    run_store(dq_sums, i64(index) * run, run, base + at_dq)
+                bulk_commit()
+                bulk_wait_read()
+                barrier_arrive(base + dq_empty)
+                bulk_wait()
+                give_turn(counters, index, key_tile + 1)
+            if given & (parts - 1) == parts - 1:
+                head += i32(1)
+                if head == group:
+                    head = i32(0)
+                    place -= heads
+
+    return give
+
+
+@functools.cache
+def probabilities_functions(columns, element):
+    """(probabilities, gradients) of 64 keys and `columns` queries, as a warpgroup's threads hold S^T and dP^T.
+
+    A thread holds keys `key` and key + 8, queries 8 b + pair and the next.
+    """
+    pack_two = pack(element)
+
+    @device_function
+    def probabilities(scores, first, masks, lse, scale_log2, words):
+        """P in place of S, and rounded in `words`. lse: where the rows of `pair` begin. If `masks`, a key is not seen
+        by queries before its own position; first: the position of `pair` less that of `key`."""
+        if masks:
+            for block in range(columns // 8):
+                for i in range(4):
+                    if first < i32((i >> 1) * 8 - (i & 1) - block * 8):
+                        scores[block * 4 + i] = MINUS_INFINITY
+        for block in range(columns // 8):
+            low, high = load_pair(lse + block * 32)
+            i = block * 4
+            scores[i] = exp2(scores[i] * scale_log2 - low)
+            scores[i + 1] = exp2(scores[i + 1] * scale_log2 - high)
+            scores[i + 2] = exp2(scores[i + 2] * scale_log2 - low)
+            scores[i + 3] = exp2(scores[i + 3] * scale_log2 - high)
+        for i in range(columns // 4):
+            words[i] = pack_two(scores[2 * i], scores[2 * i + 1])
+
+    @device_function
+    def gradients(scores, products, delta, words):
+        """dS, rounded, from P and dP. delta: where the rows of `pair` begin."""
+        for block in range(columns // 8):
+            low, high = load_pair(delta + block * 32)
+            i = block * 4
+            words[i // 2] = pack_two(scores[i] * (products[i] - low), scores[i + 1] * (products[i + 1] - high))
+            words[i // 2 + 1] = pack_two(
+                scores[i + 2] * (products[i + 2] - low), scores[i + 3] * (products[i + 3] - high)
+            )
+
+    return probabilities, gradients
+
+
+@functools.cache
+def store_scores_function(columns):
+    """The device function that writes a warpgroup's 64 x columns words to lines of 64 queries."""
+
+    @device_function
+    def store_scores(place, first_chunk, line, lane, words):
+        """place: of line 0; a warp writes 16 lines, a lane helps with line `line`, chunks first_chunk ..."""
+        for block in range(columns // 16):
+            chunk = first_chunk + block * 2 + (lane >> i32(4))
+            store_matrices(
+                place + line * LINE + ((chunk ^ (line & i32(7))) << i32(4)),
+                words[4 * block],
+                words[4 * block + 1],
+                words[4 * block + 2],
+                words[4 * block + 3],
+            )
+
+    return store_scores
+
+
+@functools.cache
+def store_keys_function(tile, columns):
+    """The device function that writes a thread's rows of dk or dv."""
+    words_of_row = tile.head_dim // 2
+    pack_two = pack(tile.element)
+
+    @device_function
+    def store_keys(acc, scale, out, token, alive, kv_head, first_word):
+        """Rows token and token + 8 of out (N, HK, E / 2), where they are among the first `alive`; times scale."""
+        for half in range(2):
+            if half * 8 < alive:
+                for block in range(columns // 8):
+                    i = block * 4 + half * 2
+                    word = first_word + block * 4
+                    if word < words_of_row:
+                        out[token + half * 8, kv_head, word] = pack_two(acc[i] * scale, acc[i + 1] * scale)
+
+    return store_keys
+
+
+@functools.cache
+def consume_function(tile):
+    """The device function of a consumer that owns 64 keys of the block; heads up to 128."""
+    element, ahead, columns, stages = tile.element, tile.ahead, tile.columns, tile.q_stages
+    key_box, query_bytes = tile.keys * LINE, tile.boxes * QUERY_BOX
     # From the columns of K that the first consumer takes for dq to those of the second.
-    dq_offset = key_box if boxes == 2 else columns
+    dq_offset = key_box if tile.boxes > 1 else columns
     accumulators, score_count, dq_accumulators = columns // 2, QUERIES // 2, tile.dq_columns // 2
     word_count = score_count // 2
+    dq_bytes = 2 * tile.run
+    places = layout(tile)
+    at_k, at_v, at_q, at_dout, at_ds, at_dq = places.k, places.v, places.q, places.dout, places.ds, places.dq
+    at_lse, at_delta, k_full, v_full = places.lse, places.delta, places.k_full, places.v_full
+    q_full, q_empty, dout_full, dout_empty = places.q_full, places.q_empty, places.dout_full, places.dout_empty
+    dq_full, dq_empty = places.dq_full, places.dq_empty
     # S^T = K Q^T and dP^T = V dO^T, dV += P^T dO and dK += dS^T Q, dq += dS K.
-    start_scores = group_product(QUERIES, element, columns // 16, "k", "k", False, key_box, query_box)
+    start_scores = group_product(QUERIES, element, columns // 16, "k", "k", False, key_box, QUERY_BOX)
     start_keys = group_product(columns, element, QUERIES // 16, "registers", "mn", True)
-    start_dq = group_product(tile.dq_columns, element, KEYS // 16, "mn", "mn", False)
+    start_dq = group_product(tile.dq_columns, element, tile.keys // 16, "mn", "mn", False)
     wait_scores_1, wait_scores = group_wait(score_count, 1), group_wait(score_count, 0)
     wait_keys_2, wait_keys_1 = group_wait(accumulators, 2), group_wait(accumulators, 1)
     wait_dq = group_wait(dq_accumulators, 1 if ahead else 0)
-    pack_two = pack(element)
+    probabilities, gradients = probabilities_functions(QUERIES, element)
+    store_scores, store_keys = store_scores_function(QUERIES), store_keys_function(tile, columns)
 
-    @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
-    def attention_products_kernel(
-        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, scale, tickets, counters, dq_sums, dk, dv
-    ):
-        """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, a run for each (query tile, head,
-        consumer), as the consumer's threads hold them: float 4 t + c of each 512 is accumulator c of thread t.
-
-        Shared memory: K, V [box | key], then for each stage Q [box | query], dO likewise, buffers of dS [key], the
-        consumers' dq, lse and delta for each stage, barriers. Warps of the first warpgroup: 0 brings tiles, 1 and 2
-        give dq away. Step s of a block is query tile s // group from the last, head s % group.
-        """
-        thread = i32(cuda.threadIdx.x)
-        role = warp_uniform(thread >> i32(7))
-        k_tile = (shared_address(cuda.shared.array(0, np.uint8)) + i32(1023)) & i32(-1024)
-        v_tile = k_tile + i32(key_bytes)
-        q_tiles = v_tile + i32(key_bytes)
-        dout_tiles = q_tiles + i32(stages * query_bytes)
-        ds_tiles = dout_tiles + i32(stages * query_bytes)
-        dq_tiles = ds_tiles + i32(2 * ds_bytes)
-        lse_rows = dq_tiles + i32(8 * dq_count)
-        delta_rows = lse_rows + i32(stages * row_bytes)
-        k_full = delta_rows + i32(stages * row_bytes)
-        v_full = k_full + i32(8)
-        dq_full = v_full + i32(8)
-        dq_empty = dq_full + i32(16)
-        q_full = dq_empty + i32(8)
-        q_empty = q_full + i32(8 * stages)
-        dout_full = q_empty + i32(8 * stages)
-        dout_empty = dout_full + i32(8 * stages)
-        ticket = cuda.shared.array(1, np.int32)
-        if thread == 0:
-            ticket[0] = cuda.atomic.add(tickets, 0, 1)
-            barrier_init(k_full, 1)
-            barrier_init(v_full, 1)
-            for own in range(2):
-                barrier_init(dq_full + own * 8, 2 * WARPGROUP)
-            barrier_init(dq_empty, 1)
-            # A stage is empty when all warps of the consumers say so.
-            for stage in range(stages):
-                barrier_init(q_full + stage * 8, 1)
-                barrier_init(q_empty + stage * 8, 8)
-                barrier_init(dout_full + stage * 8, 1)
-                barrier_init(dout_empty + stage * 8, 8)
-            barrier_init_fence()
-        cuda.syncthreads()
-
-        kv_heads = i32(dk.shape[1])
-        chains = kv_heads * i32(cu_seqlens.shape[0] - 1)
-        order = warp_uniform(ticket[0])
-        key_tiles = i32((max_seqlen + (KEYS - 1)) // KEYS)
-        first_chain = i32(order // (key_tiles * chains_together) * chains_together)
-        together = min(i32(chains_together), chains - first_chain)
-        order -= first_chain * key_tiles
-        chain = first_chain + order % together
-        sequence, kv_head = chain // kv_heads, chain % kv_heads
-        start = cu_seqlens[sequence]
-        length = min(cu_seqlens[sequence + 1] - start, i32(max_seqlen))
-        # Counted from the sequence's end, so that of all sequences the blocks with the most steps come first.
-        key_tile = i32((length + (KEYS - 1)) // KEYS - key_tiles + order // together)
-        if key_tile < 0:
-            return
-        group = i32(heads) // kv_heads
-        first_key = key_tile * i32(KEYS)
-        first_row = start + first_key
-        query_tiles = i32((length - first_key + (QUERIES - 1)) // QUERIES)
-        steps = i32(query_tiles * group)
-        # Where rows, counter and sums of the last query tile and first head lie.
-        place = i64(start // QUERIES + sequence + first_key // QUERIES + query_tiles - 1) * heads + kv_head * group
-
-        if role == 0:
-            fewer_registers()
-            if thread == 0:
-                q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
-                stage, parity, head = i32(0), i32(1), i32(0)
-                row = first_row + (query_tiles - i32(1)) * i32(QUERIES)
-                barrier_expect(k_full, key_bytes)
-                for box in range(boxes):
-                    target = k_tile + box * key_box
-                    bulk_load_heads(target, tensor_map_address(k_map), box * 64, kv_head, first_row, k_full)
-                for step in range(steps):
-                    at = (place + head) * (2 * QUERIES)
-                    q_head = kv_head * group + head
-                    barrier_wait(q_empty + stage * 8, parity)
-                    arrived = q_full + stage * 8
-                    barrier_expect(arrived, query_bytes + row_bytes)
-                    for box in range(boxes):
-                        target = q_tiles + stage * query_bytes + box * query_box
-                        bulk_load_heads(target, q, box * 64, q_head, row, arrived)
-                    run_load(lse_rows + stage * row_bytes, rows, at, QUERIES, arrived)
-                    if step == 0:
-                        barrier_expect(v_full, key_bytes)
-                        for box in range(boxes):
-                            target = v_tile + box * key_box
-                            bulk_load_heads(target, tensor_map_address(v_map), box * 64, kv_head, first_row, v_full)
-                    barrier_wait(dout_empty + stage * 8, parity)
-                    arrived = dout_full + stage * 8
-                    barrier_expect(arrived, query_bytes + row_bytes)
-                    for box in range(boxes):
-                        target = dout_tiles + stage * query_bytes + box * query_box
-                        bulk_load_heads(target, dout, box * 64, q_head, row, arrived)
-                    run_load(delta_rows + stage * row_bytes, rows, at + QUERIES, QUERIES, arrived)
-                    stage += i32(1)
-                    if stage == stages:
-                        stage = i32(0)
-                        parity ^= i32(1)
-                    head += i32(1)
-                    if head == group:
-                        head = i32(0)
-                        row -= i32(QUERIES)
-                        place -= heads
-            elif thread == 32 or thread == 64:
-                # One warp takes the even steps and one the odd: while one still waits for its sum to be written, the
-                # other may wait for its turn.
-                own = thread >> i32(6)
-                parity, head = i32(0), i32(0)
-                for step in range(steps):
-                    if step & 1 == own:
-                        run = place + head
-                        if key_tile > 0:
-                            await_turn(counters, run, key_tile)
-                        barrier_wait(dq_full + own * 8, parity)
-                        parity ^= i32(1)
-                        if key_tile > 0:
-                            run_add(dq_sums, run * (2 * dq_count), 2 * dq_count, dq_tiles)
-                        else:
-                            run_store(dq_sums, run * (2 * dq_count), 2 * dq_count, dq_tiles)
-                        bulk_commit()
-                        bulk_wait_read()
-                        barrier_arrive(dq_empty)
-                        bulk_wait()
-                        give_turn(counters, run, key_tile + 1)
-                    head += i32(1)
-                    if head == group:
-                        head = i32(0)
-                        place -= heads
-        else:
-            more_registers()
-            consumer = role - i32(1)
-            lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
-            own_keys = operand(k_tile + consumer * BOX_BYTES)
-            own_values = operand(v_tile + consumer * BOX_BYTES)
-            dq_keys = operand(k_tile + consumer * dq_offset)
-            own_dq = dq_tiles + consumer * (4 * dq_count) + (thread & i32(127)) * 16
-            # Of S^T a thread holds keys `key` and key + 8, queries 8 b + pair and the next. To shared memory it
-            # helps to write line `line` of dS^T, even or odd chunks.
-            key = consumer * i32(64) + warp * i32(16) + (lane >> i32(2))
-            pair = (lane & i32(3)) * i32(2)
-            line = warp * i32(16) + (lane & i32(15))
-            own_ds = ds_tiles + consumer * BOX_BYTES + line * LINE
-            scores = cuda.local.array(score_count, np.float32)
-            gradients = cuda.local.array(score_count, np.float32)
-            p_words = cuda.local.array(word_count, np.int32)
-            ds_words = cuda.local.array(word_count, np.int32)
-            dk_acc = cuda.local.array(accumulators, np.float32)
-            dv_acc = cuda.local.array(accumulators, np.float32)
-            dq_acc = cuda.local.array(dq_accumulators, np.float32)
-            for i in range(accumulators):
-                dk_acc[i] = f32(0.0)
-                dv_acc[i] = f32(0.0)
-            scale_log2 = scale * LOG2_E
-            stage, parity, buffer, dq_parity = i32(0), i32(0), i32(0), i32(1)
-            barrier_wait(k_full, 0)
+    @device_function
+    def consume(base, consumer, thread, group, steps, scale, kv_head, first_row, alive, dk, dv):
+        """alive: keys of the block that lie in the sequence."""
+        lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
+        own_keys = operand(base + at_k + consumer * BOX_BYTES)
+        own_values = operand(base + at_v + consumer * BOX_BYTES)
+        dq_keys = operand(base + at_k + consumer * dq_offset)
+        own_ds = base + at_ds + consumer * BOX_BYTES
+        own_dq = base + at_dq + consumer * dq_bytes + (thread & i32(127)) * 16
+        key = consumer * i32(64) + warp * i32(16) + (lane >> i32(2))
+        pair = (lane & i32(3)) * i32(2)
+        line = warp * i32(16) + (lane & i32(15))
+        scores = cuda.local.array(score_count, np.float32)
+        products = cuda.local.array(score_count, np.float32)
+        p_words = cuda.local.array(word_count, np.int32)
+        ds_words = cuda.local.array(word_count, np.int32)
+        dk_acc = cuda.local.array(accumulators, np.float32)
+        dv_acc = cuda.local.array(accumulators, np.float32)
+        dq_acc = cuda.local.array(dq_accumulators, np.float32)
+        for i in range(accumulators):
+            dk_acc[i] = f32(0.0)
+            dv_acc[i] = f32(0.0)
+        scale_log2 = scale * LOG2_E
+        stage, parity, buffer, dq_parity = i32(0), i32(0), i32(0), i32(1)
+        barrier_wait(base + k_full, 0)
+        if ahead:
+            barrier_wait(base + q_full, 0)
+            start_scores(scores, own_keys, operand(base + at_q))
+            wait_scores(scores)
+        barrier_wait(base + v_full, 0)
+        for step in range(steps):
+            q_tile = operand(base + at_q + stage * query_bytes)
+            dout_tile = operand(base + at_dout + stage * query_bytes)
+            if not ahead:
+                barrier_wait(base + q_full + stage * 8, parity)
+                start_scores(scores, own_keys, q_tile)
+            barrier_wait(base + dout_full + stage * 8, parity)
+            start_scores(products, own_values, dout_tile)
+            if not ahead:
+                wait_scores_1(scores)
+            # The last two query tiles have the positions of the keys.
+            left = steps - step
+            first = i32(pair - key + (QUERIES if left > group else 0))
+            row_place = base + stage * ROW_BYTES + pair * 4
+            probabilities(scores, first, left <= 2 * group, row_place + at_lse, scale_log2, p_words)
+            wait_scores(products)
+            start_keys(dv_acc, p_words, dout_tile)
+            gradients(scores, products, row_place + at_delta, ds_words)
+            store_scores(own_ds + buffer, i32(0), line, lane, ds_words)
+            start_keys(dk_acc, ds_words, q_tile)
+            fence_shared_to_bulk()
+            # dS of both is there; and since none comes here before its last dq is done, the other buffer is free.
+            sync_group(1, 2 * WARPGROUP)
+            start_dq(dq_acc, operand(base + at_ds + buffer), dq_keys)
+            buffer ^= i32(SCORE_BYTES)
+            wait_keys_2(dv_acc)
+            if lane == 0:
+                barrier_arrive(base + dout_empty + stage * 8)
+            wait_keys_1(dk_acc)
+            if lane == 0:
+                barrier_arrive(base + q_empty + stage * 8)
+            stage += i32(1)
+            if stage == stages:
+                stage = i32(0)
+                parity ^= i32(1)
             if ahead:
-                barrier_wait(q_full, 0)
-                start_scores(scores, own_keys, operand(q_tiles))
+                # After the last step this multiplies an old tile, for nothing.
+                if step + 1 < steps:
+                    barrier_wait(base + q_full + stage * 8, parity)
+                start_scores(scores, own_keys, operand(base + at_q + stage * query_bytes))
+            wait_dq(dq_acc)
+            barrier_wait(base + dq_empty, dq_parity)
+            dq_parity ^= i32(1)
+            for i in range(dq_accumulators // 4):
+                store_four(own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3])
+            fence_shared_to_bulk()
+            barrier_arrive(base + dq_full + (step & 1) * 8)
+            if ahead:
+                # Products in flight from one turn of the loop to the next make ptxas wait for each of them.
                 wait_scores(scores)
-            barrier_wait(v_full, 0)
-            for step in range(steps):
-                q_tile = operand(q_tiles + stage * query_bytes)
-                dout_tile = operand(dout_tiles + stage * query_bytes)
-                if not ahead:
-                    barrier_wait(q_full + stage * 8, parity)
-                    start_scores(scores, own_keys, q_tile)
-                barrier_wait(dout_full + stage * 8, parity)
-                start_scores(gradients, own_values, dout_tile)
-                if not ahead:
-                    wait_scores_1(scores)
-                if steps - step <= 2 * group:
-                    # The last two query tiles have the positions of the keys: a key is seen from its own on.
-                    first = i32(pair - key + (QUERIES if steps - step > group else 0))
-                    for block in range(QUERIES // 8):
-                        for i in range(4):
-                            if first < i32((i >> 1) * 8 - (i & 1) - block * 8):
-                                scores[block * 4 + i] = MINUS_INFINITY
-                at = lse_rows + stage * row_bytes + pair * 4
-                for block in range(QUERIES // 8):
-                    low, high = load_pair(at + block * 32)
-                    i = block * 4
-                    scores[i] = exp2(scores[i] * scale_log2 - low)
-                    scores[i + 1] = exp2(scores[i + 1] * scale_log2 - high)
-                    scores[i + 2] = exp2(scores[i + 2] * scale_log2 - low)
-                    scores[i + 3] = exp2(scores[i + 3] * scale_log2 - high)
-                for i in range(word_count):
-                    p_words[i] = pack_two(scores[2 * i], scores[2 * i + 1])
-                wait_scores(gradients)
-                start_keys(dv_acc, p_words, dout_tile)
-                at = delta_rows + stage * row_bytes + pair * 4
-                for block in range(QUERIES // 8):
-                    low, high = load_pair(at + block * 32)
-                    i = block * 4
-                    ds_words[i // 2] = pack_two(
-                        scores[i] * (gradients[i] - low), scores[i + 1] * (gradients[i + 1] - high)
-                    )
-                    ds_words[i // 2 + 1] = pack_two(
-                        scores[i + 2] * (gradients[i + 2] - low), scores[i + 3] * (gradients[i + 3] - high)
-                    )
-                for block in range(QUERIES // 16):
-                    chunk = block * 2 + (lane >> i32(4))
-                    store_matrices(
-                        own_ds + buffer + ((chunk ^ (line & i32(7))) << i32(4)),
-                        ds_words[4 * block],
-                        ds_words[4 * block + 1],
-                        ds_words[4 * block + 2],
-                        ds_words[4 * block + 3],
-                    )
-                start_keys(dk_acc, ds_words, q_tile)
-                fence_shared_to_bulk()
-                # dS of both is there; and since none comes here before its last dq is done, the other buffer is free.
-                sync_group(1, 2 * WARPGROUP)
-                start_dq(dq_acc, operand(ds_tiles + buffer), dq_keys)
-                buffer ^= i32(ds_bytes)
-                wait_keys_2(dv_acc)
-                if lane == 0:
-                    barrier_arrive(dout_empty + stage * 8)
-                wait_keys_1(dk_acc)
-                if lane == 0:
-                    barrier_arrive(q_empty + stage * 8)
-                stage += i32(1)
-                if stage == stages:
-                    stage = i32(0)
-                    parity ^= i32(1)
-                if ahead:
-                    # After the last step this multiplies an old tile, for nothing.
-                    if step + 1 < steps:
-                        barrier_wait(q_full + stage * 8, parity)
-                    start_scores(scores, own_keys, operand(q_tiles + stage * query_bytes))
+        word = lane & i32(3)
+        store_keys(dk_acc, scale, dk, first_row + key, alive - key, kv_head, word)
+        store_keys(dv_acc, f32(1.0), dv, first_row + key, alive - key, kv_head, word)
+
+    return consume
+
+
+@functools.cache
+def consume_wide_function(tile):
+    """The device function of a consumer that owns half the columns of the block's 64 keys; heads up to 256.
+
+    Of S^T and dP^T it computes the scores of half the queries; P and dS go to the other through shared memory.
+    """
+    element, columns, q_stages = tile.element, tile.columns, tile.q_stages
+    half_queries, half_boxes, half_columns = QUERIES // 2, tile.boxes // 2, 128
+    key_box, query_bytes = tile.keys * LINE, tile.boxes * QUERY_BOX
+    accumulators, score_count, dq_accumulators = half_columns // 2, half_queries // 2, tile.dq_columns // 2
+    word_count = score_count // 2
+    dq_bytes = 2 * tile.run
+    places = layout(tile)
+    at_k, at_v, at_q, at_dout, at_p, at_dq = places.k, places.v, places.q, places.dout, places.ds, places.dq
+    at_ds = at_p + BOX_BYTES
+    at_lse, at_delta, k_full, v_full = places.lse, places.delta, places.k_full, places.v_full
+    q_full, q_empty, dout_full, dout_empty = places.q_full, places.q_empty, places.dout_full, places.dout_empty
+    dq_full, dq_empty = places.dq_full, places.dq_empty
+    start_scores = group_product(half_queries, element, columns // 16, "k", "k", False, key_box, QUERY_BOX)
+    start_keys = group_product(half_columns, element, QUERIES // 16, "k", "mn", True)
+    start_dq = group_product(tile.dq_columns, element, tile.keys // 16, "mn", "mn", False)
+    wait_scores_1, wait_scores = group_wait(score_count, 1), group_wait(score_count, 0)
+    wait_keys_2, wait_keys_1 = group_wait(accumulators, 2), group_wait(accumulators, 1)
+    wait_dq = group_wait(dq_accumulators, 0)
+    probabilities, gradients = probabilities_functions(half_queries, element)
+    store_scores, store_keys = store_scores_function(half_queries), store_keys_function(tile, half_columns)
+
+    @device_function
+    def consume(base, consumer, thread, group, steps, scale, kv_head, first_row, alive, dk, dv):
+        """alive: keys of the block that lie in the sequence."""
+        lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
+        keys, values = operand(base + at_k), operand(base + at_v)
+        own_dq = base + at_dq + consumer * dq_bytes + (thread & i32(127)) * 16
+        key = warp * i32(16) + (lane >> i32(2))
+        pair = (lane & i32(3)) * i32(2) + consumer * i32(half_queries)
+        line = warp * i32(16) + (lane & i32(15))
+        scores = cuda.local.array(score_count, np.float32)
+        products = cuda.local.array(score_count, np.float32)
+        words = cuda.local.array(word_count, np.int32)
+        dk_acc = cuda.local.array(accumulators, np.float32)
+        dv_acc = cuda.local.array(accumulators, np.float32)
+        dq_acc = cuda.local.array(dq_accumulators, np.float32)
+        for i in range(accumulators):
+            dk_acc[i] = f32(0.0)
+            dv_acc[i] = f32(0.0)
+        scale_log2 = scale * LOG2_E
+        stage, parity, buffer, dq_parity = i32(0), i32(0), i32(0), i32(1)
+        barrier_wait(base + k_full, 0)
+        barrier_wait(base + v_full, 0)
+        for step in range(steps):
+            q_tile = base + at_q + stage * query_bytes
+            barrier_wait(base + q_full + stage * 8, parity)
+            start_scores(scores, keys, operand(q_tile + consumer * (half_queries * LINE)))
+            barrier_wait(base + dout_full, i32(step & 1))
+            start_scores(products, values, operand(base + at_dout + consumer * (half_queries * LINE)))
+            wait_scores_1(scores)
+            # The last query tile has the positions of the keys.
+            row_place = base + pair * 4
+            masks, at = steps - step <= group, row_place + at_lse + stage * ROW_BYTES
+            probabilities(scores, i32(pair - key), masks, at, scale_log2, words)
+            store_scores(base + at_p + buffer, consumer * i32(4), line, lane, words)
+            wait_scores(products)
+            gradients(scores, products, row_place + at_delta, words)
+            store_scores(base + at_ds + buffer, consumer * i32(4), line, lane, words)
+            fence_shared_to_bulk()
+            # P and dS are whole; and since none comes here before its last dq is done, the other buffer is free.
+            sync_group(1, 2 * WARPGROUP)
+            own_boxes = consumer * (half_boxes * QUERY_BOX)
+            start_keys(dv_acc, operand(base + at_p + buffer), operand(base + at_dout + own_boxes))
+            start_keys(dk_acc, operand(base + at_ds + buffer), operand(q_tile + own_boxes))
+            for part in range(2):
+                start_dq(dq_acc, operand(base + at_ds + buffer), operand(base + at_k + (2 * part + consumer) * key_box))
+                if part == 0:
+                    wait_keys_2(dv_acc)
+                    if lane == 0:
+                        barrier_arrive(base + dout_empty)
+                    wait_keys_1(dk_acc)
+                    if lane == 0:
+                        barrier_arrive(base + q_empty + stage * 8)
                 wait_dq(dq_acc)
-                barrier_wait(dq_empty, dq_parity)
+                barrier_wait(base + dq_empty, dq_parity)
                 dq_parity ^= i32(1)
                 for i in range(dq_accumulators // 4):
                     store_four(
                         own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3]
                     )
                 fence_shared_to_bulk()
-                barrier_arrive(dq_full + (step & 1) * 8)
-                if ahead:
-                    # Products in flight from one turn of the loop to the next make ptxas wait for each of them.
-                    wait_scores(scores)
-            for half in range(2):
-                token = first_key + key + i32(half * 8)
-                if token < length:
-                    for block in range(head_dim // 8):
-                        i = block * 4 + half * 2
-                        word = block * 4 + (lane & i32(3))
-                        dk[start + token, kv_head, word] = pack_two(dk_acc[i] * scale, dk_acc[i + 1] * scale)
-                        dv[start + token, kv_head, word] = pack_two(dv_acc[i], dv_acc[i + 1])
+                barrier_arrive(base + dq_full + part * 8)
+            buffer ^= i32(SCORE_BYTES)
+            stage += i32(1)
+            if stage == q_stages:
+                stage = i32(0)
+                parity ^= i32(1)
+        word = (lane & i32(3)) + consumer * i32(half_columns // 2)
+        store_keys(dk_acc, scale, dk, first_row + key, alive - key, kv_head, word)
+        store_keys(dv_acc, f32(1.0), dv, first_row + key, alive - key, kv_head, word)
+
+    return consume
+
+
+@kernel_factory
+def attention_products_kernel(tile):
+    """The kernel of a Tile that computes dk, dv and the sums of dq."""
+    keys, chains_together, q_stages, dout_stages = tile.keys, tile.chains, tile.q_stages, tile.dout_stages
+    places = layout(tile)
+    k_full, v_full, q_full, q_empty = places.k_full, places.v_full, places.q_full, places.q_empty
+    dout_full, dout_empty, dq_full, dq_empty = places.dout_full, places.dout_empty, places.dq_full, places.dq_empty
+    fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
+    bring, give = bring_function(tile), give_function(tile)
+    consume = consume_wide_function(tile) if tile.wide else consume_function(tile)
+
+    @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
+    def attention_products_kernel(
+        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, scale, tickets, counters, dq_sums, dk, dv
+    ):
+        """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, a run for each (query tile, head, part).
+
+        In a run, each consumer's elements are as its threads hold them: float 4 t + c of each 512 is accumulator c of
+        thread t. A block owns the keys of a tile and key head; step s is query tile s // group from the last, head
+        s % group. Of the first warpgroup, warp 0 brings tiles, warps 1 and 2 give dq away.
+        """
+        thread = i32(cuda.threadIdx.x)
+        role = warp_uniform(thread >> i32(7))
+        base = Address((shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024)
+        ticket = cuda.shared.array(1, np.int32)
+        if thread == 0:
+            ticket[0] = cuda.atomic.add(tickets, 0, 1)
+            barrier_init(base + k_full, 1)
+            barrier_init(base + v_full, 1)
+            for own in range(2):
+                barrier_init(base + dq_full + own * 8, 2 * WARPGROUP)
+            barrier_init(base + dq_empty, 1)
+            # A stage is empty when all warps of the consumers say so.
+            for stage in range(q_stages):
+                barrier_init(base + q_full + stage * 8, 1)
+                barrier_init(base + q_empty + stage * 8, 8)
+            for stage in range(dout_stages):
+                barrier_init(base + dout_full + stage * 8, 1)
+                barrier_init(base + dout_empty + stage * 8, 8)
+            barrier_init_fence()
+        cuda.syncthreads()
+
+        kv_heads = i32(dk.shape[1])
+        chains = kv_heads * i32(cu_seqlens.shape[0] - 1)
+        order = warp_uniform(ticket[0])
+        key_tiles = i32((max_seqlen + (keys - 1)) // keys)
+        first_chain = i32(order // (key_tiles * chains_together) * chains_together)
+        together = min(i32(chains_together), chains - first_chain)
+        order -= first_chain * key_tiles
+        chain = first_chain + order % together
+        sequence, kv_head = chain // kv_heads, i32(chain % kv_heads)
+        start = cu_seqlens[sequence]
+        length = min(cu_seqlens[sequence + 1] - start, i32(max_seqlen))
+        # Counted from the sequence's end, so that of all sequences the blocks with the most steps come first.
+        key_tile = i32((length + (keys - 1)) // keys - key_tiles + order // together)
+        if key_tile < 0:
+            return
+        group = i32(heads) // kv_heads
+        first_key = key_tile * i32(keys)
+        first_row = i32(start + first_key)
+        query_tiles = i32((length - first_key + (QUERIES - 1)) // QUERIES)
+        # Where rows, counters and sums of the last query tile and the group's first head lie.
+        last_tile = start // QUERIES + sequence + first_key // QUERIES + query_tiles - 1
+        place = i32(last_tile * heads + kv_head * group)
+
+        if role == 0:
+            fewer_registers()
+            if thread == 0:
+                q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
+                k, v = tensor_map_address(k_map), tensor_map_address(v_map)
+                bring(base, q, k, v, dout, rows, kv_head, group, i32(heads), first_row, query_tiles, place)
+            elif thread == 32 or thread == 64:
+                give(base, thread >> i32(6), dq_sums, counters, group, i32(heads), key_tile, query_tiles, place)
+        else:
+            more_registers()
+            steps, alive = i32(query_tiles * group), length - first_key
+            consume(base, role - i32(1), thread, group, steps, scale, kv_head, first_row, alive, dk, dv)
 
     return attention_products_kernel
 
@@ -495,27 +746,27 @@ def attention_products_kernel(tile):
 @kernel_factory
 def attention_dq_kernel(tile):
     """The kernel of a Tile that rounds dq."""
-    head_dim, dq_columns, dq_count = tile.head_dim, tile.dq_columns, tile.dq_count
+    parts, run, dq_columns, words_of_row = tile.dq_parts, tile.run, tile.dq_columns, tile.head_dim // 2
     words = dq_columns // 2
     stride = words + 1
     pack_two = pack(tile.element)
 
     @cuda.jit
     def attention_dq_kernel(dq_sums, cu_seqlens, scale, dq):
-        """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns the part of one consumer.
+        """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns what a consumer computed of a part.
 
         A thread takes what its like held in attention_products_kernel; the rows are put together in shared memory.
         """
         staged = cuda.shared.array((QUERIES, stride), np.int32)
         heads = dq.shape[1]
-        sequence, consumer, head = cuda.blockIdx.z, cuda.blockIdx.y % 2, cuda.blockIdx.y // 2
+        sequence, consumer, thread = cuda.blockIdx.z, cuda.blockIdx.y % 2, cuda.threadIdx.x
+        head, part = cuda.blockIdx.y // 2 % heads, cuda.blockIdx.y // 2 // heads
         start, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         first = start + i32(cuda.blockIdx.x) * i32(QUERIES)
         if first >= end:
             return
-        thread = cuda.threadIdx.x
         place = i64(start // QUERIES + sequence + cuda.blockIdx.x) * heads + head
-        at = (place * 2 + consumer) * dq_count + thread * 4
+        at = (place * parts + part) * run + consumer * (run // 2) + thread * 4
         row, lane = thread // 32 * 16 + thread % 32 // 4, thread % 4
         for block in range(dq_columns // 8):
             here = at + block * 512
@@ -523,11 +774,11 @@ def attention_dq_kernel(tile):
             staged[row, word] = pack_two(dq_sums[here] * scale, dq_sums[here + 1] * scale)
             staged[row + 8, word] = pack_two(dq_sums[here + 2] * scale, dq_sums[here + 3] * scale)
         cuda.syncthreads()
-        first_word = consumer * words
-        for r in range(thread // 32, min(end - first, QUERIES), 4):
-            word = thread % 32
-            if word < words and first_word + word < head_dim // 2:
-                dq[first + r, head, first_word + word] = staged[r, word]
+        word = thread % 32
+        out_word = (part * 2 + consumer) * words + word
+        if word < words and out_word < words_of_row:
+            for r in range(thread // 32, min(end - first, QUERIES), 4):
+                dq[first + r, head, out_word] = staged[r, word]
 
     return attention_dq_kernel
 
@@ -543,25 +794,25 @@ def hopper_attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, s
         return
     tile = tile or Tile(head_dim, q.dtype.name)
     xp = device.xp()
+    # Each sequence begins a new query tile.
     tiles = tokens // QUERIES + sequences
     rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
-    counters = xp.empty(tiles * heads, np.int32)
+    counters = xp.empty(tiles * heads * tile.dq_parts, np.int32)
     tickets = xp.empty(1, np.int32)
-    dq_sums = xp.empty(tiles * heads * 2 * tile.dq_count, np.float32)
-    query_tiles, key_tiles = -(-max_seqlen // QUERIES), -(-max_seqlen // KEYS)
-    grid = (query_tiles, heads, sequences)
+    dq_sums = xp.empty(tiles * heads * tile.dq_parts * tile.run, np.float32)
+    query_tiles, key_tiles = -(-max_seqlen // QUERIES), -(-max_seqlen // tile.keys)
     launch(
-        attention_rows_kernel(tile), grid, 128,
+        attention_rows_kernel(tile), (query_tiles, heads, sequences), 128,
         dout.view(np.int32), out.view(np.int32), lse, cu_seqlens, rows, counters, tickets,
     )  # fmt: skip
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
-    k_map, v_map = (tensor_map(x, KEYS, 1, 64) for x in (k, v))
+    k_map, v_map = (tensor_map(x, tile.keys, 1, 64) for x in (k, v))
     launch(
         attention_products_kernel(tile), kv_heads * sequences * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, float(scale), tickets, counters, dq_sums,
         dk.view(np.int32), dv.view(np.int32), shared=tile.shared_bytes,
     )  # fmt: skip
     launch(
-        attention_dq_kernel(tile), (query_tiles, heads * 2, sequences), 128,
+        attention_dq_kernel(tile), (query_tiles, 2 * heads * tile.dq_parts, sequences), 128,
         dq_sums, cu_seqlens, float(scale), dq.view(np.int32),
     )  # fmt: skip

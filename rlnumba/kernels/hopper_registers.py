@@ -1,4 +1,4 @@
-"""Further instructions of Hopper: several products of a warpgroup in flight, flat copies, blocks that take turns.
+"""Further instructions of Hopper: several products in flight, flat copies, blocks that take turns.
 
 Continues kernels/hopper.py, whose docstring explains tiles, accumulators and a left operand in registers. Runs of
 consecutive float32 in global memory need no tensor map. Blocks take turns by counters in global memory.
@@ -38,6 +38,11 @@ if device.name() == "sim":
     def give_turn(counters, index, turn):
         """Set counters[index] for another block that waits in await_turn."""
         counters[index] = turn
+
+    @functools.cache
+    def set_registers(count, more):
+        """set_registers(): a warpgroup gives registers up, or takes some, until each of its threads has `count`."""
+        return lambda: None
 
     @functools.cache
     def group_product(columns, element, steps, a, b, keep, a_box=BOX_BYTES, b_box=BOX_BYTES):
@@ -161,6 +166,12 @@ else:
     def give_turn(counters, index, turn):
         """Set counters[index] for another block that waits in await_turn."""
         _give_turn(hopper.tensor_map_address(counters) + index * 4, turn)
+
+    @functools.cache
+    def set_registers(count, more):
+        """set_registers(): a warpgroup gives registers up, or takes some, until each of its threads has `count`."""
+        direction = "inc" if more else "dec"
+        return hopper._instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {count};", "", "Change registers.")
 
     def _elements(context, builder, array_type, array, count):
         data = context.make_array(array_type)(context, builder, array).data

@@ -56,8 +56,10 @@ SIMULATED = [
     # One box of columns and 128 queries a step; two sequences, so that rows beyond an end are the next one's.
     ([5, 0, 3], 2, 1, Tile(16, "bfloat16")),
     # Two boxes and 64 queries a step; dq summed over two blocks; more steps than stages.
-    ([131], 1, 1, Tile(80, "float16", 2)),
+    ([131], 1, 1, Tile(80, "float16")),
     ([70], 2, 2, Tile(40, "bfloat16", ahead=False)),
+    # The consumers share the keys, half of the columns each.
+    ([70], 1, 1, Tile(136, "bfloat16")),
 ]
 
 
@@ -76,7 +78,7 @@ def test_nothing_to_do():
     hopper_attention_backward(q, q, q, q, q, lse, cu_seqlens, 0, 1.0, q, q, q)
 
 
-CANDIDATES = [Tile(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96, 128)] + [
+CANDIDATES = [Tile(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96, 128, 192, 256)] + [
     Tile(128, "float16"),
     Tile(128, "bfloat16", ahead=False),
 ]
@@ -85,7 +87,7 @@ CANDIDATES = [Tile(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96
 def test_candidates_fit_an_sm():
     for tile in CANDIDATES:
         assert supports(tile.head_dim) and tile.shared_bytes <= 227 * 1024 - 1024
-    assert not supports(36) and not supports(256)
+    assert not supports(36) and not supports(264)
 
 
 @pytest.mark.parametrize("tile", CANDIDATES, ids=str)

@@ -295,11 +295,12 @@ def zero_function(boxes):
 
     @device_function
     def zero_rows(values, alive, thread):
-        for chunk in range(thread, (KEYS - alive) * boxes * 8, WARPGROUP):
-            row = alive + chunk // (boxes * 8)
-            within = chunk % (boxes * 8)
-            zero = f32(0.0)
-            store_four(Address(values + within // 8 * BOX_BYTES + row * LINE + within % 8 * 16), zero, zero, zero, zero)
+        row = i32(alive + (thread >> i32(3)))
+        while row < KEYS:
+            for b in range(boxes):
+                target = Address(values + b * BOX_BYTES + row * LINE + (thread & i32(7)) * 16)
+                store_four(target, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
+            row = i32(row + WARPGROUP // 8)
         fence_shared_to_bulk()
 
     return zero_rows

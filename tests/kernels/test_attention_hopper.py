@@ -1,15 +1,22 @@
+import functools
+
 import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import attention_hopper as packed_form
+from rlnumba.kernels import paged_attention_hopper as paged_form
 from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_hopper import ARCHITECTURES, Tile, attention_hopper, attention_hopper_kernel, best_tile
+from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper, paged_attention_hopper_kernel
 from tests.close import assert_close, assert_same_bits
 
 BF16, F16 = "bfloat16", "float16"
 # Types of attention_hopper_kernel's arguments: four tensor maps, arrays, numbers.
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
+DECODE = ["uint8[::1]"] * 3 + ["uint16[:,:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 4
+DECODE += ["float32[:,:,::1]", "float32[:,::1]", "float32[:,::1]", "int32[::1]", "float32"]
 
 
 def bounds(lengths):
@@ -57,6 +64,89 @@ def test_simulator(rng, lengths, heads, kv_heads, head_dim, tile):
     check_forward(*packed(rng, lengths, heads, kv_heads, head_dim, tile.element), lengths, tile)
 
 
+class Cache:
+    """Packed sequences whose keys and values lie in a block cache too, blocks in random order, NaN in free slots.
+
+    common: tokens that all sequences share with the first, a multiple of the block size, in the same blocks.
+    """
+
+    def __init__(self, rng, lengths, heads, kv_heads, head_dim, dtype, block_size=16, common=0, segment=1024):
+        self.lengths, self.starts, self.scale, self.segment = lengths, bounds(lengths), head_dim**-0.5, segment
+        self.q, k, v = packed(rng, lengths, heads, kv_heads, head_dim, dtype)
+        for start in self.starts[1:-1]:
+            for x in (self.q, k, v):
+                x[start : start + common] = x[:common]
+        width = -(-max(lengths) // block_size) + 1
+        self.tables = rng.permutation(len(lengths) * width).astype(np.int32).reshape(-1, width)
+        self.tables[:, : common // block_size] = self.tables[0, : common // block_size]
+        self.caches = [np.full((self.tables.size, block_size, kv_heads, head_dim), np.nan, x.dtype) for x in (k, v)]
+        for b, length in enumerate(lengths):
+            positions = np.arange(length)
+            blocks = self.tables[b][positions // block_size]
+            for cache, x in zip(self.caches, (k, v), strict=True):
+                cache[blocks, positions % block_size] = x[self.starts[b] : self.starts[b + 1]]
+        self.group, self.element, self.box = heads // kv_heads, dtype, min(block_size, 64)
+        self.packed = self.q, k, v
+        self.caches = [device.asarray(cache) for cache in self.caches]
+
+    @functools.cached_property
+    def expected(self):
+        """out of the packed form, on the host."""
+        tile = best_tile(self.q.shape[2], self.element, self.group)._replace(segment=self.segment)
+        return device.to_host(forward(*self.packed, self.lengths, tile)[0])
+
+    def rows(self, order, begins, ends):
+        spans = [self.starts[b] + np.arange(x, y) for b, x, y in zip(order, begins, ends, strict=True)]
+        return np.concatenate(spans)
+
+    def paged(self, order, begins, ends, max_context=None, common=None, members=None, blocks=None):
+        """out of positions begins[i] .. ends[i] of sequence order[i], on the host; ends 0: one slot without keys."""
+        tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
+        rows = self.rows(order, begins, np.add(begins, tokens))
+        head_dim, most = self.q.shape[2], max(members or [1])
+        tile = paged_form.best_tile(head_dim, self.element, self.group, self.box, most)
+        prefill = packed_form.best_tile(head_dim, self.element, self.group, True, self.box)
+        q, *arrays = (
+            device.asarray(x) for x in (self.q[rows], self.tables[order], bounds(tokens), np.array(ends, np.int32))
+        )
+        common, members = (x and device.asarray(np.array(x, np.int32)) for x in (common, members))
+        out = device.xp().full(q.shape, np.nan, q.dtype)
+        paged_attention_hopper(
+            q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out, common, members, most,
+            tile._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks,
+        )  # fmt: skip
+        assert not any(device.to_host(x).any() for x in paged_form._workspace.counters.values())
+        return device.to_host(out)
+
+    def compare(self, order, begins, ends, max_context=None, **options):
+        """paged() gives the bits of the packed form."""
+        tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
+        expected = self.expected[self.rows(order, begins, np.add(begins, tokens))]
+        expected[np.repeat(ends, tokens) == 0] = 0
+        assert_same_bits(self.paged(order, begins, ends, max_context, **options), expected, f"{order} {begins} {ends}")
+
+
+@pytest.mark.sim
+def test_paged_bits_in_the_simulator(rng):
+    """Decode of one and of two tokens, a slot without keys, and a chunk: the rows of the packed form."""
+    if device.name() == "numpy":
+        pytest.skip("needs the kernels")
+    cache = Cache(rng, [100, 20], 2, 1, 16, F16, segment=64)
+    cache.compare([0, 1, 0, 0], [98, 19, 5, 60], [100, 20, 0, 64], blocks=2)
+    cache.compare([1, 0], [19, 59], [20, 100], max_context=112)
+
+
+@pytest.mark.sim
+def test_groups_in_the_simulator(rng):
+    """Members of a group read its whole common segments once, and merge them with their own."""
+    if device.name() == "numpy":
+        pytest.skip("needs the kernels")
+    cache = Cache(rng, [100, 81, 10], 3, 1, 24, BF16, common=0, segment=64)
+    cache.tables[1, :5] = cache.tables[0, :5]
+    step = [0, 1, 2], [99, 80, 9], [100, 81, 10], 112
+    assert_same_bits(cache.paged(*step, common=[80, 80, 0], members=[2, 0, 1], blocks=2), cache.paged(*step))
+
+
 @pytest.mark.parametrize("head_dim, group, paged", [(128, 2, False), (128, 1, True), (256, 2, False), (80, 3, True)])
 def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     if device.name() != "numpy":
@@ -64,6 +154,16 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     tile = best_tile(head_dim, BF16, group, paged, 16 if paged else 64)
     assert tile.shared_bytes <= 227 * 1024
     troubles = compile_offline(attention_hopper_kernel(tile), FORWARD, ARCHITECTURES[0])
+    assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.parametrize("head_dim, group, members", [(128, 2, 1), (128, 4, 8), (256, 8, 1)])
+def test_decode_compiles_for_gpus(compile_offline, head_dim, group, members):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    tile = paged_form.best_tile(head_dim, BF16, group, 16, members)
+    assert tile.shared_bytes * tile.blocks <= 227 * 1024
+    troubles = compile_offline(paged_attention_hopper_kernel(tile), DECODE, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 
 
@@ -88,3 +188,77 @@ def test_neighbours_may_be_infinite(rng):
     before = device.to_host(forward(q, k, v, [20, 30])[0])
     k[20:], v[20:] = np.nan, np.inf
     assert_same_bits(forward(q, k, v, [20, 30])[0][:20].copy(), before[:20])
+
+
+SHAPES = [(16, 8, 128), (9, 3, 64), (6, 6, 48), (10, 2, 80), (16, 2, 96), (4, 2, 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_gpu_paged_bits(rng, heads, kv_heads, head_dim, dtype, block_size):
+    """Chunked prefill at every kind of split, decode at every kind of position, alone and mixed."""
+    lengths = [2500, 1100, 64, 1, 300]
+    cache = Cache(rng, lengths, heads, kv_heads, head_dim, dtype, block_size)
+    everything = list(range(len(lengths)))
+    cache.compare(everything, [0] * len(lengths), lengths)
+    for split in (1, 15, 63, 64, 65, 1000, 1023, 1024, 1025, 2048, 2400):
+        cache.compare([0], [split], [2500])
+        cache.compare([0, 4], [0, 299], [split, 300])
+    for position in (0, 1, 31, 63, 64, 65, 299, 1023, 1024, 1025, 1099, 2047, 2048, 2499):
+        order = [b for b in everything if lengths[b] > position]
+        cache.compare(order, [position] * len(order), [position + 1] * len(order), 4096)
+    cache.compare([1, 2, 0, 4], [1099, 60, 1024, 0], [1100, 64, 1300, 0])
+
+
+@pytest.mark.gpu
+def test_gpu_large_batches_and_groups(rng):
+    """More units than blocks, more sequences than a warp has lanes, groups of eight."""
+    lengths = [int(x) for x in rng.integers(1040, 1300, 80)]
+    cache = Cache(rng, lengths, 4, 2, 128, BF16, common=1040)
+    order, begins = list(range(80)), [n - 1 for n in lengths]
+    cache.compare(order, begins, lengths, 2048)
+    for members in ([8, 0, 0, 0, 0, 0, 0, 0], [1, 7, 0, 0, 0, 0, 0, 0]):
+        cache.compare(order, begins, lengths, 2048, common=[1040] * 80, members=members * 10)
+    for _ in range(20):
+        cache.compare(order, begins, lengths, 2048)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_follows_its_arrays(rng):
+    import cupy
+
+    cache = Cache(rng, [1500, 40, 7, 129], 16, 8, 128, BF16)
+    tables = device.asarray(cache.tables)
+    q, ends = device.asarray(cache.q[:4].copy()), device.asarray(np.array([7] * 4, np.int32))
+    out, cu_seqlens = cupy.empty(q.shape, q.dtype), device.asarray(bounds([1] * 4))
+
+    def decode():
+        paged_attention_hopper(q, *cache.caches, tables, cu_seqlens, ends, 1, 2048, cache.scale, out)
+
+    decode()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    device.synchronize()
+    with stream:
+        stream.begin_capture()
+        decode()
+        graph = stream.end_capture()
+    for last in ([7, 7, 7, 7], [1500, 40, 1, 129], [1024, 33, 6, 64]):
+        rows = cache.rows(range(4), [n - 1 for n in last], last)
+        q[...], ends[...] = device.asarray(cache.q[rows]), device.asarray(np.array(last, np.int32))
+        device.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert_same_bits(out, cache.expected[rows], f"contexts {last}")
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    q, cache = xp.zeros((2, 4, 16), np.float16), xp.zeros((4, 24, 4, 16), np.float16)
+    numbers = xp.zeros(2, np.int32)
+    with pytest.raises(ValueError, match="block_size must be 16, 32 or a multiple of 64, got 24"):
+        paged_attention_hopper(q, cache, cache, numbers, numbers, numbers, 1, 24, 1.0, q)
+    cache = xp.zeros((4, 16, 4, 16), np.float16)
+    with pytest.raises(ValueError, match="a group has at most 32 sequences of one query token each, got 33"):
+        paged_attention_hopper(q, cache, cache, numbers, numbers, numbers, 1, 16, 1.0, q, numbers, numbers, 33)

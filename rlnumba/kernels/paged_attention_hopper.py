@@ -1,0 +1,645 @@
+"""Attention of new tokens to a cache in blocks, on Hopper: decode here, longer chunks by attention_hopper's kernel.
+
+The arithmetic is defined at the top of kernels/attention_hopper.py, and a row's bits are the same in all three.
+
+Decode has one or a few query tokens a sequence: with the query heads of a key head, a handful of rows, where the
+tensor cores want 64. So keys and queries change places: S^T = K Q^T has 64 keys for rows and the queries, `rows`
+of them with padding, for columns, and O^T = V^T P^T the columns of v for rows. A row of scores lies across the
+warps: its maximum goes through shared memory, and so does P^T on its way to be an operand.
+
+A unit of work is a sequence, a key head and a segment of SEGMENT keys. Blocks stay on their SM and draw units from
+a common counter; a producer warp draws the next while the copy engine still brings the last tiles of this one.
+Where a sequence has more than one segment, each writes (m, l, acc) to a workspace, and whoever finishes last
+merges them, in the order of the segments. All of it follows arrays on the device, so a captured graph stays
+valid.
+
+Sequences with a common beginning, such as the completions of one prompt, may be declared a group: the segments that
+lie wholly in the common beginning are read once for all members, whose queries then share the columns of a unit.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels.attention_hopper import (
+    KEYS,
+    LOG2_E,
+    MINUS_INFINITY,
+    ROWS,
+    SEGMENT,
+    SHARED_LIMIT,
+    WARPGROUP,
+    attention_hopper_kernel,
+    merge_weights,
+    moved,
+    nothing,
+    processors,
+    zero_function,
+)
+from rlnumba.kernels.attention_hopper import best_tile as best_prefill_tile
+from rlnumba.kernels.hopper import (
+    BOX_BYTES,
+    LINE,
+    Address,
+    barrier_arrive,
+    barrier_expect,
+    barrier_init,
+    barrier_init_fence,
+    barrier_wait,
+    bulk_load_heads,
+    fence_shared_to_bulk,
+    load_pair,
+    operand,
+    pack,
+    shared_address,
+    store_pair,
+    store_transposed,
+    sync_group,
+    tensor_map,
+    tensor_map_address,
+    warp_uniform,
+    warpgroup_product,
+)
+from rlnumba.kernels.instructions import ballot, device_function, exp2, shuffle, shuffle_up, shuffle_xor, sync_warp
+from rlnumba.kernels.launch import kernel_factory, launch
+
+i32, f32 = np.int32, np.float32
+
+# Where the kernels of this module compile.
+ARCHITECTURES = [(9, 0, "a")]
+
+# A warpgroup that computes, then the producer's warp.
+THREADS = WARPGROUP + 32
+# Units whose queries may be in shared memory: the one that is worked on, and the next.
+SLOTS = 2
+# Partial results that a merging thread loads before it uses the first.
+AHEAD = 4
+# Most query rows of a unit: more take more registers than a thread has.
+ROWS_OF_UNIT = 32
+
+
+class Tile(NamedTuple):
+    """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one copy, a cache block's tokens or 64.
+
+    stages: tiles of keys and values under way; blocks: of an SM; grouped: groups read common segments once.
+    """
+
+    head_dim: int
+    element: str
+    rows: int = 8
+    box: int = 16
+    stages: int = 3
+    blocks: int = 2
+    grouped: bool = False
+    segment: int = SEGMENT
+
+    @property
+    def boxes(self):
+        """128-byte lines that a row of q, k or v takes."""
+        return -(-self.head_dim // 64)
+
+    @property
+    def tile_bytes(self):
+        """Of 64 rows of k or v in shared memory."""
+        return self.boxes * BOX_BYTES
+
+    @property
+    def shared_bytes(self):
+        """Dynamic shared memory: tiles, queries, probabilities, maxima, sums, barriers, alignment."""
+        tiles = 2 * self.stages * self.tile_bytes
+        rows = (SLOTS * self.boxes + 1) * self.rows * LINE
+        exchanged = (2 * 4 + 4 * 8) * self.rows * 4
+        return tiles + rows + exchanged + 16 * (self.stages + SLOTS) + 1024
+
+
+@device_function
+def units_of(sequence, sequences, cu_seqlens, contexts, common, members, group, rows, segment, grouped):
+    """How many units a sequence has for a key head; beyond the last sequence none.
+
+    Sequences with more than `rows` queries are the other kernel's, except that those without keys get their
+    zeros here. A group's common segments count for its first sequence.
+    """
+    units = i32(0)
+    if sequence < sequences:
+        tokens = i32(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+        context = contexts[sequence]
+        if tokens > 0 and context == 0:
+            units = i32(1)
+        elif tokens > 0 and i32(tokens * group) <= rows:
+            units = i32((context + (segment - 1)) // segment)
+            if grouped and members[sequence] == 0:
+                units = i32(units - common[sequence] // segment)
+    return units
+
+
+@device_function
+def summed_before(value, lane):
+    """The sum of a value over the lanes up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        other = shuffle_up(value, distance)
+        if lane >= distance:
+            value = i32(value + other)
+    return value
+
+
+@device_function
+def upper(word):
+    """The 16-bit element in the upper half of a packed pair."""
+    return np.uint16((word >> i32(16)) & i32(0xFFFF))
+
+
+@device_function
+def lower(word):
+    """The 16-bit element in the lower half of a packed pair."""
+    return np.uint16(word & i32(0xFFFF))
+
+
+@functools.cache
+def merge_function(head_dim, element):
+    """The device function that merges the segments of one sequence and key head and writes out."""
+    pack_two = pack(element)
+
+    @device_function
+    def merge(parts, references, sums, first, segments, row, out, token, head, thread):
+        """A thread computes columns thread, thread + 128, ... of one row. first: the first segment's place."""
+        part, reference, total = (
+            cuda.local.array(AHEAD, np.float32),
+            cuda.local.array(AHEAD, np.float32),
+            cuda.local.array(AHEAD, np.float32),
+        )
+        for column in range(thread, head_dim, WARPGROUP):
+            kept = parts[first, row, column]
+            kept_reference, kept_sum = references[first, row], sums[first, row]
+            for start in range(1, segments, AHEAD):
+                for i in range(AHEAD):
+                    place = first + min(start + i, segments - 1)
+                    part[i], reference[i], total[i] = (
+                        parts[place, row, column],
+                        references[place, row],
+                        sums[place, row],
+                    )
+                for i in range(AHEAD):
+                    if start + i < segments:
+                        largest, a, b = merge_weights(kept_reference, reference[i])
+                        kept_reference = largest
+                        kept_sum = cuda.fma(total[i], b, kept_sum * a)
+                        kept = cuda.fma(part[i], b, kept * a)
+            value = kept * (f32(1.0) / kept_sum)
+            out[token, head, column] = lower(pack_two(value, value))
+
+    return merge
+
+
+@kernel_factory
+def paged_attention_hopper_kernel(tile):
+    """The kernel of a Tile."""
+    head_dim, element, rows, box, stages, blocks, grouped, segment = tile
+    boxes, tile_bytes = tile.boxes, tile.tile_bytes
+    copies = KEYS // box
+    # Rows of the cache that a lane of the producer looks up for a unit, and tiles that 32 lanes know the rows of.
+    looked_up = -(-segment // (box * 32))
+    tiles_known = 32 // copies
+    query_bytes = boxes * rows * LINE
+    columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
+    depth = -(-head_dim // 16) * 16
+    start_scores, _, wait_scores = warpgroup_product(rows, element, depth=depth)
+    start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
+    zero_rows, merge, pack_two = zero_function(boxes), merge_function(head_dim, element), pack(element)
+
+    @cuda.jit(launch_bounds=(THREADS, blocks))
+    def paged_attention_hopper_kernel(
+        q_map, k_map, v_map, out, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
+        max_segments, parts, references, sums, counters, c,
+    ):  # fmt: skip
+        """A block works on units until none are left.
+
+        out (N, H, E) as 16-bit words; common, members (B,) if grouped, else of one element. group: H / HK; tokens:
+        query tokens of a box of q. parts (B HK max_segments, R, E), references, sums (.., R): the workspace, R
+        rows a sequence and key head. counters: units drawn, blocks that are done, then the segments done for each
+        sequence and key head; all zero, before and after. Shared memory: a ring of tiles of k and v, queries,
+        probabilities, what warps exchange, then the barriers.
+        """
+        info = cuda.shared.array((SLOTS, 8), np.int32)
+        last_of = cuda.shared.array(ROWS_OF_UNIT, np.int32)
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = thread & i32(31), warp_uniform(thread >> i32(5))
+        ring = Address((shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024)
+        queries = Address(ring + stages * (2 * tile_bytes))
+        weights = Address(queries + SLOTS * query_bytes)
+        largest_place = Address(weights + rows * LINE)
+        sum_place = Address(largest_place + 2 * 4 * rows * 4)
+        full = Address(sum_place + 4 * 8 * rows * 4)
+        empty, q_full = Address(full + stages * 8), Address(full + stages * 16)
+        q_empty = Address(q_full + SLOTS * 8)
+        kv_heads = i32(out.shape[1] // group)
+        if thread == 0:
+            for stage in range(stages):
+                barrier_init(full + stage * 8, 1)
+                barrier_init(empty + stage * 8, 1)
+            for slot in range(SLOTS):
+                barrier_init(q_full + slot * 8, 1)
+                barrier_init(q_empty + slot * 8, 1)
+            barrier_init_fence()
+        cuda.syncthreads()
+        stage, slot = i32(0), i32(0)
+        if warp == 4:
+            q_source, k_source, v_source = (
+                tensor_map_address(q_map),
+                tensor_map_address(k_map),
+                tensor_map_address(v_map),
+            )
+            known = cuda.local.array(looked_up, np.int32)
+            sequences = i32(cu_seqlens.shape[0] - 1)
+            # Lanes bring the boxes of k, as many lanes behind them those of v.
+            is_value = lane // i32(boxes * copies)
+            part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
+            place = Address(ring + is_value * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
+            chunk, passed = i32(0), i32(0)
+            mine = units_of(lane, sequences, cu_seqlens, contexts, common, members, group, rows, segment, grouped)
+            up_to = summed_before(mine, lane)
+            ticket = i32(cuda.blockIdx.x)
+            parity, q_parity = i32(1), i32(1)
+            while chunk < sequences:
+                index = i32(ticket // kv_heads)
+                while chunk < sequences and index >= i32(passed + shuffle(up_to, 31)):
+                    passed = i32(passed + shuffle(up_to, 31))
+                    chunk = i32(chunk + 32)
+                    mine = units_of(
+                        i32(chunk + lane), sequences, cu_seqlens, contexts, common, members, group, rows, segment,
+                        grouped,
+                    )  # fmt: skip
+                    up_to = summed_before(mine, lane)
+                barrier_wait(Address(q_empty + slot * 8), q_parity)
+                arrived = Address(q_full + slot * 8)
+                if chunk >= sequences:
+                    if lane == 0:
+                        info[slot, 0] = i32(-1)
+                        barrier_arrive(arrived)
+                else:
+                    rank = i32(index - passed)
+                    owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
+                    sequence = i32(chunk + owner)
+                    number = i32(rank - shuffle(i32(up_to - mine), owner))
+                    kv_head = i32(ticket % kv_heads)
+                    drawn = i32(0)
+                    if lane == 0:
+                        drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
+                    start = cu_seqlens[sequence]
+                    length = i32(cu_seqlens[sequence + 1] - start)
+                    context = contexts[sequence]
+                    sharing = i32(0)
+                    if grouped and context > 0:
+                        if members[sequence] == 0:
+                            number = i32(number + common[sequence] // segment)
+                        elif number < common[sequence] // segment:
+                            sharing = members[sequence]
+                    first_key = i32(number * segment)
+                    keys = min(i32(context - first_key), i32(segment))
+                    tiles = i32((keys + (KEYS - 1)) // KEYS)
+                    # Beyond the last key a box is the last one of the sequence again; it is not used.
+                    for i in range(looked_up):
+                        key = min(i32(first_key + (i * 32 + lane) * box), i32(context - 1))
+                        known[i] = i32(0)
+                        if tiles > 0:
+                            row = i32(block_tables[sequence, key // block_size] * block_size)
+                            known[i] = i32(row + key % block_size // i32(box) * box)
+                    if lane == 0:
+                        info[slot, 0] = tiles
+                        info[slot, 1] = sequence
+                        info[slot, 2] = number
+                        info[slot, 3] = kv_head
+                        info[slot, 4] = start
+                        info[slot, 5] = length
+                        info[slot, 6] = context
+                        info[slot, 7] = sharing
+                        if tiles > 0:
+                            barrier_expect(arrived, boxes * tokens * group * LINE)
+                            for b in range(boxes):
+                                bulk_load_heads(
+                                    queries + slot * query_bytes + b * (rows * LINE),
+                                    q_source,
+                                    b * 64,
+                                    kv_head * group,
+                                    start,
+                                    arrived,
+                                )
+                        else:
+                            barrier_arrive(arrived)
+                    for i in range(looked_up):
+                        for t in range(tiles_known):
+                            if i * tiles_known + t < tiles:
+                                row = shuffle(known[i], t * copies + part)
+                                barrier_wait(Address(empty + stage * 8), parity)
+                                arrived = Address(full + stage * 8)
+                                if lane == 0:
+                                    barrier_expect(arrived, 2 * tile_bytes)
+                                sync_warp()
+                                target = Address(place + stage * (2 * tile_bytes))
+                                if lane < boxes * copies:
+                                    bulk_load_heads(target, k_source, column_box * i32(64), kv_head, row, arrived)
+                                elif lane < 2 * boxes * copies:
+                                    bulk_load_heads(target, v_source, column_box * i32(64), kv_head, row, arrived)
+                                stage = i32(stage + 1)
+                                if stage == stages:
+                                    stage = i32(0)
+                                    parity ^= i32(1)
+                    ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
+                    slot = i32(slot + 1)
+                    if slot == SLOTS:
+                        slot = i32(0)
+                        q_parity ^= i32(1)
+            # Whoever is the last block to draw nothing makes the counters ready for the next launch.
+            if lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
+                counters[0] = i32(0)
+                counters[1] = i32(0)
+        else:
+            group_lane, pair = lane >> i32(2), i32(2) * (lane & i32(3))
+            scores = cuda.local.array(score_count, np.float32)
+            acc = cuda.local.array(acc_count, np.float32)
+            reference, running = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
+            largest, shrink = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
+            position = cuda.local.array(columns, np.int32)
+            words = cuda.local.array(word_count, np.int32)
+            for i in range(score_count):
+                scores[i] = f32(0.0)
+            for i in range(acc_count):
+                acc[i] = f32(0.0)
+            # Where this lane's column of a matrix of probabilities goes, see store_transposed.
+            line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
+            weight_target = Address(weights + line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
+            parity, q_parity = i32(0), i32(0)
+            working = True
+            while working:
+                barrier_wait(Address(q_full + slot * 8), q_parity)
+                tiles, sequence, number, kv_head = info[slot, 0], info[slot, 1], info[slot, 2], info[slot, 3]
+                start, length, context, sharing = info[slot, 4], info[slot, 5], info[slot, 6], info[slot, 7]
+                working = tiles >= 0
+                if tiles > 0:
+                    first_key = i32(number * segment)
+                    for i in range(columns):
+                        reference[i], running[i] = MINUS_INFINITY, f32(0.0)
+                        position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
+                        if grouped and sharing > 0:
+                            position[i] = i32(first_key + segment)
+                    place = Address(queries + slot * query_bytes)
+                    lowest = i32(context - length)
+                    if grouped and sharing > 0:
+                        lowest = i32(first_key + segment)
+                    for index in range(tiles):
+                        tile_key = i32(first_key + index * KEYS)
+                        k_place = Address(ring + stage * (2 * tile_bytes))
+                        barrier_wait(Address(full + stage * 8), parity)
+                        start_scores(scores, operand(k_place), operand(place), i32(0))
+                        wait_scores(scores)
+                        if i32(tile_key + (KEYS - 1)) > lowest:
+                            key = i32(tile_key + warp * 16 + group_lane)
+                            for i in range(columns):
+                                j = i // 2 * 4 + i % 2
+                                if key > position[i]:
+                                    scores[j] = MINUS_INFINITY
+                                if key + 8 > position[i]:
+                                    scores[j + 2] = MINUS_INFINITY
+                        exchange = Address(largest_place + (index & 1) * (4 * rows * 4) + pair * 4)
+                        for i in range(columns):
+                            j = i // 2 * 4 + i % 2
+                            value = max(scores[j], scores[j + 2])
+                            value = max(value, shuffle_xor(value, 4))
+                            value = max(value, shuffle_xor(value, 8))
+                            largest[i] = max(value, shuffle_xor(value, 16))
+                        if lane < 4:
+                            for i in range(0, columns, 2):
+                                store_pair(exchange + (warp * rows + i * 4) * 4, largest[i], largest[i + 1])
+                        sync_group(1, WARPGROUP)
+                        for i in range(0, columns, 2):
+                            for w in range(4):
+                                first, second = load_pair(exchange + (w * rows + i * 4) * 4)
+                                largest[i], largest[i + 1] = max(largest[i], first), max(largest[i + 1], second)
+                        for i in range(columns):
+                            j = i // 2 * 4 + i % 2
+                            new = moved(reference[i], largest[i], c)
+                            # A row that has seen no key yet has nothing to subtract; -inf - -inf would be NaN.
+                            subtracted = new if new > MINUS_INFINITY else f32(0.0)
+                            shrink[i] = exp2(reference[i] - subtracted)
+                            reference[i] = new
+                            scores[j] = exp2(cuda.fma(scores[j], c, -subtracted))
+                            scores[j + 2] = exp2(cuda.fma(scores[j + 2], c, -subtracted))
+                            running[i] = cuda.fma(running[i], shrink[i], scores[j] + scores[j + 2])
+                        for i in range(word_count):
+                            words[i] = pack_two(scores[2 * i], scores[2 * i + 1])
+                        for i in range(word_count // 2):
+                            store_transposed(weight_target + i * (8 * LINE), words[2 * i], words[2 * i + 1])
+                        if i32(context - tile_key) < KEYS:
+                            zero_rows(Address(k_place + tile_bytes), i32(context - tile_key), thread)
+                        fence_shared_to_bulk()
+                        for b in range(boxes):
+                            for i in range(columns):
+                                j = b * score_count + i // 2 * 4 + i % 2
+                                acc[j] *= shrink[i]
+                                acc[j + 2] *= shrink[i]
+                        sync_group(2, WARPGROUP)
+                        start_values(acc, operand(Address(k_place + tile_bytes)), operand(weights), i32(index != 0))
+                        wait_values(acc)
+                        if thread == 0:
+                            barrier_arrive(Address(empty + stage * 8))
+                        stage = i32(stage + 1)
+                        if stage == stages:
+                            stage = i32(0)
+                            parity ^= i32(1)
+                    # The sums over all keys, in the order that attention_hopper's quads of lanes follow.
+                    exchange = Address(sum_place + (group_lane * rows + pair) * 4)
+                    for i in range(0, columns, 2):
+                        store_pair(exchange + (warp * 8 * rows + i * 4) * 4, running[i], running[i + 1])
+                    sync_group(1, WARPGROUP)
+                    for i in range(0, columns, 2):
+                        a0, a1 = load_pair(exchange + i * 16)
+                        b0, b1 = load_pair(exchange + (8 * rows + i * 4) * 4)
+                        c0, c1 = load_pair(exchange + (16 * rows + i * 4) * 4)
+                        d0, d1 = load_pair(exchange + (24 * rows + i * 4) * 4)
+                        running[i], running[i + 1] = (a0 + b0) + (c0 + d0), (a1 + b1) + (c1 + d1)
+                    for i in range(columns):
+                        running[i] += shuffle_xor(running[i], 4)
+                        running[i] += shuffle_xor(running[i], 8)
+                        running[i] += shuffle_xor(running[i], 16)
+                    if thread == 0:
+                        barrier_arrive(Address(q_empty + slot * 8))
+                    segments = i32((context + (segment - 1)) // segment)
+                    alive = i32(length * group)
+                    if grouped and sharing > 0:
+                        alive = i32(sharing * group)
+                    for i in range(columns):
+                        column = i // 2 * 8 + pair + i % 2
+                        if column < alive:
+                            token, head = i32(column // group), i32(column % group)
+                            if segments == 1:
+                                inverse = f32(1.0) / running[i]
+                                for b in range(boxes):
+                                    for half in range(2):
+                                        e = i32(b * 64 + warp * 16 + half * 8 + group_lane)
+                                        value = acc[b * score_count + i // 2 * 4 + half * 2 + i % 2] * inverse
+                                        if e < head_dim:
+                                            out[start + token, kv_head * group + head, e] = lower(
+                                                pack_two(value, value)
+                                            )
+                            else:
+                                row, owner = i32(column), sequence
+                                if grouped and sharing > 0:
+                                    row, owner = head, i32(sequence + token)
+                                part_place = (owner * kv_heads + kv_head) * max_segments + number
+                                for b in range(boxes):
+                                    for half in range(2):
+                                        e = i32(b * 64 + warp * 16 + half * 8 + group_lane)
+                                        if e < head_dim:
+                                            parts[part_place, row, e] = acc[
+                                                b * score_count + i // 2 * 4 + half * 2 + i % 2
+                                            ]
+                                if warp == 0 and group_lane == 0:
+                                    references[part_place, row] = reference[i]
+                                    sums[part_place, row] = running[i]
+                    if segments > 1:
+                        # Everything of this segment is written before it counts as done.
+                        cuda.threadfence()
+                        sync_group(2, WARPGROUP)
+                        owners = i32(1)
+                        if grouped and sharing > 0:
+                            owners = sharing
+                        if thread < owners:
+                            counter = i32(2 + (sequence + thread) * kv_heads + kv_head)
+                            mine_is_last = cuda.atomic.add(counters, counter, i32(1)) == (
+                                (contexts[sequence + thread] + (segment - 1)) // segment - 1
+                            )
+                            last_of[thread] = i32(mine_is_last)
+                            if mine_is_last:
+                                counters[counter] = i32(0)
+                        sync_group(1, WARPGROUP)
+                        for owner in range(owners):
+                            if last_of[owner] != 0:
+                                cuda.threadfence()
+                                owned = i32(alive // owners)
+                                segments = i32((contexts[sequence + owner] + (segment - 1)) // segment)
+                                for row in range(owned):
+                                    merge(
+                                        parts,
+                                        references,
+                                        sums,
+                                        ((sequence + owner) * kv_heads + kv_head) * max_segments,
+                                        segments,
+                                        row,
+                                        out,
+                                        start + owner + row // group,
+                                        kv_head * group + row % group,
+                                        thread,
+                                    )
+                        sync_group(2, WARPGROUP)
+                elif tiles == 0:
+                    # A sequence without keys, such as a slot of a graph that is not in use.
+                    for i in range(thread, length * group * head_dim, WARPGROUP):
+                        row = i // head_dim
+                        out[start + row // group, kv_head * group + row % group, i % head_dim] = np.uint16(0)
+                    sync_group(1, WARPGROUP)
+                    if thread == 0:
+                        barrier_arrive(Address(q_empty + slot * 8))
+                slot = i32(slot + 1)
+                if slot == SLOTS:
+                    slot = i32(0)
+                    q_parity ^= i32(1)
+
+    return paged_attention_hopper_kernel
+
+
+def best_tile(head_dim, element, group, box, members=1):
+    """The decode Tile for heads of this size; group: query heads of a key head; members: of the largest group."""
+    rows = -(-group * members // 8) * 8
+    tile = Tile(head_dim, element, rows, box, 2, grouped=members > 1)
+    for blocks in (2, 1):
+        stages = (SHARED_LIMIT // blocks - 2048 - tile.shared_bytes) // (2 * tile.tile_bytes + 16) + tile.stages
+        if stages >= 2:
+            break
+    return tile._replace(stages=min(stages, 4), blocks=blocks)
+
+
+class Workspace:
+    """Partial results of segments, and counters. Grows with what is asked of it; what graphs know stays alive."""
+
+    def __init__(self):
+        self.floats, self.counters = {}, {}
+
+    def _at_least(self, kept, count, dtype):
+        largest = max(kept, default=0)
+        if largest < count:
+            kept[count] = device.xp().zeros(count, dtype)
+            largest = count
+        return kept[largest]
+
+    def arrays(self, places, rows, head_dim, counters):
+        """(parts (places, rows, head_dim), references, sums (places, rows), counters)."""
+        count = places * rows
+        floats = self._at_least(self.floats, count * (head_dim + 2), np.float32)
+        parts = floats[: count * head_dim].reshape(places, rows, head_dim)
+        references = floats[count * head_dim : count * (head_dim + 1)].reshape(places, rows)
+        sums = floats[count * (head_dim + 1) : count * (head_dim + 2)].reshape(places, rows)
+        return parts, references, sums, self._at_least(self.counters, counters, np.int32)
+
+
+_workspace = Workspace()
+
+
+def paged_attention_hopper(
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
+    common_lens=None, members=None, max_members=1, tile=None, prefill_tile=None, blocks=None,
+):  # fmt: skip
+    """As the operator paged_attention, for arrays that attention_hopper.takes accepts and scale > 0.
+
+    Groups of neighbouring sequences with a common beginning, one query token each, may be declared:
+    common_lens (B,) int32, how many tokens a sequence shares with its group, in the same blocks; members (B,)
+    int32, at a group's first sequence how many there are, at the others 0; max_members: of any group.
+    tile, prefill_tile, blocks: other Tiles than best_tile's and another grid than fills the GPU. Raises ValueError
+    for a block size that is neither a multiple of 64 nor 16 or 32, and for groups that are too large.
+    """
+    tokens, heads, head_dim = q.shape
+    cache_blocks, block_size, kv_heads, _ = k_cache.shape
+    sequences, group = len(context_lens), heads // kv_heads
+    if block_size % KEYS and block_size not in (16, 32):
+        raise ValueError(f"paged_attention: block_size must be 16, 32 or a multiple of 64, got {block_size}")
+    if max_members > 1 and (max_members * group > ROWS_OF_UNIT or max_seqlen_q > 1):
+        raise ValueError(
+            f"paged_attention: a group has at most {ROWS_OF_UNIT // group} sequences of one query token each, "
+            f"got {max_members} sequences of up to {max_seqlen_q}"
+        )
+    if not tokens:
+        return
+    box = min(block_size, KEYS)
+    element = q.dtype.name
+    k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
+    c = float(scale * LOG2_E)
+    tile = tile or best_tile(head_dim, element, group, box, max_members)
+    # Query tokens of a unit; a sequence with more is the other kernel's.
+    at_once = min(tile.rows // group, max(max_seqlen_q, max_members))
+    segments = max(-(-max_context_len // tile.segment), 1)
+    rows = min(max_seqlen_q, tile.rows // group) * group
+    places = sequences * kv_heads * segments if segments > 1 else 1
+    parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
+    launch(
+        paged_attention_hopper_kernel(tile), min(blocks or processors() * tile.blocks, sequences * kv_heads * segments),
+        THREADS,
+        tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), cu_seqlens, context_lens,
+        common_lens if tile.grouped else nothing(1), members if tile.grouped else nothing(1), block_tables,
+        np.int32(block_size), np.int32(group), np.int32(at_once), np.int32(segments), parts, references, sums,
+        counters, c,
+        shared=tile.shared_bytes,
+    )  # fmt: skip
+    if max_seqlen_q * group <= tile.rows:
+        return
+    tile, few = prefill_tile or best_prefill_tile(head_dim, element, group, True, box), tile.rows
+    levels = -(-max_seqlen_q // tile.rows)
+    items = levels * sequences * (heads // tile.groups if tile.paired else heads)
+    launch(
+        attention_hopper_kernel(tile), min(items, processors()), (tile.groups + 1) * WARPGROUP,
+        tensor_map(q, ROWS, 1, 64), k_map, v_map, tensor_map(out, ROWS, 1, 64),
+        out.reshape(tokens, -1).view(np.int32), nothing(2, np.float32), cu_seqlens, context_lens, block_tables,
+        np.int32(block_size), np.int32(group), np.int32(levels), np.int32(few), c,
+        shared=tile.shared_bytes,
+    )  # fmt: skip

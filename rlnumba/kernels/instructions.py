@@ -70,6 +70,11 @@ if device.name() == "sim":
         """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
         return np.float32(1.0) / np.float32(value)
 
+    def multiply_wide(a, b):
+        """(low, high) uint32 of the product of two uint32."""
+        product = int(a) * int(b)
+        return np.uint32(product & 0xFFFFFFFF), np.uint32(product >> 32)
+
     def start_loads():
         """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
 
@@ -249,6 +254,21 @@ else:
             return builder.call(ir.InlineAsm(function, "rcp.approx.ftz.f32 $0, $1;", "=f,f"), args)
 
         return types.float32(types.float32), codegen
+
+    @intrinsic
+    def multiply_wide(typingctx, a, b):
+        """(low, high) uint32 of the product of two uint32."""
+
+        def codegen(context, builder, signature, args):
+            # LLVM would make two multiplications of one whose halves are both used.
+            text = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+            function = ir.FunctionType(ir.LiteralStructType([_I32] * 2), [_I32] * 2)
+            halves = builder.call(ir.InlineAsm(function, text, "=r,=r,r,r"), args)
+            return context.make_tuple(
+                builder, signature.return_type, [builder.extract_value(halves, i) for i in range(2)]
+            )
+
+        return types.UniTuple(types.uint32, 2)(types.uint32, types.uint32), codegen
 
     @intrinsic
     def start_loads(typingctx):

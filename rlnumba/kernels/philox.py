@@ -15,30 +15,35 @@ import hashlib
 import numba
 import numpy as np
 
-from rlnumba.kernels.instructions import device_function
+from rlnumba.kernels.instructions import device_function, multiply_wide
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
-_M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
-_W0, _W1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_W0, _W1, _LOW = np.uint64(WEYL[0]), np.uint64(WEYL[1]), np.uint64(0xFFFFFFFF)
+_M0, _M1 = np.uint32(MULTIPLIERS[0]), np.uint32(MULTIPLIERS[1])
 
 
-def _philox(c0, c1, c2, c3, k0, k1):
-    """Four random words of counter (c0, c1, c2, c3) and key (k0, k1); every word uint32."""
-    for _ in range(ROUNDS):
-        product0 = np.uint64(c0) * _M0
-        product1 = np.uint64(c2) * _M1
-        c0 = np.uint32(np.uint32(product1 >> _HALF) ^ c1 ^ k0)
-        c1 = np.uint32(product1 & _LOW)
-        c2 = np.uint32(np.uint32(product0 >> _HALF) ^ c3 ^ k1)
-        c3 = np.uint32(product0 & _LOW)
-        # Sums in 64 bits, cut: NumPy's scalars, which the simulator runs on, warn where 32 bits wrap.
-        k0 = np.uint32((np.uint64(k0) + _W0) & _LOW)
-        k1 = np.uint32((np.uint64(k1) + _W1) & _LOW)
-    return c0, c1, c2, c3
+def _multiply_wide(a, b):
+    """(low, high) uint32 of the product of two uint32."""
+    product = np.uint64(a) * np.uint64(b)
+    return np.uint32(product & _LOW), np.uint32(product >> np.uint64(32))
+
+
+def _make_philox(multiply):
+    def philox(c0, c1, c2, c3, k0, k1):
+        """Four random words of counter (c0, c1, c2, c3) and key (k0, k1); every word uint32."""
+        for _ in range(ROUNDS):
+            low0, high0 = multiply(c0, _M0)
+            low1, high1 = multiply(c2, _M1)
+            c0, c1, c2, c3 = np.uint32(high1 ^ c1 ^ k0), low1, np.uint32(high0 ^ c3 ^ k1), low0
+            # Sums in 64 bits, cut: NumPy's scalars, which the simulator runs on, warn where 32 bits wrap.
+            k0 = np.uint32((np.uint64(k0) + _W0) & _LOW)
+            k1 = np.uint32((np.uint64(k1) + _W1) & _LOW)
+        return c0, c1, c2, c3
+
+    return philox
 
 
 def _uniform(word):
@@ -50,8 +55,8 @@ def _uniform(word):
 
 
 # For kernels, and for loops that Numba compiles for the CPU.
-philox, uniform = device_function(_philox), device_function(_uniform)
-philox_cpu, uniform_cpu = numba.njit(_philox), numba.njit(_uniform)
+philox, uniform = device_function(_make_philox(multiply_wide)), device_function(_uniform)
+philox_cpu, uniform_cpu = numba.njit(_make_philox(numba.njit(_multiply_wide))), numba.njit(_uniform)
 
 
 def noise_key(seed, prompt_token_ids):

@@ -19,6 +19,11 @@ probability p wins by a u of about p, so the small u count; their step of 2^-32 
 
 The log-prob of an unfiltered draw has the bits of logprob.linear_logp. Sources: vLLM's sampler (order of filters);
 Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al. 2019 (repetition penalty).
+
+On a GPU two kernels share the rows. `sample_kernel` reads a row without filters once. `filtered_kernel` reads a
+filtered row twice: first a histogram, which says above which logit the threshold must lie, then the few tokens above
+that go to a list, which is sorted, and everything else is done there. A row that keeps more tokens than the list
+holds is read more often.
 """
 
 import math
@@ -30,17 +35,55 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import cpu
 from rlnumba.kernels.check import F32, I32, check
-from rlnumba.kernels.instructions import block_max, block_sum, device_function, float_as_int, int_as_float, warp_sum
-from rlnumba.kernels.launch import launch
-from rlnumba.kernels.logprob import LOWEST, ROW_THREADS, block_terms
+from rlnumba.kernels.instructions import (
+    access_length,
+    ballot,
+    block_max,
+    block_sum,
+    device_function,
+    exp2,
+    float_as_int,
+    int_as_float,
+    shuffle,
+    shuffle_up,
+    shuffle_xor,
+    sync_warp,
+    vector_access,
+    warp_max,
+    warp_sum,
+)
+from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.logprob import (
+    CLASSES,
+    GROUPS,
+    LOG2_E,
+    NONE,
+    ROW_THREADS,
+    TILE_COLUMNS,
+    fold_sixteen,
+    join,
+    join_classes,
+    join_lanes,
+    lowest_of_best,
+)
 from rlnumba.kernels.philox import philox, philox_cpu, philox_ref, uniform, uniform_cpu
 
+i32 = np.int32
+u32 = np.uint32
+
 U32 = (np.dtype(np.uint32),)
-# Numbers at which one pass over a row cuts the interval of a threshold: eight parts, 11 passes at most for 32
-# bits. Instructions per pass times passes: 416, 374 and 400 a token for 3, 7 and 15 cuts.
-CUTS = 7
 WARPS = ROW_THREADS // 32
 PENALTY_THREADS = 128
+LOWEST = np.float32(np.finfo(np.float32).min)
+NOWHERE = i32(0x7FFFFFFF)
+# The first pass of filtered_kernel: each thread has BINS float32 of its own in shared memory, 64 KiB in all. Half
+# as many tokens fit there as a list of (logit, id).
+BINS = 32
+LIST = BINS * ROW_THREADS // 2
+# Loads under way in each thread.
+BATCH = 16
+# Numbers at which one pass over a row cuts the interval of a threshold that keeps many tokens.
+CUTS = 7
 # On the CPU: tokens whose noise is made at a time; buckets of a threshold search, and how many a unit of s has.
 BLOCK = 256
 BUCKETS, BUCKETS_PER_UNIT = 1024, np.float32(16.0)
@@ -51,33 +94,211 @@ _LOG_2 = np.float32(math.log(2.0))
 def sortable(value):
     """A float32 as an int32 in the same order; its own inverse, by way of the bits."""
     bits = float_as_int(value)
-    return bits if bits >= np.int32(0) else bits ^ np.int32(0x7FFFFFFF)
+    return bits if bits >= i32(0) else bits ^ i32(0x7FFFFFFF)
 
 
 @device_function
 def from_sortable(key):
     """The float32 of a key of sortable()."""
-    return int_as_float(key if key >= np.int32(0) else key ^ np.int32(0x7FFFFFFF))
+    return int_as_float(key if key >= i32(0) else key ^ i32(0x7FFFFFFF))
 
 
 @device_function
-def kept_mass(logits, row, temperature, threshold, largest, scratch):
-    """The sum of exp(s - largest) over s >= threshold, in every thread."""
+def finish(scaled, column, place, completion, key0, key1):
+    """s + g of a token: where it ends in the race."""
+    w0, w1, w2, w3 = philox(u32(column >> 2), place, completion, u32(0), key0, key1)
+    low, high = (w1, w3) if column & 1 else (w0, w2)
+    word = high if column & 2 else low
+    return scaled - np.float32(math.log(-np.float32(math.log1p(-uniform(word)))))
+
+
+@device_function
+def is_filtered(temperature, top_k, top_p, min_p, columns):
+    """Whether a row takes filtered_kernel."""
+    on = min_p > np.float32(0.0) or 0 < top_k < columns or top_p < np.float32(1.0)
+    return on and temperature != np.float32(0.0)
+
+
+@kernel_factory
+def sample_kernel(access):
+    """The kernel for logits that can be read `access` (1 or 2) at a time."""
+    load_two, _ = vector_access(2, access)
+
+    @cuda.jit(launch_bounds=(ROW_THREADS, 2))
+    def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
+        """A block owns a row without filters and reads it once: log-sum-exp, noise and argmax together.
+
+        A quad owns a class of tiles, a lane sixteen logits at a time, in logprob.py's order. Lanes 2 j and 2 j + 1
+        make the noise of one block of eight columns each, and give each other half of it. Most tokens lose the race
+        at once: -log1p(-u) >= u, so s + g can only exceed the best so far, `record`, if exp(s - record) >= u. Only
+        where that holds, with a margin for rounding, are the logarithms taken. record is the whole block's; how
+        soon a warp sees it changes which losers are looked at, not who wins.
+        """
+        scratch = cuda.shared.array(32, np.float32)
+        groups = cuda.shared.array((GROUPS, 3), np.float32)
+        record = cuda.shared.array(1, np.int32)
+        row = cuda.blockIdx.x
+        line = logits[row]
+        width = i32(logits.shape[1])
+        if is_filtered(temperature[row], top_k[row], top_p[row], min_p[row], width):
+            return
+        greedy = temperature[row] == np.float32(0.0)
+        divisor = np.float32(1.0) if greedy else temperature[row]
+        factor = LOG2_E / divisor
+        thread = i32(cuda.threadIdx.x)
+        lane = i32(thread & 31)
+        odd, upper = i32(lane & 1), i32((lane >> 1) & 1)
+        key0, key1 = keys[row, 0], keys[row, 1]
+        place, completion = u32(position[row]), u32(sample_index[row])
+        values = cuda.local.array(16, np.float32)
+        logit = cuda.local.array(1, np.float32)
+        words = cuda.local.array(4, np.uint32)
+        best, token = LOWEST, NOWHERE
+        largest, total = NONE, np.float32(0.0)
+        nothing = np.float32(0.0)
+        if not greedy:
+            # A record to begin with, of a token a thread.
+            if thread < width:
+                token = thread
+                load_one(line, token, logit, 0)
+                best = finish(logit[0] / divisor, token, place, completion, key0, key1)
+            reached = block_max(best, scratch)
+            if thread == 0:
+                record[0] = sortable(reached)
+            cuda.syncthreads()
+        for base in range(i32((thread - lane) * (TILE_COLUMNS // 4)), width, i32(CLASSES * TILE_COLUMNS)):
+            tile_largest, tile_total = NONE, np.float32(0.0)
+            tile_start = i32(base + (lane >> 2) * TILE_COLUMNS)
+            for part in range(4):
+                start = i32(tile_start + part * 64)
+                # Of each pair of blocks of eight columns, this lane's own stands first: the odd one for odd lanes.
+                own = i32(start + odd * 8 + (lane & 3) * 2)
+                other = i32(start + 8 - odd * 8 + (lane & 3) * 2)
+                if i32(start + 64) <= width:
+                    for pair in range(4):
+                        load_two(line, own + 16 * pair, values, 4 * pair)
+                        load_two(line, other + 16 * pair, values, 4 * pair + 2)
+                else:
+                    for pair in range(4):
+                        for c in range(2):
+                            values[4 * pair + c] = values[4 * pair + 2 + c] = np.float32(-math.inf)
+                            if i32(own + 16 * pair + c) < width:
+                                load_one(line, own + (16 * pair + c), values, 4 * pair + c)
+                            if i32(other + 16 * pair + c) < width:
+                                load_one(line, other + (16 * pair + c), values, 4 * pair + 2 + c)
+                part_largest, part_total, _ = fold_sixteen(values, 0, 2, factor, False)
+                tile_largest, tile_total, _ = join(
+                    tile_largest, tile_total, nothing, part_largest, part_total, nothing, factor
+                )
+                if greedy:
+                    # A lane's parts ascend: the first of equals stays.
+                    if part_largest > best:
+                        best, token = part_largest, start
+                else:
+                    sync_warp()
+                    so_far = from_sortable(record[0])
+                    margin = abs(so_far) * np.float32(2.0**-20) + np.float32(1e-3)
+                    reach = exp2((so_far - margin) * LOG2_E - part_largest * factor - np.float32(32.0))
+                    signs = i32(-1)
+                    for pair in range(4):
+                        counter = u32((start >> 2) + 4 * pair + odd * 2 + upper)
+                        w0, w1, w2, w3 = philox(counter, place, completion, u32(0), key0, key1)
+                        words[0], words[1] = (w2, w3) if odd else (w0, w1)
+                        sent0, sent1 = (w0, w1) if odd else (w2, w3)
+                        words[2], words[3] = u32(shuffle_xor(i32(sent0), 1)), u32(shuffle_xor(i32(sent1), 1))
+                        for i in range(4):
+                            values[4 * pair + i] = cuda.fma(-np.float32(words[i]), reach, values[4 * pair + i])
+                            signs &= float_as_int(values[4 * pair + i])
+                    if ballot(signs >= 0) != 0:
+                        hopeful = i32(0)
+                        for i in range(16):
+                            if float_as_int(values[i]) >= 0:
+                                hopeful |= i32(1 << i)
+                        while hopeful != 0:
+                            i = i32(cuda.ffs(hopeful) - 1)
+                            hopeful = i32(hopeful & (hopeful - 1))
+                            column = i32((other if i & 2 else own) + (i >> 2) * 16 + (i & 1))
+                            if column < width:
+                                load_one(line, column, logit, 0)
+                                end = finish(logit[0] / divisor, column, place, completion, key0, key1)
+                                if end > best or (end == best and column < token):
+                                    best, token = end, column
+                        reached = warp_max(best)
+                        if lane == 0:
+                            cuda.atomic.max(record, 0, sortable(reached))
+            tile_largest, tile_total, _ = join_lanes(tile_largest, tile_total, nothing, 1, factor)
+            tile_largest, tile_total, _ = join_lanes(tile_largest, tile_total, nothing, 2, factor)
+            largest, total, _ = join(largest, total, nothing, tile_largest, tile_total, nothing, factor)
+        largest, total, _ = join_classes(largest, total, nothing, 4, factor, groups)
+        if greedy and best == largest:
+            # token is where the part begins in which this lane met it.
+            start, token = i32(token + (lane & 3) * 2), NOWHERE
+            for i in range(15, -1, -1):
+                column = i32(start + i // 2 * 8 + i % 2)
+                if column < width and line[column] == largest:
+                    token = column
+        _, token = lowest_of_best(best, token, scratch)
+        if cuda.threadIdx.x == 0:
+            lse = largest / divisor + np.float32(math.log(total))
+            token_ids[row] = token
+            logprobs[row] = line[token] / divisor - lse
+
+    return sample_kernel
+
+
+@device_function
+def first_interval(line, temperature, scratch):
+    """(low, scale) of a histogram: bin 0 lies below low + 1 / scale, all but the last below a sample's largest.
+
+    The sample is eight neighbouring logits a thread. low is the least of the threads' largest, so that some masked
+    logits (-inf) do not matter, but at most 40 units of s below the largest.
+    """
+    columns = i32(line.shape[0])
+    start = i32(np.int64(columns) * cuda.threadIdx.x // ROW_THREADS)
+    largest = NONE
+    for i in range(8):
+        largest = max(largest, line[min(i32(start + i), i32(columns - 1))])
+    high = block_max(largest, scratch)
+    low = -block_max(-largest, scratch)
+    low = min(max(low, high - np.float32(40.0) * temperature), high - np.float32(1e-6) * max(abs(high), temperature))
+    return low, np.float32(BINS - 2) / (high - low)
+
+
+load_one, _ = vector_access(1, 1)
+
+
+@device_function
+def load_batch(line, base, values):
+    """BATCH logits a thread, ROW_THREADS apart from base + thread on; -inf for those outside the row."""
+    columns = i32(line.shape[0])
+    first = i32(base + cuda.threadIdx.x)
+    if base + ROW_THREADS * BATCH <= columns:
+        for i in range(BATCH):
+            load_one(line, np.int64(first) + i * ROW_THREADS, values, i)
+    else:
+        for i in range(BATCH):
+            values[i] = np.float32(-math.inf)
+            if i32(first + i * ROW_THREADS) < columns:
+                load_one(line, np.int64(first) + i * ROW_THREADS, values, i)
+
+
+@device_function
+def kept_mass(line, threshold, largest, factor, scratch):
+    """The sum of 2^((z - largest) factor) over z >= threshold, in every thread."""
     total = np.float32(0.0)
-    for column in range(cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x):
-        scaled = logits[row, column] / temperature
-        if scaled >= threshold:
-            total += np.float32(math.exp(scaled - largest))
+    for column in range(cuda.threadIdx.x, line.shape[0], ROW_THREADS):
+        if line[column] >= threshold:
+            total += exp2((line[column] - largest) * factor)
     return block_sum(total, scratch)
 
 
 @device_function
-def tail_threshold(logits, row, temperature, floor, largest, by_mass, target, partials):
-    """The largest s >= floor of which the tail {s' >= s} weighs at least target; floor if there is none.
+def tail_threshold(line, floor, largest, factor, by_mass, target, partials):
+    """The largest z >= floor of which the tail {z' >= z} weighs at least target; floor if there is none.
 
-    A token weighs exp(s - largest) if by_mass, else 1. The weight of a tail falls as s rises, so an interval
-    of float32, in their order as integers, is narrowed to one number; each pass over the row weighs the tails
-    of CUTS numbers in it. partials: shared float32 (CUTS, WARPS).
+    A token weighs 2^((z - largest) factor) if by_mass, else 1. The weight of a tail falls as z rises, so an
+    interval of float32, in their order as integers, is narrowed to one number; each of up to 11 passes over the
+    row weighs the tails of CUTS numbers in it. partials: shared float32 (CUTS, WARPS).
     """
     bounds = cuda.local.array(CUTS, np.float32)
     sums = cuda.local.array(CUTS, np.float32)
@@ -87,18 +308,17 @@ def tail_threshold(logits, row, temperature, floor, largest, by_mass, target, pa
     while low < high:
         step = (high - low + CUTS + 1) // (CUTS + 1)
         for i in range(CUTS):
-            key = min(low + (i + 1) * step, np.int64(0x7FFFFFFF))
-            bounds[i] = from_sortable(np.int32(key))
+            key = min(low + (i + 1) * step, np.int64(NOWHERE))
+            bounds[i] = from_sortable(i32(key))
             sums[i] = np.float32(0.0)
-        for column in range(cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x):
-            scaled = logits[row, column] / temperature
-            if scaled >= bounds[0]:
-                weight = np.float32(1.0)
-                if by_mass:
-                    weight = np.float32(math.exp(scaled - largest))
-                for i in range(CUTS):
-                    if scaled >= bounds[i]:
-                        sums[i] += weight
+        for column in range(cuda.threadIdx.x, line.shape[0], ROW_THREADS):
+            logit = line[column]
+            weight = np.float32(1.0)
+            if by_mass:
+                weight = exp2((logit - largest) * factor)
+            for i in range(CUTS):
+                if logit >= bounds[i]:
+                    sums[i] += weight
         for i in range(CUTS):
             total = warp_sum(sums[i])
             if cuda.threadIdx.x % 32 == 0:
@@ -115,69 +335,227 @@ def tail_threshold(logits, row, temperature, floor, largest, by_mass, target, pa
         cuda.syncthreads()
         low += reached * step
         high = min(high, low + step - np.int64(1))
-    return from_sortable(np.int32(low))
+    return from_sortable(i32(low))
 
 
-# 1024 threads of more registers do not fit an SM's 65,536.
-@cuda.jit(max_registers=64)
-def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
-    """A block owns a row. Two passes without filters: log-sum-exp, then noise and argmax, four tokens a Philox.
+@device_function
+def sort_list(logits, ids, offset, count):
+    """Sort `count` entries, descending by logit, then ascending by id: a bitonic sort by the whole block.
 
-    Each of top-k and top-p adds a search of up to 11 passes; all sums have logprob.py's fixed order of
-    threads.
+    An entry is (logits[i], ids[offset + i]), in shared memory; those up to the next power of two are filled up.
+    """
+    size = i32(2)
+    while size < count:
+        size *= i32(2)
+    for i in range(count + i32(cuda.threadIdx.x), size, ROW_THREADS):
+        logits[i], ids[offset + i] = np.float32(-math.inf), NOWHERE
+    run = i32(2)
+    while run <= size:
+        distance = run >> 1
+        while distance > 0:
+            cuda.syncthreads()
+            for i in range(cuda.threadIdx.x, size >> 1, ROW_THREADS):
+                a = ((i & ~(distance - 1)) << 1) | (i & (distance - 1))
+                b = a + distance
+                falls = logits[a] > logits[b] or (logits[a] == logits[b] and ids[offset + a] < ids[offset + b])
+                if falls != ((a & run) == 0):
+                    logits[a], logits[b] = logits[b], logits[a]
+                    ids[offset + a], ids[offset + b] = ids[offset + b], ids[offset + a]
+            distance >>= 1
+        run *= i32(2)
+    cuda.syncthreads()
+
+
+@device_function
+def entries_from(logits, count, lowest, found, slot):
+    """How many of `count` descending logits are >= lowest, at least one, in every thread.
+
+    found: shared int32, of which found[slot] is for this call alone.
+    """
+    for i in range(cuda.threadIdx.x, count, ROW_THREADS):
+        if logits[i] >= lowest and (i + 1 == count or logits[i + 1] < lowest):
+            found[slot] = i32(i + 1)
+    cuda.syncthreads()
+    return found[slot]
+
+
+@device_function
+def list_mass(logits, count, largest, factor, scratch):
+    """The sum of 2^((z - largest) factor) over a list, in every thread."""
+    total = np.float32(0.0)
+    for i in range(cuda.threadIdx.x, count, ROW_THREADS):
+        total += exp2((logits[i] - largest) * factor)
+    return block_sum(total, scratch)
+
+
+@device_function
+def first_to_reach(logits, count, largest, factor, target, scratch, found, slot):
+    """The first entry up to which a list's weights add up to target, else the last; in every thread.
+
+    found, slot as in entries_from. Sums: over lanes by doubling distance, over warps in their order, over rounds of
+    ROW_THREADS entries in theirs.
+    """
+    lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
+    if cuda.threadIdx.x == 0:
+        found[slot] = count - i32(1)
+    before = np.float32(0.0)
+    for base in range(0, count, ROW_THREADS):
+        i = i32(base + cuda.threadIdx.x)
+        weight = np.float32(0.0)
+        if i < count:
+            weight = exp2((logits[i] - largest) * factor)
+        for doubling in range(5):
+            lower = shuffle_up(weight, 1 << doubling)
+            if lane >= 1 << doubling:
+                weight += lower
+        if lane == 31:
+            scratch[warp] = weight
+        cuda.syncthreads()
+        below = before
+        for other in range(WARPS):
+            if other == warp:
+                below = before
+            before += scratch[other]
+        if i < count and below + weight >= target:
+            cuda.atomic.min(found, slot, i)
+        cuda.syncthreads()
+    return found[slot]
+
+
+@cuda.jit(launch_bounds=(ROW_THREADS, 2))
+def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
+    """A block owns a row with filters and reads it twice, or more often if it keeps more than LIST tokens.
+
+    First pass: the largest logit, and a histogram over BINS intervals of the logit: of how many, if there is a
+    top-k or min-p, else of their mass. Every thread adds to bins of its own, so sums have a fixed order. Second
+    pass: all tokens of the lowest bin that can hold the threshold, and of those above, go to a list. The order in
+    which they arrive depends on timing; sorting makes it one.
+
+    Shared memory: (BINS, ROW_THREADS) float32, later the list: LIST logits, LIST ids.
     """
     scratch = cuda.shared.array(32, np.float32)
     partials = cuda.shared.array((CUTS, WARPS), np.float32)
+    tails = cuda.shared.array(BINS, np.float32)
+    found = cuda.shared.array(5, np.int32)
+    floats = cuda.shared.array(0, np.float32)
+    ids = cuda.shared.array(0, np.int32)
     row = cuda.blockIdx.x
-    columns = logits.shape[1]
-    zero = np.float32(0.0)
-    one = np.float32(1.0)
-    greedy = temperature[row] == zero
-    divisor = one if greedy else temperature[row]
-    lse, _, top = block_terms(logits, row, divisor, scratch)
-    token = top
-    if not greedy:
-        largest = logits[row, top] / divisor
-        threshold = LOWEST
-        if min_p[row] > zero:
-            threshold = max(threshold, largest + np.float32(math.log(min_p[row])))
-        if 0 < top_k[row] < columns:
-            target = np.float32(top_k[row])
-            threshold = tail_threshold(logits, row, divisor, threshold, largest, False, target, partials)
-        if top_p[row] < one:
-            target = top_p[row] * kept_mass(logits, row, divisor, threshold, largest, scratch)
-            threshold = tail_threshold(logits, row, divisor, threshold, largest, True, target, partials)
-        if threshold > LOWEST:
-            mass = kept_mass(logits, row, divisor, threshold, largest, scratch)
-            lse = largest + np.float32(math.log(mass))
+    line = logits[row]
+    columns = i32(logits.shape[1])
+    divisor = temperature[row]
+    top, share, least = top_k[row], top_p[row], min_p[row]
+    if not is_filtered(divisor, top, share, least, columns):
+        return
+    thread = i32(cuda.threadIdx.x)
+    lane, warp = i32(thread & 31), i32(thread >> 5)
+    factor = LOG2_E / divisor
+    by_count = 0 < top < columns or least > np.float32(0.0)
+    values = cuda.local.array(BATCH, np.float32)
+    low, scale = first_interval(line, divisor, scratch)
+    high = low + np.float32(BINS - 2) / scale
+    for bin in range(BINS):
+        floats[bin * ROW_THREADS + thread] = np.float32(0.0)
+    if thread == 0:
+        found[0] = found[1] = i32(0)
+    largest, broken = NONE, False
+    for base in range(0, columns, ROW_THREADS * BATCH):
+        load_batch(line, i32(base), values)
+        for i in range(BATCH):
+            largest = max(largest, values[i])
+            broken = broken or values[i] != values[i]
+            bin = i32(min(max((values[i] - low) * scale, np.float32(0.0)), np.float32(BINS - 1)))
+            if by_count:
+                weight = np.float32(1.0) if values[i] >= LOWEST else np.float32(0.0)
+            else:
+                weight = exp2((values[i] - high) * factor)
+            floats[np.uint32(bin * ROW_THREADS + thread)] += weight
+    largest = block_max(largest, scratch)
+    if broken:
+        found[1] = i32(1)
+    for bin in range(warp, BINS, WARPS):
+        total = np.float32(0.0)
+        for i in range(lane, ROW_THREADS, 32):
+            total += floats[bin * ROW_THREADS + i]
+        total = warp_sum(total)
+        if lane == 0:
+            tails[bin] = total
+    cuda.syncthreads()
+    if thread == 0:
+        for bin in range(BINS - 2, -1, -1):
+            tails[bin] += tails[bin + 1]
+    cuda.syncthreads()
 
-        best, token = LOWEST, np.int32(0)
-        key0, key1 = keys[row, 0], keys[row, 1]
-        place, sample = np.uint32(position[row]), np.uint32(sample_index[row])
-        words = cuda.local.array(4, np.uint32)
-        for first in range(4 * cuda.threadIdx.x, columns, 4 * cuda.blockDim.x):
-            live = False
-            for i in range(4):
-                if first + i < columns:
-                    live = live or logits[row, first + i] / divisor >= threshold
-            if live:
-                words[0], words[1], words[2], words[3] = philox(
-                    np.uint32(first // 4), place, sample, np.uint32(0), key0, key1
-                )
-                for i in range(4):
-                    if first + i < columns:
-                        scaled = logits[row, first + i] / divisor
-                        if scaled >= threshold:
-                            value = scaled - np.float32(math.log(-np.float32(math.log1p(-uniform(words[i])))))
-                            # A thread's columns ascend: the first of equals stays.
-                            if value > best:
-                                best, token = value, np.int32(first + i)
-        winner = block_max(best, scratch)
-        # Indices below 2^24 are exact as float32.
-        token = np.int32(-block_max(-np.float32(token) if best == winner else LOWEST, scratch))
-    if cuda.threadIdx.x == 0:
+    floor = LOWEST
+    if least > np.float32(0.0):
+        floor = largest + divisor * np.float32(math.log(least))
+    lowest_bin = BINS - 1
+    target = share * tails[0]
+    if by_count:
+        target = np.float32(top) if 0 < top < columns else np.float32(columns)
+    while lowest_bin > 0 and tails[lowest_bin] < target:
+        lowest_bin -= 1
+    # The mass below what is listed; with a top-k or min-p that is dropped before top-p looks.
+    below = np.float32(0.0)
+    if not by_count:
+        for bin in range(lowest_bin):
+            below += tails[bin] - tails[bin + 1]
+        below *= exp2((high - largest) * factor)
+    bound = np.float32(lowest_bin) if lowest_bin > 0 else LOWEST
+    for base in range(0, columns, ROW_THREADS * BATCH):
+        load_batch(line, i32(base), values)
+        hopeful = i32(0)
+        for i in range(BATCH):
+            if (values[i] - low) * scale >= bound and values[i] >= floor:
+                hopeful |= i32(1 << i)
+        if ballot(hopeful) != 0:
+            for i in range(BATCH):
+                listed = (hopeful >> i) & 1
+                votes = i32(ballot(listed))
+                if votes != 0:
+                    place = i32(0)
+                    if lane == 0:
+                        place = i32(cuda.atomic.add(found, 0, i32(cuda.popc(votes))))
+                    place = i32(shuffle(place, 0) + cuda.popc(votes & ~(i32(-1) << lane)))
+                    if listed != 0 and place < LIST:
+                        floats[np.uint32(place)] = values[i]
+                        ids[np.uint32(LIST + place)] = i32(base + i * ROW_THREADS + thread)
+    cuda.syncthreads()
+
+    count = found[0]
+    key0, key1 = keys[row, 0], keys[row, 1]
+    place, completion = u32(position[row]), u32(sample_index[row])
+    best, token = LOWEST, NOWHERE
+    if count <= LIST:
+        sort_list(floats, ids, LIST, count)
+        if 0 < top < count:
+            count = entries_from(floats, count, floats[top - 1], found, 2)
+        if share < np.float32(1.0):
+            target = share * (below + list_mass(floats, count, largest, factor, scratch))
+            last = first_to_reach(floats, count, largest, factor, target, scratch, found, 3)
+            count = entries_from(floats, count, floats[last], found, 4)
+        mass = list_mass(floats, count, largest, factor, scratch)
+        for i in range(thread, count, ROW_THREADS):
+            end = finish(floats[i] / divisor, ids[LIST + i], place, completion, key0, key1)
+            if end > best or (end == best and ids[LIST + i] < token):
+                best, token = end, ids[LIST + i]
+    else:
+        if 0 < top < columns:
+            floor = tail_threshold(line, floor, largest, factor, False, np.float32(top), partials)
+        if share < np.float32(1.0):
+            target = share * kept_mass(line, floor, largest, factor, scratch)
+            floor = tail_threshold(line, floor, largest, factor, True, target, partials)
+        mass = kept_mass(line, floor, largest, factor, scratch)
+        for column in range(thread, columns, i32(ROW_THREADS)):
+            if line[column] >= floor:
+                end = finish(line[column] / divisor, column, place, completion, key0, key1)
+                # A thread's columns ascend: the first of equals stays.
+                if end > best:
+                    best, token = end, i32(column)
+    _, token = lowest_of_best(best, token, scratch)
+    if thread == 0:
+        lse = largest / divisor + np.float32(math.log(mass))
         token_ids[row] = token
-        logprobs[row] = logits[row, token] / divisor - lse
+        logprobs[row] = np.float32(math.nan) if found[1] != 0 else line[token] / divisor - lse
 
 
 @cuda.jit
@@ -230,7 +608,9 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     if device.name() == "numpy":
         sample_rows(*arguments)
         return
-    launch(sample_kernel, rows, ROW_THREADS, *arguments)
+    access = min(2, access_length(columns, logits))
+    launch(sample_kernel(access), rows, ROW_THREADS, *arguments)
+    launch(filtered_kernel, rows, ROW_THREADS, *arguments, shared=4 * BINS * ROW_THREADS)
 
 
 def apply_repetition_penalty(logits, penalty, history):

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import sampling
 from rlnumba.kernels.gemm import linear
 from rlnumba.kernels.logprob import linear_logp
 from rlnumba.kernels.philox import noise_key
@@ -122,6 +123,33 @@ def test_simulator_few_columns_and_greedy(rng):
     check_against_reference(make(rng, 2, 66, min_p=0.3))
 
 
+@pytest.mark.sim
+def test_simulator_several_tiles_of_a_quad(rng):
+    """A quad has more than one tile, and the last is ragged; logits are read two at a time."""
+    check_against_reference(make(rng, 1, sampling.CLASSES * sampling.TILE_COLUMNS + 300))
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}], ids=["top_p", "top_k"])
+@pytest.mark.sim
+def test_simulator_more_tokens_than_the_list_holds(rng, monkeypatch, options):
+    if device.name() == "cuda":
+        pytest.skip("test_gpu_flat_rows has this")
+    arguments = make(rng, 1, 90, **options)
+    listed = draw(arguments)
+    monkeypatch.setattr(sampling, "LIST", 4)
+    searched = draw(arguments)
+    assert listed[0] == searched[0]
+    assert_close(searched[1], listed[1], terms=90, scale=1.0)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}], ids=["top_k", "top_p", "min_p"])
+@pytest.mark.sim
+def test_simulator_masked_tokens_do_not_count(rng, options):
+    arguments = make(rng, 1, 90, **options)
+    arguments["logits"][:, 7:] = -np.inf
+    check_against_reference(arguments)
+
+
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("columns", [1, 2, 255, 257, 5000])
 def test_numpy_device(rng, columns, options):
@@ -154,6 +182,27 @@ def test_distribution_of_rare_tokens(rng, options):
 def test_gpu_distribution(rng, options):
     # With exponent 1 the twentieth token would lie on min-p's boundary, where rounding decides.
     check_draws(zipf(rng, QWEN_VOCABULARY, 1.05), 256, 500, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"top_p": 0.95}, {"min_p": 0.2}, {"top_k": 60_000, "top_p": 0.7}])
+def test_gpu_flat_rows(rng, options):
+    """More tokens are kept than the list holds."""
+    arguments = make(rng, 9, QWEN_VOCABULARY, **options)
+    arguments["logits"] *= np.float32(0.2)
+    check_against_reference(arguments)
+
+
+@pytest.mark.gpu
+def test_gpu_mixed_rows(rng):
+    """Rows with and without filters, greedy ones among them, and a few masked tokens."""
+    arguments = make(rng, 40, QWEN_VOCABULARY)
+    arguments["temperature"][:] = rng.choice([0.0, 0.7, 1.0], 40)
+    arguments["top_k"][:] = rng.choice([0, 5, 500], 40)
+    arguments["top_p"][:] = rng.choice([1.0, 0.9], 40)
+    arguments["min_p"][:] = rng.choice([0.0, 0.01], 40)
+    arguments["logits"][:, -300:] = -np.inf
+    check_against_reference(arguments)
 
 
 @pytest.mark.gpu
@@ -260,7 +309,7 @@ def test_kept_tokens(options, kept):
     row = [2.0, 1.0, 1.0, 0.0, -1.0]
     merged = {**dict(DEFAULTS), **options}
     assert list(np.flatnonzero(kept_ref(np.array(row), *merged.values()))) == kept
-    if device.name() == "sim" and options != {"top_k": 2, "top_p": 0.55}:
+    if device.name() == "sim" and options not in ({"top_k": 2, "top_p": 0.55}, {"temperature": 10.0, "top_p": 0.5}):
         return
     p = np.exp(np.array(row) / merged["temperature"])
     assert abs(kept_mass(row, **options) - p[kept].sum() / p.sum()) < 1e-5

@@ -9,7 +9,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import FLOATS, I32, check
-from rlnumba.kernels.embedding import ROW_THREADS, as_words, check_rows, gather_rows_kernel
+from rlnumba.kernels.embedding import check_rows, copy_rows
 from rlnumba.kernels.instructions import access_length, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
@@ -103,16 +103,6 @@ def fill_kernel(vector, access, bounded):
     return fill_kernel
 
 
-@cuda.jit
-def scatter_rows_kernel(x, rows, out):
-    """out[rows[n]] = x[n]; a block owns a row of x. A row number outside `out` is skipped."""
-    row = rows[cuda.blockIdx.x]
-    if row < 0 or row >= out.shape[0]:
-        return
-    for word in range(cuda.threadIdx.x, x.shape[1], ROW_THREADS):
-        out[row, word] = x[cuda.blockIdx.x, word]
-
-
 def _launch_flat(factory, arguments, size):
     """Launch the kernels of `factory` over `size` elements: whole vectors, then the few that are left."""
     flat = [a if isinstance(a, float) else a.reshape(-1) for a in arguments]
@@ -197,7 +187,7 @@ def gather_rows(x, rows, out):
         check_rows("gather_rows", "rows", rows, limit)
         np.take(x, rows, axis=0, out=out, mode="clip")
         return
-    launch(gather_rows_kernel, count, ROW_THREADS, as_words(x), rows, as_words(out))
+    copy_rows(x, rows, out, scatter=False)
 
 
 def scatter_rows(x, rows, out):
@@ -214,7 +204,7 @@ def scatter_rows(x, rows, out):
         check_rows("scatter_rows", "rows", rows, limit)
         out[rows] = x
         return
-    launch(scatter_rows_kernel, count, ROW_THREADS, as_words(x), rows, as_words(out))
+    copy_rows(x, rows, out, scatter=True)
 
 
 def gather_rows_ref(x, rows):

@@ -3,9 +3,10 @@
     out[n] = weight[input_ids[n]]           dweight[v] += sum over n with input_ids[n] == v of dout[n]
 
 input_ids (N,) int32; weight (V, D), out and dout (N, D) in float32, float16 or bfloat16; dweight (V, D)
-float32. The sum runs in float32 over the tokens in their order: ids are sorted (stably), a block adds up a
-run of equal ids. With atomic additions instead, the sum's order, and so its last bits, would change from
-run to run.
+float32. The sum runs in float32 over the tokens in their order: ids are sorted (stably), the sorted list is cut
+into segments of SEGMENT tokens, a block adds up the runs of equal ids in a segment, and where a run crosses a
+border, a second kernel adds its parts in their order: an id that fills half of the batch does not hold up the rest.
+With atomic additions instead, the sum's order, and so its last bits, would change from run to run.
 """
 
 import numpy as np
@@ -13,55 +14,187 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import widen
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.instructions import access_length, start_loads, vector_access
+from rlnumba.kernels.launch import kernel_factory, launch
 
-# Threads that copy or add up a row.
-ROW_THREADS = 128
+# Rows that a block copies at a time, one a warp, and vectors that a lane loads before it stores the first.
+ROW_WARPS = 2 if device.name() == "sim" else 4
+ROW_UNROLL = 4
+# Threads that add up a run, and columns of each: 16 bytes of float32.
+THREADS = 32 if device.name() == "sim" else 128
+VECTOR = 4
+# Tokens of a segment. Part of the arithmetic.
+SEGMENT = 32
+# Rows of dout, and parts of a run, that are loaded before the first is added.
+ROWS_AT_ONCE = 4
+PARTS_AT_ONCE = 16
 
 
-@cuda.jit
-def gather_rows_kernel(source, rows, out):
-    """out[n] = source[rows[n]]; a block owns an output row, a thread every ROW_THREADS-th word of it.
+@kernel_factory
+def copy_rows_kernel(element, access, bounded, scatter):
+    """The kernel that copies rows of integers of type `element`: out[n] = x[rows[n]], or out[rows[n]] = x[n].
 
-    A row number outside the source gives a row of ones in every bit: NaN, whatever the floating dtype.
+    bounded: the last block of a row has columns beyond the end.
     """
-    row = rows[cuda.blockIdx.x]
-    inside = row >= 0 and row < source.shape[0]
-    for word in range(cuda.threadIdx.x, out.shape[1], ROW_THREADS):
-        if inside:
-            out[cuda.blockIdx.x, word] = source[row, word]
+    vector = 16 // np.dtype(element).itemsize
+    part = 32 * ROW_UNROLL * vector
+    count = ROW_UNROLL * vector
+    ones = element(np.iinfo(element).max)
+    load, store = vector_access(vector, access, bounded)
+
+    @cuda.jit
+    def copy_rows_kernel(x, rows, out):
+        """A warp owns 32 * ROW_UNROLL vectors of a row, a lane every 32nd of them.
+
+        A row number outside the array is skipped when scattering; when gathering it gives a row of ones in
+        every bit: NaN, whatever the floating dtype.
+        """
+        n = cuda.blockIdx.x * ROW_WARPS + cuda.threadIdx.y
+        if n >= rows.shape[0]:
+            return
+        first = cuda.blockIdx.y * part + cuda.threadIdx.x * vector
+        row = rows[n]
+        kept = cuda.local.array(count, element)
+        if scatter:
+            if row < 0 or row >= out.shape[0]:
+                return
+            source, target = x[n], out[row]
         else:
-            out[cuda.blockIdx.x, word] = np.int64(-1)
+            # Row 0 is read, and not used, where there is no row.
+            inside = row >= 0 and row < x.shape[0]
+            source, target = x[row if inside else 0], out[n]
+        for i in range(ROW_UNROLL):
+            load(source, first + i * 32 * vector, kept, i * vector)
+        if not scatter:
+            if not inside:
+                for i in range(count):
+                    kept[i] = ones
+        for i in range(ROW_UNROLL):
+            store(target, first + i * 32 * vector, kept, i * vector)
+
+    return copy_rows_kernel
 
 
-@cuda.jit
-def embedding_backward_kernel(sorted_ids, order, dout, dweight):
-    """A block owns blockDim.x columns of the run of equal ids that begins at sorted_ids[blockIdx.x].
+@kernel_factory
+def embedding_backward_kernel(access, bounded):
+    """The kernel that moves `access` columns at a time; bounded: the last block has columns beyond the end."""
+    load, store = vector_access(VECTOR, access, bounded)
+    count = ROWS_AT_ONCE * VECTOR
+    places = SEGMENT + 2
 
-    A block whose position begins no run has nothing to do. A thread adds up one column, in the order of
-    the tokens.
-    """
-    first = cuda.blockIdx.x
-    token_id = sorted_ids[first]
-    if first > 0 and sorted_ids[first - 1] == token_id:
-        return
-    column = cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x
-    if column >= dout.shape[1] or token_id < 0 or token_id >= dweight.shape[0]:
-        return
-    total = np.float32(0.0)
-    position = first
-    while position < sorted_ids.shape[0] and sorted_ids[position] == token_id:
-        total += widen(dout[order[position], column])
-        position += 1
-    dweight[token_id, column] += total
+    @cuda.jit
+    def embedding_backward_kernel(input_ids, order, dout, dweight, parts):
+        """A block owns THREADS * VECTOR columns of a segment of the sorted tokens, a thread VECTOR columns.
+
+        The sum of a run of equal ids that lies within the segment is added to dweight. Of one that comes from
+        the segment before, the sum goes to parts[segment, 0]; of one that begins here and goes on in the next
+        segment, to parts[segment, 1]. parts: (segments, 2, D); what has no such run is not written.
+        """
+        # The ids of the segment, from the last one before it to the first one behind it.
+        ids = cuda.shared.array(places, np.int32)
+        tokens = cuda.shared.array(places, np.int32)
+        segment, begin = cuda.blockIdx.x, cuda.blockIdx.x * SEGMENT
+        length = min(SEGMENT, order.shape[0] - begin)
+        for place in range(cuda.threadIdx.x, length + 2, THREADS):
+            position = begin + place - 1
+            nearest = min(max(position, 0), order.shape[0] - 1)
+            tokens[place] = order[nearest]
+            token_id = input_ids[order[nearest]]
+            # Beyond the ends of the list stands what differs from the neighbour.
+            ids[place] = token_id if position == nearest else ~token_id
+        cuda.syncthreads()
+        first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR
+        comes, goes = ids[0] == ids[1], ids[length] == ids[length + 1]
+        rows = cuda.local.array(count, np.float32)
+        before = cuda.local.array(count, np.float32)
+        total = cuda.local.array(VECTOR, np.float32)
+        for i in range(VECTOR):
+            total[i] = np.float32(0.0)
+        for top in range(1, length + 1, ROWS_AT_ONCE):
+            for j in range(ROWS_AT_ONCE):
+                place = min(top + j, length)
+                token_id = ids[place]
+                load(dout[tokens[place]], first, rows, j * VECTOR)
+                if token_id != ids[place + 1] and 0 <= token_id and token_id < dweight.shape[0]:
+                    load(dweight[token_id], first, before, j * VECTOR)
+            start_loads()
+            for j in range(ROWS_AT_ONCE):
+                place = top + j
+                if place <= length:
+                    token_id = ids[place]
+                    for i in range(VECTOR):
+                        total[i] += rows[j * VECTOR + i]
+                    if token_id != ids[place + 1]:
+                        if comes and token_id == ids[1]:
+                            store(parts[segment, 0], first, total, 0)
+                        elif 0 <= token_id and token_id < dweight.shape[0]:
+                            for i in range(VECTOR):
+                                total[i] += before[j * VECTOR + i]
+                            store(dweight[token_id], first, total, 0)
+                        for i in range(VECTOR):
+                            total[i] = np.float32(0.0)
+        if goes:
+            store(parts[segment, 0 if comes and ids[1] == ids[length] else 1], first, total, 0)
+
+    return embedding_backward_kernel
 
 
-def as_words(array):
-    """A (rows, columns) array seen as the widest unsigned integers that a row divides into, for copying."""
-    row_bytes = array.shape[1] * array.itemsize
-    widest = next((t for t in (np.uint64, np.uint32, np.uint16) if row_bytes % np.dtype(t).itemsize == 0), np.uint8)
-    return array.view(widest)
+@kernel_factory
+def add_parts_kernel(access, bounded):
+    """As embedding_backward_kernel."""
+    load, store = vector_access(VECTOR, access, bounded)
+    count = PARTS_AT_ONCE * VECTOR
+
+    @cuda.jit
+    def add_parts_kernel(input_ids, order, parts, dweight):
+        """A block owns THREADS * VECTOR columns of the run that begins in a segment and goes on beyond its end.
+
+        A block whose segment has no such run has nothing to do. The parts are added in their order.
+        """
+        segment = cuda.blockIdx.x
+        begin, end = segment * SEGMENT, (segment + 1) * SEGMENT
+        token_id = input_ids[order[end - 1]]
+        if input_ids[order[end]] != token_id or token_id < 0 or token_id >= dweight.shape[0]:
+            return
+        if begin > 0 and input_ids[order[begin - 1]] == token_id:
+            return
+        first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR
+        total = cuda.local.array(VECTOR, np.float32)
+        before = cuda.local.array(VECTOR, np.float32)
+        following = cuda.local.array(count, np.float32)
+        belongs = cuda.local.array(PARTS_AT_ONCE, np.int32)
+        load(parts[segment, 1], first, total, 0)
+        load(dweight[token_id], first, before, 0)
+        segment += 1
+        goes_on = True
+        while goes_on:
+            for j in range(PARTS_AT_ONCE):
+                # What lies beyond the run is read, and not used, so that no load waits for an id.
+                part = min(segment + j, parts.shape[0] - 1)
+                belongs[j] = part == segment + j and input_ids[order[part * SEGMENT]] == token_id
+                load(parts[part, 0], first, following, j * VECTOR)
+            start_loads()
+            for j in range(PARTS_AT_ONCE):
+                if belongs[j]:
+                    for i in range(VECTOR):
+                        total[i] += following[j * VECTOR + i]
+            goes_on = belongs[PARTS_AT_ONCE - 1] != 0
+            segment += PARTS_AT_ONCE
+        for i in range(VECTOR):
+            total[i] += before[i]
+        store(dweight[token_id], first, total, 0)
+
+    return add_parts_kernel
+
+
+def copy_rows(x, rows, out, scatter):
+    """out[n] = x[rows[n]], or with scatter out[rows[n]] = x[n], bit for bit; the arrays are checked."""
+    element = np.uint32 if x.itemsize == 4 else np.uint16
+    columns, of_warp = x.shape[1], 32 * ROW_UNROLL * 16 // x.itemsize
+    if columns:
+        kernel = copy_rows_kernel(element, access_length(columns, x, out), columns % of_warp != 0, scatter)
+        grid = -(-rows.size // ROW_WARPS), -(-columns // of_warp)
+        launch(kernel, grid, (32, ROW_WARPS), x.view(element), rows, out.view(element))
 
 
 def embedding(input_ids, weight, out):
@@ -78,7 +211,7 @@ def embedding(input_ids, weight, out):
         check_rows("embedding", "input_ids", input_ids, vocabulary)
         np.take(weight, input_ids, axis=0, out=out, mode="clip")
         return
-    launch(gather_rows_kernel, tokens, ROW_THREADS, as_words(weight), input_ids, as_words(out))
+    copy_rows(weight, input_ids, out, scatter=False)
 
 
 def check_rows(op, name, rows, limit):
@@ -101,14 +234,19 @@ def embedding_backward(input_ids, dout, dweight):
     if tokens == 0:
         return
     order = device.xp().argsort(input_ids, kind="stable")
-    sorted_ids = input_ids[order]
     if device.name() == "numpy":
         check_rows("embedding_backward", "input_ids", input_ids, vocabulary)
+        sorted_ids = input_ids[order]
         starts = np.flatnonzero(np.diff(sorted_ids, prepend=-1))
         dweight[sorted_ids[starts]] += np.add.reduceat(dout[order], starts, axis=0)
         return
-    grid = (tokens, -(-columns // ROW_THREADS))
-    launch(embedding_backward_kernel, grid, ROW_THREADS, sorted_ids, order, dout, dweight)
+    segments, of_block = -(-tokens // SEGMENT), THREADS * VECTOR
+    parts = device.xp().empty((segments, 2, columns), np.float32)
+    constants = access_length(columns, dout, dweight), columns % of_block != 0
+    column_blocks = -(-columns // of_block)
+    arguments = input_ids, order, dout, dweight, parts
+    launch(embedding_backward_kernel(*constants), (segments, column_blocks), THREADS, *arguments)
+    launch(add_parts_kernel(*constants), (segments - 1, column_blocks), THREADS, input_ids, order, parts, dweight)
 
 
 def embedding_ref(input_ids, weight):

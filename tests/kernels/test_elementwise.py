@@ -54,6 +54,10 @@ def run_rows(rng, count, limit, columns, dtype):
     out = device.asarray(-x)
     scatter_rows(gathered, device.asarray(rows), out)
     assert_same_bits(out, scatter_rows_ref(x[rows], rows, -x), "scatter_rows")
+    # Any bits, of which some are no numbers.
+    x = rng.integers(0, 256, x.nbytes, np.uint8).view(x.dtype).reshape(x.shape)
+    gather_rows(device.asarray(x), device.asarray(rows), gathered)
+    assert_same_bits(gathered, gather_rows_ref(x, rows), "gather_rows of any bits")
 
 
 @pytest.mark.sim
@@ -63,7 +67,7 @@ def test_simulator(rng, dtype):
         run_arithmetic(rng, shape, dtype)
     for target in ("float32", "float16", "bfloat16"):
         run_cast(rng, (9,), dtype, target)
-    for count, limit, columns in [(1, 1, 1), (3, 5, 6), (0, 2, 4), (2, 3, 131)]:
+    for count, limit, columns in [(1, 1, 1), (3, 5, 6), (0, 2, 4), (2, 3, 131), (1, 2, 1024)]:
         run_rows(rng, count, limit, columns, dtype)
 
 
@@ -112,7 +116,9 @@ def test_gpu(rng, shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("count,limit,columns", [(1, 1, 1), (4096, 8191, 1024), (999, 1000, 1001), (0, 2, 1024)])
+@pytest.mark.parametrize(
+    "count,limit,columns", [(1, 1, 1), (4096, 8191, 1024), (999, 1000, 1001), (0, 2, 1024), (70_000, 70_001, 24)]
+)
 def test_gpu_rows(rng, count, limit, columns, dtype):
     run_rows(rng, count, limit, columns, dtype)
 

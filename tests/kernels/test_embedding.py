@@ -2,12 +2,21 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.embedding import embedding, embedding_backward, embedding_backward_ref, embedding_ref
+from rlnumba.kernels import embedding as embedding_module
+from rlnumba.kernels.embedding import (
+    add_parts_kernel,
+    copy_rows_kernel,
+    embedding,
+    embedding_backward,
+    embedding_backward_kernel,
+    embedding_backward_ref,
+    embedding_ref,
+)
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, V, D)
-SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 130), (0, 5, 8), (3, 6, 4)]
-REAL = [(4096, 151936, 1024), (4097, 50257, 129), (0, 151936, 1024), (1, 151936, 1024)]
+SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 130), (0, 5, 8), (100, 6, 4)]
+REAL = [(4096, 151936, 1024), (4097, 50257, 129), (0, 151936, 1024), (1, 151936, 1024), (300, 2000, 4096)]
 
 
 def run_all(rng, shape, dtype):
@@ -45,6 +54,57 @@ def test_gradient_of_reference(rng):
 def test_simulator(rng, dtype):
     for shape in SMALL:
         run_all(rng, shape, dtype)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("segment", [1, 3])
+def test_simulator_with_short_segments(rng, monkeypatch, segment):
+    """Runs that end with a segment, that fill many, and that share one with others."""
+    monkeypatch.setattr(embedding_module, "SEGMENT", segment)
+    run_all(rng, (40, 5, 4), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeated", [1, 10_000, 16_384])
+def test_gpu_skewed(rng, repeated):
+    """One id takes many of 16,384 tokens; sums come in the order of the tokens, segment by segment."""
+    ids = rng.integers(0, 151_936, 16_384).astype(np.int32)
+    ids[rng.permutation(16_384)[:repeated]] = 7
+    dout = rng.standard_normal((16_384, 256), np.float32)
+    dweight, again = (device.xp().zeros((151_936, 256), np.float32) for _ in range(2))
+    embedding_backward(device.asarray(ids), device.asarray(dout), dweight)
+    embedding_backward(device.asarray(ids), device.asarray(dout), again)
+    assert_same_bits(dweight, again, "a second run")
+    expected = np.zeros(256, np.float32)
+    order = np.argsort(ids, kind="stable")
+    first, last = np.searchsorted(ids[order], [7, 8])
+    cuts = [first, *range(first - first % 32 + 32, last, 32), last]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        part = np.zeros(256, np.float32)
+        for token in order[begin:end]:
+            part += dout[token]
+        expected += part
+    assert_same_bits(dweight[7], expected, "the repeated id")
+    assert_close(dweight.sum(axis=0), dout.astype(np.float64).sum(axis=0), terms=16_384, scale=130.0, what="total")
+
+
+@pytest.mark.parametrize("element", ["uint16", "float32"])
+def test_kernels_compile_for_gpus(compile_offline, element):
+    """For rows that fill their blocks, as those of Qwen3 do."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    rows, f32, ids, order = f"{element}[:,::1]", "float32[:,::1]", "int32[::1]", "int64[::1]"
+    bits = np.uint16 if element == "uint16" else np.uint32
+    words, troubles = f"{bits.__name__}[:,::1]", []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        for scatter in (False, True):
+            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter)
+            troubles += compile_offline(kernel, [words, ids, words], architecture)
+    types = [ids, order, rows, f32, "float32[:,:,::1]"]
+    for architecture in ((9, 0), (12, 0)):
+        troubles += compile_offline(embedding_backward_kernel(4, False), types, architecture)
+    troubles += compile_offline(add_parts_kernel(4, False), [ids, order, "float32[:,:,::1]", f32], (9, 0))
+    assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("shape", SMALL + [(700, 1000, 96)])

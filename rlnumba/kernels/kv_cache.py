@@ -5,24 +5,47 @@
 k, v (N, HK, E); k_cache, v_cache (blocks, block_size, HK, E) of the same floating dtype: a copy of bits.
 """
 
+import numpy as np
+
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import FLOATS, I32, check
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.instructions import access_length, vector_access
+from rlnumba.kernels.launch import kernel_factory, launch
 
-THREADS = 128
+# Tokens of a block, one a warp, and vectors of k and of v that a lane loads before it stores the first.
+WARPS = 2 if device.name() == "sim" else 4
+UNROLL = 4
 
 
-@cuda.jit
-def write_kv_kernel(k, v, slot_mapping, k_cache, v_cache):
-    """A block owns a token, a thread every THREADS-th element of its keys and values; all arrays (rows, HK * E)."""
-    token = cuda.blockIdx.x
-    slot = slot_mapping[token]
-    if slot < 0:
-        return
-    for column in range(cuda.threadIdx.x, k.shape[1], cuda.blockDim.x):
-        k_cache[slot, column] = k[token, column]
-        v_cache[slot, column] = v[token, column]
+@kernel_factory
+def write_kv_kernel(element, access, bounded):
+    """The kernel for rows of integers of type `element`; bounded: the last warp of a row has columns beyond the end."""
+    vector = 16 // np.dtype(element).itemsize
+    part = 32 * UNROLL * vector
+    count = UNROLL * vector
+    load, store = vector_access(vector, access, bounded)
+
+    @cuda.jit
+    def write_kv_kernel(k, v, slot_mapping, k_cache, v_cache):
+        """A warp owns 32 * UNROLL vectors of a token's keys and values, a lane every 32nd; arrays (rows, HK * E)."""
+        token = cuda.blockIdx.x * WARPS + cuda.threadIdx.y
+        if token >= slot_mapping.shape[0]:
+            return
+        slot = slot_mapping[token]
+        if slot < 0:
+            return
+        first = cuda.blockIdx.y * part + cuda.threadIdx.x * vector
+        keys = cuda.local.array(count, element)
+        values = cuda.local.array(count, element)
+        for i in range(UNROLL):
+            load(k[token], first + i * 32 * vector, keys, i * vector)
+            load(v[token], first + i * 32 * vector, values, i * vector)
+        for i in range(UNROLL):
+            store(k_cache[slot], first + i * 32 * vector, keys, i * vector)
+            store(v_cache[slot], first + i * 32 * vector, values, i * vector)
+
+    return write_kv_kernel
 
 
 def write_kv(k, v, slot_mapping, k_cache, v_cache):
@@ -40,10 +63,14 @@ def write_kv(k, v, slot_mapping, k_cache, v_cache):
     if device.name() == "numpy":
         write_kv_ref(k, v, slot_mapping, k_cache, v_cache)
         return
-    width = kv_heads * head_dim
-    k, v = k.reshape(tokens, width), v.reshape(tokens, width)
-    k_cache, v_cache = (cache.reshape(shape[0] * shape[1], width) for cache in (k_cache, v_cache))
-    launch(write_kv_kernel, tokens, THREADS, k, v, slot_mapping, k_cache, v_cache)
+    width, of_warp = kv_heads * head_dim, 32 * UNROLL * 16 // k.itemsize
+    element = np.uint32 if k.itemsize == 4 else np.uint16
+    kernel = write_kv_kernel(element, access_length(width, k, v, k_cache, v_cache), width % of_warp != 0)
+    k, v, k_cache, v_cache = (
+        array.view(element).reshape(array.size // width, width) for array in (k, v, k_cache, v_cache)
+    )
+    grid = -(-tokens // WARPS), -(-width // of_warp)
+    launch(kernel, grid, (32, WARPS), k, v, slot_mapping, k_cache, v_cache)
 
 
 def write_kv_ref(k, v, slot_mapping, k_cache, v_cache):

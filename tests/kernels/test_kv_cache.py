@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.kv_cache import write_kv
+from rlnumba.kernels.kv_cache import write_kv, write_kv_kernel
 from tests.close import assert_same_bits
 
 
@@ -22,7 +22,7 @@ def run(rng, tokens, kv_heads, head_dim, dtype, blocks=40, block_size=16):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 50), (0, 2, 16)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 50), (0, 2, 16), (2, 3, 512)])
 def test_simulator(rng, shape):
     run(rng, *shape, "float32", blocks=2)
 
@@ -31,6 +31,19 @@ def test_simulator(rng, shape):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_simulator_16_bit(rng, dtype):
     run(rng, 3, 1, 16, dtype, blocks=2)
+    run(rng, 3, 1, 15, dtype, blocks=2)
+
+
+@pytest.mark.parametrize("element", [np.uint16, np.uint32])
+def test_kernel_compiles_for_gpus(compile_offline, element):
+    """For rows that fill their warps, as those of Qwen3 do."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    kernel = write_kv_kernel(element, 16 // np.dtype(element).itemsize, False)
+    rows, troubles = f"{element.__name__}[:,::1]", []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        troubles += compile_offline(kernel, [rows, rows, "int32[::1]", rows, rows], architecture)
+    assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (300, 3, 64), (0, 2, 16)])

@@ -25,6 +25,7 @@ from rlnumba import device
 from rlnumba.kernels import attention_backward_hopper as hopper
 from rlnumba.kernels.attention import attention
 from rlnumba.kernels.attention_backward_hopper import Tile, hopper_attention_backward
+from rlnumba.kernels.attention_dq_hopper import DqTile, hopper_attention_backward_apart
 from rlnumba.kernels.instructions import device_function
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -55,9 +56,12 @@ class Problem:
         return 2.5 * sum(2 * n * n * heads * head_dim for n in self.lengths)
 
     def run(self, tile=None):
-        hopper_attention_backward(
+        """By a Tile; by a DqTile, with dq apart."""
+        apart = isinstance(tile, DqTile)
+        backward = hopper_attention_backward_apart if apart else hopper_attention_backward
+        backward(
             self.dout, self.q, self.k, self.v, self.out, self.lse, self.cu_seqlens, max(self.lengths), self.scale,
-            *self.gradients, tile=tile,
+            *self.gradients, **{"dq_tile" if apart else "tile": tile},
         )  # fmt: skip
 
     def reference(self, sequence, kv_head):
@@ -90,21 +94,23 @@ class Problem:
 
 def check():
     """Every head size and group; the rounding of p and ds to bfloat16 leaves errors of about 4e-3."""
-    cases = [(64, 4, 4), (80, 4, 2), (96, 6, 2), (128, 16, 8), (128, 8, 1), (48, 6, 6)]
+    cases = [(64, 4, 4), (80, 4, 2), (96, 6, 2), (128, 16, 8), (128, 8, 1), (48, 6, 6), (256, 4, 2)]
     for head_dim, heads, kv_heads in cases:
         problem = Problem([300, 1, 64, 129, 1500], heads, kv_heads, head_dim)
-        problem.run()
-        first = [x.copy() for x in problem.gradients]
-        # Of a single token, dq and dk are zero but for rounding.
-        worst = max(max(problem.errors(s, h)) for s in (0, 2, 3, 4) for h in range(kv_heads))
-        again = 0
-        for _ in range(20):
-            problem.run()
-            pairs = zip(problem.gradients, first, strict=True)
-            again += all(bool((a.view(np.uint16) == b.view(np.uint16)).all()) for a, b in pairs)
-        print(
-            f"head_dim {head_dim:3}, {heads} and {kv_heads} heads: error {worst:.1e}, same bits {again}/20", flush=True
-        )
+        for tile in (None, DqTile(head_dim, "bfloat16", heads // kv_heads % 2 == 0)):
+            if tile and head_dim > 128:
+                continue
+            problem.run(tile)
+            first = [x.copy() for x in problem.gradients]
+            # Of a single token, dq and dk are zero but for rounding.
+            worst = max(max(problem.errors(s, h)) for s in (0, 2, 3, 4) for h in range(kv_heads))
+            again = 0
+            for _ in range(20):
+                problem.run(tile)
+                pairs = zip(problem.gradients, first, strict=True)
+                again += all(bool((a.view(np.uint16) == b.view(np.uint16)).all()) for a, b in pairs)
+            how = "dq apart" if tile else "in turns"
+            print(f"E{head_dim} H{heads} K{kv_heads} {how}: error {worst:.1e}, same bits {again}/20", flush=True)
 
 
 def peers(lengths):
@@ -150,7 +156,9 @@ def report(label, problem, us, note=""):
 def candidates():
     for ahead in (True, False):
         for chains in (8, 16, 32, 64, 1024):
-            yield Tile(HEAD_DIM, "bfloat16", 0, ahead, chains)
+            yield Tile(HEAD_DIM, "bfloat16", ahead, chains)
+        for pair in (True, False):
+            yield DqTile(HEAD_DIM, "bfloat16", pair, 4, ahead)
 
 
 def shapes(sweep):
@@ -162,9 +170,10 @@ def shapes(sweep):
         for peer, peer_us in peers(lengths).items():
             report(f"{name} torch {peer}", problem, peer_us)
         report(name, problem, us, f"bar {bar}, aim {aim}, error {errors:.1e}")
+        report(f"{name}, dq apart", problem, time_us(lambda: problem.run(DqTile(HEAD_DIM, "bfloat16", True))))
         for tile in candidates() if sweep else ():
-            us = time_us(lambda t=tile: problem.run(t), 5)
-            report(f"    ahead {tile.ahead}, {tile.chains} chains", problem, us)
+            print(f"    {tile}")
+            report("", problem, time_us(lambda t=tile: problem.run(t), 5))
     lengths = np.random.default_rng(0).integers(128, 2049, 64).tolist()
     problem = Problem(lengths)
     report("packed 64 x U[128, 2048]", problem, time_us(problem.run), "0.9 of equal lengths")

@@ -114,13 +114,14 @@ class Tile(NamedTuple):
 
     element: "float16" or "bfloat16". ahead: the scores of the next step are begun before dq of this one is taken
     (heads up to 128). chains: how many key heads of sequences are worked on at the same time; on 132 SMs, 32 of them
-    means four blocks of each.
+    means four blocks of each. turns: dq is added in turns, else by a kernel of its own (heads up to 128).
     """
 
     head_dim: int
     element: str
     ahead: bool = True
     chains: int = 32
+    turns: bool = True
 
     @property
     def wide(self):
@@ -145,12 +146,12 @@ class Tile(NamedTuple):
     @property
     def q_stages(self):
         """Tiles of q on their way."""
-        return 2 if self.wide else 4 // self.boxes
+        return 2 if self.wide else 4 // self.boxes if self.turns else 4
 
     @property
     def dout_stages(self):
         """Tiles of dout on their way."""
-        return 1 if self.wide else 4 // self.boxes
+        return 1 if self.wide else self.q_stages
 
     @property
     def dq_parts(self):
@@ -203,7 +204,8 @@ def layout(tile):
     """The Layout of a Tile."""
     keys, queries = tile.boxes * tile.keys * LINE, tile.boxes * QUERY_BOX
     q_stages, dout_stages = tile.q_stages, tile.dout_stages
-    sizes = [keys, keys, q_stages * queries, dout_stages * queries, 2 * SCORE_BYTES, 4 * tile.run]
+    sizes = [keys, keys, q_stages * queries, dout_stages * queries]
+    sizes += [2 * SCORE_BYTES, 4 * tile.run] if tile.turns else [0, 0]
     sizes += [q_stages * ROW_BYTES, dout_stages * ROW_BYTES, 8, 8]
     sizes += [8 * q_stages, 8 * q_stages, 8 * dout_stages, 8 * dout_stages, 16, 8]
     return Layout(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
@@ -453,7 +455,7 @@ def store_keys_function(tile, columns):
 @functools.cache
 def consume_function(tile):
     """The device function of a consumer that owns 64 keys of the block; heads up to 128."""
-    element, ahead, columns, stages = tile.element, tile.ahead, tile.columns, tile.q_stages
+    element, ahead, turns, columns, stages = tile.element, tile.ahead, tile.turns, tile.columns, tile.q_stages
     key_box, query_bytes = tile.keys * LINE, tile.boxes * QUERY_BOX
     # From the columns of K that the first consumer takes for dq to those of the second.
     dq_offset = key_box if tile.boxes > 1 else columns
@@ -470,7 +472,8 @@ def consume_function(tile):
     start_keys = group_product(columns, element, QUERIES // 16, "registers", "mn", True)
     start_dq = group_product(tile.dq_columns, element, tile.keys // 16, "mn", "mn", False)
     wait_scores_1, wait_scores = group_wait(score_count, 1), group_wait(score_count, 0)
-    wait_keys_2, wait_keys_1 = group_wait(accumulators, 2), group_wait(accumulators, 1)
+    # With dq, its products follow those for dk.
+    wait_dv, wait_dk = group_wait(accumulators, 1 + turns), group_wait(accumulators, int(turns))
     wait_dq = group_wait(dq_accumulators, 1 if ahead else 0)
     probabilities, gradients = probabilities_functions(QUERIES, element)
     store_scores, store_keys = store_scores_function(QUERIES), store_keys_function(tile, columns)
@@ -523,17 +526,19 @@ def consume_function(tile):
             wait_scores(products)
             start_keys(dv_acc, p_words, dout_tile)
             gradients(scores, products, row_place + at_delta, ds_words)
-            store_scores(own_ds + buffer, i32(0), line, lane, ds_words)
+            if turns:
+                store_scores(own_ds + buffer, i32(0), line, lane, ds_words)
             start_keys(dk_acc, ds_words, q_tile)
-            fence_shared_to_bulk()
-            # dS of both is there; and since none comes here before its last dq is done, the other buffer is free.
-            sync_group(1, 2 * WARPGROUP)
-            start_dq(dq_acc, operand(base + at_ds + buffer), dq_keys)
-            buffer ^= i32(SCORE_BYTES)
-            wait_keys_2(dv_acc)
+            if turns:
+                fence_shared_to_bulk()
+                # dS of both is there; and since none comes here before its last dq is done, the other buffer is free.
+                sync_group(1, 2 * WARPGROUP)
+                start_dq(dq_acc, operand(base + at_ds + buffer), dq_keys)
+                buffer ^= i32(SCORE_BYTES)
+            wait_dv(dv_acc)
             if lane == 0:
                 barrier_arrive(base + dout_empty + stage * 8)
-            wait_keys_1(dk_acc)
+            wait_dk(dk_acc)
             if lane == 0:
                 barrier_arrive(base + q_empty + stage * 8)
             stage += i32(1)
@@ -545,13 +550,16 @@ def consume_function(tile):
                 if step + 1 < steps:
                     barrier_wait(base + q_full + stage * 8, parity)
                 start_scores(scores, own_keys, operand(base + at_q + stage * query_bytes))
-            wait_dq(dq_acc)
-            barrier_wait(base + dq_empty, dq_parity)
-            dq_parity ^= i32(1)
-            for i in range(dq_accumulators // 4):
-                store_four(own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3])
-            fence_shared_to_bulk()
-            barrier_arrive(base + dq_full + (step & 1) * 8)
+            if turns:
+                wait_dq(dq_acc)
+                barrier_wait(base + dq_empty, dq_parity)
+                dq_parity ^= i32(1)
+                for i in range(dq_accumulators // 4):
+                    store_four(
+                        own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3]
+                    )
+                fence_shared_to_bulk()
+                barrier_arrive(base + dq_full + (step & 1) * 8)
             if ahead:
                 # Products in flight from one turn of the loop to the next make ptxas wait for each of them.
                 wait_scores(scores)
@@ -665,7 +673,8 @@ def consume_wide_function(tile):
 @kernel_factory
 def attention_products_kernel(tile):
     """The kernel of a Tile that computes dk, dv and the sums of dq."""
-    keys, chains_together, q_stages, dout_stages = tile.keys, tile.chains, tile.q_stages, tile.dout_stages
+    keys, chains_together, turns = tile.keys, tile.chains, tile.turns
+    q_stages, dout_stages = tile.q_stages, tile.dout_stages
     places = layout(tile)
     k_full, v_full, q_full, q_empty = places.k_full, places.v_full, places.q_full, places.q_empty
     dout_full, dout_empty, dq_full, dq_empty = places.dout_full, places.dout_empty, places.dq_full, places.dq_empty
@@ -733,7 +742,7 @@ def attention_products_kernel(tile):
                 q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
                 k, v = tensor_map_address(k_map), tensor_map_address(v_map)
                 bring(base, q, k, v, dout, rows, kv_head, group, i32(heads), first_row, query_tiles, place)
-            elif thread == 32 or thread == 64:
+            elif turns and (thread == 32 or thread == 64):
                 give(base, thread >> i32(6), dq_sums, counters, group, i32(heads), key_tile, query_tiles, place)
         else:
             more_registers()

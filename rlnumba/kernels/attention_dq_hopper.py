@@ -182,7 +182,7 @@ def consume_keys_function(tile):
             if ahead:
                 wait_scores(scores)
         for _ in range(own_steps, steps):
-            # Tiles that only the other consumer's queries see.
+            # Tiles that only the other consumer's queries see: all of them for a consumer without queries.
             barrier_wait(full + stage * 8, parity)
             barrier_wait(v_full + stage * 8, parity)
             if lane == 0:

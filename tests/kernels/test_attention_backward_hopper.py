@@ -64,9 +64,9 @@ SIMULATED = [
     ([70], 2, 2, Tile(40, "bfloat16", ahead=False)),
     # The consumers share the keys, half of the columns each.
     ([70], 1, 1, Tile(136, "bfloat16")),
-    # dq apart: two heads share the keys; neighbouring queries do, of which the second have none, or see one tile more.
-    ([66], 2, 1, DqTile(16, "bfloat16", True)),
-    ([70], 1, 1, DqTile(72, "float16", False, 2, False)),
+    # dq apart: two heads share the keys; neighbouring queries do, of which the second see one tile more, or have none.
+    ([66], 2, 1, DqTile(72, "bfloat16", True)),
+    ([130], 1, 1, DqTile(16, "float16", False, 2, False)),
 ]
 
 

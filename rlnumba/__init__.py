@@ -1,8 +1,8 @@
 """Reinforcement learning of language models in one Python process, every kernel a @cuda.jit function.
 
-    from rlnumba import LLM, SamplingParams
-    outputs = LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
-    print(outputs[0].completions[0].text)
+from rlnumba import LLM, SamplingParams
+outputs = LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
+print(outputs[0].completions[0].text)
 """
 
 import importlib

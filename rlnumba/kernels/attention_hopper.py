@@ -241,6 +241,12 @@ def merge_weights(kept_max, new_max):
     return largest, exp2(kept_max - reference), exp2(new_max - reference)
 
 
+@device_function
+def log_sum(reference, total):
+    """A row's log of the sum of exponentials."""
+    return cuda.fma(reference, LN2, math.log(total))
+
+
 @functools.cache
 def accumulator_functions(head_dim):
     """(scale, keep, merge): the device functions for a thread's sums of values, four for each eight columns."""
@@ -372,8 +378,8 @@ def attention_hopper_kernel(tile):
     ):
         """A block works on items: `rows` tokens and `groups` or one query heads of a sequence.
 
-        out (N, H E / 2), pairs of elements; lse (H, N), if not paged; contexts (B,) and block_tables, one
-        element if not paged. group: H / HK; levels: items that the longest sequence makes of a head. Shared
+        out (N, H E / 2), pairs of elements; lse (H, N), or empty if not wanted; contexts (B,) and block_tables,
+        empty if not paged. group: H / HK; levels: items that the longest sequence makes of a head. Shared
         memory: q, what consumers keep, rings of tiles of k and v, then the barriers.
         """
         info = cuda.shared.array(8, np.int32)
@@ -522,6 +528,7 @@ def attention_hopper_kernel(tile):
                 scores[i] = f32(0.0)
             if ordered and consumer == 1:
                 arrive_group(TURN, 2 * WARPGROUP)
+            with_lse = lse.shape[0] > 0
             k_stage, k_parity, v_stage, v_parity, q_parity = i32(0), i32(0), i32(0), i32(0), i32(0)
             working = True
             while working:
@@ -648,10 +655,8 @@ def attention_hopper_kernel(tile):
                             total_reference[half], total_sum[half] = reference[half], segment_sum[half]
                     for half in range(2):
                         shrink[half] = f32(1.0) / total_sum[half]
-                        if not paged and (lane & i32(3)) == 0 and line + half * 8 < alive:
-                            lse[head, row + line + half * 8] = cuda.fma(
-                                total_reference[half], LN2, math.log(total_sum[half])
-                            )
+                        if with_lse and (lane & i32(3)) == 0 and line + half * 8 < alive:
+                            lse[head, row + line + half * 8] = log_sum(total_reference[half], total_sum[half])
                     scale(acc, shrink)
                     if staged and alive >= ROWS:
                         # The copy engine must have read the last item's out, and all threads what they kept.
@@ -732,10 +737,10 @@ _nothing = {}
 
 
 def nothing(dimensions, dtype=np.int32):
-    """An array of one element that stands for an argument left out."""
+    """An array without elements that stands for an argument left out."""
     key = dimensions, dtype
     if key not in _nothing:
-        _nothing[key] = device.xp().zeros((1,) * dimensions, dtype)
+        _nothing[key] = device.xp().zeros((0,) * dimensions, dtype)
     return _nothing[key]
 
 

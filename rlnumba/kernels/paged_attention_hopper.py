@@ -33,6 +33,7 @@ from rlnumba.kernels.attention_hopper import (
     SHARED_LIMIT,
     WARPGROUP,
     attention_hopper_kernel,
+    log_sum,
     merge_weights,
     moved,
     nothing,
@@ -158,12 +159,40 @@ def lower(word):
 
 
 @functools.cache
+def column_sum_function(rows):
+    """The device function that adds up a unit's sums, of which a thread has those of its keys for each column."""
+
+    @device_function
+    def column_sums(running, place, warp, group_lane, pair):
+        """running becomes the sums over all keys, in the order that row_sum of attention_hopper.py follows.
+
+        place: 128 rows bytes of shared memory. The columns of a thread are pair, pair + 1, pair + 8, pair + 9 ...
+        """
+        exchange = Address(place + (group_lane * rows + pair) * 4)
+        for i in range(0, rows // 4, 2):
+            store_pair(exchange + (warp * 8 * rows + i * 4) * 4, running[i], running[i + 1])
+        sync_group(1, WARPGROUP)
+        for i in range(0, rows // 4, 2):
+            a0, a1 = load_pair(exchange + i * 16)
+            b0, b1 = load_pair(exchange + (8 * rows + i * 4) * 4)
+            c0, c1 = load_pair(exchange + (16 * rows + i * 4) * 4)
+            d0, d1 = load_pair(exchange + (24 * rows + i * 4) * 4)
+            running[i], running[i + 1] = (a0 + b0) + (c0 + d0), (a1 + b1) + (c1 + d1)
+        for i in range(rows // 4):
+            running[i] += shuffle_xor(running[i], 4)
+            running[i] += shuffle_xor(running[i], 8)
+            running[i] += shuffle_xor(running[i], 16)
+
+    return column_sums
+
+
+@functools.cache
 def merge_function(head_dim, element):
     """The device function that merges the segments of one sequence and key head and writes out."""
     pack_two = pack(element)
 
     @device_function
-    def merge(parts, references, sums, first, segments, row, out, token, head, thread):
+    def merge(parts, references, sums, first, segments, row, out, lse, token, head, thread):
         """A thread computes columns thread, thread + 128, ... of one row. first: the first segment's place."""
         part, reference, total = (
             cuda.local.array(AHEAD, np.float32),
@@ -189,6 +218,8 @@ def merge_function(head_dim, element):
                         kept = cuda.fma(part[i], b, kept * a)
             value = kept * (f32(1.0) / kept_sum)
             out[token, head, column] = lower(pack_two(value, value))
+            if column == 0 and lse.shape[0] > 0:
+                lse[head, token] = log_sum(kept_reference, kept_sum)
 
     return merge
 
@@ -207,20 +238,21 @@ def paged_attention_hopper_kernel(tile):
     depth = -(-head_dim // 16) * 16
     start_scores, _, wait_scores = warpgroup_product(rows, element, depth=depth)
     start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
-    zero_rows, merge, pack_two = zero_function(boxes), merge_function(head_dim, element), pack(element)
+    column_sums, merge = column_sum_function(rows), merge_function(head_dim, element)
+    zero_rows, pack_two = zero_function(boxes), pack(element)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
-        q_map, k_map, v_map, out, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
+        q_map, k_map, v_map, out, lse, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
         max_segments, parts, references, sums, counters, c,
     ):  # fmt: skip
         """A block works on units until none are left.
 
-        out (N, H, E) as 16-bit words; common, members (B,) if grouped, else of one element. group: H / HK; tokens:
-        query tokens of a box of q. parts (B HK max_segments, R, E), references, sums (.., R): the workspace, R
-        rows a sequence and key head. counters: units drawn, blocks that are done, then the segments done for each
-        sequence and key head; all zero, before and after. Shared memory: a ring of tiles of k and v, queries,
-        probabilities, what warps exchange, then the barriers.
+        out (N, H, E) as 16-bit words; lse (H, N), or empty if not wanted; common, members (B,), empty if not
+        grouped. group: H / HK; tokens: query tokens of a box of q. parts (B HK max_segments, R, E), references,
+        sums (.., R): the workspace, R rows a sequence and key head. counters: units drawn, blocks that are done,
+        then the segments done for each sequence and key head; all zero, before and after. Shared memory: a ring
+        of tiles of k and v, queries, probabilities, what warps exchange, then the barriers.
         """
         info = cuda.shared.array((SLOTS, 8), np.int32)
         last_of = cuda.shared.array(ROWS_OF_UNIT, np.int32)
@@ -448,21 +480,7 @@ def paged_attention_hopper_kernel(tile):
                         if stage == stages:
                             stage = i32(0)
                             parity ^= i32(1)
-                    # The sums over all keys, in the order that attention_hopper's quads of lanes follow.
-                    exchange = Address(sum_place + (group_lane * rows + pair) * 4)
-                    for i in range(0, columns, 2):
-                        store_pair(exchange + (warp * 8 * rows + i * 4) * 4, running[i], running[i + 1])
-                    sync_group(1, WARPGROUP)
-                    for i in range(0, columns, 2):
-                        a0, a1 = load_pair(exchange + i * 16)
-                        b0, b1 = load_pair(exchange + (8 * rows + i * 4) * 4)
-                        c0, c1 = load_pair(exchange + (16 * rows + i * 4) * 4)
-                        d0, d1 = load_pair(exchange + (24 * rows + i * 4) * 4)
-                        running[i], running[i + 1] = (a0 + b0) + (c0 + d0), (a1 + b1) + (c1 + d1)
-                    for i in range(columns):
-                        running[i] += shuffle_xor(running[i], 4)
-                        running[i] += shuffle_xor(running[i], 8)
-                        running[i] += shuffle_xor(running[i], 16)
+                    column_sums(running, sum_place, warp, group_lane, pair)
                     if thread == 0:
                         barrier_arrive(Address(q_empty + slot * 8))
                     segments = i32((context + (segment - 1)) // segment)
@@ -475,6 +493,8 @@ def paged_attention_hopper_kernel(tile):
                             token, head = i32(column // group), i32(column % group)
                             if segments == 1:
                                 inverse = f32(1.0) / running[i]
+                                if warp == 0 and group_lane == 0 and lse.shape[0] > 0:
+                                    lse[kv_head * group + head, start + token] = log_sum(reference[i], running[i])
                                 for b in range(boxes):
                                     for half in range(2):
                                         e = i32(b * 64 + warp * 16 + half * 8 + group_lane)
@@ -528,6 +548,7 @@ def paged_attention_hopper_kernel(tile):
                                         segments,
                                         row,
                                         out,
+                                        lse,
                                         start + owner + row // group,
                                         kv_head * group + row % group,
                                         thread,
@@ -588,13 +609,14 @@ _workspace = Workspace()
 
 def paged_attention_hopper(
     q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-    common_lens=None, members=None, max_members=1, tile=None, prefill_tile=None, blocks=None,
+    common_lens=None, members=None, max_members=1, lse=None, tile=None, prefill_tile=None, blocks=None,
 ):  # fmt: skip
     """As the operator paged_attention, for arrays that attention_hopper.takes accepts and scale > 0.
 
     Groups of neighbouring sequences with a common beginning, one query token each, may be declared:
     common_lens (B,) int32, how many tokens a sequence shares with its group, in the same blocks; members (B,)
     int32, at a group's first sequence how many there are, at the others 0; max_members: of any group.
+    lse (H, N) float32 is written if given, but not where context_lens is 0.
     tile, prefill_tile, blocks: other Tiles than best_tile's and another grid than fills the GPU. Raises ValueError
     for a block size that is neither a multiple of 64 nor 16 or 32, and for groups that are too large.
     """
@@ -610,6 +632,7 @@ def paged_attention_hopper(
         )
     if not tokens:
         return
+    lse = nothing(2, np.float32) if lse is None else lse
     box = min(block_size, KEYS)
     element = q.dtype.name
     k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
@@ -625,7 +648,7 @@ def paged_attention_hopper(
     launch(
         paged_attention_hopper_kernel(tile), min(blocks or processors() * tile.blocks, sequences * kv_heads * segments),
         THREADS,
-        tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), cu_seqlens, context_lens,
+        tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), lse, cu_seqlens, context_lens,
         common_lens if tile.grouped else nothing(1), members if tile.grouped else nothing(1), block_tables,
         np.int32(block_size), np.int32(group), np.int32(at_once), np.int32(segments), parts, references, sums,
         counters, c,
@@ -639,7 +662,7 @@ def paged_attention_hopper(
     launch(
         attention_hopper_kernel(tile), min(items, processors()), (tile.groups + 1) * WARPGROUP,
         tensor_map(q, ROWS, 1, 64), k_map, v_map, tensor_map(out, ROWS, 1, 64),
-        out.reshape(tokens, -1).view(np.int32), nothing(2, np.float32), cu_seqlens, context_lens, block_tables,
+        out.reshape(tokens, -1).view(np.int32), lse, cu_seqlens, context_lens, block_tables,
         np.int32(block_size), np.int32(group), np.int32(levels), np.int32(few), c,
         shared=tile.shared_bytes,
     )  # fmt: skip

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.device import cuda
 from rlnumba.kernels import attention_hopper as packed_form
 from rlnumba.kernels import paged_attention_hopper as paged_form
 from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_hopper import ARCHITECTURES, Tile, attention_hopper, attention_hopper_kernel, best_tile
+from rlnumba.kernels.hopper import shared_address
+from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper, paged_attention_hopper_kernel
 from tests.close import assert_close, assert_same_bits
 
@@ -15,7 +18,9 @@ BF16, F16 = "bfloat16", "float16"
 # Types of attention_hopper_kernel's arguments: four tensor maps, arrays, numbers.
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
-DECODE = ["uint8[::1]"] * 3 + ["uint16[:,:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 4
+DECODE = (
+    ["uint8[::1]"] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 4
+)
 DECODE += ["float32[:,:,::1]", "float32[:,::1]", "float32[:,::1]", "int32[::1]", "float32"]
 
 
@@ -68,11 +73,15 @@ class Cache:
     """Packed sequences whose keys and values lie in a block cache too, blocks in random order, NaN in free slots.
 
     common: tokens that all sequences share with the first, a multiple of the block size, in the same blocks.
+    flat: scores near -log(flat), so that lse is near 0 for as many keys, and shows the last bit of a sum.
     """
 
-    def __init__(self, rng, lengths, heads, kv_heads, head_dim, dtype, block_size=16, common=0, segment=1024):
+    def __init__(self, rng, lengths, heads, kv_heads, head_dim, dtype, block_size=16, common=0, segment=1024, flat=0):
         self.lengths, self.starts, self.scale, self.segment = lengths, bounds(lengths), head_dim**-0.5, segment
         self.q, k, v = packed(rng, lengths, heads, kv_heads, head_dim, dtype)
+        if flat:
+            k *= k.dtype.type(0.125)
+            self.q[:, :, 0], k[:, :, 0] = 1, -np.log(flat) / self.scale
         for start in self.starts[1:-1]:
             for x in (self.q, k, v):
                 x[start : start + common] = x[:common]
@@ -91,16 +100,16 @@ class Cache:
 
     @functools.cached_property
     def expected(self):
-        """out of the packed form, on the host."""
+        """(out, lse) of the packed form, on the host."""
         tile = best_tile(self.q.shape[2], self.element, self.group)._replace(segment=self.segment)
-        return device.to_host(forward(*self.packed, self.lengths, tile)[0])
+        return [device.to_host(x) for x in forward(*self.packed, self.lengths, tile)]
 
     def rows(self, order, begins, ends):
         spans = [self.starts[b] + np.arange(x, y) for b, x, y in zip(order, begins, ends, strict=True)]
         return np.concatenate(spans)
 
     def paged(self, order, begins, ends, max_context=None, common=None, members=None, blocks=None):
-        """out of positions begins[i] .. ends[i] of sequence order[i], on the host; ends 0: one slot without keys."""
+        """(out, lse), on the host, of positions begins[i] .. ends[i] of sequence order[i]; ends 0: one without keys."""
         tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
         rows = self.rows(order, begins, np.add(begins, tokens))
         head_dim, most = self.q.shape[2], max(members or [1])
@@ -111,19 +120,67 @@ class Cache:
         )
         common, members = (x and device.asarray(np.array(x, np.int32)) for x in (common, members))
         out = device.xp().full(q.shape, np.nan, q.dtype)
+        lse = device.xp().zeros((q.shape[1], len(rows)), np.float32)
         paged_attention_hopper(
-            q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out, common, members, most,
+            q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out,
+            common, members, most, lse,
             tile._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks,
         )  # fmt: skip
         assert not any(device.to_host(x).any() for x in paged_form._workspace.counters.values())
-        return device.to_host(out)
+        return device.to_host(out), device.to_host(lse)
 
     def compare(self, order, begins, ends, max_context=None, **options):
         """paged() gives the bits of the packed form."""
         tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
-        expected = self.expected[self.rows(order, begins, np.add(begins, tokens))]
-        expected[np.repeat(ends, tokens) == 0] = 0
-        assert_same_bits(self.paged(order, begins, ends, max_context, **options), expected, f"{order} {begins} {ends}")
+        rows, empty = self.rows(order, begins, np.add(begins, tokens)), np.repeat(ends, tokens) == 0
+        expected, expected_lse = self.expected[0][rows], np.where(empty, np.float32(0), self.expected[1][:, rows])
+        expected[empty] = 0
+        out, lse = self.paged(order, begins, ends, max_context, **options)
+        assert_same_bits(lse, expected_lse, f"lse of {order} {begins} {ends}")
+        assert_same_bits(out, expected, f"{order} {begins} {ends}")
+
+
+@kernel_factory
+def sums_kernel(rows):
+    """One warpgroup: the sums (32, rows) of each column, by decode's function and by the packed form's."""
+    column_sums, row_sum, columns = paged_form.column_sum_function(rows), packed_form.row_sum, rows // 4
+
+    @cuda.jit
+    def sums_kernel(sums, out):
+        thread = np.int32(cuda.threadIdx.x)
+        warp, group_lane, pair = thread >> 5, (thread & 31) >> 2, 2 * (thread & 3)
+        place = shared_address(cuda.shared.array(0, np.uint8))
+        running = cuda.local.array(columns, np.float32)
+        for i in range(columns):
+            running[i] = sums[warp * 8 + group_lane, i // 2 * 8 + pair + i % 2]
+        column_sums(running, place, warp, group_lane, pair)
+        for i in range(columns):
+            out[0, i // 2 * 8 + pair + i % 2] = running[i]
+        mine = cuda.local.array(16, np.float32)
+        for column in range(0, rows, 2):
+            for i in range(16):
+                mine[i] = sums[i % 8 // 2 * 8 + pair + i % 2, column + i // 8]
+            for half in range(2):
+                out[1, column + half] = row_sum(mine, half)
+
+    return sums_kernel
+
+
+@pytest.mark.sim
+def test_both_forms_add_up_in_one_order(rng):
+    if device.name() == "numpy":
+        pytest.skip("needs the kernels")
+    sums = rng.random((32, 16)).astype(np.float32)
+    out = device.xp().zeros((2, 16), np.float32)
+    launch(sums_kernel(16), 1, 128, device.asarray(sums), out, shared=128 * 16)
+    # l[w, g] of the definition; t_g, then the sum over g by halves.
+    l = sums.reshape(4, 8, 16)
+    t = (l[0] + l[1]) + (l[2] + l[3])
+    pairs = t[0::2] + t[1::2]
+    expected = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
+    out = device.to_host(out)
+    assert_same_bits(out[0], expected, "decode")
+    assert_same_bits(out[1], expected, "packed")
 
 
 @pytest.mark.sim
@@ -131,7 +188,7 @@ def test_paged_bits_in_the_simulator(rng):
     """Decode of one and of two tokens, a slot without keys, and a chunk: the rows of the packed form."""
     if device.name() == "numpy":
         pytest.skip("needs the kernels")
-    cache = Cache(rng, [100, 20], 2, 1, 16, F16, segment=64)
+    cache = Cache(rng, [100, 20], 2, 1, 16, F16, segment=64, flat=70)
     cache.compare([0, 1, 0, 0], [98, 19, 5, 60], [100, 20, 0, 64], blocks=2)
     cache.compare([1, 0], [19, 59], [20, 100], max_context=112)
 
@@ -144,7 +201,9 @@ def test_groups_in_the_simulator(rng):
     cache = Cache(rng, [100, 81, 10], 3, 1, 24, BF16, common=0, segment=64)
     cache.tables[1, :5] = cache.tables[0, :5]
     step = [0, 1, 2], [99, 80, 9], [100, 81, 10], 112
-    assert_same_bits(cache.paged(*step, common=[80, 80, 0], members=[2, 0, 1], blocks=2), cache.paged(*step))
+    grouped = cache.paged(*step, common=[80, 80, 0], members=[2, 0, 1], blocks=2)
+    for actual, expected in zip(grouped, cache.paged(*step), strict=True):
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("head_dim, group, paged", [(128, 2, False), (128, 1, True), (256, 2, False), (80, 3, True)])
@@ -200,7 +259,7 @@ SHAPES = [(16, 8, 128), (9, 3, 64), (6, 6, 48), (10, 2, 80), (16, 2, 96), (4, 2,
 def test_gpu_paged_bits(rng, heads, kv_heads, head_dim, dtype, block_size):
     """Chunked prefill at every kind of split, decode at every kind of position, alone and mixed."""
     lengths = [2500, 1100, 64, 1, 300]
-    cache = Cache(rng, lengths, heads, kv_heads, head_dim, dtype, block_size)
+    cache = Cache(rng, lengths, heads, kv_heads, head_dim, dtype, block_size, flat=700 if block_size == 64 else 0)
     everything = list(range(len(lengths)))
     cache.compare(everything, [0] * len(lengths), lengths)
     for split in (1, 15, 63, 64, 65, 1000, 1023, 1024, 1025, 2048, 2400):
@@ -250,7 +309,7 @@ def test_gpu_graph_follows_its_arrays(rng):
         device.synchronize()
         graph.launch(stream)
         stream.synchronize()
-        assert_same_bits(out, cache.expected[rows], f"contexts {last}")
+        assert_same_bits(out, cache.expected[0][rows], f"contexts {last}")
 
 
 def test_wrong_arguments_are_named():

@@ -6,9 +6,9 @@
     masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages
     group_mean_std  mean and standard deviation of every group of completions, without its NaN
 
-Sums are float32. Whatever is long is summed in two stages: a thread takes every (grid size)-th term, a block
-adds its threads by butterflies of its warps, and the blocks' results are added in their order. A thread adds
-n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 4e-6.
+Sums are float32. Whatever is long is summed in two stages: the blocks of a grid share the terms, a block adds its
+threads by butterflies of its warps, and the blocks' results are added in their order. A thread adds
+n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
 """
 
 import math
@@ -18,16 +18,22 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, check
-from rlnumba.kernels.instructions import block_sum, warp_max, warp_sum, widen
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.instructions import access_length, block_sum, vector_access, warp_max, warp_sum
+from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.rmsnorm import add_partials
 
-THREADS = 256
-# Blocks of the first stage at most: eight for each of 132 SMs. Part of the arithmetic.
-MAX_BLOCKS = 1056
-# A block of column_sum owns this many rows of 32 columns, its warps every WARPS-th row. Part of the arithmetic.
+THREADS = 64 if device.name() == "sim" else 256
+# Blocks of the first stage at most: four for each of 132 SMs, so that all run at once. Part of the arithmetic, as
+# what follows.
+MAX_BLOCKS = 528
+# Elements of a vector of sum_of_squares, 16 bytes, and vectors that a thread loads before it adds the first.
+VECTOR = 4
+UNROLL = 4
+# A block of column_sum owns this many rows of 32 vectors, its warps every WARPS-th row, and each warp loads so many
+# rows before it adds the first.
 ROWS_PER_BLOCK = 128
 WARPS = 8
+ROWS_AT_ONCE = 8
 # Of the variance in masked_whiten, as in TRL.
 EPSILON = 1e-8
 MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
@@ -35,16 +41,33 @@ MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
 CHUNK = 16384
 
 
-@cuda.jit
-def sum_of_squares_kernel(x, partials):
-    """partials[block] = the block's share; a thread owns every (grid size)-th element."""
-    scratch = cuda.shared.array(32, np.float32)
-    total = np.float32(0.0)
-    for i in range(cuda.grid(1), x.shape[0], cuda.gridsize(1)):
-        total += x[i] * x[i]
-    total = block_sum(total, scratch)
-    if cuda.threadIdx.x == 0:
-        partials[cuda.blockIdx.x] = total
+@kernel_factory
+def sum_of_squares_kernel(access, bounded):
+    """The kernel that moves `access` elements at a time; bounded: the last round has elements beyond the end."""
+    load, _ = vector_access(VECTOR, access, bounded)
+    count = UNROLL * VECTOR
+
+    @cuda.jit
+    def sum_of_squares_kernel(x, partials):
+        """partials[block] = the block's share: THREADS * UNROLL vectors of every round of the grid.
+
+        Of these a thread adds every THREADS-th, round after round, in their order.
+        """
+        scratch = cuda.shared.array(32, np.float32)
+        values = cuda.local.array(count, np.float32)
+        total = np.float32(0.0)
+        of_block = THREADS * UNROLL * VECTOR
+        for start in range(cuda.blockIdx.x * of_block, x.shape[0], cuda.gridDim.x * of_block):
+            first = start + cuda.threadIdx.x * VECTOR
+            for i in range(UNROLL):
+                load(x, first + i * THREADS * VECTOR, values, i * VECTOR)
+            for i in range(count):
+                total += values[i] * values[i]
+        total = block_sum(total, scratch)
+        if cuda.threadIdx.x == 0:
+            partials[cuda.blockIdx.x] = total
+
+    return sum_of_squares_kernel
 
 
 @cuda.jit
@@ -59,25 +82,53 @@ def sum_kernel(x, out):
         out[0] = total
 
 
-@cuda.jit
-def column_sum_kernel(x, partials):
-    """partials[b] = the sums of ROWS_PER_BLOCK rows; a block owns those of 32 columns, a lane a column.
+@kernel_factory
+def column_sum_kernel(vector, access, bounded):
+    """The kernel for vectors of `vector` columns; bounded: the last block has columns beyond the end."""
+    load, _ = vector_access(vector, access, bounded)
+    count, of_block = ROWS_AT_ONCE * vector, 32 * vector
 
-    A warp adds every WARPS-th row, then the first warp adds the warps in their order.
-    """
-    sums = cuda.shared.array((WARPS, 32), np.float32)
-    column = cuda.blockIdx.x * 32 + cuda.threadIdx.x
-    first = cuda.blockIdx.y * ROWS_PER_BLOCK
-    total = np.float32(0.0)
-    if column < x.shape[1]:
-        for row in range(first + cuda.threadIdx.y, min(first + ROWS_PER_BLOCK, x.shape[0]), WARPS):
-            total += widen(x[row, column])
-    sums[cuda.threadIdx.y, cuda.threadIdx.x] = total
-    cuda.syncthreads()
-    if cuda.threadIdx.y == 0 and column < x.shape[1]:
-        for warp in range(1, WARPS):
-            total += sums[warp, cuda.threadIdx.x]
-        partials[cuda.blockIdx.y, column] = total
+    @cuda.jit
+    def column_sum_kernel(x, partials):
+        """partials[b] = the sums of ROWS_PER_BLOCK rows; a block owns those of 32 vectors, a lane one vector.
+
+        A warp adds every WARPS-th row, then the warps are added in their order.
+        """
+        sums = cuda.shared.array((WARPS, of_block), np.float32)
+        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
+        column = cuda.blockIdx.x * of_block + lane * vector
+        first = cuda.blockIdx.y * ROWS_PER_BLOCK
+        last = min(first + ROWS_PER_BLOCK, x.shape[0])
+        values = cuda.local.array(count, np.float32)
+        totals = cuda.local.array(vector, np.float32)
+        for j in range(vector):
+            totals[j] = np.float32(0.0)
+        row = first + warp
+        while row + (ROWS_AT_ONCE - 1) * WARPS < last:
+            for i in range(ROWS_AT_ONCE):
+                load(x[row + i * WARPS], column, values, i * vector)
+            # One loop, not two: NVVM unrolls it for every architecture, and values lie in registers.
+            for i in range(count):
+                totals[i % vector] += values[i]
+            row += ROWS_AT_ONCE * WARPS
+        while row < last:
+            load(x[row], column, values, 0)
+            for j in range(vector):
+                totals[j] += values[j]
+            row += WARPS
+        for j in range(vector):
+            sums[warp, j * 32 + lane] = totals[j]
+        cuda.syncthreads()
+        for place in range(warp * 32 + lane, of_block, WARPS * 32):
+            total = sums[0, place]
+            for other in range(1, WARPS):
+                total += sums[other, place]
+            # Place j * 32 + lane holds column lane * vector + j, so that no two lanes met in a bank.
+            column = cuda.blockIdx.x * of_block + place % 32 * vector + place // 32
+            if column < x.shape[1]:
+                partials[cuda.blockIdx.y, column] = total
+
+    return column_sum_kernel
 
 
 @cuda.jit
@@ -173,8 +224,10 @@ def sum_of_squares(x, out):
         with np.errstate(over="ignore", invalid="ignore"):
             out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
         return
-    partials = device.xp().empty(min(-(-size // THREADS), MAX_BLOCKS), np.float32)
-    launch(sum_of_squares_kernel, len(partials), THREADS, x, partials)
+    of_block = THREADS * UNROLL * VECTOR
+    partials = device.xp().empty(min(-(-size // of_block), MAX_BLOCKS), np.float32)
+    kernel = sum_of_squares_kernel(access_length(size, x), size % of_block != 0)
+    launch(kernel, len(partials), THREADS, x, partials)
     launch(sum_kernel, 1, THREADS, partials, out)
 
 
@@ -191,7 +244,9 @@ def column_sum(x, out):
         return
     blocks = -(-rows // ROWS_PER_BLOCK)
     partials = device.xp().empty((blocks, columns), np.float32)
-    launch(column_sum_kernel, (-(-columns // 32), blocks), (32, WARPS), x, partials)
+    vector = 16 // x.itemsize
+    kernel = column_sum_kernel(vector, access_length(columns, x), columns % (32 * vector) != 0)
+    launch(kernel, (-(-columns // (32 * vector)), blocks), (32, WARPS), x, partials)
     if blocks:
         add_partials(partials, out)
 

@@ -17,8 +17,8 @@ from rlnumba.kernels.reduce import (
 )
 from tests.close import assert_close, assert_same_bits
 
-LENGTHS = [0, 1, 255, 257, 700]
-COLUMNS = [(1, 1), (0, 8), (129, 33), (3, 31)]
+LENGTHS = [0, 1, 255, 257, 700, 4096]
+COLUMNS = [(1, 1), (0, 8), (129, 33), (3, 31), (200, 256)]
 
 
 def empty(*shape):
@@ -71,10 +71,10 @@ def run_groups(rng, groups, members):
 def test_simulator(rng):
     for size in (0, 257):
         run_sum_of_squares(rng, size)
-    for shape in [(0, 8), (129, 33)]:
+    for shape in [(0, 8), (129, 33), (73, 128)]:
         run_column_sum(rng, shape, "float32")
     run_column_sum(rng, (5, 3), "bfloat16")
-    run_column_sum(rng, (5, 3), "float16")
+    run_column_sum(rng, (70, 8), "float16")
     for size, kind in [(0, np.float32), (1, np.int32), (300, np.uint8)]:
         run_masked(rng, size, kind)
     for groups, members in [(0, 8), (3, 1), (2, 40)]:
@@ -82,9 +82,10 @@ def test_simulator(rng):
 
 
 @pytest.mark.sim
-def test_simulator_with_several_terms_a_thread(rng, monkeypatch):
-    monkeypatch.setattr(reduce, "MAX_BLOCKS", 1)
-    run_sum_of_squares(rng, 700)
+def test_simulator_with_several_rounds(rng, monkeypatch):
+    monkeypatch.setattr(reduce, "MAX_BLOCKS", 2)
+    for size in (2500, 4096):
+        run_sum_of_squares(rng, size)
 
 
 @pytest.mark.parametrize("size", LENGTHS + [100_000])
@@ -97,8 +98,20 @@ def test_numpy_device(rng, size):
     run_groups(rng, 4, size)
 
 
+@pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
+def test_kernels_compile_for_gpus(compile_offline, element, vector):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    troubles = []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        kernel = reduce.column_sum_kernel(vector, vector, False)
+        troubles += compile_offline(kernel, [f"{element}[:,::1]", "float32[:,::1]"], architecture)
+        troubles += compile_offline(reduce.sum_of_squares_kernel(4, False), ["float32[::1]"] * 2, architecture)
+    assert not troubles, "\n".join(troubles)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", LENGTHS + [4096, 50_000_001])
+@pytest.mark.parametrize("size", LENGTHS + [50_000_000, 50_000_001])
 def test_gpu_sum_of_squares(rng, size):
     run_sum_of_squares(rng, size)
 

@@ -156,9 +156,17 @@ if device.name() == "sim":
         """Copy 16 bytes from shared to global memory, at once."""
         hopper._memory(destination, CHUNK)[:] = hopper._memory(source, CHUNK)
 
+    def read_four(address):
+        """Four neighbouring float32 of global memory."""
+        return tuple(hopper._memory(address, CHUNK).view(np.float32).copy())
+
+    def write_four(address, first, second, third, fourth):
+        """Four neighbouring float32 to global memory."""
+        hopper._memory(address, CHUNK).view(np.float32)[:] = first, second, third, fourth
+
 else:
     from llvmlite import ir
-    from numba.cuda import types
+    from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
 
     _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -256,3 +264,18 @@ else:
         "lr",
         "Copy 16 bytes from shared to global memory, at once.",
     )
+    write_four = hopper._instruction(
+        "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "lffff", "Four neighbouring float32 to global memory."
+    )
+
+    @intrinsic
+    def read_four(typingctx, address):
+        """Four neighbouring float32 of global memory."""
+
+        def codegen(context, builder, signature, args):
+            four = ir.LiteralStructType([_F32] * 4)
+            text = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+            loaded = hopper._assembly(builder, four, [_I64], text, "=f,=f,=f,=f,l,~{memory}", args)
+            return cgutils.pack_array(builder, [builder.extract_value(loaded, i) for i in range(4)])
+
+        return types.UniTuple(types.float32, 4)(types.int64), codegen

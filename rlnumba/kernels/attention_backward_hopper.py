@@ -88,7 +88,7 @@ from rlnumba.kernels.hopper_registers import (
     run_store,
     set_registers,
 )
-from rlnumba.kernels.instructions import device_function, exp2, warp_sum
+from rlnumba.kernels.instructions import device_function, exp2, vector_access, warp_sum
 from rlnumba.kernels.launch import kernel_factory, launch
 
 i32, i64, f32 = np.int32, np.int64, np.float32
@@ -759,6 +759,7 @@ def attention_dq_kernel(tile):
     words = dq_columns // 2
     stride = words + 1
     pack_two = pack(tile.element)
+    load_four, _ = vector_access(4, 4)
 
     @cuda.jit
     def attention_dq_kernel(dq_sums, cu_seqlens, scale, dq):
@@ -777,11 +778,13 @@ def attention_dq_kernel(tile):
         place = i64(start // QUERIES + sequence + cuda.blockIdx.x) * heads + head
         at = (place * parts + part) * run + consumer * (run // 2) + thread * 4
         row, lane = thread // 32 * 16 + thread % 32 // 4, thread % 4
+        sums = cuda.local.array(words, np.float32)
         for block in range(dq_columns // 8):
-            here = at + block * 512
-            word = block * 4 + lane
-            staged[row, word] = pack_two(dq_sums[here] * scale, dq_sums[here + 1] * scale)
-            staged[row + 8, word] = pack_two(dq_sums[here + 2] * scale, dq_sums[here + 3] * scale)
+            load_four(dq_sums, at + block * 512, sums, block * 4)
+        for block in range(dq_columns // 8):
+            i, word = block * 4, block * 4 + lane
+            staged[row, word] = pack_two(sums[i] * scale, sums[i + 1] * scale)
+            staged[row + 8, word] = pack_two(sums[i + 2] * scale, sums[i + 3] * scale)
         cuda.syncthreads()
         word = thread % 32
         out_word = (part * 2 + consumer) * words + word

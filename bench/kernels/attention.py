@@ -1,0 +1,273 @@
+"""Attention on Hopper: forward and paged decode, against torch's FlashAttention-2 and cuDNN, tile by tile.
+
+    python bench/kernels/attention.py                everything below
+    python bench/kernels/attention.py forward        packed sequences; TFLOP/s, causal count
+    python bench/kernels/attention.py decode         one token a sequence; GB/s of keys and values
+    python bench/kernels/attention.py groups         completions of common prompts
+    python bench/kernels/attention.py prefill        chunks against the cache
+
+Each kernel is checked on sampled rows in float64 before it is timed, and decode's rows against forward's bits.
+Times are medians of events; decode is replayed as a graph over caches that together exceed the second-level
+cache. Compiling is not timed; the first run compiles about twenty kernels.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cupy
+from harness import copy_gbs, graph_time_us, random_array, time_us
+
+from rlnumba.kernels import attention_hopper as packed_form
+from rlnumba.kernels import paged_attention_hopper as paged_form
+from rlnumba.kernels.attention_hopper import attention_hopper
+from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper
+
+H, HK, E, BF16 = 16, 8, 128, "bfloat16"
+SCALE = E**-0.5
+BLOCK = 16
+L2_BYTES = 60 << 20
+# Name: lengths, and the bars in TFLOP/s: FlashAttention-2 of torch, then 0.8 of cuDNN.
+FORWARD = {
+    "8 x 2048": ([2048] * 8, 272, 387),
+    "4 x 4096": ([4096] * 4, 301, 447),
+    "2 x 16384": ([16384] * 2, 333, 516),
+}
+# Sequences, context, bar in GB/s (FlashAttention-3).
+DECODE = [(64, 512, 2019), (256, 512, 3126), (256, 1024, 3752), (256, 2048, 4208), (1, 8192, 1500)]
+
+
+def bounds(lengths):
+    return cupy.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def check_rows(q, k, v, lengths, out, lse, count=40):
+    """Worst errors of sampled rows of out, relative to the largest |out|, and of lse, against float64."""
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    rng = np.random.default_rng(0)
+    worst = worst_lse = largest = 0.0
+    for _ in range(count):
+        b = int(rng.integers(len(lengths)))
+        token, h = int(rng.integers(starts[b], starts[b + 1])), int(rng.integers(H))
+        keys, values = (x[starts[b] : token + 1, h * HK // H].astype(np.float64) for x in (k, v))
+        s = SCALE * keys @ q[token, h].astype(np.float64)
+        p = cupy.exp(s - s.max())
+        expected = p @ values / p.sum()
+        worst = max(worst, float(cupy.abs(out[token, h].astype(np.float64) - expected).max()))
+        largest = max(largest, float(cupy.abs(expected).max()))
+        worst_lse = max(worst_lse, abs(float(lse[h, token]) - float(s.max() + cupy.log(p.sum()))))
+    return worst / largest, worst_lse
+
+
+def torch_peers(batch, length):
+    """TFLOP/s of torch's backends, by name; empty where torch is missing."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return {}
+    q, k, v = (torch.randn(batch, length, h, E, device="cuda", dtype=torch.bfloat16) for h in (H, HK, HK))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    rates = {}
+    for name, kind in (("FA2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+
+        def call(kind=kind):
+            with sdpa_kernel(kind):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        times = []
+        for repeat in range(8):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if repeat > 2:
+                times.append(begin.elapsed_time(end) * 1e3)
+        rates[name] = flops([length] * batch) / float(np.median(times)) / 1e6
+    return rates
+
+
+def flops(lengths):
+    """Of the forward pass, half of the square of each sequence."""
+    return sum(2 * H * E * length * length for length in lengths)
+
+
+def forward_tiles():
+    best = packed_form.best_tile(E, BF16, H // HK)
+    yield "best", best
+    yield "in turns", best._replace(ordered=True)
+    yield "3 stages", best._replace(stages=3)
+    yield "2 stages", best._replace(stages=2)
+    yield "neighbours", best._replace(paired=False)
+    yield "in turns, neighbours", best._replace(paired=False, ordered=True)
+    yield "one segment", best._replace(segment=1 << 20)
+
+
+def forward():
+    print("\nforward, TFLOP/s")
+    mixed = np.random.default_rng(1).integers(128, 2049, 64).tolist()
+    equal = [round(np.mean(mixed))] * 64
+    cases = FORWARD | {"64 x U[128, 2048]": (mixed, None, None), f"64 x {equal[0]}": (equal, None, None)}
+    rates = {}
+    for name, (lengths, fa2, cudnn) in cases.items():
+        tokens = sum(lengths)
+        q, k, v = (random_array(tokens, h, E) for h in (H, HK, HK))
+        out, lse = cupy.empty_like(q), cupy.empty((H, tokens), np.float32)
+        cu_seqlens = bounds(lengths)
+        peers = torch_peers(len(lengths), lengths[0]) if fa2 else {}
+        now = "  ".join(f"{peer} {rate:.0f}" for peer, rate in peers.items())
+        print(f"{name:20} bars: {fa2 or '-'}, {cudnn or '-'}   now: {now or '-'}", flush=True)
+        for label, tile in forward_tiles():
+            if label == "one segment" and max(lengths) <= 1024:
+                continue
+
+            def call(tile=tile):
+                attention_hopper(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
+
+            out.fill(0)
+            call()
+            error, lse_error = check_rows(q, k, v, lengths, out, lse)
+            us = time_us(call)
+            rates[name, label] = flops(lengths) / us / 1e6
+            wrong = "" if error < 0.02 and lse_error < 1e-3 else "  WRONG"
+            print(
+                f"    {label:22} {us:9.1f} us  {rates[name, label]:6.0f} TFLOP/s  "
+                f"errors {error:.1e} {lse_error:.1e}{wrong}",
+                flush=True,
+            )
+    for label, _ in forward_tiles():
+        a, b = (rates.get((name, label)) for name in list(cases)[-2:])
+        if a and b:
+            print(f"mixed lengths, {label}: {a / b:.2f} of the equal-length rate (bar 0.90)")
+
+
+class Decode:
+    """Caches with random content for `sequences` contexts, several copies, and calls that attend to them."""
+
+    def __init__(self, sequences, context, copies=None, tables=None, tokens=1):
+        self.nbytes = 2 * sequences * context * HK * E * 2
+        copies = copies or 2 + 2 * L2_BYTES // self.nbytes
+        width = -(-context // BLOCK)
+        blocks = sequences * width
+        rng = np.random.default_rng(0)
+        self.caches = [[random_array(blocks, BLOCK, HK, E) for _ in range(2)] for _ in range(copies)]
+        if tables is None:
+            tables = rng.permutation(blocks).astype(np.int32).reshape(sequences, width)
+        self.tables = cupy.asarray(tables)
+        self.q = random_array(sequences * tokens, H, E)
+        self.out = cupy.empty_like(self.q)
+        self.cu_seqlens = bounds([tokens] * sequences)
+        self.contexts = cupy.full(sequences, context, np.int32)
+        self.context, self.tokens = context, tokens
+
+    def calls(self, tile=None, prefill_tile=None, **groups):
+        def make(caches):
+            return lambda: paged_attention_hopper(
+                self.q, *caches, self.tables, self.cu_seqlens, self.contexts, self.tokens, self.context, SCALE,
+                self.out, tile=tile, prefill_tile=prefill_tile, **groups,
+            )  # fmt: skip
+
+        return [make(caches) for caches in self.caches]
+
+    def check(self, calls, sequences=(0, -1)):
+        """Whether the last rows of some sequences have the bits of the packed form."""
+        calls[0]()
+        same = True
+        for b in sequences:
+            k, v = (cache[self.tables[b]].reshape(-1, HK, E)[: self.context].copy() for cache in self.caches[0])
+            q = cupy.zeros((self.context, H, E), k.dtype)
+            end = len(self.q) if b == -1 else (b + 1) * self.tokens
+            q[-self.tokens :] = self.q[end - self.tokens : end]
+            out, lse = cupy.empty_like(q), cupy.empty((H, self.context), np.float32)
+            attention_hopper(q, k, v, bounds([self.context]), self.context, SCALE, out, lse)
+            mine = self.out[end - self.tokens : end]
+            same &= bool((out[-self.tokens :].view(np.uint16) == mine.view(np.uint16)).all())
+        return same
+
+
+def decode_tiles(members=1):
+    best = paged_form.best_tile(E, BF16, H // HK, BLOCK, members)
+    yield "best", best
+    yield "2 stages", best._replace(stages=2)
+    yield "2 stages, 3 blocks", best._replace(stages=2, blocks=3)
+    yield "3 stages, 1 block", best._replace(stages=3, blocks=1)
+    yield "5 stages, 1 block", best._replace(stages=5, blocks=1)
+
+
+def decode():
+    print(f"\ndecode, GB/s of keys and values (a copy: {copy_gbs():.0f} read and written)")
+    for sequences, context, bar in DECODE:
+        work = Decode(sequences, context)
+        for label, tile in decode_tiles():
+            calls = work.calls(tile)
+            same = work.check(calls)
+            us = graph_time_us(calls)
+            print(
+                f"{sequences:4} x {context:5}  {label:22} {us:8.1f} us  {work.nbytes / us / 1e3:6.0f} GB/s  "
+                f"(bar {bar})  {'bits of forward' if same else 'OTHER BITS'}",
+                flush=True,
+            )
+
+
+def groups():
+    """64 prompts of 2,048 tokens with 8 completions each, 256 own tokens."""
+    print("\ngroups: 64 x 8, 2048 common and 256 own tokens")
+    prompts, members, common, own = 64, 8, 2048, 256
+    sequences, context = prompts * members, common + own
+    rng = np.random.default_rng(0)
+    common_blocks, own_blocks = common // BLOCK, own // BLOCK
+    order = rng.permutation(prompts * common_blocks + sequences * own_blocks).astype(np.int32)
+    shared = order[: prompts * common_blocks].reshape(prompts, common_blocks).repeat(members, axis=0)
+    tables = np.concatenate([shared, order[prompts * common_blocks :].reshape(sequences, own_blocks)], axis=1)
+    work = Decode(sequences, context, copies=1, tables=tables)
+    common_lens = cupy.full(sequences, common, np.int32)
+    leaders = cupy.asarray(np.tile([members] + [0] * (members - 1), prompts).astype(np.int32))
+    declared = dict(common_lens=common_lens, members=leaders, max_members=members)
+    alone = graph_time_us(work.calls())
+    work.calls()[0]()
+    expected = work.out.copy()
+    print(f"unshared                  {alone:8.1f} us")
+    for label, tile in decode_tiles(members):
+        calls = work.calls(tile, **declared)
+        work.out.fill(0)
+        calls[0]()
+        same = bool((work.out.view(np.uint16) == expected.view(np.uint16)).all())
+        us = graph_time_us(calls)
+        print(
+            f"shared, {label:18} {us:8.1f} us  {alone / us:5.2f} x (bar 2)  {'same bits' if same else 'OTHER BITS'}",
+            flush=True,
+        )
+
+
+def prefill():
+    """Chunks of new tokens at the end of a context in the cache."""
+    print("\nprefill from the cache, TFLOP/s")
+    for sequences, context, tokens in ((8, 2048, 2048), (8, 4096, 512), (64, 640, 128)):
+        work = Decode(sequences, context, copies=1, tokens=tokens)
+        pairs = sum(2 * context - tokens + 1 for _ in range(sequences)) * tokens / 2
+        for label, ordered in (("best", False), ("in turns", True)):
+            tile = packed_form.best_tile(E, BF16, H // HK, True, BLOCK)._replace(ordered=ordered)
+            calls = work.calls(prefill_tile=tile)
+            same = work.check(calls)
+            us = time_us(calls[0])
+            print(
+                f"{sequences:3} x {tokens:4} of {context:4}  {label:10} {us:8.1f} us  "
+                f"{4 * H * E * pairs / us / 1e6:6.0f} TFLOP/s  {'bits of forward' if same else 'OTHER BITS'}",
+                flush=True,
+            )
+
+
+def main():
+    parts = {"forward": forward, "decode": decode, "groups": groups, "prefill": prefill}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=parts, help="what to measure; everything without it")
+    for name in parser.parse_args().parts or parts:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -753,7 +753,7 @@ def attention_products_kernel(tile):
 
 
 @kernel_factory
-def attention_dq_kernel(tile):
+def attention_round_dq_kernel(tile):
     """The kernel of a Tile that rounds dq."""
     parts, run, dq_columns, words_of_row = tile.dq_parts, tile.run, tile.dq_columns, tile.head_dim // 2
     words = dq_columns // 2
@@ -762,7 +762,7 @@ def attention_dq_kernel(tile):
     load_four, _ = vector_access(4, 4)
 
     @cuda.jit
-    def attention_dq_kernel(dq_sums, cu_seqlens, scale, dq):
+    def attention_round_dq_kernel(dq_sums, cu_seqlens, scale, dq):
         """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns what a consumer computed of a part.
 
         A thread takes what its like held in attention_products_kernel; the rows are put together in shared memory.
@@ -792,7 +792,7 @@ def attention_dq_kernel(tile):
             for r in range(thread // 32, min(end - first, QUERIES), 4):
                 dq[first + r, head, out_word] = staged[r, word]
 
-    return attention_dq_kernel
+    return attention_round_dq_kernel
 
 
 def hopper_attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, tile=None):
@@ -825,6 +825,6 @@ def hopper_attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, s
         dk.view(np.int32), dv.view(np.int32), shared=tile.shared_bytes,
     )  # fmt: skip
     launch(
-        attention_dq_kernel(tile), (query_tiles, 2 * heads * tile.dq_parts, sequences), 128,
+        attention_round_dq_kernel(tile), (query_tiles, 2 * heads * tile.dq_parts, sequences), 128,
         dq_sums, cu_seqlens, float(scale), dq.view(np.int32),
     )  # fmt: skip

@@ -6,8 +6,8 @@ from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_backward import attention_backward_ref
 from rlnumba.kernels.attention_backward_hopper import (
     Tile,
-    attention_dq_kernel,
     attention_products_kernel,
+    attention_round_dq_kernel,
     attention_rows_kernel,
     hopper_attention_backward,
     supports,
@@ -112,7 +112,7 @@ def test_kernels_compile(compile_offline, tile):
     troubles = compile_offline(attention_rows_kernel(tile), [x, x, "float32[:,::1]", i, f, i, i], (9, 0, "a"))
     products = [m, m, m, m, f, i, *sizes, i, i, f, x, x]
     troubles += compile_offline(attention_products_kernel(tile), products, (9, 0, "a"))
-    troubles += compile_offline(attention_dq_kernel(tile), [f, i, "float32", x], (9, 0, "a"))
+    troubles += compile_offline(attention_round_dq_kernel(tile), [f, i, "float32", x], (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 

@@ -45,6 +45,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.gemm_hopper import processors
+from rlnumba.kernels.gemm_tensor_core import SYSTEM_BYTES, has_tensor_cores, shared_limit
 from rlnumba.kernels.hopper import ELEMENTS, pack, shared_address
 from rlnumba.kernels.instructions import ballot, device_function, exp2, narrow, shuffle_xor, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
@@ -76,7 +77,6 @@ FEW_ROWS = 16
 FEW_WARPS = 4
 MERGE_THREADS = 128
 # Shared memory that a block takes beyond the tiles: what kernels declare, and what the system keeps of it.
-SYSTEM_BYTES = 1024
 BLOCK_BYTES = SYSTEM_BYTES + 64
 FEW_BLOCK_BYTES = SYSTEM_BYTES + 6 * 1024
 # What a block keeps in shared memory rather than in registers: a slot for totals over segments; the packed place of
@@ -846,14 +846,6 @@ def merge_segments_kernel(segment):
 
 
 @functools.cache
-def shared_limit():
-    """Bytes of shared memory that a block may have on this GPU."""
-    if device.name() != "cuda":
-        return 227 * 1024
-    return device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-
-
-@functools.cache
 def many_rows(head_dim, element, block_size, limit):
     """The Tile for a head_dim on a GPU whose blocks may have `limit` bytes of shared memory.
 
@@ -894,12 +886,6 @@ def slots_for(tile, longest):
     return _slots[key]
 
 
-@functools.cache
-def _has_tensor_cores():
-    """Whether the GPU, if there is one, runs this module's kernels."""
-    return device.name() == "cuda" and int(device.xp().cuda.Device().compute_capability) >= 80
-
-
 def takes(q, k, scale, block_size=0):
     """Whether this module attends: 16-bit on a GPU since Ampere, heads of whole 16-byte pieces, up to 256.
 
@@ -908,7 +894,7 @@ def takes(q, k, scale, block_size=0):
     head_dim = q.shape[-1]
     fits = head_dim % 8 == 0 and head_dim <= 256 and scale > 0 and (not block_size or SEGMENT % block_size == 0)
     aligned = q.data.ptr % 16 == 0 and k.data.ptr % 16 == 0
-    return _has_tensor_cores() and q.dtype.name in ELEMENTS and fits and aligned
+    return has_tensor_cores() and q.dtype.name in ELEMENTS and fits and aligned
 
 
 def attend(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, tile=None):

@@ -28,8 +28,8 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels.gemm_hopper import place
-from rlnumba.kernels.hopper import load_pair, load_word, pack, shared_address, store_pair, unpack
+from rlnumba.kernels.gemm_hopper import place, processors
+from rlnumba.kernels.hopper import ELEMENTS, load_pair, load_word, pack, shared_address, store_pair, unpack
 from rlnumba.kernels.instructions import device_function, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.tensor_core import (
@@ -58,7 +58,8 @@ class Tile(NamedTuple):
 
     step: values of the reduction that one stage brings; stages: in flight. a_mn, b_mn: the operand lies MN-major in
     memory. element: "float16" or "bfloat16". output: "same" as the inputs, "float32", or "add" to float32. bias,
-    residual: added to C before it is rounded.
+    residual: added to C before it is rounded. prefetch: the residual comes while the products run, to a place of its
+    own; a warp's part of C must then go at once (warp_columns == part_columns).
     """
 
     rows: int
@@ -73,6 +74,7 @@ class Tile(NamedTuple):
     output: str = "same"
     bias: bool = False
     residual: bool = False
+    prefetch: bool = False
 
     @property
     def threads(self):
@@ -115,14 +117,9 @@ class Tile(NamedTuple):
         return self.threads // 32 * self.part_bytes
 
     @property
-    def prefetches(self):
-        """Whether the residual is brought while the products run, to a place of its own."""
-        return self.residual and self.part_columns == self.warp_columns
-
-    @property
     def shared_bytes(self):
         stages = self.stages * self.stage_bytes
-        return stages + self.all_parts_bytes if self.prefetches else max(stages, self.all_parts_bytes)
+        return stages + self.all_parts_bytes if self.prefetch else max(stages, self.all_parts_bytes)
 
     @property
     def blocks_per_sm(self):
@@ -200,7 +197,9 @@ def load_function(count, line_bytes, mn_major, of_a):
 @kernel_factory
 def tensor_core_product_kernel(tile):
     """The kernel of a Tile."""
-    rows, columns, warps_down, warps_across, step, stages, element, a_mn, b_mn, output, has_bias, has_residual = tile
+    rows, columns, warps_down, warps_across, step, stages, element, a_mn, b_mn, output, has_bias, has_residual = tile[
+        :12
+    ]
     threads, warp_rows, warp_columns = tile.threads, tile.warp_rows, tile.warp_columns
     fragments_down, fragments_across = warp_rows // 16, warp_columns // 16
     accumulators, a_words, b_words = tile.accumulators, 4 * fragments_down, 4 * fragments_across
@@ -228,7 +227,7 @@ def tensor_core_product_kernel(tile):
     pack_two, unpack_two = pack(element), unpack(element)
     wait_for_stage, wait_for_all = copies_wait(stages - 2), copies_wait(0)
     pairs_of_steps = step // 32
-    wide, prefetches = output != "same", tile.prefetches
+    wide, prefetches = output != "same", tile.prefetch
     has_addend = has_residual or output == "add"
     item_bytes, part_columns, part_bytes = tile.item_bytes, tile.part_columns, tile.part_bytes
     part_line = part_columns * item_bytes
@@ -395,14 +394,114 @@ def tensor_core_product_kernel(tile):
     return tensor_core_product_kernel
 
 
-_nothing = {}
+@functools.cache
+def shared_limit():
+    """Bytes of shared memory that a block may have on this GPU."""
+    if device.name() != "cuda":
+        return 227 * 1024
+    return device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
 
 
-def _none(dimensions):
+@functools.cache
+def has_tensor_cores():
+    """Whether there is a GPU that runs this module's kernels."""
+    return device.name() == "cuda" and int(device.xp().cuda.Device().compute_capability) >= 80
+
+
+def takes(a, b, out, steps, residual=None):
+    """Whether this module multiplies these matrices: 16-bit, on a GPU since Ampere, rows of whole 16-byte pieces.
+
+    steps: of the reduction, more than 0. residual: of out's type, which is then that of a and b.
+    """
+    if not has_tensor_cores() or a.dtype.name not in ELEMENTS or not steps:
+        return False
+    if residual is not None and out.dtype != a.dtype:
+        return False
+    matrices = [a, b, out] if residual is None else [a, b, out, residual]
+    return all(matrix.shape[1] * matrix.itemsize % CHUNK == 0 and matrix.data.ptr % CHUNK == 0 for matrix in matrices)
+
+
+# Shapes worth a kernel: rows, columns, warps down and across, reduction of a stage; then how many blocks an SM and how
+# many stages to aim for.
+SHAPES = [
+    (128, 256, 2, 4, 64, 1, 4),
+    (128, 256, 2, 4, 32, 1, 5),
+    (128, 128, 2, 2, 64, 2, 3),
+    (128, 128, 2, 2, 32, 2, 5),
+    (64, 128, 2, 2, 32, 3, 5),
+    (64, 64, 2, 2, 64, 4, 4),
+    (32, 64, 1, 4, 64, 4, 6),
+    (16, 128, 1, 4, 64, 4, 6),
+    (16, 64, 1, 4, 128, 4, 5),
+    (16, 32, 1, 2, 128, 6, 8),
+]
+FEWEST_STAGES = 3
+# The model of best_tile, an SM's in clocks, of an sm_80: products that its tensor cores add in one, bytes that the
+# second-level cache brings, from a copy's start to its arrival, and what a tile costs before and after its rounds.
+PRODUCTS, BYTES, LATENCY, TILE_CLOCKS = 1024, 48, 800, 2000
+
+
+@functools.cache
+def tiles_for(element, a_mn, b_mn, output, bias, residual, limit):
+    """(Tile, blocks an SM) for each of SHAPES that fits GPUs whose blocks may have `limit` bytes of shared memory."""
+    found = []
+    for rows, columns, down, across, step, most_blocks, most_stages in SHAPES:
+        if (a_mn and rows < 64) or (b_mn and columns < 64):
+            continue
+        tile = Tile(rows, columns, down, across, step, most_stages, element, a_mn, b_mn, output, bias, residual)
+        for blocks in range(min(most_blocks, tile.blocks_per_sm), 0, -1):
+            here = min((limit + SYSTEM_BYTES) // blocks - SYSTEM_BYTES, limit)
+            fitting = [
+                t
+                for prefetch in [False] + [True] * residual
+                for t in (tile._replace(stages=n, prefetch=prefetch) for n in range(FEWEST_STAGES, most_stages + 1))
+                if t.shared_bytes <= here
+            ]
+            if fitting:
+                found.append((fitting[-1], blocks))
+                break
+    return found
+
+
+@functools.cache
+def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, limit):
+    """The Tile that a simple model of time finds the fastest for C (m, n) with k steps.
+
+    A round of a stage takes as long as the tensor cores need for the tiles that share an SM, or the second-level
+    cache to bring them, or the stages under way to arrive; tiles are worked through in waves. Fewer than eight warps
+    leave the tensor cores idle at times.
+    """
+    best = None
+    for tile, blocks in tiles_for(element, a_mn, b_mn, output, bias, residual, limit):
+        tiles = -(-m // tile.rows) * -(-n // tile.columns)
+        together = min(blocks, -(-tiles // processors))
+        clocks = max(
+            together * tile.rows * tile.columns * tile.step / (PRODUCTS * min(1, 0.5 + together * tile.threads / 512)),
+            together * (tile.rows + tile.columns) * tile.step * 2 / BYTES,
+            LATENCY / (tile.stages - 1),
+        )
+        time = -(-tiles // (processors * together)) * (-(-k // tile.step) * clocks + TILE_CLOCKS)
+        if best is None or time < best[0]:
+            best = time, tile
+    return best[1]
+
+
+def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """out = A B (+ bias + residual), or out += A B if `add`, with the tile that best_tile chooses.
+
+    Matrices as in tensor_core_product, which `takes` must have accepted.
+    """
+    m, n = out.shape
+    k = a.shape[0] if a_mn else a.shape[1]
+    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
+    kinds = (a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None)
+    tensor_core_product(best_tile(m, n, k, *kinds, processors(), shared_limit()), a, b, out, bias, residual)
+
+
+@functools.cache
+def _nothing(dimensions):
     """An array of one element that stands for an argument left out."""
-    if dimensions not in _nothing:
-        _nothing[dimensions] = device.xp().zeros((1,) * dimensions, np.int32)
-    return _nothing[dimensions]
+    return device.xp().zeros((1,) * dimensions, np.int32)
 
 
 def tensor_core_product(tile, a, b, out, bias=None, residual=None):
@@ -420,8 +519,8 @@ def tensor_core_product(tile, a, b, out, bias=None, residual=None):
         a,
         b,
         out,
-        _none(1) if bias is None else bias.view(np.int32),
-        _none(2) if residual is None else residual,
+        _nothing(1) if bias is None else bias.view(np.int32),
+        _nothing(2) if residual is None else residual,
         m,
         n,
         k,

@@ -3,7 +3,18 @@ import pytest
 
 from rlnumba import device
 from rlnumba.kernels.attention import attention_ref
-from rlnumba.kernels.attention_tensor_core import FewTile, Tile, attend, few_rows, many_rows, paged_attend
+from rlnumba.kernels.attention_tensor_core import (
+    FewTile,
+    Tile,
+    attend,
+    few_rows,
+    many_rows,
+    merge_segments_kernel,
+    paged_attend,
+    takes,
+    tensor_core_attention_kernel,
+    tensor_core_decode_kernel,
+)
 from rlnumba.kernels.paged_attention import paged_attention_ref
 from tests.close import assert_close, assert_same_bits
 
@@ -118,3 +129,108 @@ def test_every_chosen_tile_is_possible():
                 assert tile.shared_bytes + 64 <= limit and tile.rows <= 128
                 assert not tile.keeps_q or tile.warp_rows * head_dim <= 16 * 128
             assert few_rows(head_dim, "bfloat16", 16, limit).shared_bytes + 6 * 1024 <= limit
+
+
+# Compute capabilities, and the shared memory of a block there.
+GPUS = [((8, 0), 163 * 1024), ((8, 6), 99 * 1024), ((9, 0), 227 * 1024), ((12, 0), 99 * 1024)]
+
+
+@pytest.mark.parametrize("architecture, limit", GPUS, ids=str)
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_kernels_compile_for_gpus(compile_offline, architecture, limit, head_dim):
+    """Without a spill, whatever the GPU."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
+    troubles = []
+    for block_size in (0, 16):
+        tile = many_rows(head_dim, "bfloat16", block_size, limit)
+        types = [x, x, x, i, i, i, "int64", "float32", f, i, x, f]
+        troubles += compile_offline(tensor_core_attention_kernel(tile), types, architecture)
+    types = [x, x, x, i, i, i, "int64", "int64", "float32", f, f, x]
+    kernel = tensor_core_decode_kernel(few_rows(head_dim, "bfloat16", 16, limit))
+    troubles += compile_offline(kernel, types, architecture)
+    troubles += compile_offline(merge_segments_kernel(1024), [i, i, "int64", f, f, x], architecture)
+    assert not troubles, "\n".join(troubles)
+
+
+SHAPES = [(16, 8, 128), (6, 6, 48), (8, 2, 80), (9, 3, 64), (4, 1, 256), (12, 1, 96), (4, 2, 72)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpu(rng, shape, dtype):
+    lengths = [1, 7, 64, 129, 500, 1000, 2395] if shape == (16, 8, 128) else [1, 31, 0, 63, 64, 65, 200, 1025]
+    case = Case(rng, lengths, *shape, dtype)
+    assert takes(device.asarray(case.q), device.asarray(case.k), case.scale)
+    case.check(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpu_bits(rng, shape):
+    """Every tile, with the keys packed or in a cache, and decode: the bits of a row are the same."""
+    case = Case(rng, [2500, 33, 1, 64, 1024, 1025], *shape, "bfloat16")
+    head_dim, group, everything = shape[2], shape[0] // shape[1], [0] * 6
+    expected, expected_lse = case.packed(None)
+    for limit in (99 * 1024, 163 * 1024):
+        out, lse = case.packed(many_rows(head_dim, "bfloat16", 0, limit))
+        assert_same_bits(out, expected, f"tile for {limit} bytes")
+        assert_same_bits(lse, expected_lse, f"lse, tile for {limit} bytes")
+    paged = many_rows(head_dim, "bfloat16", 16, 99 * 1024)
+    for begins in (everything, [2400, 32, 0, 1, 1000, 1024], [2499, 0, 0, 63, 1023, 500]):
+        out, rows = case.paged(paged, begins)
+        assert_same_bits(out, expected[rows], f"chunks from {begins}")
+    few = max(1, 16 // group)
+    for tokens in {1, few}:
+        for stages in (1, 2):
+            begins = [max(length - tokens, 0) for length in case.lengths]
+            out, rows = case.paged(FewTile(head_dim, "bfloat16", stages, 16), begins)
+            assert_same_bits(out, expected[rows], f"decode of {tokens} tokens, {stages} stages")
+
+
+@pytest.mark.gpu
+def test_gpu_many_blocks_share_slots(rng):
+    """More blocks with several segments than slots for their totals, twice: the same bits, and all slots free again."""
+    from rlnumba.kernels.attention_tensor_core import slots_for
+    from rlnumba.kernels.gemm_tensor_core import shared_limit
+
+    case = Case(rng, [2048, 3000, 1500, 4096], 16, 8, 128, "bfloat16")
+    first, second = case.packed(None), case.packed(None)
+    assert_same_bits(second[0], first[0])
+    tile = many_rows(128, "bfloat16", 0, shared_limit())
+    assert not device.to_host(slots_for(tile, 4096)[1]).any()
+
+
+@pytest.mark.gpu
+def test_gpu_graph_follows_its_arrays(rng):
+    """A captured decode step: contexts move from one segment to three, and slots without a sequence give zeros."""
+    import cupy
+
+    case = Case(rng, [3000, 40, 1100, 129], 16, 8, 128, "bfloat16")
+    expected, _ = case.packed(None)
+    q, out = cupy.zeros((4, 16, 128), case.q.dtype), cupy.zeros((4, 16, 128), case.q.dtype)
+    caches, tables = [device.asarray(x) for x in case.caches], device.asarray(case.tables)
+    ends, starts = cupy.full(4, 7, np.int32), cupy.arange(5, dtype=np.int32)
+
+    def step():
+        paged_attend(q, *caches, 16, tables, starts, ends, 1, 3000, case.scale, out)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    step()
+    device.synchronize()
+    with stream:
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+    for contexts in ([7, 7, 7, 7], [3000, 40, 1100, 129], [1024, 1, 1025, 64], [2049, 0, 1, 128]):
+        rows = [case.starts[b] + max(context - 1, 0) for b, context in enumerate(contexts)]
+        q[...], ends[...] = device.asarray(case.q[rows]), device.asarray(np.asarray(contexts, np.int32))
+        out.fill(np.nan)
+        device.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        wanted = expected[rows].copy()
+        wanted[np.asarray(contexts) == 0] = 0
+        assert_same_bits(out, wanted, f"contexts {contexts}")

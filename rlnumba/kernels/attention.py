@@ -29,10 +29,13 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import attention_cpu
+from rlnumba.kernels import attention_cpu, attention_hopper
 from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function, narrow, shuffle_xor, sync_warp, widen
 from rlnumba.kernels.launch import kernel_factory, launch
+
+# Whether attention_hopper.py and paged_attention_hopper.py compute where they can.
+HOPPER = False
 
 # Keys of a tile. Part of the arithmetic: the running maximum moves at the borders of the tiles.
 KEYS = 32
@@ -387,6 +390,11 @@ def attention_kernel(tile):
     return attention_kernel
 
 
+def on_hopper(q, scale):
+    """Whether the arithmetic of attention_hopper.py is used: one answer for packed and for paged attention."""
+    return HOPPER and scale > 0 and attention_hopper.takes(q)
+
+
 def check_heads(op, q, k, v):
     """(N, H, HK, E) of q (N, H, E) and of k and v (rows, HK, E), or ValueError."""
     tokens, heads, head_dim = check(op, "q", q, (None, None, None), FLOATS)
@@ -415,6 +423,9 @@ def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     check("attention", "lse", lse, (heads, tokens), F32)
     if device.name() == "numpy":
         attention_cpu.attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
+        return
+    if on_hopper(q, scale):
+        attention_hopper.attention_hopper(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
         return
     tile = many_rows(head_dim)
     grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)

@@ -13,10 +13,11 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import attention_cpu
-from rlnumba.kernels.attention import attend_function, check_heads, few_rows, many_rows
+from rlnumba.kernels.attention import attend_function, check_heads, few_rows, many_rows, on_hopper
 from rlnumba.kernels.check import FLOATS, I32, check
 from rlnumba.kernels.instructions import device_function
 from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper
 
 
 @device_function
@@ -77,6 +78,11 @@ def paged_attention(
     if device.name() == "numpy":
         attention_cpu.attend(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
+        )
+        return
+    if on_hopper(q, scale):
+        paged_attention_hopper(
+            q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out
         )
         return
     rows = max_seqlen_q * (heads // kv_heads)

@@ -9,18 +9,8 @@
 and makes the logits of CHUNK_LOGITS at a time; its backward makes them again, then dhidden = dz weight and
 dweight += dz^T hidden. A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
 
-Whoever draws a token (kernels/sampling.py) and whoever scores it must get the same bits, so all kernels add up a
-row of logits in one order, made of the functions here (on the numpy device: `row_terms` of kernels/cpu.py). A sum
-is a pair: the largest logit m of a set, and the sum of 2^((z - m) factor) over it, factor = log2(e) / T. It is the
-order in which a tensor core leaves 256 columns of a product in the registers of four threads, a quad:
-
-    sixteen   lane i of a quad takes columns 8 b + 2 i and 8 b + 2 i + 1, eight b at a time; four sums: even and odd
-              b, first and second column, b ascending; then (even + even) + (odd + odd)
-    tile      of 256 columns: a lane joins its four sixteens in ascending order, the quad its lanes by a butterfly
-    class     tiles c, c + CLASSES, c + 2 CLASSES, ... are joined in ascending order
-    row       eight neighbouring classes by a butterfly, then these groups in ascending order
-
-`join` is symmetric in its bits, so a butterfly gives all lanes the same. Nothing depends on how many threads work.
+Whoever draws a token (kernels/sampling.py) and whoever scores it must get the same bits: row_sum.py has the order.
+16-bit arrays on Hopper may go through logprob_hopper.py, whose logits never leave the registers (FUSED).
 """
 
 import math
@@ -29,148 +19,19 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import cpu
+from rlnumba.kernels import cpu, logprob_hopper
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.gemm import bias_backward, linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.instructions import block_max, device_function, exp2, narrow, shuffle_xor, widen
+from rlnumba.kernels.elementwise import gather_rows, scatter_rows
+from rlnumba.kernels.gemm import backend, bias_backward, linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.instructions import narrow, widen
 from rlnumba.kernels.launch import DEBUG, launch
-
-i32 = np.int32
+from rlnumba.kernels.row_sum import GROUPS, ROW_THREADS, row_terms
 
 IGNORED = -100
+# Whether linear_logp and its gradient go through logprob_hopper.py, where it takes the arrays and products are ours.
+FUSED = False
 # Float32 logits that exist at one time: 64 MiB.
 CHUNK_LOGITS = 1 << 24
-# Columns of a tile, and classes of tiles. Part of the arithmetic: they fix the order of the sum over V.
-TILE_COLUMNS = 256
-CLASSES = 16 if device.name() == "sim" else 128
-# Threads that share a row of logits: a quad a class.
-ROW_THREADS = 4 * CLASSES
-# Eight classes lie in a warp of them.
-GROUPS = CLASSES // 8
-# Below every logit: the largest of none.
-NONE = np.float32(-1e30)
-LOG2_E = np.float32(math.log2(math.e))
-LOG_2 = np.float32(math.log(2.0))
-# 2^-150 is 0 in float32, and 150 times 0 is no NaN.
-FAR = np.float32(150.0)
-
-
-@device_function
-def fold_sixteen(values, first, stride, factor, weigh):
-    """(largest, total, weighted) of a lane's sixteen logits, which become e = 2^x, x = (z - largest) factor.
-
-    The logits are values[first + stride b + c], b < 8, c < 2. weighted: the sum of e x, 0 unless `weigh`.
-    """
-    largest = NONE
-    for b in range(8):
-        for c in range(2):
-            largest = max(largest, values[first + stride * b + c])
-    sums = cuda.local.array(4, np.float32)
-    weighted_sums = cuda.local.array(4, np.float32)
-    for b in range(8):
-        for c in range(2):
-            x = (values[first + stride * b + c] - largest) * factor
-            if weigh:
-                x = max(x, -FAR)
-            e = exp2(x)
-            values[first + stride * b + c] = e
-            i = b % 2 * 2 + c
-            if b < 2:
-                sums[i], weighted_sums[i] = e, np.float32(0.0)
-            else:
-                sums[i] += e
-            if weigh:
-                weighted_sums[i] = cuda.fma(e, x, weighted_sums[i])
-    total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-    weighted = (weighted_sums[0] + weighted_sums[1]) + (weighted_sums[2] + weighted_sums[3])
-    return largest, total, weighted
-
-
-@device_function
-def join(largest, total, weighted, other_largest, other_total, other_weighted, factor):
-    """(largest, total, weighted) of two sets of logits, from those of each."""
-    gap = min(abs(other_largest - largest) * factor, FAR)
-    shrink = exp2(-gap)
-    if other_largest > largest:
-        weighted = cuda.fma(cuda.fma(-gap, total, weighted), shrink, other_weighted)
-        total = cuda.fma(total, shrink, other_total)
-    else:
-        weighted = cuda.fma(cuda.fma(-gap, other_total, other_weighted), shrink, weighted)
-        total = cuda.fma(other_total, shrink, total)
-    return max(largest, other_largest), total, weighted
-
-
-@device_function
-def join_lanes(largest, total, weighted, distance, factor):
-    """The join of this lane's sums and those of the lane at a distance, the same in both."""
-    other = shuffle_xor(largest, distance), shuffle_xor(total, distance), shuffle_xor(weighted, distance)
-    return join(largest, total, weighted, other[0], other[1], other[2], factor)
-
-
-@device_function
-def join_classes(largest, total, weighted, step, factor, groups):
-    """The sums of a row from those of its classes, the same in every thread of the block.
-
-    Class c's are held by the lanes c step .. c step + step - 1, step 1 or 4. groups: shared float32 (GROUPS, 3).
-    """
-    for doubling in range(3):
-        largest, total, weighted = join_lanes(largest, total, weighted, step << doubling, factor)
-    if cuda.threadIdx.x % (8 * step) == 0:
-        group = cuda.threadIdx.x // (8 * step)
-        groups[group, 0], groups[group, 1], groups[group, 2] = largest, total, weighted
-    cuda.syncthreads()
-    largest, total, weighted = groups[0, 0], groups[0, 1], groups[0, 2]
-    for group in range(1, GROUPS):
-        largest, total, weighted = join(
-            largest, total, weighted, groups[group, 0], groups[group, 1], groups[group, 2], factor
-        )
-    return largest, total, weighted
-
-
-@device_function
-def lowest_of_best(value, index, scratch):
-    """(largest value, lowest index that has it) over a one-dimensional block; indices are below 2^24."""
-    best = block_max(value, scratch)
-    # Such indices are exact as float32.
-    return best, i32(-block_max(-np.float32(index) if value == best else NONE, scratch))
-
-
-@device_function
-def row_terms(logits, row, temperature, scratch, groups):
-    """(lse, entropy, top) of softmax(logits[row] / temperature), the same in every thread of the block.
-
-    For one-dimensional blocks of ROW_THREADS threads; scratch: shared float32 array of 32; groups as in
-    join_classes. top is the lowest index of the largest logit, as int32. The row is read once.
-    """
-    columns = logits.shape[1]
-    factor = LOG2_E / temperature
-    lane = i32(cuda.threadIdx.x) % i32(32)
-    values = cuda.local.array(16, np.float32)
-    best, top = NONE, i32(0)
-    largest, total, weighted = NONE, np.float32(0.0), np.float32(0.0)
-    first_of_warp = (i32(cuda.threadIdx.x) - lane) // i32(4) * i32(TILE_COLUMNS)
-    for base in range(first_of_warp, columns, CLASSES * TILE_COLUMNS):
-        tile = NONE, np.float32(0.0), np.float32(0.0)
-        for part in range(4):
-            first = i32(base) + lane // i32(4) * i32(TILE_COLUMNS) + i32(64 * part) + lane % i32(4) * i32(2)
-            for b in range(8):
-                for c in range(2):
-                    column = first + i32(8 * b + c)
-                    values[2 * b + c] = widen(logits[row, column]) if column < columns else np.float32(-math.inf)
-            for b in range(8):
-                for c in range(2):
-                    # A lane's columns ascend: the first of equals stays.
-                    if values[2 * b + c] > best:
-                        best, top = values[2 * b + c], first + i32(8 * b + c)
-            sums = fold_sixteen(values, 0, 2, factor, True)
-            tile = join(tile[0], tile[1], tile[2], sums[0], sums[1], sums[2], factor)
-        tile = join_lanes(tile[0], tile[1], tile[2], 1, factor)
-        tile = join_lanes(tile[0], tile[1], tile[2], 2, factor)
-        largest, total, weighted = join(largest, total, weighted, tile[0], tile[1], tile[2], factor)
-    _, top = lowest_of_best(best, top, scratch)
-    largest, total, weighted = join_classes(largest, total, weighted, 4, factor, groups)
-    log_total = np.float32(math.log(total))
-    return largest / temperature + log_total, log_total - LOG_2 * weighted / total, top
 
 
 @cuda.jit
@@ -273,24 +134,20 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     for name, array, dtypes in (("logp", logp, F32), ("lse", lse, F32), ("entropy", entropy, F32), ("top1", top1, I32)):
         if array is not None:
             check("linear_logp", name, array, (rows,), dtypes)
-    if device.name() == "numpy":
-        kept = np.flatnonzero(ids != IGNORED)
-        results = (logp, lse, entropy, top1)
-        if kept.size < rows:
-            for array in results:
-                if array is not None:
-                    array[...] = -1 if array is top1 else 0
-            compact = [None if array is None else np.empty(kept.size, array.dtype) for array in results]
-            hidden, ids = hidden[kept], ids[kept]
-        else:
-            compact = results
-        _linear_logp_chunks(hidden, weight, ids, temperature, bias, *compact)
-        if kept.size < rows:
-            for array, part in zip(results, compact, strict=True):
-                if array is not None:
-                    array[kept] = part
-        return
-    _linear_logp_chunks(hidden, weight, ids, temperature, bias, logp, lse, entropy, top1)
+    outputs = (logp, lse, entropy, top1)
+    if _fused(hidden, weight, bias):
+
+        def operate(hidden, ids, _, outputs, __):
+            logprob_hopper.linear_logp(hidden, weight, ids, temperature, *outputs)
+    else:
+
+        def operate(hidden, ids, _, outputs, __):
+            _linear_logp_chunks(hidden, weight, ids, temperature, bias, *outputs)
+
+        if device.name() != "numpy":
+            operate(hidden, ids, (), outputs, None)
+            return
+    _on_live_rows(operate, ids != IGNORED, hidden, ids, (), outputs, None)
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, bias=None, dbias=None):
@@ -307,16 +164,85 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     check("linear_logp_backward", "dweight", dweight, weight.shape, F32)
     if dbias is not None:
         check("linear_logp_backward", "dbias", dbias, (vocabulary,), F32)
-    if device.name() == "numpy":
-        kept = np.flatnonzero((ids != IGNORED) & (dlogp != 0))
-        if kept.size < rows:
-            dhidden[...] = 0
-            compact = np.empty((kept.size, hidden.shape[1]), hidden.dtype)
-            gathered = (hidden[kept], weight, ids[kept], temperature, lse[kept], dlogp[kept])
-            _linear_logp_backward_chunks(*gathered, compact, dweight, bias, dbias)
-            dhidden[kept] = compact
+    if _fused(hidden, weight, bias):
+
+        def operate(hidden, ids, inputs, _, dhidden):
+            logprob_hopper.linear_logp_backward(hidden, weight, ids, temperature, *inputs, dhidden, dweight)
+    else:
+
+        def operate(hidden, ids, inputs, _, dhidden):
+            _linear_logp_backward_chunks(hidden, weight, ids, temperature, *inputs, dhidden, dweight, bias, dbias)
+
+        if device.name() != "numpy":
+            operate(hidden, ids, (lse, dlogp), (), dhidden)
             return
-    _linear_logp_backward_chunks(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, bias, dbias)
+    _on_live_rows(operate, (ids != IGNORED) & (dlogp != 0), hidden, ids, (lse, dlogp), (), dhidden)
+
+
+def linear_logp_with_gradient(
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None
+):
+    """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
+
+    Arguments and errors as theirs, without a bias. On Hopper it takes three products instead of four, and rounds the
+    probabilities to hidden's dtype once more.
+    """
+    rows, _ = _check_linear("linear_logp_with_gradient", hidden, weight, ids, temperature, None)
+    outputs = (logp, lse, entropy, top1)
+    names = (("logp", F32), ("lse", F32), ("entropy", F32), ("top1", I32))
+    for (name, dtypes), array in zip(names, outputs, strict=True):
+        if array is not None:
+            check("linear_logp_with_gradient", name, array, (rows,), dtypes)
+    check("linear_logp_with_gradient", "dlogp", dlogp, (rows,), F32)
+    check("linear_logp_with_gradient", "dhidden", dhidden, hidden.shape, (hidden.dtype,))
+    check("linear_logp_with_gradient", "dweight", dweight, weight.shape, F32)
+    if not _fused(hidden, weight, None):
+        linear_logp(hidden, weight, ids, temperature, *outputs)
+        linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
+        return
+
+    def operate(hidden, ids, inputs, outputs, dhidden):
+        logp, lse, entropy, top1 = outputs
+        logprob_hopper.linear_logp_with_gradient(
+            hidden, weight, ids, temperature, *inputs, logp, lse, dhidden, dweight, entropy, top1
+        )
+
+    _on_live_rows(operate, ids != IGNORED, hidden, ids, (dlogp,), outputs, dhidden)
+
+
+def _fused(hidden, weight, bias):
+    """Whether logprob_hopper.py serves these arrays."""
+    return FUSED and bias is None and backend() == "numba" and logprob_hopper.takes(hidden, weight)
+
+
+def _on_live_rows(operate, live, hidden, ids, inputs, outputs, dhidden):
+    """operate(hidden, ids, inputs, outputs, dhidden) on the rows that are `live`; others get 0, in int32 arrays -1.
+
+    live: (N,) bool; inputs and outputs: (N,) arrays, an output also None; dhidden (N, D) or None. On a GPU it waits for
+    the device, once.
+    """
+    xp = device.xp()
+    kept = xp.flatnonzero(live).astype(np.int32)
+    if kept.shape[0] == ids.shape[0]:
+        operate(hidden, ids, inputs, outputs, dhidden)
+        return
+    for array in outputs:
+        if array is not None:
+            array.fill(-1 if array.dtype == np.int32 else 0)
+    if dhidden is not None:
+        dhidden.fill(0)
+    if not kept.shape[0]:
+        return
+    some = xp.empty((kept.shape[0], hidden.shape[1]), hidden.dtype)
+    gather_rows(hidden, kept, some)
+    parts = [None if array is None else xp.empty(kept.shape, array.dtype) for array in outputs]
+    gradient = None if dhidden is None else xp.empty(some.shape, dhidden.dtype)
+    operate(some, ids[kept], [array[kept] for array in inputs], parts, gradient)
+    for array, part in zip(outputs, parts, strict=True):
+        if array is not None:
+            array[kept] = part
+    if dhidden is not None:
+        scatter_rows(gradient, kept, dhidden)
 
 
 def check_ids(op, name, ids, limit, ignored=IGNORED):

@@ -53,7 +53,8 @@ from rlnumba.kernels.instructions import (
     warp_sum,
 )
 from rlnumba.kernels.launch import kernel_factory, launch
-from rlnumba.kernels.logprob import (
+from rlnumba.kernels.philox import philox, philox_cpu, philox_ref, uniform, uniform_cpu
+from rlnumba.kernels.row_sum import (
     CLASSES,
     GROUPS,
     LOG2_E,
@@ -65,8 +66,8 @@ from rlnumba.kernels.logprob import (
     join_classes,
     join_lanes,
     lowest_of_best,
+    row_results,
 )
-from rlnumba.kernels.philox import philox, philox_cpu, philox_ref, uniform, uniform_cpu
 
 i32 = np.int32
 u32 = np.uint32
@@ -128,7 +129,7 @@ def sample_kernel(access):
     def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
         """A block owns a row without filters and reads it once: log-sum-exp, noise and argmax together.
 
-        A quad owns a class of tiles, a lane sixteen logits at a time, in logprob.py's order. Lanes 2 j and 2 j + 1
+        A quad owns a class of tiles, a lane sixteen logits at a time, in row_sum.py's order. Lanes 2 j and 2 j + 1
         make the noise of one block of eight columns each, and give each other half of it. Most tokens lose the race
         at once: -log1p(-u) >= u, so s + g can only exceed the best so far, `record`, if exp(s - record) >= u. Only
         where that holds, with a margin for rounding, are the logarithms taken. record is the whole block's; how
@@ -169,8 +170,8 @@ def sample_kernel(access):
         for base in range(i32((thread - lane) * (TILE_COLUMNS // 4)), width, i32(CLASSES * TILE_COLUMNS)):
             tile_largest, tile_total = NONE, np.float32(0.0)
             tile_start = i32(base + (lane >> 2) * TILE_COLUMNS)
-            for part in range(4):
-                start = i32(tile_start + part * 64)
+            for start in range(tile_start, i32(tile_start + TILE_COLUMNS), i32(64)):
+                start = i32(start)
                 # Of each pair of blocks of eight columns, this lane's own stands first: the odd one for odd lanes.
                 own = i32(start + odd * 8 + (lane & 3) * 2)
                 other = i32(start + 8 - odd * 8 + (lane & 3) * 2)
@@ -217,10 +218,12 @@ def sample_kernel(access):
                         while hopeful != 0:
                             i = i32(cuda.ffs(hopeful) - 1)
                             hopeful = i32(hopeful & (hopeful - 1))
-                            column = i32((other if i & 2 else own) + (i >> 2) * 16 + (i & 1))
+                            # Of pair i // 4 the block that slot i belongs to, own or other.
+                            block = (i >> 2) * 2 + (odd ^ ((i >> 1) & 1))
+                            column = i32(start + block * 8 + (lane & 3) * 2 + (i & 1))
                             if column < width:
                                 load_one(line, column, logit, 0)
-                                end = finish(logit[0] / divisor, column, place, completion, key0, key1)
+                                end = finish(logit[0] / temperature[row], column, place, completion, key0, key1)
                                 if end > best or (end == best and column < token):
                                     best, token = end, column
                         reached = warp_max(best)
@@ -239,7 +242,8 @@ def sample_kernel(access):
                     token = column
         _, token = lowest_of_best(best, token, scratch)
         if cuda.threadIdx.x == 0:
-            lse = largest / divisor + np.float32(math.log(total))
+            divisor = np.float32(1.0) if greedy else temperature[row]
+            lse, _ = row_results(largest, total, nothing, divisor)
             token_ids[row] = token
             logprobs[row] = line[token] / divisor - lse
 

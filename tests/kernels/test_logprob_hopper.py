@@ -1,0 +1,207 @@
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels import gemm, logprob, logprob_hopper
+from rlnumba.kernels.gemm_hopper import Tile, hopper_product
+from rlnumba.kernels.logprob import IGNORED, linear_logp_backward_ref, linear_logp_ref
+from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns
+from rlnumba.kernels.sampling import sample
+from tests.close import ROUNDING, assert_close, assert_same_bits
+
+QWEN3_06B = (16_384, 151_936, 1024)
+CHECKED = 64
+
+
+def make(rng, rows, vocabulary, width, dtype, ignored=True):
+    """(hidden, weight, ids, dlogp) on the host; logits of a few units."""
+    kind = device.dtype(dtype)
+    hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
+    weight = (3 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
+    ids = rng.integers(0, vocabulary, rows).astype(np.int32)
+    if ignored:
+        ids[2::5] = IGNORED
+    return hidden, weight, ids, rng.standard_normal(rows, np.float32)
+
+
+def terms(rows):
+    """Arrays for logp, lse, entropy, top1."""
+    xp = device.xp()
+    return [xp.full(rows, np.nan, np.float32) for _ in range(3)] + [xp.full(rows, -7, np.int32)]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The operators of logprob.py take the Hopper kernels."""
+    before = gemm.backend()
+    gemm.set_backend("numba")
+    monkeypatch.setattr(logprob, "FUSED", True)
+    yield
+    gemm.set_backend(before)
+
+
+def check_terms(out, case, temperature, rows=slice(None)):
+    hidden, weight, ids, _ = case
+    live = ids[rows] != IGNORED
+    h, w = hidden[rows].astype(np.float64), weight.astype(np.float64)
+    expected = linear_logp_ref(h, w, ids[rows], temperature)
+    size = (15 + np.log(len(weight))) / temperature
+    logp, lse, entropy, top1 = (device.to_host(array)[rows] for array in out)
+    for actual, value, what in zip((logp, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
+        assert_close(actual, value, "float32", terms=weight.shape[1], scale=size, what=what)
+    assert np.all((top1 == -1) == ~live)
+    logits = h[live] @ w.T
+    chosen = np.take_along_axis(logits, top1[live, None], 1)[:, 0]
+    assert_close(chosen, logits.max(axis=1, initial=-np.inf), "float32", weight.shape[1], size, "the logit of top1")
+
+
+def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.0):
+    """lost: relative roundings of dz, in units of the dtype's; rows outside `checked` have dlogp 0."""
+    hidden, weight, ids, dlogp = case
+    h, w = hidden[checked].astype(np.float64), weight.astype(np.float64)
+    dh, dw, _ = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
+    rounding = lost * 4 * ROUNDING[hidden.dtype.name] / ROUNDING["float32"]
+    spread = float(np.abs(dlogp).max()) / temperature
+    largest = float(np.abs(w).max()) * spread
+    dhidden = device.to_host(dhidden)
+    assert_close(dhidden[checked], dh, terms=len(weight) + rounding, scale=2 * largest, what="dhidden")
+    assert not np.delete(dhidden, checked, axis=0).any()
+    scale = 2 * spread * float(np.abs(h).max()) + before
+    # dz is rounded to 16 bits, dweight is not.
+    assert_close(dweight, dw + before, hidden.dtype.name, terms=len(checked) + 400, scale=lost * scale, what="dweight")
+
+
+SIMULATED = HeadTile("bfloat16", "terms", groups=1, stages=2, entropy=True, top1=True)
+
+
+def no_gpu():
+    if device.name() == "cuda":
+        pytest.skip("the gpu tests have this")
+
+
+@pytest.mark.sim
+def test_simulator_forward(rng):
+    """Two tiles of columns, the second ragged; the bits are those that a sampler finds in float32 logits."""
+    no_gpu()
+    case = make(rng, 11, 300, 72, "bfloat16", ignored=False)
+    hidden, weight, ids, _ = case
+    out = terms(11)
+    logprob_hopper.linear_logp(hidden, weight, ids, 0.8, *out, tile=SIMULATED)
+    check_terms(out, case, 0.8)
+    logits = np.empty((11, 300), np.float32)
+    hopper_product(Tile(64, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
+    plain = terms(11)
+    logprob._logp_of_rows(logits, None, ids, 0.8, *plain)
+    for one, other, what in zip(out, plain, ("logp", "lse", "entropy", "top1"), strict=True):
+        assert_same_bits(one, other, what)
+    # Neither entropy nor top1: the other sums keep their bits.
+    tile = SIMULATED._replace(entropy=False, top1=False)
+    logprob_hopper.linear_logp(hidden, weight, ids, 0.8, *plain[:2], tile=tile)
+    assert_same_bits(plain[0], out[0], "logp without entropy")
+
+
+@pytest.mark.sim
+def test_simulator_two_consumers(rng):
+    """More rounds than stages, two tiles for one block, one consumer after the other."""
+    no_gpu()
+    case = make(rng, 66, 257, 136, "float16", ignored=False)
+    out = terms(66)
+    logprob_hopper.linear_logp(*case[:3], 1.0, *out, tile=HeadTile("float16", "terms", 2, 2, 1, True, True))
+    check_terms(out, case, 1.0)
+
+
+@pytest.mark.sim
+def test_simulator_backward(rng, monkeypatch):
+    """Two chunks of the vocabulary, the second narrower."""
+    no_gpu()
+    case = make(rng, 20, 300, 64, "bfloat16", ignored=False)
+    hidden, weight, ids, dlogp = case
+    lse = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
+    monkeypatch.setattr(logprob_hopper, "EXTRA_BYTES", 20 * (4 * 64 + 2 * 256) + 100)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    tile = HeadTile("bfloat16", "gradient", groups=1, stages=2)
+    logprob_hopper.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, tile=tile)
+    check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1)
+
+
+@pytest.mark.sim
+def test_simulator_with_gradient(rng):
+    """Two blocks of rows, the second shorter; two slabs of a vocabulary that fills no tile."""
+    no_gpu()
+    case = make(rng, 80, 100, 64, "bfloat16", ignored=False)
+    hidden, weight, ids, dlogp = case
+    out = terms(80)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    logp, lse, entropy, top1 = out
+    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    tile = SIMULATED._replace(mode="exponentials")
+    logprob_hopper.linear_logp_with_gradient(*arguments, tile=tile, shape=(64, 2))
+    check_terms(out, case, 1.3)
+    check_gradient(dhidden, dweight, case, 1.3, np.arange(80), lost=2)
+
+
+@pytest.mark.parametrize("shape", [QWEN3_06B, (4096, 151_936, 4096), (700, 50_264, 768), (65_536, 128_256, 2048)])
+def test_extra_memory(shape, monkeypatch):
+    """dz and the float32 gradient of a chunk, or a block's exponentials and parts, fit into EXTRA_BYTES."""
+    monkeypatch.setattr(logprob_hopper, "processors", lambda: 132)
+    rows, vocabulary, width = shape
+    rows = min(rows, logprob_hopper.QUARTER // (4 * width))
+    columns = chunk_columns(rows, width, vocabulary)
+    assert columns == vocabulary or columns % 256 == 0
+    assert rows * (2 * columns + 4 * width) <= logprob_hopper.EXTRA_BYTES
+    rows, slabs = block_rows(width, vocabulary)
+    tiles = -(-vocabulary // 256)
+    assert rows % 128 == 0 and rows * (2 * vocabulary + 16 * tiles + 4 * slabs * width) <= logprob_hopper.EXTRA_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [QWEN3_06B, (4097, 50_264, 768), (300, 32_000, 288), (1, 1000, 64)])
+def test_gpu(rng, fused, shape, dtype):
+    """Terms, gradient, and both again in one pass, on a sample of rows; some rows are ignored."""
+    rows, vocabulary, width = shape
+    case = make(rng, rows, vocabulary, width, dtype)
+    checked = np.sort(rng.permutation(rows)[:CHECKED])
+    case[3][~np.isin(np.arange(rows), checked)] = 0
+    hidden, weight, ids, dlogp = (device.asarray(array) for array in case)
+    if not logprob_hopper.takes(hidden, weight):
+        pytest.skip("needs a Hopper GPU")
+    xp = device.xp()
+    out, again = terms(rows), terms(rows)
+    logprob.linear_logp(hidden, weight, ids, 0.8, *out)
+    check_terms(out, case, 0.8, checked)
+    dhidden, dweight = xp.full_like(hidden, np.nan), xp.ones(weight.shape, np.float32)
+    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], dlogp, dhidden, dweight)
+    check_gradient(dhidden, dweight, case, 0.8, checked, lost=1)
+    dhidden.fill(np.nan)
+    dweight.fill(1.0)
+    logp, lse, entropy, top1 = again
+    arguments = (hidden, weight, ids, 0.8, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    logprob.linear_logp_with_gradient(*arguments)
+    for one, other in zip(again, out, strict=True):
+        assert_same_bits(one, other, "one pass")
+    check_gradient(dhidden, dweight, case, 0.8, checked, lost=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature):
+    """For any number of rows in the sampler's product, and on both ways to the log-prob."""
+    case = make(rng, 256, 151_936, 1024, "bfloat16", ignored=False)
+    hidden, weight, _, _ = (device.asarray(array) for array in case)
+    if not logprob_hopper.takes(hidden, weight):
+        pytest.skip("needs a Hopper GPU")
+    xp = device.xp()
+    for rows in (1, 8, 64, 256):
+        logits, drawn = xp.empty((rows, weight.shape[0]), np.float32), xp.empty(rows, np.float32)
+        token_ids, index = xp.empty(rows, np.int32), xp.arange(rows, dtype=np.int32)
+        full = {name: xp.full(rows, value, np.float32) for name, value in (("t", temperature), ("p", 1.0), ("m", 0.0))}
+        keys, none = xp.ones((rows, 2), np.uint32), xp.zeros(rows, np.int32)
+        gemm.linear(hidden[:rows], weight, logits)
+        sample(logits, full["t"], none, full["p"], full["m"], keys, index, index, token_ids, drawn)
+        out, plain = terms(rows), terms(rows)
+        logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, *out)
+        assert_same_bits(out[0], drawn, f"{rows} rows, drawn")
+        logprob._logp_of_rows(logits, None, token_ids, temperature, *plain)
+        for one, other in zip(out, plain, strict=True):
+            assert_same_bits(one, other, f"{rows} rows")

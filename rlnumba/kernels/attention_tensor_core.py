@@ -886,6 +886,21 @@ def slots_for(tile, longest):
     return _slots[key]
 
 
+_partials = []
+
+
+def partials_for(rows, columns):
+    """(partial (rows, columns), weights (rows, 2)) for decode, float32, anywhere in an array that grows with need.
+
+    Earlier arrays stay, since captured graphs know their addresses.
+    """
+    count = rows * (columns + 2)
+    if not _partials or _partials[-1].size < count:
+        _partials.append(device.xp().empty(count, np.float32))
+    flat = _partials[-1]
+    return flat[: rows * columns].reshape(rows, columns), flat[rows * columns : count].reshape(rows, 2)
+
+
 def takes(q, k, scale, block_size=0):
     """Whether this module attends: 16-bit on a GPU since Ampere, heads of whole 16-byte pieces, up to 256.
 
@@ -939,8 +954,7 @@ def paged_attend(
         )  # fmt: skip
         return
     segments = max(-(-max_context_len // tile.segment), 1)
-    xp, rows = device.xp(), segments * tokens * heads if segments > 1 else 1
-    partial, weights = xp.empty((rows, padded(head_dim)), np.float32), xp.empty((rows, 2), np.float32)
+    partial, weights = partials_for(segments * tokens * heads if segments > 1 else 1, padded(head_dim))
     launch(
         tensor_core_decode_kernel(tile),
         (kv_heads, sequences, -(-max_seqlen_q * group // FEW_ROWS) * segments),

@@ -853,10 +853,9 @@ def many_rows(head_dim, element, block_size, limit):
     registers: they are chosen where two blocks fit an SM and nothing spills.
     """
     wide = Tile(head_dim, element, 4, 32, block_size=block_size)
-    if (
-        padded(head_dim) <= (96 if block_size else 128)
-        and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + SYSTEM_BYTES
-    ):
+    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB.
+    widest = 64 if limit < 128 * 1024 else 96 if block_size else 128
+    if padded(head_dim) <= widest and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + SYSTEM_BYTES:
         return wide
     if padded(head_dim) <= 128:
         return Tile(head_dim, element, 4, 16, keeps_q=True, block_size=block_size)

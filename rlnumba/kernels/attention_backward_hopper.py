@@ -15,6 +15,7 @@ whose sum runs over blocks. Weighed for 2 x 16384 tokens, 16 and 8 heads of 128 
 products; an H200 does 750 TFLOP/s):
 
     dq in a kernel of its own       7 products instead of 5, twice the exponentials: at best 5/7 of the peak, 535
+                                    (attention_dq_hopper.py)
     partial dq of each block        17 GB of them, and 4 GB at 4 x 4096
     dq added by atomics             5 products; the order of the sum is chance
     dq added in turns (taken)       5 products; the same 17 GB are added to 0.27 GB of float32 sums, mostly in the
@@ -33,9 +34,12 @@ they are, since all begin with the last. But the n-th of them adds n hand-overs 
 tickets go through 32 chains, one key tile of each after the other, then to the next 32: four blocks of each chain run
 together, and the first keys, whose blocks take the most steps, come first; the last to run are short.
 
-Work of a step at 128 columns: 5 x 512 cycles of the tensor cores; 512 of the exponential unit and 840 instructions a
+Work of a step at 128 columns: 5 x 512 cycles of the tensor cores; 512 of the exponential unit and 900 instructions a
 scheduler beside them; shared memory moves 370 KB, 2,900 cycles at 128 bytes, which is the bound: 88 % of the peak.
 Registers of a consumer thread: 128 for dK and dV, 32 for scores, 32 for dP^T and then dq, 32 for P and dS in 16 bits.
+
+Heads of more than 128 columns: a block owns 64 keys, and a consumer half the columns of their dK and dV. Each computes
+the scores of half the queries; P and dS go to the other through shared memory. dq is added in two parts.
 
 Queries beyond the end of a sequence have lse = infinity, hence P = dS = 0; what their rows of q and dout hold (the
 next sequence) is multiplied by zero. Keys beyond the end see no query. Rows of dk and dv beyond it are not written.

@@ -35,10 +35,10 @@ MAX_COLUMNS = 16_384
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64 if device.name() == "sim" else 256
 FEW_ROWS = 512
-# Blocks of the backward, each with a partial sum of dweight: four for each of 132 SMs, as launch_bounds allows
-# registers for 1024 threads an SM. Part of the arithmetic.
+# Blocks of the backward, each with a partial sum of dweight: four for each of 132 SMs; and threads of an SM for which
+# registers are kept. With 1024, ptxas spills. Part of the arithmetic.
 BACKWARD_BLOCKS = 528
-BACKWARD_RESIDENT = 1024
+BACKWARD_RESIDENT = 768
 # Warps that share the rows of partial sums, and rows that each loads before it adds the first.
 PARTIAL_WARPS = 2 if device.name() == "sim" else 32
 PARTIAL_LOADS = 8
@@ -140,7 +140,7 @@ def rmsnorm_backward_kernel(row_shape, lines):
     exchanging = max((lines - 1) * threads, 1)
     load, store = vector_access(vector, access, not row_shape.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
-    blocks_per_sm = BACKWARD_RESIDENT // (threads * lines) if access == vector else 1
+    blocks_per_sm = max(BACKWARD_RESIDENT // (threads * lines), 1) if access == vector else 1
 
     @cuda.jit(launch_bounds=(threads * lines, blocks_per_sm))
     def rmsnorm_backward_kernel(dout, x, weight, rstd, accumulate, dx, partials):

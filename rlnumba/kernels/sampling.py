@@ -125,7 +125,7 @@ def sample_kernel(access):
     """The kernel for logits that can be read `access` (1 or 2) at a time."""
     load_two, _ = vector_access(2, access)
 
-    @cuda.jit(launch_bounds=(ROW_THREADS, 2))
+    @cuda.jit(launch_bounds=(ROW_THREADS, 1))
     def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
         """A block owns a row without filters and reads it once: log-sum-exp, noise and argmax together.
 
@@ -426,7 +426,7 @@ def first_to_reach(logits, count, largest, factor, target, scratch, found, slot)
     return found[slot]
 
 
-@cuda.jit(launch_bounds=(ROW_THREADS, 2))
+@cuda.jit(launch_bounds=(ROW_THREADS, 1))
 def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
     """A block owns a row with filters and reads it twice, or more often if it keeps more than LIST tokens.
 

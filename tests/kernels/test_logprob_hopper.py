@@ -79,6 +79,7 @@ def no_gpu():
         pytest.skip("the gpu tests have this")
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_simulator_forward(rng):
     """Two tiles of columns, the second ragged; the bits are those that a sampler finds in float32 logits."""
@@ -100,6 +101,7 @@ def test_simulator_forward(rng):
     assert_same_bits(plain[0], out[0], "logp without entropy")
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_simulator_two_consumers(rng):
     """More rounds than stages, two tiles for one block, one consumer after the other."""
@@ -110,6 +112,7 @@ def test_simulator_two_consumers(rng):
     check_terms(out, case, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_simulator_backward(rng, monkeypatch):
     """Two chunks of the vocabulary, the second narrower."""
@@ -124,6 +127,7 @@ def test_simulator_backward(rng, monkeypatch):
     check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1)
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_simulator_with_gradient(rng):
     """Two blocks of rows, the second shorter; two slabs of a vocabulary that fills no tile."""

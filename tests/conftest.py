@@ -42,7 +42,7 @@ def pytest_sessionfinish():
 def pytest_collection_modifyitems(items):
     name = device.name()
     for item in items:
-        if "slow" in item.keywords and not os.environ.get("RLNUMBA_SLOW"):
+        if "slow" in item.keywords and "sim" in item.keywords and not os.environ.get("RLNUMBA_SLOW"):
             item.add_marker(pytest.mark.skip(reason="minutes in the simulator; RLNUMBA_SLOW=1 runs it"))
         if "gpu" in item.keywords and name != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -4,6 +4,7 @@
     python bench/kernels/tensor_core.py peak               mma.sync from registers alone: the ceiling
     python bench/kernels/tensor_core.py gemm               training shapes, then few rows, against cuBLAS
     python bench/kernels/tensor_core.py forward            packed attention, against torch's FlashAttention-2
+    python bench/kernels/tensor_core.py backward           its gradient, in two passes
     python bench/kernels/tensor_core.py decode             one token a sequence, in a cache
     python bench/kernels/tensor_core.py gemm --limit 99    with the tiles for 99 KiB of shared memory a block
 
@@ -40,6 +41,8 @@ from harness import geometric_mean, graph_time_us, random_array, relative_error,
 
 from rlnumba.device import cuda
 from rlnumba.kernels import gemm
+from rlnumba.kernels.attention_backward import attention_backward
+from rlnumba.kernels.attention_backward_tensor_core import KeyTile, RowTile, attend_backward, key_tile, row_tile
 from rlnumba.kernels.attention_tensor_core import FewTile, Tile, attend, few_rows, many_rows, paged_attend
 from rlnumba.kernels.gemm_tensor_core import best_tile, processors, shared_limit, tensor_core_product, tiles_for
 from rlnumba.kernels.launch import kernel_factory, launch
@@ -202,6 +205,52 @@ def forward(limit):
             )
 
 
+def backward(limit):
+    """TFLOP/s count 2.5 times the forward's products, though the two passes take 3.5 times as many."""
+    ceiling = peak_tflops()
+    print(f"\nattention backward, causal; ceiling {ceiling:.0f} TFLOP/s")
+    chosen = key_tile(E, BF16, limit), row_tile(E, BF16, limit)
+    pairs = [chosen]
+    for keys in (KeyTile(E, BF16), KeyTile(E, BF16, 8, 32), KeyTile(E, BF16, 4, 64, 1)):
+        pairs.append((keys, chosen[1]))
+    for rows in (RowTile(E, BF16, 4, 1), RowTile(E, BF16, 4, 2), RowTile(E, BF16, 8, 2)):
+        pairs.append((chosen[0], rows))
+    pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= shared_limit() for tile in pair)]
+    for name, (lengths, *_) in ({"check, 5 x ragged": ([1, 65, 300, 511, 700],)} | FORWARD).items():
+        tokens, longest = sum(lengths), max(lengths)
+        q, dout = (random_array(tokens, H, E) for _ in range(2))
+        k, v = (random_array(tokens, HK, E) for _ in range(2))
+        out, lse, cu_seqlens = cupy.empty_like(q), cupy.empty((H, tokens), np.float32), bounds(lengths)
+        attend(q, k, v, cu_seqlens, longest, SCALE, out, lse)
+        gradients = [cupy.empty_like(x) for x in (q, k, v)]
+        expected = None
+        if tokens < 4096:
+            expected = [cupy.empty_like(x) for x in (q, k, v)]
+            attention_backward(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *expected)
+        print(f"{name}:", flush=True)
+        for keys, rows in pairs:
+
+            def call(keys=keys, rows=rows):
+                attend_backward(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *gradients, keys, rows)
+
+            for gradient in gradients:
+                gradient.fill(np.nan)
+            call()
+            note = ""
+            if expected is not None:
+                errors = [relative_error(mine, wanted) for mine, wanted in zip(gradients, expected, strict=True)]
+                note = "errors " + " ".join(f"{error:.1e}" for error in errors)
+                note += "" if max(errors) < 0.02 else "  WRONG"
+            us = time_us(call, 5)
+            rate = 2.5 * flops(lengths) / us / 1e6
+            print(
+                f"    keys {keys.warps} warps, {keys.rows} rows, {keys.stages} stages;"
+                f" rows {rows.warps} warps, {rows.stages} stages: {us:9.1f} us {rate:5.0f} TFLOP/s"
+                f"  {1.4 * rate / ceiling:4.2f} of the ceiling  {note}",
+                flush=True,
+            )
+
+
 def decode(limit):
     print("\ndecode, GB/s of keys and values")
     for sequences, context, bar in DECODE:
@@ -239,7 +288,7 @@ def decode(limit):
 
 
 def main():
-    parts = {"peak": peak, "gemm": products, "forward": forward, "decode": decode}
+    parts = {"peak": peak, "gemm": products, "forward": forward, "backward": backward, "decode": decode}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=parts, help="what to measure; everything without it")
     parser.add_argument("--limit", type=int, help="KiB of shared memory a block that tiles are chosen for")

@@ -90,9 +90,9 @@ RESULTS = 4
 # A class has one thread of merge_kernel, or several if a warp has more threads than there are classes.
 MERGE_STEP = max(1, 32 // CLASSES)
 MERGE_THREADS = CLASSES * MERGE_STEP
-FINISH_THREADS = 256
-# Elements that a thread of finish_kernel has at a time: 16 bytes.
-EIGHT = 8
+FINISH_THREADS = 32 if device.name() == "sim" else 256
+# Elements that a thread of finish_kernel loads at once, 16 bytes, and has at a time.
+EIGHT, SIXTEEN = 8, 16
 
 
 class HeadTile(NamedTuple):
@@ -132,10 +132,19 @@ class HeadTile(NamedTuple):
         return self.stages * (self.stage_bytes + 16) + self.groups * self.staged_bytes + 8 + 1024
 
 
+def may_lead(tile, rounds):
+    """Whether the second consumer may start tiles of so many rounds late.
+
+    The barrier between the two has one phase a tile, so the first must not pass it twice while the second waits: the
+    stages, which both must empty, have to stop it before.
+    """
+    return tile.groups == 2 and rounds + min(tile.lead, rounds - 1) + 1 > tile.stages
+
+
 @functools.cache
 def main_loop(tile, b_mn):
     """(produce, multiply): what the copying warp and a consumer do for one tile; both return (stage, parity)."""
-    stages, lead = tile.stages, tile.lead if tile.groups > 1 else 0
+    stages, lead = tile.stages, tile.lead
     rows, stage_bytes = tile.rows, tile.stage_bytes
     a_bytes = rows * LINE
     start, wait_all_but_latest, wait_all = warpgroup_product(TILE_COLUMNS, tile.element, False, b_mn)
@@ -511,13 +520,22 @@ def merge_kernel(results, chosen, ids, temperature, logp, lse, entropy, top1):
 load_results, _ = vector_access(RESULTS, RESULTS)
 
 
+@device_function
+def finish_eight(values, at, first, p, target, target_gradient):
+    """values[at + i], exponentials of columns first + i, become -p times them; the target's, if it is one, its own."""
+    for i in range(EIGHT):
+        values[at + i] *= -p
+        if first + i == target:
+            values[at + i] = target_gradient
+
+
 @cuda.jit
 def finish_kernel(exponentials, results, chosen, ids, temperature, lse, dlogp, dz):
     """dz = dlogp / T (onehot(ids) - p) from e = 2^((z - m) factor) of "exponentials", m the largest of a tile.
 
     p = e 2^(m factor - lse log2(e)); the target's comes from its own float32 logit, so that a probability near 1
     leaves an exact gradient. exponentials, dz (rows, pitch), may be one array; columns from the vocabulary's end on
-    are 0 in both. A block owns a row, a thread EIGHT neighbouring elements at a time.
+    are 0 in both. A block owns a row, a thread twice EIGHT neighbouring elements at a time, both loads under way.
     """
     row = cuda.blockIdx.x
     pitch = exponentials.shape[1]
@@ -526,17 +544,23 @@ def finish_kernel(exponentials, results, chosen, ids, temperature, lse, dlogp, d
     shift = -lse[row] * LOG2_E
     scale = dlogp[row] / temperature
     target = ids[row]
-    values = cuda.local.array(EIGHT, np.float32)
-    source, out = exponentials[row], dz[row]
-    for first in range(EIGHT * cuda.threadIdx.x, pitch, EIGHT * FINISH_THREADS):
+    target_gradient = scale * (np.float32(1.0) - exp2(cuda.fma(chosen[row], factor, shift)))
+    values = cuda.local.array(SIXTEEN, np.float32)
+    source, out, first_result = exponentials[row], dz[row], np.int64(row) * tiles * RESULTS
+    apart = EIGHT * FINISH_THREADS
+    for first in range(EIGHT * cuda.threadIdx.x, pitch, 2 * apart):
+        second = first + apart
+        there = second if second < pitch else first
         load_eight(source, first, values, 0)
-        largest = results[(np.int64(row) * tiles + first // TILE_COLUMNS) * RESULTS]
-        p = scale * exp2(cuda.fma(largest, factor, shift))
-        for i in range(EIGHT):
-            values[i] *= -p
-            if first + i == target:
-                values[i] = scale * (np.float32(1.0) - exp2(cuda.fma(chosen[row], factor, shift)))
+        load_eight(source, there, values, EIGHT)
+        largest = results[first_result + first // TILE_COLUMNS * RESULTS]
+        other_largest = results[first_result + there // TILE_COLUMNS * RESULTS]
+        p, other_p = exp2(cuda.fma(largest, factor, shift)), exp2(cuda.fma(other_largest, factor, shift))
+        finish_eight(values, 0, first, scale * p, target, target_gradient)
+        finish_eight(values, EIGHT, there, scale * other_p, target, target_gradient)
         store_eight(out, first, values, 0)
+        if second < pitch:
+            store_eight(out, second, values, EIGHT)
 
 
 load_eight, store_eight = vector_access(EIGHT, EIGHT)
@@ -572,8 +596,13 @@ def _launch_head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen,
     a_rows = min(tile.rows, -(-m // 8) * 8)
     b_map = tensor_map(b, 64, 64) if slabs else tensor_map(b, TILE_COLUMNS, 64)
     tiles = -(-m // tile.rows) * -(-n // TILE_COLUMNS)
+    shortest = rounds = -(-k // STEPS)
     if slabs:
-        tiles *= -(-k // (STEPS * slab_rounds))
+        parts = -(-rounds // slab_rounds)
+        tiles *= parts
+        shortest = rounds - (parts - 1) * slab_rounds
+    if not may_lead(tile, shortest):
+        tile = tile._replace(lead=0)
     none = _one(np.float32, 1)
     launch(
         head_kernel(tile),
@@ -642,11 +671,11 @@ def chunk_columns(rows, width, vocabulary, rows_of_tile=128, columns_of_tile=256
     return best[1]
 
 
-def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None):
+def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None, columns=None):
     """logprob.linear_logp_backward without a bias and without ignored rows, for arrays that takes() accepts.
 
     Whoever knows lse without a forward, a trainer whose rollout kept it, has the whole gradient for three products.
-    tile: a HeadTile of mode "gradient" instead of the best.
+    tile: a HeadTile of mode "gradient", columns: of a chunk, instead of the best.
     """
     tile = tile or HeadTile(hidden.dtype.name, "gradient")
     xp = device.xp()
@@ -656,7 +685,7 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         rows = slice(first_row, min(first_row + step, hidden.shape[0]))
         count = rows.stop - first_row
         h, terms = hidden[rows], (ids[rows], lse[rows], dlogp[rows])
-        columns = chunk_columns(count, width, vocabulary)
+        columns = columns or chunk_columns(count, width, vocabulary)
         memory = xp.empty(count * (columns + -columns % 8), hidden.dtype)
         wide = xp.empty((count, width), np.float32)
         for first in range(0, vocabulary, columns):

@@ -125,7 +125,7 @@ def sample_kernel(access):
     """The kernel for logits that can be read `access` (1 or 2) at a time."""
     load_two, _ = vector_access(2, access)
 
-    @cuda.jit(launch_bounds=(ROW_THREADS, 1))
+    @cuda.jit(launch_bounds=(ROW_THREADS, 2))
     def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
         """A block owns a row without filters and reads it once: log-sum-exp, noise and argmax together.
 
@@ -160,9 +160,10 @@ def sample_kernel(access):
         if not greedy:
             # A record to begin with, of a token a thread.
             if thread < width:
-                token = thread
-                load_one(line, token, logit, 0)
-                best = finish(logit[0] / divisor, token, place, completion, key0, key1)
+                load_one(line, thread, logit, 0)
+                end = finish(logit[0] / divisor, thread, place, completion, key0, key1)
+                if end > best:
+                    best, token = end, thread
             reached = block_max(best, scratch)
             if thread == 0:
                 record[0] = sortable(reached)
@@ -200,35 +201,37 @@ def sample_kernel(access):
                     so_far = from_sortable(record[0])
                     margin = abs(so_far) * np.float32(2.0**-20) + np.float32(1e-3)
                     reach = exp2((so_far - margin) * LOG2_E - part_largest * factor - np.float32(32.0))
-                    signs = i32(-1)
-                    for pair in range(4):
-                        counter = u32((start >> 2) + 4 * pair + odd * 2 + upper)
-                        w0, w1, w2, w3 = philox(counter, place, completion, u32(0), key0, key1)
-                        words[0], words[1] = (w2, w3) if odd else (w0, w1)
-                        sent0, sent1 = (w0, w1) if odd else (w2, w3)
-                        words[2], words[3] = u32(shuffle_xor(i32(sent0), 1)), u32(shuffle_xor(i32(sent1), 1))
-                        for i in range(4):
-                            values[4 * pair + i] = cuda.fma(-np.float32(words[i]), reach, values[4 * pair + i])
-                            signs &= float_as_int(values[4 * pair + i])
-                    if ballot(signs >= 0) != 0:
-                        hopeful = i32(0)
-                        for i in range(16):
-                            if float_as_int(values[i]) >= 0:
-                                hopeful |= i32(1 << i)
-                        while hopeful != 0:
-                            i = i32(cuda.ffs(hopeful) - 1)
-                            hopeful = i32(hopeful & (hopeful - 1))
-                            # Of pair i // 4 the block that slot i belongs to, own or other.
-                            block = (i >> 2) * 2 + (odd ^ ((i >> 1) & 1))
-                            column = i32(start + block * 8 + (lane & 3) * 2 + (i & 1))
-                            if column < width:
-                                load_one(line, column, logit, 0)
-                                end = finish(logit[0] / temperature[row], column, place, completion, key0, key1)
-                                if end > best or (end == best and column < token):
-                                    best, token = end, column
-                        reached = warp_max(best)
-                        if lane == 0:
-                            cuda.atomic.max(record, 0, sortable(reached))
+                    # The largest noise, of u = 2^-33, does not help a logit so far below; reach is in units of 2^-32.
+                    if ballot(reach <= np.float32(2.0)) != 0:
+                        signs = i32(-1)
+                        for pair in range(4):
+                            counter = u32((start >> 2) + 4 * pair + odd * 2 + upper)
+                            w0, w1, w2, w3 = philox(counter, place, completion, u32(0), key0, key1)
+                            words[0], words[1] = (w2, w3) if odd else (w0, w1)
+                            sent0, sent1 = (w0, w1) if odd else (w2, w3)
+                            words[2], words[3] = u32(shuffle_xor(i32(sent0), 1)), u32(shuffle_xor(i32(sent1), 1))
+                            for i in range(4):
+                                values[4 * pair + i] = cuda.fma(-np.float32(words[i]), reach, values[4 * pair + i])
+                                signs &= float_as_int(values[4 * pair + i])
+                        if ballot(signs >= 0) != 0:
+                            hopeful = i32(0)
+                            for i in range(16):
+                                if float_as_int(values[i]) >= 0:
+                                    hopeful |= i32(1 << i)
+                            while hopeful != 0:
+                                i = i32(cuda.ffs(hopeful) - 1)
+                                hopeful = i32(hopeful & (hopeful - 1))
+                                # Of pair i // 4 the block that slot i belongs to, own or other.
+                                block = (i >> 2) * 2 + (odd ^ ((i >> 1) & 1))
+                                column = i32(start + block * 8 + (lane & 3) * 2 + (i & 1))
+                                if column < width:
+                                    load_one(line, column, logit, 0)
+                                    end = finish(logit[0] / temperature[row], column, place, completion, key0, key1)
+                                    if end > best or (end == best and column < token):
+                                        best, token = end, column
+                            reached = warp_max(best)
+                            if lane == 0:
+                                cuda.atomic.max(record, 0, sortable(reached))
             tile_largest, tile_total, _ = join_lanes(tile_largest, tile_total, nothing, 1, factor)
             tile_largest, tile_total, _ = join_lanes(tile_largest, tile_total, nothing, 2, factor)
             largest, total, _ = join(largest, total, nothing, tile_largest, tile_total, nothing, factor)
@@ -242,6 +245,8 @@ def sample_kernel(access):
                     token = column
         _, token = lowest_of_best(best, token, scratch)
         if cuda.threadIdx.x == 0:
+            # Nothing has won if no logit is a number.
+            token = min(token, i32(width - 1))
             divisor = np.float32(1.0) if greedy else temperature[row]
             lse, _ = row_results(largest, total, nothing, divisor)
             token_ids[row] = token
@@ -426,7 +431,7 @@ def first_to_reach(logits, count, largest, factor, target, scratch, found, slot)
     return found[slot]
 
 
-@cuda.jit(launch_bounds=(ROW_THREADS, 1))
+@cuda.jit(launch_bounds=(ROW_THREADS, 2))
 def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
     """A block owns a row with filters and reads it twice, or more often if it keeps more than LIST tokens.
 
@@ -557,6 +562,7 @@ def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index
                     best, token = end, i32(column)
     _, token = lowest_of_best(best, token, scratch)
     if thread == 0:
+        token = min(token, i32(columns - 1))
         lse = largest / divisor + np.float32(math.log(mass))
         token_ids[row] = token
         logprobs[row] = np.float32(math.nan) if found[1] != 0 else line[token] / divisor - lse

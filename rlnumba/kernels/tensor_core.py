@@ -124,10 +124,17 @@ if device.name() == "sim":
 
         nbytes: 0, in which case `source` is not read, or 16.
         """
-        if destination % CHUNK or nbytes and source % CHUNK:
-            raise ValueError(f"copy_chunk: addresses must be multiples of 16, got {destination} and {source}")
-        hopper._memory(destination, CHUNK)[:] = 0xFF
-        _copies()[-1].append((destination, source, int(nbytes)))
+        _start_copy(destination, source, int(nbytes), CHUNK)
+
+    def copy_word(destination, source, nbytes):
+        """As copy_chunk, of 4 bytes."""
+        _start_copy(destination, source, int(nbytes), 4)
+
+    def _start_copy(destination, source, nbytes, size):
+        if destination % size or nbytes and source % size:
+            raise ValueError(f"copies of {size} bytes need addresses at multiples, got {destination} and {source}")
+        hopper._memory(destination, size)[:] = 0xFF
+        _copies()[-1].append((destination, source, nbytes, size))
 
     def copies_end():
         """Close this thread's group of copies."""
@@ -140,8 +147,8 @@ if device.name() == "sim":
         def wait():
             groups = _copies()
             while len(groups) - 1 > running:
-                for destination, source, nbytes in groups.pop(0):
-                    chunk = hopper._memory(destination, CHUNK)
+                for destination, source, nbytes, size in groups.pop(0):
+                    chunk = hopper._memory(destination, size)
                     chunk[:] = 0
                     if nbytes:
                         chunk[:nbytes] = hopper._memory(source, nbytes)
@@ -251,6 +258,7 @@ else:
         "rlr",
         "Start to copy 16 bytes from global to shared memory, of which those after the first nbytes become zero.",
     )
+    copy_word = hopper._instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "rlr", "As copy_chunk, of 4 bytes.")
     copies_end = hopper._instruction("cp.async.commit_group;", "", "Close this thread's group of copies.")
 
     @functools.cache

@@ -11,6 +11,7 @@ from rlnumba.kernels.tensor_core import (
     copies_end,
     copies_wait,
     copy_chunk,
+    copy_word,
     load_fragment,
     load_fragment_across,
     multiply,
@@ -145,10 +146,12 @@ def copies_kernel(source, out, words):
     copies_wait_latest()
     cuda.syncthreads()
     store_word(base + lane * 16, lane)
+    copy_word(base + lane * 16 + 4, address_of(source) + (31 - lane) * 16, 4 - 4 * (lane // 2 % 2))
+    copies_end()
+    copies_wait_all()
     cuda.syncthreads()
     write_chunk(address_of(out) + lane * 16, base + (lane ^ 1) * 16)
     words[lane] = processor()
-    copies_wait_all()
 
 
 copies_wait_latest = copies_wait(1)
@@ -161,6 +164,7 @@ def test_copies(rng):
     launch(copies_kernel, 1, 32, device.asarray(source), out, words, shared=1024)
     expected = source * (np.arange(32)[:, None] % 2 == 0)
     expected[:, 0] = np.arange(32)
+    expected[:, 1] = source[::-1, 0] * (np.arange(32) // 2 % 2 == 0)
     assert_same_bits(out, expected[np.arange(32) ^ 1].astype(np.int32))
     assert (device.to_host(words) >= 0).all()
 

@@ -40,39 +40,36 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "f16"}
 Address = np.int64 if device.name() == "sim" else np.int32
 
 if device.name() == "sim":
-    import threading
-
-    import ml_dtypes
-
-    from rlnumba.simulator import TIMEOUT_S, of_block, warp_wide, warpgroup_wide
+    from rlnumba.simulator import Gate, later, of_block, this_thread, warp_wide, warpgroup_wide
 
     class Barrier:
         """An mbarrier: a phase completes when all arrivals have come and all announced bytes are there."""
 
         def __init__(self):
-            self.condition = threading.Condition()
+            self.gate = Gate()
 
         def init(self, count):
             self.count = self.pending = count
             self.bytes = 0
-            self.phase = 0
+            self.completed = 0
 
         def update(self, arrivals, nbytes):
-            with self.condition:
-                self.pending -= arrivals
-                self.bytes += nbytes
-                if self.pending == 0 and self.bytes == 0:
-                    self.pending = self.count
-                    self.phase ^= 1
-                    self.condition.notify_all()
+            self.pending -= arrivals
+            self.bytes += nbytes
+            if self.pending == 0 and self.bytes == 0:
+                self.pending = self.count
+                self.completed += 1
+                self.gate.open()
 
         def wait(self, parity):
-            with self.condition:
-                if not self.condition.wait_for(lambda: self.phase != parity, TIMEOUT_S):
-                    raise RuntimeError("barrier_wait: the phase never completed")
+            before = self.completed
+            if self.completed % 2 == parity:
+                self.gate.wait(f"barrier_wait of parity {parity}")
+            if self.completed > before + 1:
+                raise RuntimeError("barrier_wait: the next phase was over too before this thread had seen its own end")
 
     def _barrier(address):
-        return of_block("mbarrier", int(address), Barrier)
+        return of_block(("mbarrier", int(address)), Barrier)
 
     def shared_address(array):
         """The address of a shared array."""
@@ -104,22 +101,112 @@ if device.name() == "sim":
     def _memory(address, nbytes):
         return np.frombuffer((ctypes.c_char * nbytes).from_address(int(address)), np.uint8)
 
+    def _units(address, nbytes):
+        """The numbers of the 16-byte units of memory that bytes lie in."""
+        return range(int(address) // 16, (int(address) + nbytes - 1) // 16 + 1)
+
+    def _write(address, content):
+        """Write bytes to shared memory as ordinary code does: other hardware sees them after a fence only."""
+        _memory(address, len(content))[:] = content
+        this_thread().notes.setdefault("unfenced", set()).update(_units(address, len(content)))
+
+    class Read:
+        """Shared memory that the copy engine or the tensor cores read while the program goes on."""
+
+        def __init__(self, address, nbytes):
+            for thread in this_thread().block.threads:
+                unfenced = thread.notes.get("unfenced")
+                if unfenced and not unfenced.isdisjoint(_units(address, nbytes)):
+                    raise RuntimeError(f"thread {thread.index} wrote what is read here, without fence_shared_to_bulk")
+            self.memory = _memory(address, nbytes)
+            self.content = self.memory.copy()
+
+        def check(self):
+            """Raise if it has changed since."""
+            if not np.array_equal(self.memory, self.content):
+                raise RuntimeError("shared memory was written to while a copy or a product still read it")
+
     def _chunks(rows):
         """(rows, 8): where chunk c of line r of a swizzled box lies, in 16-byte units."""
         r, c = np.ogrid[:rows, :8]
         return 8 * r + (c ^ (r & 7))
 
+    def start_load(memory, barrier, bring):
+        """Start a copy to shared memory: bring() writes it, later, and the barrier's phase then misses less."""
+        memory[:] = 0xFF
+        barrier = _barrier(barrier)
+
+        def arrive():
+            bring()
+            barrier.update(0, -len(memory))
+
+        later(arrive)
+
+    class Store:
+        """A copy from shared to global memory: write(content) is done when it is waited for, or at the end."""
+
+        def __init__(self, source, nbytes, write):
+            self.source = Read(source, nbytes)
+            self.write = write
+            thread = this_thread()
+            thread.notes.setdefault("stores", []).append(self)
+            thread.last_checks.append(self.check_read)
+            later(self.finish)
+
+        def check_read(self):
+            """Raise if the block's shared memory is still read when it is given to another block."""
+            if self.source:
+                raise RuntimeError("returned without waiting for its bulk stores")
+
+        def finish_reading(self):
+            if self.source:
+                self.source.check()
+                self.content, self.source = self.source.content, None
+
+        def finish(self):
+            """Write, unless that was done."""
+            if self.write:
+                content = self.source.content if self.source else self.content
+                self.write(content)
+                self.write = None
+
+    def bulk_commit():
+        """End a group of bulk stores of this thread."""
+        notes = this_thread().notes
+        notes.setdefault("committed", []).extend(notes.get("stores", ()))
+        notes["stores"] = []
+
+    def _committed():
+        return this_thread().notes.get("committed", [])
+
+    def bulk_wait_read():
+        """Wait until all groups of this thread have read their shared memory."""
+        for store in _committed():
+            store.finish_reading()
+
+    def bulk_wait():
+        """Wait until all groups of this thread have written."""
+        for store in _committed():
+            store.finish_reading()
+            store.finish()
+        _committed().clear()
+
     def _load(destination, tensor_map, start, barrier):
-        box = tensor_map.read(start)
-        lines = box.nbytes // LINE
-        memory = _memory(destination, box.nbytes).reshape(-1, 16)
-        memory[_chunks(lines)] = box.view(np.uint8).reshape(lines, 8, 16)
-        _barrier(barrier).update(0, -box.nbytes)
+        lines = tensor_map.lines
+        memory = _memory(destination, lines * LINE)
+
+        def bring():
+            memory.reshape(-1, 16)[_chunks(lines)] = tensor_map.read(start).view(np.uint8).reshape(lines, 8, 16)
+
+        start_load(memory, barrier, bring)
 
     def _store(source, tensor_map, start, add):
-        lines = _memory(source, tensor_map.lines * LINE).reshape(-1, 16)[_chunks(tensor_map.lines)]
-        box = np.ascontiguousarray(lines).view(tensor_map.array.dtype).reshape(tensor_map.box)
-        tensor_map.write(start, box, add)
+        def write(content):
+            lines = content.reshape(-1, 16)[_chunks(tensor_map.lines)]
+            box = np.ascontiguousarray(lines).view(tensor_map.array.dtype).reshape(tensor_map.box)
+            tensor_map.write(start, box, add)
+
+        Store(source, tensor_map.lines * LINE, write)
 
     def bulk_load(destination, tensor_map, column, row, barrier):
         """Copy the box at (row, column) of a matrix to shared memory, zeros outside the matrix."""
@@ -144,43 +231,35 @@ if device.name() == "sim":
         """As bulk_store, adding to a float32 matrix."""
         _store(source, tensor_map, (int(row), int(column)), add=True)
 
-    def bulk_commit():
-        """End a group of bulk stores of this thread."""
-
-    def bulk_wait_read():
-        """Wait until all groups of this thread have read their shared memory."""
-
-    def bulk_wait():
-        """Wait until all groups of this thread have written."""
-
     def fence_shared_to_bulk():
         """Make this thread's ordinary writes of shared memory visible to copy engine and tensor cores."""
+        this_thread().notes.pop("unfenced", None)
 
     class NamedBarrier:
         """Opens when a given number of threads have come, whether they wait or not."""
 
         def __init__(self):
-            self.condition = threading.Condition()
-            self.arrived = self.opened = 0
+            self.gate = Gate()
+            self.arrived = 0
 
-        def come(self, threads, waits):
-            with self.condition:
-                before = self.opened
-                self.arrived += 1
-                if self.arrived == threads:
-                    self.arrived = 0
-                    self.opened += 1
-                    self.condition.notify_all()
-                elif waits and not self.condition.wait_for(lambda: self.opened != before, TIMEOUT_S):
-                    raise RuntimeError(f"sync_group: only {self.arrived} of {threads} threads came")
+        def come(self, name, threads, waits):
+            self.arrived += 1
+            if self.arrived == threads:
+                self.arrived = 0
+                self.gate.open()
+            elif waits:
+                self.gate.wait(name)
+
+    def _named_barrier(index):
+        return of_block(("named barrier", int(index)), NamedBarrier)
 
     def sync_group(index, threads):
         """Wait for `threads` threads of the block, whole warps, that meet at barrier `index` (1 .. 15)."""
-        of_block("named barrier", int(index), NamedBarrier).come(int(threads), True)
+        _named_barrier(index).come(f"sync_group {index} of {threads} threads", int(threads), True)
 
     def arrive_group(index, threads):
         """Be counted as one of the `threads` threads of sync_group without waiting for the others."""
-        of_block("named barrier", int(index), NamedBarrier).come(int(threads), False)
+        _named_barrier(index).come("", int(threads), False)
 
     def fewer_registers():
         """A warpgroup gives registers up, down to 40 a thread."""
@@ -222,7 +301,7 @@ if device.name() == "sim":
         for matrix in range(4):
             for line in range(8):
                 words = [lanes[4 * line + c][1 + matrix] for c in range(4)]
-                _memory(lanes[8 * matrix + line][0], 16)[:] = np.array(words, np.int32).view(np.uint8)
+                _write(lanes[8 * matrix + line][0], np.array(words, np.int32).view(np.uint8))
         return [None] * 32
 
     @warp_wide
@@ -236,7 +315,7 @@ if device.name() == "sim":
             words = np.array([lane[1 + matrix] for lane in lanes], np.int64).astype(np.int32)
             rows = words.view(np.uint16).reshape(8, 8)
             for column in range(8):
-                _memory(lanes[8 * matrix + column][0], 16)[:] = rows[:, column].copy().view(np.uint8)
+                _write(lanes[8 * matrix + column][0], rows[:, column].copy().view(np.uint8))
         return [None] * 32
 
     @warp_wide
@@ -247,7 +326,7 @@ if device.name() == "sim":
 
     def store_pair(address, first, second):
         """Two neighbouring float32 to shared memory."""
-        _memory(address, 8)[:] = np.array([first, second], np.float32).view(np.uint8)
+        _write(address, np.array([first, second], np.float32).view(np.uint8))
 
     def load_pair(address):
         """Two neighbouring float32 from shared memory."""
@@ -255,7 +334,7 @@ if device.name() == "sim":
 
     def store_four(address, first, second, third, fourth):
         """Four neighbouring float32 to shared memory, 16 bytes that start at a multiple of 16."""
-        _memory(address, 16)[:] = np.array([first, second, third, fourth], np.float32).view(np.uint8)
+        _write(address, np.array([first, second, third, fourth], np.float32).view(np.uint8))
 
     def load_four(address):
         """Four neighbouring float32 from shared memory."""
@@ -265,24 +344,96 @@ if device.name() == "sim":
         """The int32 at an address of shared memory."""
         return _memory(address, 4).view(np.int32)[0]
 
-    def _operand(descriptor, rows, depth, mn_major, dtype):
-        """(rows, depth) float32 of an operand; rows are A's rows or B's columns."""
-        parts = []
-        if mn_major:
-            for start in range(0, rows, 64):
-                lines = _memory(descriptor + start // 64 * BOX_BYTES, depth * LINE).reshape(-1, 16)[_chunks(depth)]
-                parts.append(np.ascontiguousarray(lines).view(dtype).reshape(depth, 64).T)
-            return np.concatenate(parts)[:rows].astype(np.float32)
-        for start in range(0, depth, 64):
-            lines = _memory(descriptor + start * rows * LINE // 64, rows * LINE).reshape(-1, 16)[_chunks(rows)]
-            parts.append(np.ascontiguousarray(lines).view(dtype).reshape(rows, 64))
-        return np.concatenate(parts, axis=1)[:, :depth].astype(np.float32)
+    def _lines(address, count, dtype, reads):
+        """(count, 64): lines of a swizzled box of 16-bit elements; a Read of them joins the list."""
+        reads.append(Read(address, count * LINE))
+        chunks = reads[-1].content.reshape(-1, 16)[_chunks(count)]
+        return np.ascontiguousarray(chunks).view(dtype).reshape(count, 64)
 
-    def _register_operand(words, depth, dtype):
-        """(64, depth) float32 of the words (128, depth / 4) of A in registers."""
-        pairs = words.view(dtype).astype(np.float32).reshape(4, 8, 4, depth // 16, 2, 2, 2)
-        # warp, g, i, step of 16 k, half of the step, half of the rows, which of a pair
-        return pairs.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, depth)
+    def _operand(address, rows, depth, mn_major, dtype, reads):
+        """(rows, depth) of an operand; rows are A's rows or B's columns."""
+        if mn_major:
+            blocks = [_lines(address + i * BOX_BYTES, depth, dtype, reads).T for i in range(-(-rows // 64))]
+            return np.concatenate(blocks)[:rows]
+        boxes = [_lines(address + i * rows * LINE, rows, dtype, reads) for i in range(-(-depth // 64))]
+        return np.concatenate(boxes, axis=1)[:, :depth]
+
+    class Registers:
+        """Registers that the tensor cores read while the program goes on."""
+
+        def __init__(self, words):
+            self.words = words
+            self.content = words.copy()
+
+        def check(self):
+            """Raise if they have changed since."""
+            if not np.array_equal(self.words, self.content):
+                raise RuntimeError("registers were written to while a product still read them")
+
+    class Product:
+        """What a thread has of a product under way: accumulators that hold NaN until it is waited for."""
+
+        def __init__(self, acc, result, reads):
+            self.acc, self.result, self.reads = acc, result, reads
+            acc[:] = np.nan
+
+        def finish(self, replaced):
+            """Give the accumulators their values, unless a later product has replaced these."""
+            # The first thread to see the end may let others write to the operands, as one warp of four may on a GPU.
+            for read in self.reads:
+                read.check()
+            self.reads.clear()
+            if not np.isnan(self.acc).all():
+                raise RuntimeError("accumulators were written to while a product was under way")
+            if not replaced:
+                self.acc[:] = self.result
+
+    def _products(thread):
+        """The products of a thread that are under way, the latest last."""
+        return thread.notes.setdefault("products", [])
+
+    def accumulated(thread, acc):
+        """What acc will hold after the products that are under way."""
+        for product in reversed(_products(thread)):
+            if product.acc.ctypes.data == acc.ctypes.data:
+                return product.result
+        return acc
+
+    def multiply_add(c, a, b):
+        """c (rows, columns) float32 + a (rows, k) b (columns, k) transposed, as the tensor cores add it up.
+
+        One rounding every 16 products, whose order does not depend on the operands' places.
+        """
+        with np.errstate(invalid="ignore"):
+            for step in range(0, a.shape[1], 16):
+                total = c.astype(np.float64)
+                for k in range(step, step + 16):
+                    total += np.multiply.outer(a[:, k].astype(np.float64), b[:, k].astype(np.float64))
+                c = total.astype(np.float32)
+        return c
+
+    def places(columns):
+        """(rows, columns), each (128, columns / 2): of the accumulators that a warpgroup's threads hold."""
+        thread, i = np.ogrid[:128, : columns // 2]
+        row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
+        return row, 2 * (thread % 4) + 8 * (i // 4) + i % 2
+
+    def warpgroup_threads():
+        """The 128 threads of the warpgroup that runs."""
+        first = this_thread().index // 128 * 128
+        return this_thread().block.threads[first : first + 128]
+
+    def start_product(accumulators, results, reads):
+        """Note a product of a warpgroup as under way: a local array and what it will hold, for each thread."""
+        for thread, acc, result in zip(warpgroup_threads(), accumulators, results, strict=True):
+            _products(thread).append(Product(acc, result, reads))
+
+    def wait_products(running):
+        """Wait until all products of this thread but the latest `running` are done."""
+        products = _products(this_thread())
+        while len(products) > running:
+            first = products.pop(0)
+            first.finish(any(other.acc.ctypes.data == first.acc.ctypes.data for other in products))
 
     def operand(address):
         """A descriptor of the operand whose box or boxes start at `address`."""
@@ -298,41 +449,41 @@ if device.name() == "sim":
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
         int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
-        dtype = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[element]
-        count = columns // 2
-        thread, i = np.ogrid[:128, :count]
-        row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
-        column = 2 * (thread % 4) + 8 * (i // 4) + i % 2
+        dtype = device.DTYPES[element]
+        count = columns // 2 * blocks
+        row, column = places(columns)
 
         @warpgroup_wide
         def start(threads):
-            _, a, b, keep = threads[0]
-            a = (
-                _register_operand(np.stack([words[: depth // 4] for _, words, _, _ in threads]), depth, dtype)
-                if registers
-                else _operand(a, 64 * blocks, depth, a_mn_major, dtype)
-            )
-            b = _operand(b, columns, depth, b_mn_major, dtype)
-            acc = np.stack([acc[: count * blocks] for acc, _, _, _ in threads]).reshape(128, blocks, count)
+            accumulators, lefts, rights, keeps = zip(*threads, strict=True)
+            accumulators, reads = [acc[:count] for acc in accumulators], []
+            if registers:
+                words = [left[: depth // 4] for left in lefts]
+                reads += map(Registers, words)
+                # warp, g, i, step of 16 k, half of the step, half of the rows, which of a pair
+                pairs = np.stack(words).view(dtype).reshape(4, 8, 4, depth // 16, 2, 2, 2)
+                a = pairs.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, depth)
+            else:
+                a = _operand(lefts[0], 64 * blocks, depth, a_mn_major, dtype, reads)
+            b = _operand(rights[0], columns, depth, b_mn_major, dtype, reads)
+            results = np.zeros((128, blocks, columns // 2), np.float32)
+            if keeps[0]:
+                before = [accumulated(*pair) for pair in zip(warpgroup_threads(), accumulators, strict=True)]
+                results[:] = np.stack(before).reshape(results.shape)
             for block in range(blocks):
-                c = np.zeros((64, columns), np.float32)
-                if keep:
-                    c[row, column] = acc[:, block]
-                # One rounding every 16 products, whose order does not depend on the operands' places.
-                with np.errstate(invalid="ignore"):
-                    for step in range(0, depth, 16):
-                        total = c.astype(np.float64)
-                        for k in range(step, step + 16):
-                            total += np.multiply.outer(a[64 * block : 64 * block + 64, k], b[:, k])
-                        c = total.astype(np.float32)
-                for t in range(128):
-                    threads[t][0][block * count : (block + 1) * count] = c[row[t], column[t]]
+                c = np.empty((64, columns), np.float32)
+                c[row, column] = results[:, block]
+                results[:, block] = multiply_add(c, a[64 * block : 64 * block + 64], b)[row, column]
+            start_product(accumulators, results.reshape(128, count), reads)
             return [None] * 128
 
-        def wait(acc, a=None):
-            return None
+        def wait_all_but_latest(acc, a=None):
+            wait_products(1)
 
-        return start, wait, wait
+        def wait_all(acc, a=None):
+            wait_products(0)
+
+        return start, wait_all_but_latest, wait_all
 
 else:
     from llvmlite import ir

@@ -19,16 +19,28 @@ if device.name() == "sim":
 
     def run_load(destination, array, offset, count, barrier):
         """Copy `count` float32 from place `offset` of a flat array to shared memory; both at multiples of 16 bytes."""
-        hopper._memory(destination, 4 * count)[:] = array[offset : offset + count].view(np.uint8)
-        hopper._barrier(barrier).update(0, -4 * count)
+        memory = hopper._memory(destination, 4 * count)
+
+        def bring():
+            memory[:] = array[offset : offset + count].view(np.uint8)
+
+        hopper.start_load(memory, barrier, bring)
 
     def run_store(array, offset, count, source):
         """Copy `count` float32 from shared memory to place `offset` of a flat array, as bulk_store does."""
-        array[offset : offset + count] = hopper._memory(source, 4 * count).view(np.float32)
+
+        def write(content):
+            array[offset : offset + count] = content.view(np.float32)
+
+        hopper.Store(source, 4 * count, write)
 
     def run_add(array, offset, count, source):
         """As run_store, adding to what is there."""
-        array[offset : offset + count] += hopper._memory(source, 4 * count).view(np.float32)
+
+        def write(content):
+            array[offset : offset + count] += content.view(np.float32)
+
+        hopper.Store(source, 4 * count, write)
 
     def await_turn(counters, index, turn):
         """Wait until counters[index] is `turn`; what its writer did before is then visible, bulk copies included."""
@@ -54,48 +66,38 @@ if device.name() == "sim":
         the operands may be touched.
         """
         dtype = device.DTYPES[element]
+        row, column = hopper.places(columns)
+        word_row, word_column = hopper.places(16 * steps)
 
-        def lines(address, count):
-            chunks = hopper._memory(address, count * LINE).reshape(-1, 16)[hopper._chunks(count)]
-            return np.ascontiguousarray(chunks).view(dtype).reshape(count, 64)
-
-        def in_memory(address, rows, kind, box_bytes):
+        def in_memory(address, rows, kind, box_bytes, reads):
             """(rows, 16 steps): boxes of 64 k side by side. An MN-major operand may start within a line."""
             boxes, first = [], int(address) % LINE // 2
             for box in range(-(-steps // 4)):
                 at = int(address) - 2 * first + box * box_bytes
                 if kind == "k":
-                    boxes.append(lines(at, rows))
+                    boxes.append(hopper._lines(at, rows, dtype, reads))
                 else:
-                    blocks = [lines(at + i * BOX_BYTES, 64).T for i in range(-(-rows // 64))]
+                    blocks = [hopper._lines(at + i * BOX_BYTES, 64, dtype, reads).T for i in range(-(-rows // 64))]
                     boxes.append(np.concatenate(blocks)[first : first + rows])
-            return np.concatenate(boxes, axis=1)[:, : 16 * steps].astype(np.float64)
+            return np.concatenate(boxes, axis=1)[:, : 16 * steps]
 
-        def places(thread, columns):
-            """(rows, columns) that a thread holds of a matrix of 64 rows."""
-            i = np.arange(columns // 2)
-            rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 4 // 2)
-            return rows, 8 * (i // 4) + 2 * (thread % 4) + i % 2
-
-        def in_registers(words):
+        def in_registers(words, reads):
+            reads += map(hopper.Registers, words)
             matrix = np.zeros((64, 16 * steps), dtype)
-            for t in range(128):
-                matrix[places(t, 16 * steps)] = np.array(words[t], np.int32).view(dtype)
-            return matrix.astype(np.float64)
+            matrix[word_row, word_column] = np.stack(words).view(dtype)
+            return matrix
 
         @warpgroup_wide
         def start(threads):
             accumulators, left, right = zip(*threads, strict=True)
-            left = in_registers(left) if a == "registers" else in_memory(left[0], 64, a, a_box)
-            right = in_memory(right[0], columns, b, b_box)
+            reads = []
+            left = in_registers(left, reads) if a == "registers" else in_memory(left[0], 64, a, a_box, reads)
+            right = in_memory(right[0], columns, b, b_box, reads)
             c = np.zeros((64, columns), np.float32)
-            for t in range(128):
-                c[places(t, columns)] = accumulators[t] if keep else 0
-            # One rounding every 16 products.
-            for k in range(0, 16 * steps, 16):
-                c = (c + left[:, k : k + 16] @ right[:, k : k + 16].T).astype(np.float32)
-            for t in range(128):
-                accumulators[t][:] = c[places(t, columns)]
+            if keep:
+                c[row, column] = list(map(hopper.accumulated, hopper.warpgroup_threads(), accumulators))
+            c = hopper.multiply_add(c, left, right)
+            hopper.start_product(accumulators, c[row, column], reads)
             return [None] * 128
 
         return start
@@ -105,7 +107,7 @@ if device.name() == "sim":
         """wait(acc): until all groups of products but the latest `running` are done; acc: `count` accumulators."""
 
         def wait(acc):
-            return None
+            hopper.wait_products(running)
 
         return wait
 

@@ -3,7 +3,7 @@
 `launch(kernel, grid, block, *arguments)` is the only way an operator starts a kernel. On the GPU it
 bypasses Numba's own launch, which costs 75-120 us of host time with CuPy arrays: the arguments are
 packed into a reused buffer and handed to the driver directly (about 5 us). Kernels run on CuPy's current
-stream and may be captured in a graph. In the simulator it falls through to kernel[grid, block].
+stream and may be captured in a graph. In the simulator it hands them to simulator.run.
 
 Machine code is cached on disk (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) under a hash of the sources
 of all kernels and of the kernel's own file, its name and the values it closes over, the argument types, the
@@ -190,17 +190,16 @@ def _copy_gbs():
 def _simulate(kernel, grid, block, arguments, shared):
     for observer in observers:
         observer(kernel, tuple(type_name(a) for a in arguments))
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+    from rlnumba import simulator
 
     visible = []
     for a in arguments:
-        if isinstance(a, np.ndarray):
-            # Numba would work on a copy of a plain array, and a tensor map of it would not see what is written.
-            a = FakeCUDAArray(a.view(np.uint16) if a.dtype.name == "bfloat16" else a)
+        if isinstance(a, np.ndarray) and a.dtype.name == "bfloat16":
+            a = a.view(np.uint16)
         elif isinstance(a, float):
             a = np.float32(a)
         visible.append(a)
-    kernel[grid, block, 0, shared](*visible)
+    simulator.run(kernel.py_func, grid, block, shared, visible)
 
 
 def _load(kernel, type_names):

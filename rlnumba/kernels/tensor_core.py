@@ -47,9 +47,7 @@ from rlnumba.kernels.hopper import ELEMENTS
 CHUNK = 16
 
 if device.name() == "sim":
-    import threading
-
-    from rlnumba.simulator import warp_wide
+    from rlnumba.simulator import this_thread, warp_wide
 
     def address_of(array):
         """The address of an array in global memory."""
@@ -117,7 +115,7 @@ if device.name() == "sim":
 
     def _copies():
         """This thread's groups of copies under way, the open one last."""
-        return threading.current_thread().__dict__.setdefault("rlnumba_copies", [[]])
+        return this_thread().notes.setdefault("copies", [[]])
 
     def copy_chunk(destination, source, nbytes):
         """Start to copy 16 bytes from global to shared memory, of which those after the first nbytes become zero.

@@ -160,7 +160,7 @@ def exchange_kernel(numbers, out, box_map):
         line, matrix = lane & 7, (lane >> 3) & 1
         store_transposed(base + line * LINE + ((matrix ^ line) << 4), words[0], words[1])
         out[thread, 6], out[thread, 7] = unpack_bfloat16(words[0])
-        fence_shared_to_bulk()
+    fence_shared_to_bulk()
     cuda.syncthreads()
     if thread == 0:
         bulk_store_heads(tensor_map_address(box_map), 0, 1, 2, base)

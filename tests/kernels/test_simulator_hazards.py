@@ -1,0 +1,233 @@
+"""The simulator shows what a GPU would hide: forgotten waits, missing fences, threads that never come."""
+
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.device import cuda
+from rlnumba.kernels.hopper import (
+    barrier_arrive,
+    barrier_expect,
+    barrier_init,
+    barrier_wait,
+    bulk_commit,
+    bulk_load,
+    bulk_store,
+    bulk_wait,
+    bulk_wait_read,
+    fence_shared_to_bulk,
+    load_word,
+    operand,
+    shared_address,
+    store_pair,
+    sync_group,
+    tensor_map,
+    tensor_map_address,
+    warpgroup_product,
+)
+from rlnumba.kernels.instructions import shuffle_xor, warp_sum
+from rlnumba.kernels.launch import launch
+
+pytestmark = pytest.mark.sim
+if device.name() != "sim":
+    pytest.skip("about the simulator: run with NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
+
+ONE = np.float32(1.0)
+# How the kernels below may go wrong; RIGHT is none of it.
+RIGHT, NO_WAIT, NO_FENCE, NO_COMMIT, OVERWRITES, TOUCHES = map(np.int32, range(6))
+
+
+def shared_base():
+    return (shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024
+
+
+@cuda.jit
+def load_kernel(box, out, mistake):
+    base = shared_base()
+    barrier = base + 1024
+    if cuda.threadIdx.x == 0:
+        barrier_init(barrier, 1)
+        barrier_expect(barrier, 1024)
+        bulk_load(base, tensor_map_address(box), 0, 0, barrier)
+    cuda.syncthreads()
+    if mistake != NO_WAIT:
+        barrier_wait(barrier, 0)
+    out[cuda.threadIdx.x] = load_word(base + 4 * cuda.threadIdx.x)
+
+
+def test_a_copy_arrives_late():
+    box, out = np.ones((8, 64), np.float16), np.empty(4, np.int32)
+    launch(load_kernel, 1, 4, tensor_map(box, 8, 64), out, RIGHT, shared=2056)
+    assert (out.view(np.float16) == 1).all()
+    launch(load_kernel, 1, 4, tensor_map(box, 8, 64), out, NO_WAIT, shared=2056)
+    assert np.isnan(out.view(np.float16)).all()
+
+
+@cuda.jit
+def store_kernel(box, mistake):
+    thread = cuda.threadIdx.x
+    base = shared_base()
+    for pair in range(thread, 128, 32):
+        store_pair(base + 8 * pair, ONE, ONE)
+    if mistake != NO_FENCE:
+        fence_shared_to_bulk()
+    cuda.syncthreads()
+    if thread == 0:
+        bulk_store(tensor_map_address(box), 0, 0, base)
+        if mistake != NO_COMMIT:
+            bulk_commit()
+        if mistake == OVERWRITES:
+            store_pair(base, ONE + ONE, ONE)
+        bulk_wait_read()
+        if mistake != NO_WAIT:
+            bulk_wait()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (NO_FENCE, "thread 0 wrote what is read here, without fence_shared_to_bulk"),
+        (NO_COMMIT, "returned without waiting for its bulk stores"),
+        (OVERWRITES, "shared memory was written to while a copy or a product still read it"),
+    ],
+)
+def test_stores_that_go_wrong(mistake, message):
+    box = np.zeros((8, 32), np.float32)
+    launch(store_kernel, 1, 32, tensor_map(box, 8, 32), RIGHT, shared=2048)
+    assert (box == 1).all()
+    with pytest.raises(RuntimeError, match=message):
+        launch(store_kernel, 1, 32, tensor_map(box, 8, 32), mistake, shared=2048)
+
+
+def test_a_store_is_done_when_the_kernel_is():
+    box = np.zeros((8, 32), np.float32)
+    launch(store_kernel, 1, 32, tensor_map(box, 8, 32), NO_WAIT, shared=2048)
+    assert (box == 1).all()
+
+
+@cuda.jit
+def product_kernel(a, b, out, mistake):
+    thread = cuda.threadIdx.x
+    base = shared_base()
+    barrier = base + 16384
+    if thread == 0:
+        barrier_init(barrier, 1)
+        barrier_expect(barrier, 8192 + 1024)
+        bulk_load(base, tensor_map_address(a), 0, 0, barrier)
+        bulk_load(base + 8192, tensor_map_address(b), 0, 0, barrier)
+    cuda.syncthreads()
+    barrier_wait(barrier, 0)
+    acc = cuda.local.array(4, np.float32)
+    start(acc, operand(base), operand(base + 8192), np.int32(0))
+    start(acc, operand(base), operand(base + 8192), np.int32(1))
+    if mistake == TOUCHES:
+        acc[0] = ONE
+    if mistake == OVERWRITES:
+        store_pair(base + 8192, ONE, ONE)
+    if mistake == NO_WAIT:
+        wait_all_but_latest(acc)
+    else:
+        wait_all(acc)
+    for i in range(4):
+        out[thread, i] = acc[i]
+    if mistake == NO_WAIT:
+        wait_all(acc)
+
+
+start, wait_all_but_latest, wait_all = warpgroup_product(8, "float16")
+
+
+def test_products_hold_nan_until_they_are_waited_for():
+    a, b = np.ones((64, 64), np.float16), np.ones((8, 64), np.float16)
+    maps, out = (tensor_map(a, 64, 64), tensor_map(b, 8, 64)), np.zeros((128, 4), np.float32)
+    launch(product_kernel, 1, 128, *maps, out, RIGHT, shared=20480)
+    assert (out == 128).all()
+    launch(product_kernel, 1, 128, *maps, out, NO_WAIT, shared=20480)
+    assert np.isnan(out).all()
+    with pytest.raises(RuntimeError, match="accumulators were written to while a product was under way"):
+        launch(product_kernel, 1, 128, *maps, out, TOUCHES, shared=20480)
+    with pytest.raises(RuntimeError, match="shared memory was written to while a copy or a product still read it"):
+        launch(product_kernel, 1, 128, *maps, out, OVERWRITES, shared=20480)
+
+
+@cuda.jit
+def stuck_kernel(which):
+    thread = cuda.threadIdx.x
+    base = shared_base()
+    if thread == 0:
+        barrier_init(base, 2)
+    cuda.syncthreads()
+    if which == 0 and thread < 20:
+        warp_sum(ONE)
+    if which == 1 and thread < 32:
+        sync_group(1, 64)
+    if which == 2:
+        if thread == 3:
+            barrier_arrive(base)
+        barrier_wait(base, 0)
+    if which == 3:
+        if thread < 16:
+            warp_sum(ONE)
+        else:
+            shuffle_xor(ONE, 1)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (0, "block (0, 0, 0) is stuck: threads 0-19 wait in warp_sum; threads 20-63 have returned"),
+        (1, "block (0, 0, 0) is stuck: threads 0-31 wait in sync_group 1 of 64 threads; threads 32-63 have returned"),
+        (2, "block (0, 0, 0) is stuck: threads 0-63 wait in barrier_wait of parity 0"),
+        (3, "other threads of the 32 are in warp_sum"),
+    ],
+)
+def test_threads_that_wait_for_what_never_comes(which, message):
+    with pytest.raises(RuntimeError) as error:
+        launch(stuck_kernel, 1, 64, np.int32(which), shared=2048)
+    # Which of two meetings is the first depends on the order of threads.
+    assert message in str(error.value) or which == 3 and "are in shuffle_xor" in str(error.value)
+
+
+@cuda.jit
+def race_kernel(out, barrier):
+    """Each warp leaves its number; the last to write wins, unless a barrier lets warp 0 write last."""
+    if cuda.threadIdx.x >= 32:
+        out[0] = cuda.threadIdx.x // 32
+    if barrier:
+        cuda.syncthreads()
+    if cuda.threadIdx.x < 32:
+        out[0] = 0
+
+
+def test_another_order_shows_a_race(monkeypatch):
+    found = {0: set(), 1: set()}
+    for seed in range(20):
+        monkeypatch.setattr("rlnumba.simulator.SEED", str(seed))
+        for barrier in found:
+            out = np.empty(1, np.int32)
+            launch(race_kernel, 1, 128, out, np.int32(barrier))
+            found[barrier].add(int(out[0]))
+    assert found[1] == {0} and len(found[0]) > 1
+
+
+def test_an_error_names_its_thread():
+    @cuda.jit
+    def out_of_range_kernel(out):
+        out[cuda.threadIdx.x + 2] = 0
+
+    with pytest.raises(IndexError) as error:
+        launch(out_of_range_kernel, (1, 2), (4, 2), np.zeros(4, np.int32))
+    assert error.value.__notes__ == ["in thread (2, 0, 0) of block (0, 0, 0)"]
+    # The next kernel runs in a clean simulator.
+    launch(race_kernel, 1, 32, np.empty(1, np.int32), np.int32(0))
+
+
+def test_memory_holds_nan_until_it_is_written():
+    @cuda.jit
+    def unwritten_kernel(out):
+        shared, local = cuda.shared.array(4, np.float32), cuda.local.array(4, np.float32)
+        out[0], out[1] = shared[0], local[3]
+
+    out = np.zeros(2, np.float32)
+    launch(unwritten_kernel, 1, 1, out)
+    assert np.isnan(out).all()

@@ -8,8 +8,8 @@ what they wait for.
 A warp-wide instruction is a meeting of 32 threads: each leaves its operands, the last to come computes the results of
 all lanes from the instruction's documented meaning, each takes its own.
 
-What hardware does on its own time, bulk copies above all, happens here as late as it may: when no thread can go on.
-Until then its destination holds NaN. A kernel that forgets a wait therefore computes NaN, or an instruction's twin
+What hardware does on its own time, bulk copies above all, happens here as late as it may: when no thread can go on,
+and then what was started last comes first. Until then its destination holds NaN. A kernel that forgets a wait therefore computes NaN, or an instruction's twin
 finds its operands changed and says so. RLNUMBA_SIMULATOR_SEED=N draws instead which thread runs next and when copies
 arrive; equal bits for several N are good evidence that no barrier is missing.
 """
@@ -116,21 +116,19 @@ class Block:
         self.alive = len(self.threads)
         while self.alive:
             if self.pending and (not self.ready or (self.order and self.order.random() < EARLY)):
-                self._take(self.pending)()
+                if self.order:
+                    self.pending.rotate(self.order.randrange(len(self.pending)))
+                self.pending.pop()()
             elif self.ready:
-                if self._take(self.ready).run():
+                if self.order:
+                    self.ready.rotate(self.order.randrange(len(self.ready)))
+                if self.ready.popleft().run():
                     self.alive -= 1
                     self._open_if_all_came()
             else:
                 self._stuck()
         for action in self.pending:
             action()
-
-    def _take(self, queue):
-        """The next of a queue: the oldest, or any if the order is drawn."""
-        if self.order:
-            queue.rotate(-self.order.randrange(len(queue)))
-        return queue.popleft()
 
     def _stuck(self):
         waiting = [thread for thread in self.threads if not thread.coroutine.dead]

@@ -9,9 +9,10 @@ A warp-wide instruction is a meeting of 32 threads: each leaves its operands, th
 all lanes from the instruction's documented meaning, each takes its own.
 
 What hardware does on its own time, bulk copies above all, happens here as late as it may: when no thread can go on,
-and then what was started last comes first. Until then its destination holds NaN. A kernel that forgets a wait therefore computes NaN, or an instruction's twin
-finds its operands changed and says so. RLNUMBA_SIMULATOR_SEED=N draws instead which thread runs next and when copies
-arrive; equal bits for several N are good evidence that no barrier is missing.
+and then what was started last comes first. Until then its destination holds NaN. A kernel that forgets a wait
+therefore computes NaN, or an instruction's twin finds its operands changed and says so. RLNUMBA_SIMULATOR_SEED=N
+draws instead which thread runs next and when copies arrive; equal bits for several N are good evidence that no barrier
+is missing.
 """
 
 import functools

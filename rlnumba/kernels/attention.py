@@ -5,9 +5,10 @@
 
 q, out (N, H, E); k, v (N, HK, E) in float32, float16 or bfloat16; lse (H, N) float32. H is a multiple of
 HK: query head h reads key head h // (H / HK). Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1].
-All arithmetic is float32.
 
-What a row computes, in this order, wherever it stands in whatever batch:
+Three families of kernels compute it (kernels/choice.py says which on which GPU): attention_hopper.py,
+attention_tensor_core.py, and the simple ones of this module. Their arithmetic differs, within rounding. The
+simple ones compute in float32 throughout. What a row computes, in this order, wherever it stands in whatever batch:
 
     for each tile of KEYS keys, the tiles fixed by the keys' absolute positions:
         s_j = fma chain over e of (scale * q_e) * k_je          for each key j of the tile; -inf beyond the row
@@ -29,13 +30,10 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import attention_cpu, attention_hopper
-from rlnumba.kernels.check import F32, FLOATS, I32, check
+from rlnumba.kernels import attention_cpu, attention_hopper, attention_tensor_core, choice
+from rlnumba.kernels.check import F32, FLOATS, I32, check, check_chunks
 from rlnumba.kernels.instructions import device_function, narrow, shuffle_xor, sync_warp, widen
 from rlnumba.kernels.launch import kernel_factory, launch
-
-# Whether attention_hopper.py and paged_attention_hopper.py compute where they can.
-HOPPER = False
 
 # Keys of a tile. Part of the arithmetic: the running maximum moves at the borders of the tiles.
 KEYS = 32
@@ -390,12 +388,21 @@ def attention_kernel(tile):
     return attention_kernel
 
 
-def on_hopper(q, scale):
-    """Whether the arithmetic of attention_hopper.py is used: one answer for packed and for paged attention."""
-    return HOPPER and scale > 0 and attention_hopper.takes(q)
+TAKES = {"hopper": attention_hopper.takes, "tensor_core": attention_tensor_core.takes}
 
 
-def check_heads(op, q, k, v):
+def family_of(q, k):
+    """The family of kernels that computes attention of such heads: "hopper", "tensor_core" or "simple".
+
+    It follows from the GPU and from what all layers and all calls of a model have in common: the dtype, head_dim and
+    the query heads of a key head. So packed and paged attention and the gradient cannot differ in it.
+    """
+    family = choice.family("attention")
+    takes = TAKES.get(family)
+    return family if takes and takes(q.dtype.name, q.shape[2], q.shape[1] // k.shape[1]) else "simple"
+
+
+def check_heads(op, q, k, v, scale):
     """(N, H, HK, E) of q (N, H, E) and of k and v (rows, HK, E), or ValueError."""
     tokens, heads, head_dim = check(op, "q", q, (None, None, None), FLOATS)
     rows, kv_heads, _ = check(op, "k", k, (None, None, head_dim), (q.dtype,))
@@ -404,19 +411,21 @@ def check_heads(op, q, k, v):
         raise ValueError(f"{op}: the number of query heads must be a multiple of {kv_heads} key heads, got {heads}")
     if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"{op}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
+    if not scale > 0:
+        raise ValueError(f"{op}: scale must be > 0, got {scale}")
     return tokens, heads, kv_heads, head_dim
 
 
 def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     """Causal attention of packed sequences with grouped query heads.
 
-    q (N, H, E), k and v (N, HK, E) of one floating dtype, H a multiple of HK, E even and at most 256;
+    q (N, H, E), k and v (N, HK, E) of one floating dtype, H a multiple of HK, E even and at most 256; scale > 0;
     cu_seqlens (B + 1,) int32 from 0 to N; max_seqlen: at least the longest sequence's length (not checked:
     that would wait for the device; queries beyond it are not computed). out (N, H, E) of q's dtype and lse
     (H, N) float32, the log-sum-exp of a row's scaled scores, are written. Raises ValueError for other
     shapes, dtypes or layouts. Source: Dao et al. 2022, algorithm 1.
     """
-    tokens, heads, kv_heads, head_dim = check_heads("attention", q, k, v)
+    tokens, heads, kv_heads, head_dim = check_heads("attention", q, k, v, scale)
     check("attention", "k", k, (tokens, kv_heads, head_dim), (q.dtype,))
     (bounds,) = check("attention", "cu_seqlens", cu_seqlens, (None,), I32)
     check("attention", "out", out, q.shape, (q.dtype,))
@@ -424,8 +433,11 @@ def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     if device.name() == "numpy":
         attention_cpu.attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
         return
-    if on_hopper(q, scale):
-        attention_hopper.attention_hopper(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
+    family = family_of(q, k)
+    if family != "simple":
+        check_chunks("attention", q=q, k=k, v=v, out=out)
+        attend = attention_hopper.attention_hopper if family == "hopper" else attention_tensor_core.attend
+        attend(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
         return
     tile = many_rows(head_dim)
     grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)

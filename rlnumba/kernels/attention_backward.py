@@ -6,9 +6,10 @@
     dk[j] = scale * sum_i ds[i, j] * q[i]      dv[j] = sum_i p[i, j] * dout[i]
 
 Shapes and dtypes as in kernels/attention.py; with grouped heads, the sums over i run over all query heads of
-a key head. p is computed again from q, k and lse, in float32 as everything else. Three kernels: delta; dq,
-whose blocks own query rows and pass over the keys; dk and dv, whose blocks own keys and pass over the query
-rows. Each sum is taken by one thread in the order of the keys or rows, so equal inputs give equal bits.
+a key head. p is computed again from q, k and lse, by the family of kernels that the forward took. The simple
+ones, here, compute in float32 throughout: delta; dq, whose blocks own query rows and pass over the keys; dk and
+dv, whose blocks own keys and pass over the query rows. Each sum is taken by one thread in the order of the keys
+or rows, so equal inputs give equal bits, whatever the family.
 """
 
 import math
@@ -23,32 +24,23 @@ from rlnumba.kernels.attention import (
     SCORE_STRIDE,
     accumulate_function,
     check_heads,
+    family_of,
     load_function,
     many_rows,
     products_function,
     query_rows_function,
 )
-from rlnumba.kernels.check import F32, I32, check
-from rlnumba.kernels.instructions import narrow, sync_warp, warp_sum, widen
+from rlnumba.kernels.attention_backward_hopper import hopper_attention_backward
+from rlnumba.kernels.attention_backward_tensor_core import attend_backward
+from rlnumba.kernels.attention_delta import attention_delta
+from rlnumba.kernels.attention_dq_hopper import hopper_attention_backward_apart
+from rlnumba.kernels.check import F32, I32, check, check_chunks
+from rlnumba.kernels.instructions import narrow, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
 
-# Threads of a block of attention_delta_kernel: one warp a row.
-DELTA_THREADS = 128
-
-
-@cuda.jit
-def attention_delta_kernel(dout, out, delta):
-    """delta[h, n] = dout[n, h] . out[n, h]; a warp owns a row, a lane every 32nd column."""
-    tokens, heads, head_dim = out.shape
-    row = cuda.blockIdx.x * (DELTA_THREADS // 32) + cuda.threadIdx.x // 32
-    if row >= tokens * heads:
-        return
-    total = np.float32(0.0)
-    for column in range(cuda.threadIdx.x % 32, head_dim, 32):
-        total += widen(dout[row // heads, row % heads, column]) * widen(out[row // heads, row % heads, column])
-    total = warp_sum(total)
-    if cuda.threadIdx.x % 32 == 0:
-        delta[row % heads, row // heads] = total
+# Whether dq has a kernel of its own on Hopper (attention_dq_hopper.py), for heads up to 128, instead of being added in
+# turns. Neither was ever measured.
+DQ_APART = False
 
 
 @kernel_factory
@@ -266,7 +258,7 @@ def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, d
     Raises ValueError for other shapes, dtypes or layouts. Source: Dao et al. 2022, algorithm 4.
     """
     op = "attention_backward"
-    tokens, heads, kv_heads, head_dim = check_heads(op, q, k, v)
+    tokens, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
     for name, array in (("dout", dout), ("out", out), ("dq", dq)):
         check(op, name, array, q.shape, (q.dtype,))
     for name, array in (("k", k), ("dk", dk), ("dv", dv)):
@@ -276,12 +268,18 @@ def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, d
     if device.name() == "numpy":
         attention_cpu.attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv)
         return
-    delta = device.xp().empty((heads, tokens), np.float32)
-    delta_blocks = -(-tokens * heads * 32 // DELTA_THREADS)
-    launch(attention_delta_kernel, delta_blocks, DELTA_THREADS, dout, out, delta)
+    family = family_of(q, k)
+    if family != "simple":
+        check_chunks(op, dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
+        function = attend_backward
+        if family == "hopper":
+            apart = DQ_APART and head_dim <= 128
+            function = hopper_attention_backward_apart if apart else hopper_attention_backward
+        function(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv)
+        return
     tile = many_rows(head_dim, copies=2)
     shared = tile.shared_bytes(copies=2)
-    arguments = (dout, q, k, v, lse, delta, cu_seqlens, float(scale))
+    arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
     grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)
     launch(attention_dq_kernel(tile), grid, tile.threads, *arguments, dq, shared=shared)
     grid = (-(-max_seqlen // tile.rows), kv_heads, bounds - 1)

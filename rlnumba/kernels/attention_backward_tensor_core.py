@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels.attention_backward import DELTA_THREADS, attention_delta_kernel
+from rlnumba.kernels.attention_delta import attention_delta
 from rlnumba.kernels.attention_tensor_core import (
     BLOCK_BYTES,
     KEYS,
@@ -498,17 +497,15 @@ def row_tile(head_dim, element, limit):
 
 
 def attend_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, keys_tile=None, rows_tile=None):
-    """attention_backward() of kernels/attention_backward.py for arguments that attention_tensor_core.takes accepts.
+    """attention_backward() of kernels/attention_backward.py, for heads that attention_tensor_core.takes accepts.
 
     keys_tile, rows_tile: by default what key_tile and row_tile choose.
     """
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     kv_heads, sequences, element = k.shape[1], len(cu_seqlens) - 1, q.dtype.name
     keys_tile = keys_tile or key_tile(head_dim, element, shared_limit())
     rows_tile = rows_tile or row_tile(head_dim, element, shared_limit())
-    delta = device.xp().empty((heads, tokens), np.float32)
-    launch(attention_delta_kernel, -(-tokens * heads * 32 // DELTA_THREADS), DELTA_THREADS, dout, out, delta)
-    arguments = (dout, q, k, v, lse, delta, cu_seqlens, float(scale))
+    arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
     grid = (kv_heads * keys_tile.parts, sequences, -(-max_seqlen // keys_tile.keys))
     launch(
         tensor_core_dkv_kernel(keys_tile), grid, keys_tile.threads, *arguments, dk, dv, shared=keys_tile.shared_bytes

@@ -87,6 +87,8 @@ SEGMENT = 1024
 SLACK = f32(8.0)
 # Rows of a warpgroup's tile.
 ROWS = 64
+# Most query rows of a unit of decode: more take more registers than a thread has.
+ROWS_OF_UNIT = 32
 WARPGROUP = 128
 # Named barriers: 1 + consumer for its own threads, TURN + consumer for its turn at the tensor cores.
 TURN = 4
@@ -709,21 +711,12 @@ def processors():
     return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
-@functools.cache
-def _is_hopper():
-    if device.name() != "cuda":
-        return False
-    import cupy
+def takes(element, head_dim, group):
+    """Whether the modules for Hopper compute attention of such heads: 16-bit, of 16, 24, ... or 256 columns.
 
-    return cupy.cuda.Device().compute_capability == "90"
-
-
-def takes(q):
-    """Whether this module and paged_attention_hopper compute attention of queries like q: 16-bit, on Hopper.
-
-    head_dim must be a multiple of 8 and at least 16.
+    group: query heads of a key head, at most the rows of a unit of decode.
     """
-    return _is_hopper() and q.dtype.name in ELEMENTS and q.shape[2] % 8 == 0 and q.shape[2] >= 16
+    return element in ELEMENTS and head_dim % 8 == 0 and 16 <= head_dim <= 256 and group <= ROWS_OF_UNIT
 
 
 def best_tile(head_dim, element, group, paged=False, box=KEYS):

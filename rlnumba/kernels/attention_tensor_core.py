@@ -45,7 +45,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.gemm_hopper import processors
-from rlnumba.kernels.gemm_tensor_core import SYSTEM_BYTES, has_tensor_cores, shared_limit
+from rlnumba.kernels.gemm_tensor_core import SYSTEM_BYTES, shared_limit
 from rlnumba.kernels.hopper import ELEMENTS, pack, shared_address
 from rlnumba.kernels.instructions import ballot, device_function, exp2, narrow, shuffle_xor, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
@@ -900,19 +900,16 @@ def partials_for(rows, columns):
     return flat[: rows * columns].reshape(rows, columns), flat[rows * columns : count].reshape(rows, 2)
 
 
-def takes(q, k, scale, block_size=0):
-    """Whether this module attends: 16-bit on a GPU since Ampere, heads of whole 16-byte pieces, up to 256.
+def takes(element, head_dim, group):
+    """Whether this module and the gradient's compute attention of such heads: 16-bit, of 8, 16, ... or 256 columns.
 
-    block_size: of the cache, 0 for packed sequences.
+    group: query heads of a key head, any number.
     """
-    head_dim = q.shape[-1]
-    fits = head_dim % 8 == 0 and head_dim <= 256 and scale > 0 and (not block_size or SEGMENT % block_size == 0)
-    aligned = q.data.ptr % 16 == 0 and k.data.ptr % 16 == 0
-    return has_tensor_cores() and q.dtype.name in ELEMENTS and fits and aligned
+    return element in ELEMENTS and head_dim % 8 == 0 and 0 < head_dim <= 256 and group > 0
 
 
 def attend(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, tile=None):
-    """attention() of kernels/attention.py for arguments that `takes` has accepted.
+    """attention() of kernels/attention.py, for heads that `takes` accepts and scale > 0.
 
     tile: by default what many_rows chooses.
     """
@@ -931,11 +928,14 @@ def attend(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, tile=None):
 def paged_attend(
     q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, tile=None
 ):
-    """paged_attention() of kernels/paged_attention.py for arguments that `takes` has accepted.
+    """paged_attention() of kernels/paged_attention.py, for heads that `takes` accepts and scale > 0.
 
     k, v: the cache as (blocks * block_size, HK, E). tile: a Tile or a FewTile; by default decode's for up to
-    FEW_ROWS rows of a key head. The grid follows from shapes, max_seqlen_q and max_context_len alone.
+    FEW_ROWS rows of a key head. The grid follows from shapes, max_seqlen_q and max_context_len alone. Raises
+    ValueError for a block_size that does not divide SEGMENT.
     """
+    if SEGMENT % block_size:
+        raise ValueError(f"paged_attention: block_size must divide {SEGMENT}, got {block_size}")
     (tokens, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], context_lens.shape[0]
     group, max_blocks = heads // kv_heads, block_tables.shape[1]
     if tile is None:

@@ -9,18 +9,23 @@ x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; 
 biases are float32 arrays that accumulate. Who multiplies:
 
     numpy    on the numpy device: kernels/cpu.py, one fixed order a row
-    cublas   on a GPU: fast; a row's bits may depend on the number of rows
-    numba    our kernels, on a GPU if asked for and in the simulator: K in one ascending order a row. 16-bit
-             products on Hopper run in kernels/gemm_hopper.py, all others in the kernel below
+    cublas   on a GPU: a row's bits may depend on the number of rows
+    numba    our kernels, on a GPU and in the simulator: K in one ascending order a row. 16-bit products run in
+             kernels/gemm_hopper.py or kernels/gemm_tensor_core.py, as kernels/choice.py says for the GPU, if all
+             rows are whole 16-byte pieces (N and K multiples of 8, or N of 4 for a float32 out) and a residual has
+             the inputs' type; all others, and those of float32, run in the kernel below, which is slow
 """
+
+import functools
+from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.errors import ConfigError
-from rlnumba.kernels import cpu, gemm_hopper
-from rlnumba.kernels.check import F32, FLOATS, check
+from rlnumba.kernels import choice, cpu, gemm_hopper, gemm_tensor_core
+from rlnumba.kernels.check import F32, FLOATS, check, in_chunks
 from rlnumba.kernels.cublas import cublas
 from rlnumba.kernels.instructions import narrow, widen
 from rlnumba.kernels.launch import launch
@@ -35,27 +40,107 @@ PADDED = TILE + 1
 START_THREADS = 256
 
 BACKENDS = {"numpy": ("numpy",), "sim": ("numba",), "cuda": ("cublas", "numba")}
+FAMILIES = {"hopper": gemm_hopper.product, "tensor_core": gemm_tensor_core.product}
 
-_backend = None
+
+class Measured(NamedTuple):
+    """Our 16-bit products at some number of rows, over the shapes of bench/kernels/gemm.py.
+
+    mean, least: geometric mean and smallest of cuBLAS's time over ours. least is None where not all shapes were
+    measured with the tile that best_tile takes.
+    """
+
+    product: str
+    rows: int
+    mean: float
+    least: float | None
+
+
+# By compute capability. On an H200: bench/results/h200.md at 16,384 rows; with few, docs/log.md, each shape with its
+# best tile of a sweep, among them 1024 x 2048 with 0.87.
+MEASURED = {
+    (9, 0): (
+        Measured("linear", 16_384, 1.07, 0.99),
+        Measured("linear_backward_input", 16_384, 1.07, 0.94),
+        Measured("linear_backward_weight", 16_384, 1.03, 0.97),
+        Measured("linear", 256, 0.92, None),
+        Measured("linear", 64, 0.96, None),
+        Measured("linear", 8, 0.96, 0.87),
+        Measured("linear", 1, 1.29, None),
+    ),
+}
+# What `least` must be everywhere for "auto" to take ours: one answer for all rows, or they would differ in their bits.
+ENOUGH = 0.9
+
+_backend = "auto"
 
 
 def set_backend(name):
-    """Choose who multiplies: "cublas" or "numba" on a GPU, "auto" for the device's first choice.
+    """Choose who multiplies: "cublas" or "numba" on a GPU, or "auto".
 
-    Raises ConfigError for a name that the device does not offer.
+    "auto" is ours for 16-bit arrays where MEASURED says so for the GPU or kernels/choice.py's families are forced,
+    else cuBLAS. Raises ConfigError for a name that the device does not offer.
     """
     global _backend
     offered = BACKENDS[device.name()]
     if name not in ("auto", *offered):
         raise ConfigError(f"gemm must be auto or {' or '.join(offered)} on device {device.name()}, got {name!r}")
-    _backend = offered[0] if name == "auto" else name
+    _backend = name
 
 
-def backend():
-    """Who multiplies now: "numpy", "cublas" or "numba"."""
-    if _backend is None:
-        set_backend("auto")
-    return _backend
+def backend(dtype=None):
+    """Who multiplies arrays of this dtype (None: one of 16 bits) now: "numpy", "cublas" or "numba"."""
+    return _backend if _backend != "auto" else _automatic(dtype)[0]
+
+
+def describe(dtype=None):
+    """One line for people: who multiplies arrays of this dtype (None: one of 16 bits), why, and with which kernels."""
+    name, why = (_backend, "asked for") if _backend != "auto" else _automatic(dtype)
+    if name != "numba":
+        return f"{name}: {why}"
+    return f"numba: {why}; {'simple' if _is_wide(dtype) else choice.describe('product')}"
+
+
+def _is_wide(dtype):
+    return dtype is not None and dtype == np.float32
+
+
+def _automatic(dtype):
+    """(backend, why) of "auto" for arrays of this dtype."""
+    offered = BACKENDS[device.name()]
+    if len(offered) == 1:
+        return offered[0], f"the only one of device {device.name()}"
+    if choice.is_forced("product"):
+        return "numba", "kernels are forced"
+    if _is_wide(dtype):
+        return "cublas", "ours do not use tensor cores for float32"
+    return _measured_choice(choice.architecture())
+
+
+@functools.cache
+def _measured_choice(architecture):
+    """(backend, why) for 16-bit arrays on a GPU of this compute capability."""
+    rows = MEASURED.get(architecture, ())
+    if not rows:
+        return "cublas", f"ours was not measured on compute capability {'.'.join(map(str, architecture))}"
+    for product, count, mean, least in rows:
+        if least is None or least < ENOUGH:
+            figure = f"{mean} of its speed on average" if least is None else f"{least} of its speed at worst"
+            return "cublas", f"ours has {figure} in {product} of {count} rows, and must have {ENOUGH} for every shape"
+    return "numba", f"at least {min(row.least for row in rows)} of cuBLAS's speed wherever measured"
+
+
+def _fast_product(a, b, out, steps, residual=None):
+    """The product function for these matrices, of the family that is chosen; None where it does not take them.
+
+    steps: of the reduction.
+    """
+    function = FAMILIES.get(choice.family("product"))
+    if function is None or a.dtype == np.float32 or not steps:
+        return None
+    if residual is None:
+        return function if in_chunks(a, b, out) else None
+    return function if out.dtype == a.dtype and in_chunks(a, b, out, residual) else None
 
 
 @cuda.jit
@@ -153,7 +238,8 @@ def linear(x, weight, out, bias=None, residual=None):
         check("linear", "residual", residual, (m, n), (out.dtype,))
     if m == 0 or n == 0:
         return
-    if backend() == "numpy":
+    who = backend(x.dtype)
+    if who == "numpy":
         overlap = residual is not None and np.may_share_memory(residual, out)
         target = np.empty_like(out) if overlap else out
         cpu.product(x, weight, target)
@@ -163,14 +249,14 @@ def linear(x, weight, out, bias=None, residual=None):
             np.add(target, residual, out=out)
         elif residual is not None:
             out += residual
-    elif backend() == "cublas":
+    elif who == "cublas":
         accumulate = bias is not None or residual is not None
         in_place = bias is None and accumulate and residual.data.ptr == out.data.ptr
         if accumulate and not in_place:
             launch(start_kernel, m, START_THREADS, *_optional(x, out, bias, residual), out)
         _cublas_product(x, False, weight, True, out, accumulate)
-    elif gemm_hopper.takes(x, weight, out, k) and (residual is None or out.dtype == x.dtype):
-        gemm_hopper.product(x, weight, out, bias=bias, residual=residual)
+    elif product := _fast_product(x, weight, out, k, residual):
+        product(x, weight, out, bias=bias, residual=residual)
     else:
         _launch_product(x, (k, 1), weight, (k, 1), k, *_optional(x, out, bias, residual), out)
 
@@ -190,15 +276,16 @@ def linear_backward_input(dout, weight, dx, accumulate=False):
     check("linear_backward_input", "dx", dx, (m, k), (dout.dtype,))
     if m == 0 or k == 0:
         return
-    if backend() == "numpy":
+    who = backend(dout.dtype)
+    if who == "numpy":
         if n:
             cpu.outer_product(dout.reshape(-1), n, 1, n, weight, dx, accumulate)
         elif not accumulate:
             dx[...] = 0
-    elif backend() == "cublas":
+    elif who == "cublas":
         _cublas_product(dout, False, weight, False, dx, accumulate)
-    elif gemm_hopper.takes(dout, weight, dx, n):
-        gemm_hopper.product(dout, weight, dx, b_mn=True, residual=dx if accumulate else None)
+    elif product := _fast_product(dout, weight, dx, n):
+        product(dout, weight, dx, b_mn=True, residual=dx if accumulate else None)
     else:
         addend = dx if accumulate else dx[:0]
         _launch_product(dout, (n, 1), weight, (1, k), n, dx[0, :0], addend, dx)
@@ -214,12 +301,13 @@ def linear_backward_weight(dout, x, dweight):
     check("linear_backward_weight", "dweight", dweight, (n, k), F32)
     if m == 0 or n == 0 or k == 0:
         return
-    if backend() == "numpy":
+    who = backend(dout.dtype)
+    if who == "numpy":
         cpu.outer_product(dout.reshape(-1), 1, n, m, x, dweight, True)
-    elif backend() == "cublas":
+    elif who == "cublas":
         _cublas_product(dout, True, x, False, dweight, True)
-    elif gemm_hopper.takes(dout, x, dweight, m):
-        gemm_hopper.product(dout, x, dweight, a_mn=True, b_mn=True, add=True)
+    elif product := _fast_product(dout, x, dweight, m):
+        product(dout, x, dweight, a_mn=True, b_mn=True, add=True)
     else:
         _launch_product(dout, (1, n), x, (1, k), m, dweight[0, :0], dweight, dweight)
 

@@ -24,7 +24,6 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
-    ELEMENTS,
     LINE,
     STEPS,
     barrier_arrive,
@@ -366,26 +365,6 @@ def _none(dimensions):
 
 
 @functools.cache
-def _is_hopper():
-    if device.name() != "cuda":
-        return False
-    import cupy
-
-    return cupy.cuda.Device().compute_capability == "90"
-
-
-def takes(a, b, out, steps):
-    """Whether this module multiplies these matrices: 16-bit, on Hopper, rows of whole 16-byte pieces.
-
-    steps: of the reduction, more than 0.
-    """
-    if not _is_hopper() or a.dtype.name not in ELEMENTS or not steps:
-        return False
-    rows_fit = all(matrix.shape[1] * matrix.itemsize % 16 == 0 for matrix in (a, b, out))
-    return rows_fit and all(matrix.data.ptr % 16 == 0 for matrix in (a, b, out))
-
-
-@functools.cache
 def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors):
     """The Tile that a simple model of time finds the fastest for C (m, n) with k steps.
 
@@ -416,7 +395,7 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors):
 def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
     """out = A B (+ bias + residual), or out += A B if `add`, with the tile that best_tile chooses.
 
-    Matrices as in hopper_product, which `takes` must have accepted.
+    Matrices as in hopper_product.
     """
     m, n = out.shape
     k = a.shape[0] if a_mn else a.shape[1]
@@ -429,7 +408,7 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
     """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
 
     a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
-    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M and N > 0.
+    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
     blocks: of the grid; by default as many as the SMs hold at a time.
     """
     m, n = out.shape

@@ -29,7 +29,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.gemm_hopper import place, processors
-from rlnumba.kernels.hopper import ELEMENTS, load_pair, load_word, pack, shared_address, store_pair, unpack
+from rlnumba.kernels.hopper import load_pair, load_word, pack, shared_address, store_pair, unpack
 from rlnumba.kernels.instructions import device_function, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.tensor_core import (
@@ -402,25 +402,6 @@ def shared_limit():
     return device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
 
 
-@functools.cache
-def has_tensor_cores():
-    """Whether there is a GPU that runs this module's kernels."""
-    return device.name() == "cuda" and int(device.xp().cuda.Device().compute_capability) >= 80
-
-
-def takes(a, b, out, steps, residual=None):
-    """Whether this module multiplies these matrices: 16-bit, on a GPU since Ampere, rows of whole 16-byte pieces.
-
-    steps: of the reduction, more than 0. residual: of out's type, which is then that of a and b.
-    """
-    if not has_tensor_cores() or a.dtype.name not in ELEMENTS or not steps:
-        return False
-    if residual is not None and out.dtype != a.dtype:
-        return False
-    matrices = [a, b, out] if residual is None else [a, b, out, residual]
-    return all(matrix.shape[1] * matrix.itemsize % CHUNK == 0 and matrix.data.ptr % CHUNK == 0 for matrix in matrices)
-
-
 # Shapes worth a kernel: rows, columns, warps down and across, reduction of a stage; then how many blocks an SM and how
 # many stages to aim for.
 SHAPES = [
@@ -489,7 +470,7 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, 
 def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
     """out = A B (+ bias + residual), or out += A B if `add`, with the tile that best_tile chooses.
 
-    Matrices as in tensor_core_product, which `takes` must have accepted.
+    Matrices as in tensor_core_product.
     """
     m, n = out.shape
     k = a.shape[0] if a_mn else a.shape[1]
@@ -508,7 +489,7 @@ def tensor_core_product(tile, a, b, out, bias=None, residual=None):
     """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
 
     a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
-    (M, N) of a's dtype; may be out itself. Rows of all matrices are multiples of 16 bytes long. M and N > 0.
+    (M, N) of a's dtype; may be out itself. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
     """
     m, n = out.shape
     k = a.shape[0] if tile.a_mn else a.shape[1]

@@ -10,7 +10,8 @@ and makes the logits of CHUNK_LOGITS at a time; its backward makes them again, t
 dweight += dz^T hidden. A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
 
 Whoever draws a token (kernels/sampling.py) and whoever scores it must get the same bits: row_sum.py has the order.
-16-bit arrays on Hopper may go through logprob_hopper.py, whose logits never leave the registers (FUSED).
+16-bit arrays on Hopper may go through logprob_hopper.py, whose logits never leave the registers, if kernels/choice.py
+says so and if it says the same of matrix products: then it does not change a bit of the log-prob.
 """
 
 import math
@@ -19,7 +20,7 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import cpu, logprob_hopper
+from rlnumba.kernels import choice, cpu, logprob_hopper
 from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.elementwise import gather_rows, scatter_rows
 from rlnumba.kernels.gemm import backend, bias_backward, linear, linear_backward_input, linear_backward_weight
@@ -28,8 +29,6 @@ from rlnumba.kernels.launch import DEBUG, launch
 from rlnumba.kernels.row_sum import GROUPS, ROW_THREADS, row_terms
 
 IGNORED = -100
-# Whether linear_logp and its gradient go through logprob_hopper.py, where it takes the arrays and products are ours.
-FUSED = False
 # Float32 logits that exist at one time: 64 MiB.
 CHUNK_LOGITS = 1 << 24
 
@@ -212,7 +211,10 @@ def linear_logp_with_gradient(
 
 def _fused(hidden, weight, bias):
     """Whether logprob_hopper.py serves these arrays."""
-    return FUSED and bias is None and backend() == "numba" and logprob_hopper.takes(hidden, weight)
+    if device.name() == "numpy" or bias is not None or choice.family("logprob") != "hopper":
+        return False
+    like_products = backend(hidden.dtype) == "numba" and choice.family("product") == "hopper"
+    return like_products and logprob_hopper.takes(hidden, weight)
 
 
 def _on_live_rows(operate, live, hidden, ids, inputs, outputs, dhidden):

@@ -32,6 +32,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import gemm_hopper
+from rlnumba.kernels.check import in_chunks
 from rlnumba.kernels.elementwise import cast
 from rlnumba.kernels.gemm_hopper import ROWS, WARPGROUP, place, processors
 from rlnumba.kernels.hopper import (
@@ -578,8 +579,8 @@ def add_slabs_kernel(parts, rows, out):
 
 
 def takes(hidden, weight):
-    """Whether this module computes linear_logp of these arrays: 16-bit, on Hopper, rows of whole 16-byte pieces."""
-    return gemm_hopper.takes(hidden, weight, hidden, hidden.shape[1]) and hidden.shape[0] > 0
+    """Whether this module computes linear_logp of these arrays: 16-bit, not empty, rows of whole 16-byte pieces."""
+    return hidden.dtype != np.float32 and hidden.size > 0 and in_chunks(hidden, weight)
 
 
 @functools.cache

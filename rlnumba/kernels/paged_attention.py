@@ -1,8 +1,9 @@
 """Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
 
-The equations and the arithmetic are those of kernels/attention.py, whose `attend` runs here too; only the
-place of a key differs: key j of sequence b is row j % block_size of block block_tables[b, j // block_size].
-A row's output therefore has the bits that `attention` gives it.
+The equations and the arithmetic are those of kernels/attention.py, and so is the family of kernels that computes
+them; of the simple ones, `attend` runs here too. Only the place of a key differs: key j of sequence b is row
+j % block_size of block block_tables[b, j // block_size]. A row's output therefore has the bits that `attention`
+gives it.
 
 q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
 sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
@@ -13,8 +14,9 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import attention_cpu
-from rlnumba.kernels.attention import attend_function, check_heads, few_rows, many_rows, on_hopper
-from rlnumba.kernels.check import FLOATS, I32, check
+from rlnumba.kernels.attention import attend_function, check_heads, family_of, few_rows, many_rows
+from rlnumba.kernels.attention_tensor_core import paged_attend
+from rlnumba.kernels.check import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.instructions import device_function
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper
@@ -55,18 +57,18 @@ def paged_attention(
     """Causal attention of the newest tokens of B sequences to their keys in a block cache.
 
     q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK,
-    E even and at most 256; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens
+    E even and at most 256; scale > 0; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens
     (B,), the keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not
     checked against the device's arrays. out (N, H, E) of q's dtype is written; where context_lens is 0, with
     zeros. The grid follows from the shapes and max_seqlen_q alone, so a captured graph stays valid while
-    the arrays' values change. Raises ValueError for other shapes, dtypes or layouts, and for a
-    max_context_len beyond the block tables.
+    the arrays' values change. Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the
+    block tables, and for a block_size that the family of kernels does not take; all take 16, 32 and 64.
     """
     op = "paged_attention"
     blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
     check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
     k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
-    _, heads, kv_heads, head_dim = check_heads(op, q, k, v)
+    _, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
     sequences, max_blocks = check(op, "block_tables", block_tables, (None, None), I32)
     check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
     check(op, "context_lens", context_lens, (sequences,), I32)
@@ -80,10 +82,14 @@ def paged_attention(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
         )
         return
-    if on_hopper(q, scale):
-        paged_attention_hopper(
-            q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out
-        )
+    family = family_of(q, k)
+    if family != "simple":
+        check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
+        if family == "hopper":
+            paged_attention_hopper(q, k_cache, v_cache, *numbers)
+        else:
+            paged_attend(q, k, v, block_size, *numbers)
         return
     rows = max_seqlen_q * (heads // kv_heads)
     tile = few_rows(head_dim)

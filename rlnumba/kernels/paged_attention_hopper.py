@@ -29,6 +29,7 @@ from rlnumba.kernels.attention_hopper import (
     LOG2_E,
     MINUS_INFINITY,
     ROWS,
+    ROWS_OF_UNIT,
     SEGMENT,
     SHARED_LIMIT,
     WARPGROUP,
@@ -78,8 +79,6 @@ THREADS = WARPGROUP + 32
 SLOTS = 2
 # Partial results that a merging thread loads before it uses the first.
 AHEAD = 4
-# Most query rows of a unit: more take more registers than a thread has.
-ROWS_OF_UNIT = 32
 
 
 class Tile(NamedTuple):

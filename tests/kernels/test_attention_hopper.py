@@ -5,14 +5,12 @@ import pytest
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import attention
 from rlnumba.kernels import attention_hopper as packed_form
 from rlnumba.kernels import paged_attention_hopper as paged_form
 from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_hopper import ARCHITECTURES, Tile, attention_hopper, attention_hopper_kernel, best_tile
 from rlnumba.kernels.hopper import shared_address
 from rlnumba.kernels.launch import kernel_factory, launch
-from rlnumba.kernels.paged_attention import paged_attention
 from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper, paged_attention_hopper_kernel
 from tests.close import assert_close, assert_same_bits
 
@@ -312,25 +310,6 @@ def test_gpu_graph_follows_its_arrays(rng):
         graph.launch(stream)
         stream.synchronize()
         assert_same_bits(out, cache.expected[0][rows], f"contexts {last}")
-
-
-@pytest.mark.gpu
-def test_gpu_operators_choose(rng, monkeypatch):
-    """With the constant set, the operators compute here what is 16-bit, and elsewhere what is not."""
-    monkeypatch.setattr(attention, "HOPPER", True)
-    cache = Cache(rng, [300, 70], 4, 2, 64, BF16)
-    q, k, v = (device.asarray(x) for x in cache.packed)
-    out, lse = device.xp().empty_like(q), device.xp().empty((4, 370), np.float32)
-    lengths = device.asarray(bounds([300, 70]))
-    attention.attention(q, k, v, lengths, 300, cache.scale, out, lse)
-    assert_same_bits(out, cache.expected[0])
-    contexts = device.asarray(np.array([300, 70], np.int32))
-    paged = device.xp().empty_like(q)
-    tables = device.asarray(cache.tables)
-    paged_attention(q, *cache.caches, tables, lengths, contexts, 300, 300, cache.scale, paged)
-    assert_same_bits(paged, cache.expected[0])
-    assert attention.on_hopper(q, 1.0)
-    assert not attention.on_hopper(q, 0.0) and not attention.on_hopper(q.astype(np.float32), 1.0)
 
 
 def test_wrong_arguments_are_named():

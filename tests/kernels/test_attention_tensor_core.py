@@ -11,7 +11,6 @@ from rlnumba.kernels.attention_tensor_core import (
     many_rows,
     merge_segments_kernel,
     paged_attend,
-    takes,
     tensor_core_attention_kernel,
     tensor_core_decode_kernel,
 )
@@ -163,7 +162,6 @@ SHAPES = [(16, 8, 128), (6, 6, 48), (8, 2, 80), (9, 3, 64), (4, 1, 256), (12, 1,
 def test_gpu(rng, shape, dtype):
     lengths = [1, 7, 64, 129, 500, 1000, 2395] if shape == (16, 8, 128) else [1, 31, 0, 63, 64, 65, 200, 1025]
     case = Case(rng, lengths, *shape, dtype)
-    assert takes(device.asarray(case.q), device.asarray(case.k), case.scale)
     case.check(None)
 
 

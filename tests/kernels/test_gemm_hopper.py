@@ -2,18 +2,16 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels import gemm
+from rlnumba.kernels import choice, gemm
 from rlnumba.kernels.gemm_hopper import Tile, best_tile, hopper_product, processors
 from tests.close import assert_close, assert_same_bits
 
 
 @pytest.fixture
 def ours():
-    """gemm = "numba" for the time of a test."""
-    before = gemm.backend()
-    gemm.set_backend("numba")
-    yield
-    gemm.set_backend(before)
+    """The operators of gemm.py take the Hopper kernels, or on another GPU those of gemm_tensor_core.py."""
+    with choice.forced("hopper" if choice.architecture() == (9, 0) else "tensor_core"):
+        yield
 
 
 def matrix(rng, shape, dtype):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels import gemm, logprob, logprob_hopper
+from rlnumba.kernels import choice, gemm, logprob, logprob_hopper
 from rlnumba.kernels.gemm_hopper import Tile, hopper_product
 from rlnumba.kernels.logprob import IGNORED, linear_logp_backward_ref, linear_logp_ref
 from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns, may_lead
@@ -31,13 +31,12 @@ def terms(rows):
 
 
 @pytest.fixture
-def fused(monkeypatch):
+def fused():
     """The operators of logprob.py take the Hopper kernels."""
-    before = gemm.backend()
-    gemm.set_backend("numba")
-    monkeypatch.setattr(logprob, "FUSED", True)
-    yield
-    gemm.set_backend(before)
+    if device.name() != "cuda" or choice.architecture() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    with choice.forced("hopper"):
+        yield
 
 
 def check_terms(out, case, temperature, rows=slice(None)):
@@ -176,8 +175,6 @@ def test_gpu(rng, fused, shape, dtype):
     checked = np.sort(rng.permutation(rows)[:CHECKED])
     case[3][~np.isin(np.arange(rows), checked)] = 0
     hidden, weight, ids, dlogp = (device.asarray(array) for array in case)
-    if not logprob_hopper.takes(hidden, weight):
-        pytest.skip("needs a Hopper GPU")
     xp = device.xp()
     out, again = terms(rows), terms(rows)
     logprob.linear_logp(hidden, weight, ids, 0.8, *out)
@@ -201,8 +198,6 @@ def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature)
     """For any number of rows in the sampler's product, and on both ways to the log-prob."""
     case = make(rng, 256, 151_936, 1024, "bfloat16", ignored=False)
     hidden, weight, _, _ = (device.asarray(array) for array in case)
-    if not logprob_hopper.takes(hidden, weight):
-        pytest.skip("needs a Hopper GPU")
     xp = device.xp()
     for rows in (1, 8, 64, 256):
         logits, drawn = xp.empty((rows, weight.shape[0]), np.float32), xp.empty(rows, np.float32)

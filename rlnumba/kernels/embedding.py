@@ -221,12 +221,12 @@ def check_rows(op, name, rows, limit):
         raise ValueError(f"{op}: {name} must be in [0, {limit}), got {rows[wrong][0]}")
 
 
-def embedding_backward(input_ids, dout, dweight):
+def embedding_backward(input_ids, dout, dweight, padding_idx=None):
     """dweight[input_ids[n]] += dout[n], the tokens of one id added up in their order.
 
-    input_ids (N,) int32; dout (N, D) of a floating dtype; dweight (V, D) float32 is added to. Ids outside
-    [0, V) raise ValueError on the numpy device and contribute nothing elsewhere. Raises ValueError for other
-    shapes, dtypes or layouts.
+    input_ids (N,) int32; dout (N, D) of a floating dtype; dweight (V, D) float32 is added to, but for the row
+    padding_idx (torch.nn.Embedding's). Ids outside [0, V) raise ValueError on the numpy device and contribute
+    nothing elsewhere. Raises ValueError for other shapes, dtypes or layouts.
     """
     tokens, columns = check("embedding_backward", "dout", dout, (None, None), FLOATS)
     check("embedding_backward", "input_ids", input_ids, (tokens,), I32)
@@ -236,10 +236,14 @@ def embedding_backward(input_ids, dout, dweight):
     order = device.xp().argsort(input_ids, kind="stable")
     if device.name() == "numpy":
         check_rows("embedding_backward", "input_ids", input_ids, vocabulary)
+        if padding_idx is not None:
+            order = order[input_ids[order] != padding_idx]
         sorted_ids = input_ids[order]
         starts = np.flatnonzero(np.diff(sorted_ids, prepend=-1))
         dweight[sorted_ids[starts]] += np.add.reduceat(dout[order], starts, axis=0)
         return
+    if padding_idx is not None:
+        input_ids = device.xp().where(input_ids == padding_idx, np.int32(-1), input_ids)
     segments, of_block = -(-tokens // SEGMENT), THREADS * VECTOR
     parts = device.xp().empty((segments, 2, columns), np.float32)
     constants = access_length(columns, dout, dweight), columns % of_block != 0

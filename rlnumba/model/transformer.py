@@ -126,7 +126,8 @@ class Transformer:
                         layers.mlp_block_backward(dx, w, g, step, mlp)
                     with memory.scope():
                         layers.attention_block_backward(index, dx, w, g, step, attention)
-            embedding_backward(tape.input_ids, dx, grads.embed_tokens)
+            # As in transformers: a padding token that stands in a text is read, and its embedding is not trained.
+            embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id)
         tape.last = ()
 
 

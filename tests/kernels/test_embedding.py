@@ -40,6 +40,11 @@ def run_all(rng, shape, dtype):
     again = xp.ones((vocabulary, columns), np.float32)
     embedding_backward(device.asarray(ids), device.asarray(dout), again)
     assert_same_bits(again, actual, "dweight of a second run")
+    padding = int(ids[-1]) if tokens else 0
+    without = xp.ones((vocabulary, columns), np.float32)
+    embedding_backward(device.asarray(ids), device.asarray(dout), without, padding)
+    actual[padding] = 1
+    assert_same_bits(without, actual, "dweight without the padding token")
 
 
 def test_gradient_of_reference(rng):

@@ -176,6 +176,17 @@ def test_gradients_add_up(small, rng):
     assert_close(grads.flat, total, terms=16)
 
 
+def test_the_embedding_of_the_padding_token_is_not_trained(small, rng):
+    """As in transformers. A model made from scratch has zeros there, where the norm's gradient is 1 / sqrt(eps)."""
+    padding = small.config.pad_token_id
+    batch, grads, tape = pack([[5, padding, 7], [padding, 9]]), small.weights.grads(), Tape()
+    dhidden = device.asarray(rng.standard_normal((5, small.config.hidden_size), np.float32))
+    small.forward(batch.input_ids, batch.position_ids, attention_of(small, batch), tape)
+    small.backward(dhidden, tape, grads)
+    trained = np.flatnonzero(device.to_host(grads.embed_tokens).any(axis=1))
+    assert trained.tolist() == [5, 7, 9]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_arena_changes_no_bit_and_gives_everything_back(small, rng, recompute):
     batch = pack([rng.integers(0, 144, n).tolist() for n in (6, 1, 11)])

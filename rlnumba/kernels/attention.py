@@ -31,7 +31,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import attention_cpu, attention_hopper, attention_tensor_core, choice
-from rlnumba.kernels.check import F32, FLOATS, I32, check, check_chunks
+from rlnumba.kernels.check import F32, FLOATS, check, check_bounds, check_chunks
 from rlnumba.kernels.instructions import device_function, narrow, shuffle_xor, sync_warp, widen
 from rlnumba.kernels.launch import kernel_factory, launch
 
@@ -427,7 +427,7 @@ def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     """
     tokens, heads, kv_heads, head_dim = check_heads("attention", q, k, v, scale)
     check("attention", "k", k, (tokens, kv_heads, head_dim), (q.dtype,))
-    (bounds,) = check("attention", "cu_seqlens", cu_seqlens, (None,), I32)
+    sequences = check_bounds("attention", "cu_seqlens", cu_seqlens)
     check("attention", "out", out, q.shape, (q.dtype,))
     check("attention", "lse", lse, (heads, tokens), F32)
     if device.name() == "numpy":
@@ -440,7 +440,7 @@ def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
         attend(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
         return
     tile = many_rows(head_dim)
-    grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)
+    grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, sequences)
     launch(
         attention_kernel(tile), grid, tile.threads,
         q, k, v, cu_seqlens, float(scale), out, lse,

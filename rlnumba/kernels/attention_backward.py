@@ -34,7 +34,7 @@ from rlnumba.kernels.attention_backward_hopper import hopper_attention_backward
 from rlnumba.kernels.attention_backward_tensor_core import attend_backward
 from rlnumba.kernels.attention_delta import attention_delta
 from rlnumba.kernels.attention_dq_hopper import hopper_attention_backward_apart
-from rlnumba.kernels.check import F32, I32, check, check_chunks
+from rlnumba.kernels.check import F32, check, check_bounds, check_chunks
 from rlnumba.kernels.instructions import narrow, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
 
@@ -264,7 +264,7 @@ def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, d
     for name, array in (("k", k), ("dk", dk), ("dv", dv)):
         check(op, name, array, (tokens, kv_heads, head_dim), (q.dtype,))
     check(op, "lse", lse, (heads, tokens), F32)
-    (bounds,) = check(op, "cu_seqlens", cu_seqlens, (None,), I32)
+    sequences = check_bounds(op, "cu_seqlens", cu_seqlens)
     if device.name() == "numpy":
         attention_cpu.attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv)
         return
@@ -280,9 +280,9 @@ def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, d
     tile = many_rows(head_dim, copies=2)
     shared = tile.shared_bytes(copies=2)
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
-    grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, bounds - 1)
+    grid = (-(-max_seqlen * (heads // kv_heads) // tile.rows), kv_heads, sequences)
     launch(attention_dq_kernel(tile), grid, tile.threads, *arguments, dq, shared=shared)
-    grid = (-(-max_seqlen // tile.rows), kv_heads, bounds - 1)
+    grid = (-(-max_seqlen // tile.rows), kv_heads, sequences)
     launch(attention_dkv_kernel(tile), grid, tile.threads, *arguments, dk, dv, shared=shared)
 
 

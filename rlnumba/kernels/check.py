@@ -39,6 +39,14 @@ def check(op, name, array, shape, dtypes):
     raise ValueError(f"{op}: {name} must be {wanted} {kinds}, got {tuple(actual)} {array.dtype}{layout}")
 
 
+def check_bounds(op, name, array):
+    """How many sequences an int32 array of bounds such as cu_seqlens delimits: its length less 1, or ValueError."""
+    (count,) = check(op, name, array, (None,), I32)
+    if not count:
+        raise ValueError(f"{op}: {name} must have at least one element, got none")
+    return count - 1
+
+
 def address(array):
     """Where an array of the device begins, in bytes."""
     return array.data.ptr if device.name() == "cuda" else array.ctypes.data

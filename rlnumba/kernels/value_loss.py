@@ -15,7 +15,7 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels.check import F32, I32, check
+from rlnumba.kernels.check import F32, check, check_bounds
 from rlnumba.kernels.instructions import shuffle, shuffle_down
 from rlnumba.kernels.launch import launch
 
@@ -64,13 +64,13 @@ def gae(rewards, values, cu_seqlens, gamma, lam, advantages, returns):
     """
     (tokens,) = check("gae", "rewards", rewards, (None,), F32)
     check("gae", "values", values, (tokens,), F32)
-    (bounds,) = check("gae", "cu_seqlens", cu_seqlens, (None,), I32)
+    sequences = check_bounds("gae", "cu_seqlens", cu_seqlens)
     check("gae", "advantages", advantages, (tokens,), F32)
     check("gae", "returns", returns, (tokens,), F32)
     if device.name() == "numpy":
         advantages[...], returns[...] = gae_ref(rewards, values, cu_seqlens, gamma, lam)
         return
-    launch(gae_kernel, bounds - 1, 32, rewards, values, cu_seqlens, float(gamma), float(lam), advantages, returns)
+    launch(gae_kernel, sequences, 32, rewards, values, cu_seqlens, float(gamma), float(lam), advantages, returns)
 
 
 def gae_ref(rewards, values, cu_seqlens, gamma, lam):

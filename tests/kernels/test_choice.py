@@ -5,7 +5,7 @@ import pytest
 
 from rlnumba import device
 from rlnumba.errors import ConfigError
-from rlnumba.kernels import attention, attention_backward, choice, gemm, logprob, paged_attention
+from rlnumba.kernels import attention, attention_backward, choice, gemm, launch, logprob, paged_attention
 from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_backward import attention_backward_ref
 from rlnumba.kernels.gemm import Measured, linear_backward_ref, linear_ref
@@ -14,8 +14,9 @@ from tests.close import assert_close, assert_same_bits
 
 
 @pytest.fixture(autouse=True)
-def unforced():
-    """Nothing is forced, whatever RLNUMBA_KERNELS says."""
+def unforced(monkeypatch):
+    """Nothing is forced, whatever RLNUMBA_KERNELS says; launches are not noted: other tests have kernels compiled."""
+    monkeypatch.setattr(launch, "observers", [])
     with choice.forced("auto"):
         yield
 

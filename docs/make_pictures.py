@@ -1,28 +1,81 @@
-"""Draws the pictures of the kernel pages: python docs/make_pictures.py"""
+"""Draws the pictures of the kernel pages: python docs/make_pictures.py [folder]
+
+A function a picture; PICTURES has their names. Tile shapes, bytes and layouts come from the kernels' modules, or from
+the small functions below that tests/test_docs.py holds against the instructions' twins.
+"""
 
 import pathlib
+import sys
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from rlnumba.kernels import attention_backward_hopper, attention_hopper, paged_attention_hopper, rmsnorm, sampling
+from rlnumba.kernels.logprob_hopper import HeadTile, chunk_columns
+from rlnumba.kernels.philox import noise_key
+from rlnumba.kernels.row_sum import TILE_COLUMNS
+
 FOLDER = pathlib.Path(__file__).parent / "pictures"
-BLUE, ORANGE, GREEN, GREY = "#4c78a8", "#f58518", "#54a24b", "#bab0ac"
+BLUE, ORANGE, GREEN, GREY, RED, PURPLE = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#e45756", "#b279a2"
+PALE = "#f2f0ee"
+KIB = 1024
+# Qwen3-0.6B, whose shapes the pages use: query heads of a key head, columns of a head, vocabulary, hidden size.
+GROUP, HEAD_DIM, VOCABULARY, HIDDEN = 2, 128, 151_936, 1024
 
 
-def box(axis, x, y, width, height, color, text="", alpha=0.85, size=9):
-    axis.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="black", linewidth=0.7, alpha=alpha))
+def box(axis, x, y, width, height, color, text="", alpha=0.85, size=9, edge="black"):
+    axis.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=0.7, alpha=alpha))
     if text:
         axis.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
 
 
-def arrow(axis, start, end, text="", offset=(0, 0.15), color="black"):
+def arrow(axis, start, end, text="", offset=(0, 0.15), color="black", size=8):
     axis.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=color, linewidth=1.1))
     if text:
         x, y = (start[0] + end[0]) / 2 + offset[0], (start[1] + end[1]) / 2 + offset[1]
-        axis.text(x, y, text, fontsize=8, ha="center", color=color)
+        axis.text(x, y, text, fontsize=size, ha="center", color=color)
+
+
+def note(axis, x, y, text, size=8, **options):
+    axis.text(x, y, text, fontsize=size, **{"ha": "center", "va": "center", **options})
+
+
+def bare(axis, left, right, bottom, top, title=""):
+    axis.set_xlim(left, right)
+    axis.set_ylim(bottom, top)
+    axis.axis("off")
+    if title:
+        axis.set_title(title, fontsize=10)
+
+
+def lane(axis, name, y, height=0.6):
+    axis.text(-0.15, y + height / 2, name, ha="right", va="center", fontsize=9)
+
+
+def kib(nbytes):
+    return f"{nbytes / KIB:g} KiB"
+
+
+def fragment_place(thread, word, of_b=False):
+    """(line, k) of the first of the two values in a word of a thread's fragment; see kernels/tensor_core.py."""
+    g, t = thread // 4, thread % 4
+    lower, further = (word // 2, word % 2) if of_b else (word % 2, word // 2)
+    return g + 8 * lower, 2 * t + 8 * further
+
+
+def accumulator_place(thread, i):
+    """(row, column) of accumulator i of a thread of a warp, or of a warpgroup for a product of 64 rows."""
+    warp, g, t = thread // 32, thread % 32 // 4, thread % 4
+    return 16 * warp + g + 8 * (i % 4 // 2), 8 * (i // 4) + 2 * t + i % 2
+
+
+def swizzled(line, chunk):
+    """Where a 16-byte chunk of a 128-byte line lies in the line; see kernels/hopper.py."""
+    return chunk ^ (line & 7)
 
 
 def product_tiles():
@@ -42,13 +95,10 @@ def product_tiles():
     arrow(left, (3.4, 4.6), (4.5, 4.4))
     arrow(left, (6.0, 3.85), (6.0, 3.05), "stmatrix", (0.6, 0))
     arrow(left, (6.0, 2.15), (6.0, 1.3), "copy engine to C", (0.0, -0.75))
-    left.set_xlim(0, 8)
-    left.set_ylim(0.4, 7.2)
-    left.axis("off")
+    bare(left, 0, 8, 0.4, 7.2)
     right.set_title("in time: the next tile's copies and products hide the last tile's store", fontsize=10)
-    lanes = {"producer": 3, "warpgroups": 2, "copy out": 1}
-    for name, y in lanes.items():
-        right.text(-0.2, y + 0.3, name, ha="right", va="center", fontsize=9)
+    for name, y in {"producer": 3, "warpgroups": 2, "copy out": 1}.items():
+        lane(right, name, y)
     for i in range(16):
         color = BLUE if i < 8 else ORANGE
         box(right, i * 0.6, 3, 0.55, 0.6, color, str(i % 8), size=7, alpha=0.7)
@@ -58,20 +108,476 @@ def product_tiles():
     box(right, 6.05, 2, 0.5, 0.6, GREY, "", alpha=0.9)
     box(right, 6.6, 1, 1.6, 0.6, BLUE, "tile 1", size=8, alpha=0.7)
     right.text(6.3, 1.85, "to shared", fontsize=7, ha="center", va="top")
-    right.text(
-        4.8,
-        0.3,
-        "numbers: rounds of 64 steps; blue: tile 1, orange: tile 2",
-        ha="center",
-        fontsize=8,
+    note(right, 4.8, 0.3, "numbers: rounds of 64 steps; blue: tile 1, orange: tile 2")
+    bare(right, -2.2, 11.6, 0, 4.2)
+    return figure
+
+
+def attention_tiles():
+    """Which scores an item computes, and what a block holds of them."""
+    tile = attention_hopper.best_tile(HEAD_DIM, "bfloat16", GROUP)
+    keys, rows, segment = attention_hopper.KEYS, attention_hopper.ROWS, attention_hopper.SEGMENT
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5.6), gridspec_kw={"width_ratios": [1.1, 1]})
+    lengths, step = (9, 14), 1.0
+    total = sum(lengths)
+    start = 0
+    for number, length in enumerate(lengths):
+        for row in range(length):
+            for key in range(row + 1):
+                color = BLUE if key < row else GREY
+                box(left, start + key, total - start - row - 1, step, step, color, alpha=0.25, edge="white")
+        left.plot(
+            [start, start + length, start + length, start, start],
+            [total - start, total - start, total - start - length, total - start - length, total - start],
+            color="black",
+            linewidth=0.8,
+        )
+        note(left, start + length * 0.72, total - start - length * 0.22, f"sequence {number}")
+        start += length
+    row = 9
+    for key in range(row + 1):
+        y = total - lengths[0] - row - 1
+        box(left, lengths[0] + key, y, step, step, ORANGE if key < row else RED, str(key), alpha=0.9, size=7)
+    arrow(left, (7.3, total - lengths[0] - row - 0.5), (lengths[0] - 0.1, total - lengths[0] - row - 0.5))
+    note(
+        left,
+        3.7,
+        total - lengths[0] - row - 0.5,
+        f"an item: {rows} tokens of\n{tile.groups} query heads, one a\n"
+        f"consumer; tiles of {keys}\nkeys from left to right",
+        size=8,
     )
-    right.set_xlim(-2.2, 11.6)
-    right.set_ylim(0, 4.2)
-    right.axis("off")
-    figure.tight_layout()
-    figure.savefig(FOLDER / "product_tiles.png", dpi=120)
+    note(left, 14.5, -1.0, f"keys of the packed batch, tiles of {keys}", size=9)
+    left.text(-0.7, total / 2, f"queries, tiles of {rows}", rotation=90, ha="center", va="center", fontsize=9)
+    note(left, 14.5, -2.2, "blue: all visible   grey, red: the mask runs through the tile   white: never touched")
+    bare(left, -1.5, total + 0.5, -2.7, total + 0.5, "the scores of one head, of which only the lower triangle exists")
+
+    parts = [
+        (f"q of {tile.groups} heads", tile.groups * tile.tile_bytes, GREEN),
+        ("sums over earlier\nsegments, later out", tile.groups * tile.kept_bytes, GREY),
+        (f"ring of {tile.stages} tiles of k", tile.stages * tile.tile_bytes, BLUE),
+        (f"ring of {tile.stages} tiles of v", tile.stages * tile.tile_bytes, ORANGE),
+    ]
+    y, scale = 10.2, 9.0 / (attention_hopper.SHARED_LIMIT)
+    for name, nbytes, color in parts:
+        height = nbytes * scale
+        y -= height
+        box(right, 0.2, y, 3.6, height, color, f"{name}\n{kib(nbytes)}", size=8, alpha=0.75)
+    note(right, 2.0, 10.55, f"shared memory: {tile.shared_bytes:,} of {attention_hopper.SHARED_LIMIT:,} bytes")
+    box(right, 5.4, 8.5, 4.9, 1.3, GREY, "producer: one warp\nitems, copy engine, 40 registers", size=8)
+    for consumer in range(2):
+        y = 5.5 - consumer * 2.9
+        box(right, 5.4, y, 4.9, 2.3, GREEN, "", alpha=0.35)
+        note(
+            right,
+            7.85,
+            y + 1.15,
+            f"consumer {consumer}: head {'h + 1' if consumer else 'h'}, \n"
+            f"232 registers a thread:\n"
+            f"{HEAD_DIM // 2} sums of v\n{keys // 2} scores, then probabilities\n"
+            f"{HEAD_DIM // 4} words of q, {keys // 4} of p\n16 row sums",
+            size=8,
+        )
+    arrow(right, (5.3, 9.0), (3.9, 8.9))
+    arrow(right, (3.9, 4.1), (5.3, 6.2), "wgmma", (-0.25, 0.25))
+    arrow(right, (3.9, 2.1), (5.3, 3.6))
+    note(right, 5.0, 0.35, f"after {segment:,} keys a segment ends: its sums go to the grey part, in order")
+    bare(right, 0, 10.5, 0, 11, "one block on its SM")
+    return figure
+
+
+def attention_time():
+    """Who works when, over a few tiles of keys."""
+    figure, axis = plt.subplots(figsize=(11.5, 3.6))
+    names = {"copy engine": 5.2, "tensor cores": 3.9, "consumer 0, exponentials": 2.6, "consumer 1, exponentials": 1.3}
+    for name, y in names.items():
+        lane(axis, name, y, 0.8)
+    for i in range(6):
+        box(axis, i * 2.0, 5.2, 0.9, 0.8, BLUE, f"k{i}", size=8, alpha=0.6)
+        box(axis, i * 2.0 + 0.95, 5.2, 0.9, 0.8, ORANGE, f"v{i}", size=8, alpha=0.6)
+    for consumer, first, color in ((0, 1.2, GREEN), (1, 2.2, PURPLE)):
+        y = 2.6 - 1.3 * consumer
+        for i in range(5):
+            x = first + 2.0 * i
+            text = f"S{i}" if i == 0 else f"S{i} O{i - 1}"
+            box(axis, x, 3.9, 0.95, 0.8, color, text, size=8, alpha=0.7)
+            box(axis, x + 1.0, y, 0.95, 0.8, color, f"P{i}", size=8, alpha=0.7)
+    note(
+        axis,
+        5.8,
+        0.6,
+        "S = q k^T of a tile, P = its probabilities, O = p v of the tile before. S and O of a consumer are"
+        " issued together;",
+    )
+    note(
+        axis,
+        5.8,
+        0.15,
+        "while it waits for S only and takes exponentials, the tensor cores still add O, and then serve the"
+        " other consumer.",
+    )
+    bare(axis, -3.0, 12.5, -0.1, 6.4, "in time (drawn, not measured)")
+    return figure
+
+
+def attention_backward():
+    """One step of the backward, and the turns in which blocks add to dq."""
+    tile = attention_backward_hopper.Tile(HEAD_DIM, "bfloat16")
+    queries = attention_backward_hopper.QUERIES
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.4), gridspec_kw={"width_ratios": [1.35, 1]})
+    box(left, 0.1, 7.2, 2.2, 1.1, GREEN, f"K, V: {tile.keys} keys\n(stay)", size=8)
+    box(left, 0.1, 4.3, 2.2, 1.1, BLUE, f"Q, dO: {queries} queries\n(a ring)", size=8)
+    for i, (name, source, y) in enumerate((("S^T", "K Q^T", 7.2), ("dP^T", "V dO^T", 4.3))):
+        box(left, 3.6, y, 1.9, 1.1, ORANGE, f"{i + 1}  {name} =\n{source}", size=8)
+        arrow(left, (2.35, 7.6 - 2.9 * i), (3.55, y + 0.5))
+    arrow(left, (2.35, 5.2), (3.55, 7.3))
+    arrow(left, (2.35, 7.3), (3.55, 5.3))
+    box(left, 6.4, 7.2, 1.8, 1.1, GREY, "P =\nexp2(S - lse)", size=8)
+    box(left, 6.4, 4.3, 1.8, 1.1, GREY, "dS =\nP (dP - delta)", size=8)
+    arrow(left, (5.55, 7.75), (6.35, 7.75))
+    arrow(left, (5.55, 4.85), (6.35, 4.85))
+    arrow(left, (7.3, 7.15), (7.3, 5.45))
+    box(left, 9.4, 7.2, 2.5, 1.1, ORANGE, "3  dV += P^T dO\nin registers", size=8)
+    box(left, 9.4, 4.3, 2.5, 1.1, ORANGE, "4  dK += dS^T Q\nin registers", size=8)
+    arrow(left, (8.25, 7.75), (9.35, 7.75), "registers", (0, 0.2))
+    arrow(left, (8.25, 4.85), (9.35, 4.85), "registers", (0, 0.2))
+    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(attention_backward_hopper.SCORE_BYTES)} shared", size=8)
+    arrow(left, (7.3, 4.25), (7.3, 2.75), "stmatrix", (0.65, 0))
+    box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nthis block's share", size=8)
+    arrow(left, (8.55, 2.15), (9.35, 2.15))
+    arrow(left, (10.6, 1.55), (10.6, 0.75))
+    note(left, 10.0, 0.4, f"added to memory in its turn,\n{kib(4 * tile.run)} by the copy engine")
+    note(
+        left,
+        2.8,
+        1.9,
+        f"orange: the five products on the tensor cores.\nEach consumer owns {tile.keys // 2} of the keys.",
+    )
+    bare(left, 0, 12.1, 0, 9, f"one step: {queries} queries of one head x {tile.keys} keys")
+
+    count = 6
+    for key in range(count):
+        for query in range(2 * key, 2 * count):
+            turn = 2 * count - 1 - query
+            box(
+                right,
+                key,
+                query,
+                0.94,
+                0.94,
+                [BLUE, ORANGE, GREEN, PURPLE, RED, GREY][key],
+                str(turn),
+                size=7,
+                alpha=0.6,
+            )
+    for key in range(count - 1):
+        arrow(right, (key + 0.75, 2 * count - 0.25), (key + 1.25, 2 * count - 0.25))
+    note(
+        right, count / 2, 2 * count + 0.55, "dq of a row of tiles: added from left to right, one block after the other"
+    )
+    note(right, count / 2, -0.6, f"key tiles of {tile.keys}: a block each, ascending tickets")
+    note(right, count / 2, -1.3, "numbers: a block's steps. It starts with the last queries, as all blocks do")
+    right.text(-0.4, count, f"query tiles of {queries}, last on top", rotation=90, ha="center", va="center", fontsize=8)
+    bare(right, -1.2, count + 0.8, -1.8, 2 * count + 1.0, "a chain: the blocks of one key head of a sequence")
+    return figure
+
+
+def decode_units():
+    """Decode: how contexts are cut into units, and what a unit computes."""
+    tile = paged_attention_hopper.best_tile(HEAD_DIM, "bfloat16", GROUP, 16)
+    segment, keys = paged_attention_hopper.SEGMENT, paged_attention_hopper.KEYS
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.0), gridspec_kw={"width_ratios": [1.15, 1]})
+    contexts = [2300, 2150, 2260, 700, 3500]
+    scale = 1 / 400
+    for number, context in enumerate(contexts):
+        y = 5.6 - number * 1.05
+        left.text(-0.15, y + 0.35, f"sequence {number}", ha="right", va="center", fontsize=8)
+        for first in range(0, context, segment):
+            length = min(segment, context - first)
+            shared = number < 3 and first + segment <= 2048
+            if shared and number:
+                box(left, first * scale, y, length * scale, 0.7, "white", "(read above)", size=7)
+                continue
+            color, name = (GREEN, "one unit for 3") if shared else (BLUE, "unit" if length > 140 else "")
+            box(left, first * scale, y, length * scale, 0.7, color, name, size=7, alpha=0.6)
+    for cut in range(segment, 3600, segment):
+        left.plot([cut * scale] * 2, [1.0, 6.5], color=RED, linewidth=1, linestyle="--")
+        note(left, cut * scale, 6.7, f"{cut:,}", color=RED)
+    note(
+        left,
+        4.2,
+        0.7,
+        f"dashed: the absolute cuts, every {segment:,} keys. White: not worked on again, because sequences"
+        "\n0 to 2 are declared a group that shares its first 2,048 tokens. A unit also belongs to one key head.\n"
+        "Parts of a sequence merge in ascending order, by the block that finishes last.",
+        va="top",
+    )
+    bare(left, -1.6, 9.4, -0.9, 7.0, "the work: units of a sequence, a key head and a segment")
+
+    box(right, 0.2, 4.0, 2.0, 3.2, BLUE, f"K tile\n{keys} keys\nx {HEAD_DIM}", alpha=0.6)
+    box(right, 2.6, 6.2, 0.7, 1.0, GREEN, "q", alpha=0.8)
+    note(right, 2.95, 5.6, f"{GROUP} heads,\npadded\nto {tile.rows}", va="top")
+    note(right, 3.75, 6.0, "=", size=14)
+    box(right, 4.2, 4.0, 0.7, 3.2, ORANGE, "S^T", alpha=0.7)
+    note(right, 4.3, 3.7, f"{keys} x {tile.rows}: keys\nare the 64 rows\nthat wgmma wants", va="top")
+    arrow(right, (5.1, 5.6), (6.4, 5.6), "soften", (0, 0.2))
+    box(right, 6.6, 4.0, 0.7, 3.2, GREY, "P^T", alpha=0.8)
+    note(right, 6.9, 3.7, "through shared\nmemory, 16 bits", va="top")
+    box(right, 7.9, 5.2, 2.0, 2.0, BLUE, f"V^T tile\n{HEAD_DIM} x {keys}", alpha=0.6)
+    note(right, 8.9, 4.85, "(as it lies: MN-major)")
+    box(right, 8.5, 1.6, 0.8, 2.2, ORANGE, "O^T", alpha=0.7)
+    note(right, 8.7, 1.3, f"{HEAD_DIM} x {tile.rows} sums in registers")
+    arrow(right, (8.9, 4.6), (8.9, 3.9))
+    ring = tile.stages * 2 * tile.tile_bytes
+    note(
+        right,
+        3.0,
+        1.4,
+        f"an SM holds {tile.blocks} such blocks, each with {tile.stages} tiles of k and v\n"
+        f"({kib(ring)}) on their way: {kib(tile.blocks * ring)} in flight",
+    )
+    bare(right, 0, 10.4, 0.4, 7.8, "one tile of a unit: keys and queries have changed places")
+    return figure
+
+
+def log_prob_passes():
+    """Which (N, V) things exist when, in the three forms."""
+    tile = HeadTile("bfloat16", "terms")
+    columns = chunk_columns(16_384, HIDDEN, VOCABULARY)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.8))
+    left, middle, right = axes
+    for axis in axes:
+        box(axis, 1.0, 1.6, 7.0, 4.4, PALE, alpha=1.0)
+        axis.text(0.75, 3.8, "rows: tokens", rotation=90, ha="center", va="center", fontsize=8)
+        note(axis, 4.5, 6.25, f"columns: a vocabulary of {VOCABULARY:,}")
+    for row in range(4):
+        for column in range(7):
+            box(left, 1.0 + column, 4.9 - 1.1 * row, 1.0, 1.1, ORANGE if (row, column) == (1, 2) else PALE, alpha=0.8)
+    note(left, 3.5, 4.35, f"{tile.rows} x\n{TILE_COLUMNS}", size=8)
+    arrow(left, (3.5, 3.75), (3.5, 1.15))
+    note(
+        left,
+        4.5,
+        0.65,
+        "a tile of logits lives in registers only and leaves\n4 numbers a row: largest, sum, entropy's sum, argmax",
+    )
+    note(left, 4.5, -0.35, "1 product of N D V", size=9)
+    middle.add_patch(Rectangle((2.9, 1.6), 1.0, 4.4, facecolor=ORANGE, edgecolor="black", alpha=0.75))
+    note(middle, 3.4, 3.8, "dz", size=10)
+    arrow(middle, (4.1, 3.8), (5.4, 3.8))
+    note(
+        middle,
+        4.5,
+        0.65,
+        f"at most {columns:,} columns of dz exist at a time, 16 bits each;\n"
+        "then dW[chunk] += dz^T h, dh += dz W[chunk]",
+    )
+    note(middle, 4.5, -0.35, "1 product for the logits again, 2 for the gradients", size=9)
+    right.add_patch(Rectangle((1.0, 3.8), 7.0, 1.1, facecolor=ORANGE, edgecolor="black", alpha=0.75))
+    note(right, 4.5, 4.35, "2^(z - m), then dz in its place", size=9)
+    arrow(right, (4.5, 3.7), (4.5, 2.6))
+    note(
+        right,
+        4.5,
+        0.65,
+        "a block of rows keeps the exponentials of all columns\nuntil its lse is known; no logit is computed twice",
+    )
+    note(right, 4.5, -0.35, "3 products in all, logp included", size=9)
+    bare(left, 0, 9, -0.8, 6.8, "forward")
+    bare(middle, 0, 9, -0.8, 6.8, "backward, dlogp known afterwards")
+    bare(right, 0, 9, -0.8, 6.8, "one pass, dlogp known beforehand")
+    return figure
+
+
+def sampling_race():
+    """A real draw: logits, their noise, and the winner; and the histogram with which a threshold is found."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), gridspec_kw={"width_ratios": [1, 1.1]})
+    rng = np.random.default_rng(3)
+    logits = np.linspace(4, -3, 12, dtype=np.float32)
+    words = sampling.noise_words_ref(len(logits), noise_key(1, [1, 2, 3]), 0, 8)
+    noise = -np.log(-np.log1p(-(words + 0.5) / 2.0**32))
+    winner = int(np.argmax(logits + noise))
+    ids = np.arange(len(logits))
+    left.bar(ids, logits + 4.5, bottom=-4.5, color=BLUE, width=0.7, alpha=0.8, label="s = z / T")
+    for i in ids:
+        left.annotate(
+            "",
+            (i, logits[i] + noise[i]),
+            (i, logits[i]),
+            arrowprops={"arrowstyle": "-|>", "color": RED if i == winner else "black", "lw": 1.3},
+        )
+    record = logits[winner] + noise[winner]
+    left.axhline(record, color=RED, linewidth=0.9, linestyle="--")
+    left.text(-0.4, record + 0.12, "the winner's s + g", ha="left", color=RED, fontsize=8)
+    left.set_xlabel("token id", fontsize=9)
+    left.set_xticks(ids)
+    left.set_title("a draw: the largest of s + g wins; arrows are the noise g, from Philox", fontsize=10)
+    left.legend(fontsize=8, loc="upper right")
+
+    row = np.concatenate([rng.normal(0, 1.5, 4000), rng.normal(9, 1.0, 12)]).astype(np.float32)
+    bins, top_k = sampling.BINS, 40
+    low, high = np.float32(-3.0), row[:2000].max()
+    scale = np.float32(bins - 2) / (high - low)
+    numbers = np.clip((row - low) * scale, 0, bins - 1).astype(int)
+    counts = np.bincount(numbers, minlength=bins)
+    tails = np.cumsum(counts[::-1])[::-1]
+    chosen = int(np.flatnonzero(tails >= top_k)[-1])
+    colors = [ORANGE if b >= chosen else GREY for b in range(bins)]
+    right.bar(np.arange(bins), counts, color=colors, width=0.9)
+    right.set_yscale("log")
+    right.set_xlabel(f"bin of the logit ({bins} of them)", fontsize=9)
+    right.set_ylabel("tokens", fontsize=9)
+    right.annotate(
+        f"bin {chosen}: the tail from here holds {tails[chosen]} tokens,\nthe next one fewer than"
+        f" k = {top_k}. So the threshold\nlies in this bin, and only orange tokens are listed",
+        (chosen, counts[chosen]),
+        (bins * 0.42, counts.max() * 2.2),
+        fontsize=8,
+        arrowprops={"arrowstyle": "-|>"},
+        ha="left",
+    )
+    right.set_ylim(0.7, counts.max() * 12)
+    right.set_title("the first pass of a row with filters: a histogram", fontsize=10)
+    return figure
+
+
+def quad_color(thread):
+    return matplotlib.colormaps["tab10"](thread // 4 % 8)
+
+
+def fragments():
+    """Who holds what of the 16-bit operands of mma.sync, and of the sums."""
+    figure, axes = plt.subplots(1, 3, figsize=(15, 6.0))
+    titles = (
+        "A: 16 rows x 16 k, four words a lane",
+        "B: 16 columns x 16 k, four words a lane",
+        "C: 16 x 16 sums, eight a lane",
+    )
+    for axis, title, of_b in zip(axes, titles, (False, True, None), strict=True):
+        for thread in range(32):
+            if of_b is None:
+                cells = [(*accumulator_place(thread, i), str(i)) for i in range(8)]
+            else:
+                cells = []
+                for word in range(4):
+                    line, k = fragment_place(thread, word, of_b)
+                    cells += [(line, k, f"w{word}"), (line, k + 1, f"w{word}")]
+            for row, column, name in cells:
+                box(
+                    axis,
+                    column,
+                    15 - row,
+                    1,
+                    1,
+                    quad_color(thread),
+                    f"{thread}\n{name}",
+                    size=6,
+                    alpha=0.55,
+                    edge="white",
+                )
+        axis.plot([8, 8], [0, 16], color="black", linewidth=1)
+        axis.plot([0, 16], [8, 8], color="black", linewidth=1)
+        bare(axis, -1.2, 16.2, -1.6, 16.2, title)
+        axis.text(-0.6, 8, "rows" if not of_b else "columns of B", rotation=90, ha="center", va="center", fontsize=8)
+        note(axis, 8, -0.8, "columns" if of_b is None else "k")
+    note(axes[1], 8, -1.5, "upper: number of the lane; lower: its word (A, B) or accumulator (C)")
+    return figure
+
+
+def swizzle():
+    """A box in shared memory, and the rows of an accumulator of a warpgroup."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12.5, 4.9), gridspec_kw={"width_ratios": [1, 1, 1.1]})
+    for axis, permuted in ((left, False), (middle, True)):
+        for line in range(8):
+            for chunk in range(8):
+                at = swizzled(line, chunk) if permuted else chunk
+                box(axis, at, 7 - line, 0.96, 0.92, ORANGE if chunk == 2 else PALE, f"{line}.{chunk}", size=7)
+        axis.text(-0.35, 4, "8 lines of 128 bytes", rotation=90, ha="center", va="center", fontsize=8)
+        note(axis, 4, -0.4, "banks 0-3, 4-7, ... 28-31: 16 bytes each")
+    note(left, 4, -1.1, "chunk 2 of eight lines: all in the same four banks,\neight turns", va="top")
+    note(
+        middle,
+        4,
+        -1.1,
+        "chunk c of line r lies at c ^ (r & 7):\nchunk 2 of eight lines meets all banks, one turn",
+        va="top",
+    )
+    bare(left, -0.8, 8.2, -2.1, 8.2, "a box as a matrix (line.chunk)")
+    bare(middle, -0.8, 8.2, -2.1, 8.2, "the same box in shared memory")
+    for warp in range(4):
+        box(right, 0, 12 - 4 * warp, 10, 3.9, [BLUE, ORANGE, GREEN, PURPLE][warp], "", alpha=0.25)
+        right.text(
+            -0.3, 14 - 4 * warp, f"warp {warp}\nrows {16 * warp}-{16 * warp + 15}", ha="right", va="center", fontsize=8
+        )
+    thread = 37
+    for i in range(8):
+        row, column = accumulator_place(thread, i)
+        box(right, column * 10 / 16, 16 - (row + 1) * 0.25, 10 / 16, 0.25, RED, "", alpha=0.95)
+        note(right, (column + 0.5) * 10 / 16, 16 - (row + 1) * 0.25 + (0.42 if i % 4 < 2 else -0.25), str(i), size=7)
+    note(right, 5, -0.5, f"red: accumulators 0 to 7 of thread {thread} (columns 0 to 15)")
+    note(right, 5, -1.2, "rows g and g + 8 of its warp, two columns of every eight")
+    bare(right, -2.2, 10.3, -2.1, 16.6, "64 x n sums of wgmma, 128 threads")
+    return figure
+
+
+def row_ownership():
+    """Which columns of a row a lane of rmsnorm owns, against one column a lane at a time."""
+    shape = rmsnorm.share_row(HIDDEN, 2, 8, *rmsnorm.FORWARD)
+    figure, axis = plt.subplots(figsize=(12, 4.2))
+    chunk = shape.threads * shape.vector
+    width = 11.0 / HIDDEN
+    axis.text(-0.1, 4.35, f"a row: {HIDDEN:,} columns\nof 16 bits", ha="right", va="center", fontsize=8)
+    for number in range(shape.chunks):
+        box(axis, number * chunk * width, 4.0, chunk * width, 0.7, PALE, f"load {number}: {2 * chunk} bytes", size=8)
+    for number in range(shape.chunks):
+        x = (number * chunk + 5 * shape.vector) * width
+        box(axis, x, 4.0, shape.vector * width * 1.4, 0.7, RED, alpha=0.9)
+    note(
+        axis,
+        5.5,
+        5.0,
+        f"red: what lane 5 owns, {shape.vector} neighbouring columns of every {chunk}; all {shape.chunks} loads"
+        " are under way before the first is used",
+    )
+    axis.text(-0.1, 2.35, "load 0,\nenlarged", ha="right", va="center", fontsize=8)
+    for thread in range(32):
+        color = RED if thread == 5 else BLUE
+        box(axis, thread * 11 / 32, 2.0, 11 / 32, 0.7, color, str(thread), size=7, alpha=0.6)
+    note(axis, 5.5, 1.7, "16 bytes a lane: the warp's 512 bytes are one request, 4 lines of 128 bytes, each used whole")
+    axis.text(-0.1, 0.55, "2 bytes a lane\ninstead", ha="right", va="center", fontsize=8)
+    for number in range(8):
+        box(axis, number * 11 / 8, 0.2, 11 / 8 - 0.05, 0.7, GREY, f"request {number}: 64 bytes", size=7, alpha=0.6)
+    note(axis, 5.5, -0.1, "eight times as many instructions and requests under way for the same bytes")
+    bare(axis, -1.7, 11.2, -0.4, 5.3, "rmsnorm: a warp reads a row")
+    return figure
+
+
+PICTURES = {
+    function.__name__: function
+    for function in (
+        product_tiles,
+        attention_tiles,
+        attention_time,
+        attention_backward,
+        decode_units,
+        log_prob_passes,
+        sampling_race,
+        fragments,
+        swizzle,
+        row_ownership,
+    )
+}
+
+
+def main(folder=FOLDER):
+    """Write every picture to a folder."""
+    folder.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        figure = draw()
+        figure.tight_layout()
+        figure.savefig(folder / f"{name}.png", dpi=110, facecolor="white", bbox_inches="tight", pad_inches=0.1)
+        plt.close(figure)
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    product_tiles()
+    main(*map(pathlib.Path, sys.argv[1:]))

@@ -14,11 +14,15 @@ What a fence holds, by its language:
     toml      loads as a run; where keys are missing, an example's stand in. `# name.toml`: saved, for bash
     json      is JSON
 
+Pictures are drawn by docs/make_pictures.py, every page is linked from docs/README.md, and the layouts that pictures
+show are those of the instructions' twins.
+
 RLNUMBA_UPDATE_DOCS=1 writes what the python blocks print now into the text blocks.
 """
 
 import ast
 import doctest
+import importlib.util
 import json
 import os
 import pathlib
@@ -29,11 +33,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from rlnumba import device
 from rlnumba.cli import cli, parse_overrides
 from rlnumba.config import load_run
+from rlnumba.device import cuda
+from rlnumba.kernels import hopper, tensor_core
+from rlnumba.kernels.launch import launch
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [page for page in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))) if page.is_file()]
@@ -330,3 +338,88 @@ def definitions(path):
 
     visit(ast.parse(path.read_text()).body, "")
     return found
+
+
+def test_every_page_is_linked():
+    """From docs/README.md; so a stranger finds it."""
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"}
+    assert linked == pages
+
+
+@pytest.fixture(scope="module")
+def make_pictures():
+    """The module docs/make_pictures.py."""
+    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@on_numpy
+def test_pictures_are_drawn_and_shown(make_pictures, tmp_path):
+    """The pages show the pictures in docs/pictures, all of them, and the script draws these."""
+    shown = {target for page in PAGES for target in re.findall(r"!\[[^]]+\]\(pictures/([^)]+)\)", page.read_text())}
+    stored = {path.name for path in make_pictures.FOLDER.iterdir()}
+    make_pictures.main(tmp_path)
+    assert shown == stored == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.sim
+def test_layouts_of_pictures(make_pictures):
+    """A box after its copy, the fragments of its first 16 lines, and the sums of a product with a unit matrix."""
+    start, _, wait = hopper.warpgroup_product(16, "float16")
+
+    @cuda.jit
+    def layouts_kernel(a_map, b_map, memory, words, sums):
+        thread = np.int32(cuda.threadIdx.x)
+        a_place = (hopper.shared_address(cuda.shared.array(12 * 1024, np.uint8)) + 1023) // 1024 * 1024
+        b_place, barrier = a_place + 8192, a_place + 8192 + 2048
+        if thread == 0:
+            hopper.barrier_init(barrier, 1)
+            hopper.barrier_init_fence()
+        cuda.syncthreads()
+        if thread == 0:
+            hopper.barrier_expect(barrier, 8192 + 2048)
+            hopper.bulk_load(a_place, hopper.tensor_map_address(a_map), 0, 0, barrier)
+            hopper.bulk_load(b_place, hopper.tensor_map_address(b_map), 0, 0, barrier)
+        hopper.barrier_wait(barrier, 0)
+        for i in range(2):
+            memory[2 * thread + i] = hopper.load_word(a_place + (2 * thread + i) * 4)
+        of_a = cuda.local.array(4, np.int32)
+        of_b = cuda.local.array(4, np.int32)
+        lane = thread % 32
+        line, chunk = lane % 16, lane // 16
+        tensor_core.load_fragment(of_a, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
+        line, chunk = lane % 8 + lane // 16 * 8, lane // 8 % 2
+        tensor_core.load_fragment(of_b, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
+        for i in range(4):
+            words[0, thread, i], words[1, thread, i] = of_a[i], of_b[i]
+        acc = cuda.local.array(8, np.float32)
+        for i in range(8):
+            acc[i] = np.float32(0.0)
+        start(acc, hopper.operand(a_place), hopper.operand(b_place), np.int32(0))
+        wait(acc)
+        for i in range(8):
+            sums[thread, i] = acc[i]
+
+    # Every number says where it stands: 16 line + column in the first 16 columns.
+    a, b = np.zeros((64, 64), np.float16), np.eye(16, 64, dtype=np.float16)
+    a[:, :16] = np.arange(1024).reshape(64, 16)
+    memory, words, sums = np.zeros(256, np.int32), np.zeros((2, 128, 4), np.int32), np.zeros((128, 8), np.float32)
+    launch(layouts_kernel, 1, 128, hopper.tensor_map(a, 64, 64), hopper.tensor_map(b, 16, 64), memory, words, sums)
+
+    lines = memory.view(np.float16).reshape(8, 8, 8)
+    for line in range(8):
+        for chunk in range(8):
+            place = make_pictures.swizzled(line, chunk)
+            np.testing.assert_array_equal(lines[line, place], a[line, 8 * chunk : 8 * chunk + 8])
+    for of_b in (False, True):
+        pairs = words[int(of_b)].view(np.float16).reshape(128, 4, 2)
+        for lane in range(32):
+            for word in range(4):
+                line, k = make_pictures.fragment_place(lane, word, of_b)
+                np.testing.assert_array_equal(pairs[lane, word], a[line, k : k + 2])
+    for thread in range(128):
+        for i in range(8):
+            assert sums[thread, i] == a[make_pictures.accumulator_place(thread, i)]

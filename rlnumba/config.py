@@ -24,7 +24,8 @@ GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", 
 def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
-    limits: `choices` (tuple), `minimum`, `above`, `maximum`, `below` (numbers), `words` (dict of other spellings).
+    limits: `choices` (tuple), `minimum`, `above`, `maximum`, `below` (numbers), `nonempty` (bool), `words` (dict of
+    other spellings, in lower case).
     """
     metadata = {"doc": doc, **limits}
     if default is dataclasses.MISSING:
@@ -41,7 +42,9 @@ REQUIRED = dataclasses.MISSING
 class DataConfig:
     """Where the rows come from and how a prompt is made of one."""
 
-    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (table below).")
+    train: str = key(
+        REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (table below).", nonempty=True
+    )
     eval: str | None = key(None, "Held-out rows in the same form, evaluated every `train.eval_steps` steps.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
@@ -287,6 +290,13 @@ class GRPOConfig(TrainConfig):
         choices=("group", "batch", "none"),
         words={True: "group", False: "none", "true": "group", "false": "none"},
     )
+    multi_objective_aggregation: str = key(
+        "sum_then_normalize",
+        "`sum_then_normalize`: the weighted sum of a completion's rewards is compared within its group; "
+        "`normalize_then_sum`: each function's rewards are scaled within the group, then summed, then scaled over the "
+        "batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     dynamic_sampling: bool = key(
         False, "Replace groups whose rewards are all equal by groups of further prompts (DAPO; not in TRL)."
@@ -370,8 +380,8 @@ class GRPOConfig(TrainConfig):
 class SFTRun:
     """A file of `rlnumba sft`."""
 
-    model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.")
-    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.")
+    model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
+    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
@@ -388,8 +398,8 @@ class SFTRun:
 class GRPORun:
     """A file of `rlnumba grpo`."""
 
-    model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.")
-    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.")
+    model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
+    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
@@ -446,6 +456,8 @@ INSTEAD = {
 
 def range_problem(metadata, value):
     """What is wrong with a value, as the end of a sentence, or None."""
+    if value == "" and "nonempty" in metadata:
+        return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:
         return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -589,8 +601,9 @@ class _Values:
         if optional and value in ("None", "none", "null"):
             self.given[section][name] = None
             return
-        if isinstance(value, bool | str) and value in metadata.get("words", {}):
-            value = metadata["words"][value]
+        word = value.lower() if isinstance(value, str) else value
+        if isinstance(word, bool | str) and word in metadata.get("words", {}):
+            value = metadata["words"][word]
         try:
             value = convert(value, hint)
         except (ValueError, tomllib.TOMLDecodeError) as error:

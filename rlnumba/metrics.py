@@ -173,7 +173,7 @@ class MetricsWriter:
 
     def log(self, step, metrics):
         """Writes the metrics of optimizer step `step` (1-based): {name: number}."""
-        self._metrics.write(to_line({"step": step, **metrics}))
+        self._metrics.write(to_line({"step": step} | metrics | {"step": step}))
         self._metrics.flush()
         self._tensorboard.log(step, metrics)
         self._console.show(step, metrics)
@@ -190,7 +190,7 @@ class MetricsWriter:
         rows: dicts with prompt (str or message list), completion, finish_reason, a value for each reward function
         under its name, reward, advantage, and whatever rewards logged.
         """
-        rows = [as_json({"step": step, **row}) for row in rows]
+        rows = [as_json({"step": step} | row | {"step": step}) for row in rows]
         if self._completions is None:
             self._completions = open(self.folder / "completions.jsonl", "a", encoding="utf-8")
         self._completions.writelines(to_line(row) for row in rows)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba import device, memory
+from rlnumba.errors import UserError
 from rlnumba.kernels.adamw import adamw, adamw_scalars
 from rlnumba.kernels.elementwise import cast, fill
 from rlnumba.kernels.reduce import sum_of_squares
@@ -92,15 +93,18 @@ class Optimizer:
     def load_state_dict(self, state):
         """Take over what state_dict gave; of a 16-bit model also set the weights to the rounded master.
 
-        Raises ValueError if an array is missing, not expected, or not of this model's size.
+        Raises UserError if an array is missing, not expected, or not of this model's size.
         """
         arrays = self._arrays()
         wanted = {*arrays, "steps", "skipped_steps"}
         if set(state) != wanted:
-            raise ValueError(f"optimizer state: expected {sorted(wanted)}, got {sorted(state)}")
+            raise UserError(
+                f"optimizer state: expected {', '.join(sorted(wanted))}, got {', '.join(sorted(state))}; "
+                "was it saved with another train.dtype?"
+            )
         for key, array in arrays.items():
             if state[key].shape != array.shape:
-                raise ValueError(f"optimizer state: {key} must be {array.shape}, got {state[key].shape}")
+                raise UserError(f"optimizer state: {key} must be {array.shape}, got {state[key].shape}")
         for key, array in arrays.items():
             array[...] = device.asarray(np.asarray(state[key], np.float32))
         if self.master is not None:

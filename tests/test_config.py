@@ -31,6 +31,7 @@ def test_G01_defaults_are_trls():
         "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0,
         "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "beta": 0.0, "num_iterations": 1, "epsilon": 0.2,
         "epsilon_high": None, "delta": None, "loss_type": "dapo", "scale_rewards": "group",
+        "multi_objective_aggregation": "sum_then_normalize",
         "importance_sampling_level": "token", "mask_truncated_completions": False, "shuffle_dataset": True,
         "gradient_checkpointing": True, "logging_steps": 10, "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 3.0, "lr_scheduler_type": "linear",
@@ -94,6 +95,7 @@ def test_none_unsets(load):
 def test_scale_rewards_takes_trls_booleans(load):
     assert load(GRPO + "[train]\nscale_rewards = false\n").train.scale_rewards == "none"
     assert load(GRPO, ("train.scale_rewards", "true")).train.scale_rewards == "group"
+    assert load(GRPO, ("train.scale_rewards", "False")).train.scale_rewards == "none"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,7 @@ def test_C2_wrong_files_name_file_key_and_remedy(load, text, message):
         ("seed", None, "--seed needs a value"),
         ("train.top_k", "None", "command line: train.top_k must be an integer, got 'None'"),
         ("train.dynamic_sampling", "yes", "command line: train.dynamic_sampling must be true or false, got 'yes'"),
+        ("output_dir", "", "command line: output_dir must not be empty"),
         ("rewards.weights", "1,x", "command line: rewards.weights must be a list of numbers"),
         ("data.chat_template_kwargs", "{", "command line: data.chat_template_kwargs must be a table"),
         ("train.num_gens", "1", r"command line: train.num_gens \(train.num_generations\) must be at least 2, got 1"),

@@ -35,6 +35,14 @@ def test_every_line_is_json_and_a_step(tmp_path, capfd):
     ]
 
 
+def test_the_step_is_the_runs_own(tmp_path, capfd):
+    with MetricsWriter(tmp_path, total_steps=1) as writer:
+        writer.completions(1, [completion(1) | {"step": 99}])
+        writer.log(1, {"step": 99})
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        assert json.loads((tmp_path / name).read_text())["step"] == 1
+
+
 def test_console_lines_every_logging_steps(tmp_path, capfd):
     with MetricsWriter(tmp_path, total_steps=7, logging_steps=3) as writer:
         for step in range(1, 8):

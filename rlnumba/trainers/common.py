@@ -154,6 +154,13 @@ def rate_of(train, step, total_steps):
     )
 
 
+def epochs_done(step, gradient_accumulation_steps, micro_steps_per_epoch):
+    """The epochs that `step` optimizer steps make, the last step of an epoch being shorter: float. As transformers."""
+    steps_per_epoch = -(-micro_steps_per_epoch // gradient_accumulation_steps)
+    epochs, place = divmod(step, steps_per_epoch)
+    return epochs + place * gradient_accumulation_steps / micro_steps_per_epoch
+
+
 def attention_of(model, batch, arena):
     """The causal attention of a packed batch, for training or scoring."""
     return PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale, arena)

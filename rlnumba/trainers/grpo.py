@@ -35,6 +35,7 @@ from rlnumba.trainers.common import (
     Clock,
     RunFolder,
     attention_of,
+    epochs_done,
     head_backward,
     head_forward,
     make_optimizer,
@@ -50,6 +51,7 @@ from rlnumba.trainers.rollout import (
     device_batch,
     draw,
     draw_metrics,
+    frac_reward_zero_std,
     is_uniform,
     set_advantages,
 )
@@ -77,7 +79,7 @@ def run_grpo(run, resume=False):
     data = DataState(PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
         learner.restore(folder.state["learner"])
-        data.restore(folder.state["data"])
+        data.restore(folder.state["data"], train)
 
     def save(step, data_state):
         folder.save(step, model, tokenizer, {"learner": learner.state(), "data": data_state})
@@ -87,10 +89,10 @@ def run_grpo(run, resume=False):
         for step in range(folder.step, plan.total_steps):
             # What a checkpoint needs if this step does not come to its end.
             before = data.state(plan.within_rollout(step))
-            now = TrainerState(step, plan.total_steps, step / plan.steps_per_epoch)
+            now = TrainerState(step, plan.total_steps, plan.epochs_done(step))
             micro_batches, parts_metrics, tokens_drawn = [], [], 0
             for index in plan.micro_steps(step):
-                if index % plan.micro_steps_per_rollout == 0:
+                if index % plan.micro_steps_per_rollout == 0 or data.rollouts is None:
                     try:
                         rollouts, drawn = roll_out(llm, rewards, prompts, data.order, run, now, index, clock, writer)
                     except UserError:
@@ -98,7 +100,7 @@ def run_grpo(run, resume=False):
                         raise
                     with clock.phase("logprob"):
                         learner.add_logprobs(rollouts, plan.on_policy)
-                    data.begin(rollouts, drawn, rewards.names)
+                    data.begin(rollouts, drawn, rewards.names, train)
                     tokens_drawn += int(sum(each.num_drawn for each in drawn))
                     writer.completions(step + 1, [row for each in drawn for row in each.rows(rewards.names)])
                 first = index % train.rollout_steps * train.per_device_train_batch_size
@@ -107,8 +109,11 @@ def run_grpo(run, resume=False):
             with clock.phase("train"):
                 metrics = learner.step(micro_batches, step, rate_of(train, step, plan.total_steps))
             llm.reset_prefix_cache()
-            metrics |= mean_metrics(parts_metrics)
-            metrics |= {"epoch": (step + 1) / plan.steps_per_epoch, "num_tokens": data.num_tokens}
+            # The run's own names win over those that rewards log.
+            metrics = mean_metrics(parts_metrics) | metrics
+            metrics |= {"epoch": plan.epochs_done(step + 1), "num_tokens": data.num_tokens}
+            if prompts.dropped_prompts:
+                metrics["dropped_prompts"] = prompts.dropped_prompts
             last = step + 1 == plan.total_steps
             if held_out and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
                 try:
@@ -162,6 +167,10 @@ class Plan:
         """Whether optimizer step `step` begins with completions that an earlier one has generated."""
         return self.micro_steps(step).start % self.micro_steps_per_rollout != 0
 
+    def epochs_done(self, step):
+        """The epochs that `step` optimizer steps make: float."""
+        return epochs_done(step, self.accumulation, self.micro_steps_per_epoch)
+
     @property
     def on_policy(self):
         """Whether all completions are trained on before the weights that drew them change."""
@@ -177,25 +186,37 @@ class DataState:
 
     def state(self, within_rollout):
         """What a checkpoint keeps; of the generation only if the next step goes on with it."""
+        kept = within_rollout and self.rollouts is not None
         return {
             "prompts": [self.order.epoch, self.order.position],
             "num_tokens": self.num_tokens,
-            "rollouts": self.rollouts.state() if within_rollout else None,
-            "metrics": self.metrics if within_rollout else {},
+            "rollouts": self.rollouts.state() if kept else None,
+            "metrics": self.metrics if kept else {},
         }
 
-    def begin(self, rollouts, drawn, names):
+    def begin(self, rollouts, drawn, names, train):
         """Go on with a new generation. drawn: list of Draw; names: of the reward functions."""
+        groups = [group for each in drawn for group in each.groups]
         self.rollouts, self.metrics = rollouts, draw_metrics(drawn, names)
+        self.metrics["frac_reward_zero_std"] = frac_reward_zero_std(groups, train)
         self.num_tokens += sum(each.num_tokens for each in drawn)
         num_samples = sum(len(each.samples) for each in drawn)
         if num_samples > len(rollouts.advantages):
             self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
 
-    def restore(self, state):
+    def restore(self, state, train):
+        """Go on from a checkpoint's state; a generation that `train`, changed since, has no use for is left out."""
         self.order.epoch, self.order.position = state["prompts"]
-        self.num_tokens, self.metrics = state["num_tokens"], state["metrics"]
-        self.rollouts = None if state["rollouts"] is None else Rollouts(**state["rollouts"])
+        self.num_tokens = state["num_tokens"]
+        if state["rollouts"] is None:
+            return
+        rollouts = Rollouts(**state["rollouts"])
+        if len(rollouts.advantages) == train.rollout_batch_size and bool(train.beta) <= (
+            len(rollouts.ref_logprobs) > 0
+        ):
+            self.rollouts, self.metrics = rollouts, state["metrics"]
+        else:
+            say("the completions in the checkpoint do not fit the changed configuration: drawing others")
 
 
 def prompts_of(path, run, llm):
@@ -226,6 +247,7 @@ def roll_out(llm, rewards, prompts, order, run, now, index, clock, writer):
     order: PromptOrder, moved on; now: TrainerState; index: the micro-step that it begins. Raises RewardError.
     """
     train = run.train
+    aggregation = train.multi_objective_aggregation
     llm.wake()
     drawn, groups, uniform = [], [], []
     for attempt in range(train.max_gen_batches if train.dynamic_sampling else 1):
@@ -235,13 +257,13 @@ def roll_out(llm, rewards, prompts, order, run, now, index, clock, writer):
         params = sampling_params(train, seed, train.num_generations)
         drawn.append(draw(llm, rewards, prompts, chosen, params, now, clock, writer.status))
         for group in drawn[-1].groups:
-            (uniform if train.dynamic_sampling and is_uniform(group) else groups).append(group)
+            (uniform if train.dynamic_sampling and is_uniform(group, aggregation) else groups).append(group)
         if len(groups) == train.prompts_per_rollout:
             break
     # Where groups with something to teach ran short, the last uniform ones keep the batch's size; they weigh nothing.
     groups += uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
     # reward -> advantage
-    set_advantages(groups, rewards.weights, train.scale_rewards)
+    set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
     shuffled = np.random.default_rng(derived_seed(run.seed, now.global_step, index)).permutation(len(samples))
@@ -257,7 +279,6 @@ def evaluate(llm, rewards, prompts, run, now):
     drawn = draw(llm, rewards, prompts, range(len(prompts.prompts)), params, now, Clock())
     llm.sleep()
     found = draw_metrics([drawn], rewards.names)
-    del found["frac_reward_zero_std"]
     return {f"eval_{name}": value for name, value in found.items()}
 
 

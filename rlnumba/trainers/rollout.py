@@ -69,6 +69,10 @@ class Sample:
         return self.completion.finish_reason == "length"
 
 
+# Columns of completions.jsonl that every run has.
+RUN_COLUMNS = ("step", "prompt", "completion", "finish_reason", "reward", "advantage")
+
+
 @dataclass
 class Draw:
     """What one call of the engine gave: a group of Samples for each prompt, and what the rewards logged beside them."""
@@ -92,19 +96,24 @@ class Draw:
         return sum(len(sample.completion.token_ids) for sample in self.samples)
 
     def rows(self, names):
-        """Its lines of completions.jsonl: list of dict. names: of the reward functions."""
-        return [
-            {
+        """Its lines of completions.jsonl: list of dict. names: of the reward functions.
+
+        A function that is called like a column of the run's own gets rewards/<name>; what rewards log under such a
+        name is left out.
+        """
+        lines = []
+        for sample in self.samples:
+            own = {
                 "prompt": sample.prompt.prompt,
                 "completion": sample.completion.text,
                 "finish_reason": sample.completion.finish_reason,
-                **dict(zip(names, sample.values.tolist(), strict=True)),
                 "reward": sample.reward,
                 "advantage": sample.advantage,
-                **sample.extra,
             }
-            for sample in self.samples
-        ]
+            for name, value in zip(names, sample.values.tolist(), strict=True):
+                own[f"rewards/{name}" if name in RUN_COLUMNS else name] = value
+            lines.append(own | sample.extra | own)
+        return lines
 
 
 def draw(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
@@ -147,13 +156,30 @@ def draw(llm, rewards, prompts, indices, params, trainer_state, clock, status=No
     return Draw(groups, scores.errors, scores.metrics)
 
 
-def is_uniform(group):
-    """Whether a group's rewards are all equal, so that it teaches nothing: True too with fewer than two rewards."""
-    known = [sample.reward for sample in group if not np.isnan(sample.reward)]
-    return len(known) < 2 or min(known) == max(known)
+def is_uniform(group, aggregation="sum_then_normalize"):
+    """Whether a group's rewards are all equal, so that it teaches nothing: True too with fewer than two rewards.
+
+    aggregation: "normalize_then_sum" asks it of every function's rewards, not of their sums.
+    """
+    by_function = aggregation == "normalize_then_sum"
+    values = np.array([sample.values if by_function else [sample.reward] for sample in group])
+    known = [column[~np.isnan(column)] for column in values.T]
+    return all(len(column) < 2 or column.min() == column.max() for column in known)
 
 
-def set_advantages(groups, weights, scale_rewards):
+def frac_reward_zero_std(groups, train):
+    """The share of samples for which the standard deviation that scales their advantages is 0: float, as in TRL.
+
+    It is that of their group; of all where scale_rewards is "batch", or multi_objective_aggregation scales all.
+    """
+    over_all = train.multi_objective_aggregation == "normalize_then_sum"
+    values = np.array([[s.advantage if over_all else s.reward for s in group] for group in groups])
+    if over_all or train.scale_rewards == "batch":
+        values = values.reshape(1, -1)
+    return float(np.mean(np.isclose([_std(row) for row in values], 0.0)))
+
+
+def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normalize"):
     """Write the advantage of every sample of the groups (all of one size). weights (K,): of the reward functions."""
     samples = [sample for group in groups for sample in group]
     xp = device.xp()
@@ -166,6 +192,7 @@ def set_advantages(groups, weights, scale_rewards):
         advantages,
         xp.empty(len(groups), np.float32),
         scale_rewards,
+        aggregation=aggregation,
     )
     for sample, advantage in zip(samples, device.to_host(advantages).tolist(), strict=True):
         sample.advantage = advantage
@@ -173,7 +200,6 @@ def set_advantages(groups, weights, scale_rewards):
 
 def draw_metrics(draws, names):
     """TRL's metrics of what was drawn, a dict of floats. draws: list of Draw; names: of the reward functions."""
-    groups = [group for each in draws for group in each.groups]
     samples = [sample for each in draws for sample in each.samples]
     values = np.array([sample.values for sample in samples])
     rewards = np.array([sample.reward for sample in samples])
@@ -183,7 +209,6 @@ def draw_metrics(draws, names):
     found = {"reward": _mean(rewards), "reward_std": _std(rewards)}
     for name, column in zip(names, values.T, strict=True):
         found |= {f"rewards/{name}/mean": _mean(column), f"rewards/{name}/std": _std(column)}
-    found["frac_reward_zero_std"] = float(np.mean([is_uniform(group) for group in groups]))
     for which, of in (("length", lengths), ("terminated_length", ended)):
         found |= {
             f"completions/mean_{which}": float(of.mean()),
@@ -192,7 +217,7 @@ def draw_metrics(draws, names):
         }
     found["completions/clipped_ratio"] = float(truncated.mean())
     for each in draws:
-        found |= each.metrics
+        found = each.metrics | found
         for name, count in each.errors.items():
             found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
     return found

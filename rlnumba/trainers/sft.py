@@ -22,6 +22,7 @@ from rlnumba.trainers.common import (
     Clock,
     RunFolder,
     attention_of,
+    epochs_done,
     head_backward,
     head_forward,
     make_optimizer,
@@ -47,6 +48,7 @@ def run_sft(run, resume=False):
     held_out = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None
     rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps
     steps_per_epoch = -(-len(rows) // rows_per_step)
+    micro_batches = -(-len(rows) // train.per_device_train_batch_size)
     total_steps = train.max_steps if train.max_steps > 0 else math.ceil(train.num_train_epochs * steps_per_epoch)
     grads = model.weights.grads()
     optimizer = make_optimizer(model, grads, train)
@@ -64,7 +66,8 @@ def run_sft(run, resume=False):
             with clock.phase("train"):
                 metrics = train_step(model, grads, optimizer, chosen, train, rate_of(train, step, total_steps), arena)
             num_tokens += sum(len(sequence) for row in chosen for sequence in row)
-            metrics |= {"epoch": (step + 1) / steps_per_epoch, "num_tokens": num_tokens}
+            metrics["epoch"] = epochs_done(step + 1, train.gradient_accumulation_steps, micro_batches)
+            metrics["num_tokens"] = num_tokens
             last = step + 1 == total_steps
             if held_out and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
                 with clock.phase("eval"):

@@ -122,6 +122,7 @@ def test_G02_an_epoch_ends_with_a_shorter_step():
     train = grpo_config(steps_per_generation=1, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=1)
     plan = grpo.Plan(train, "rows", 8)
     assert [list(plan.micro_steps(step)) for step in range(plan.total_steps)] == [[0, 1, 2], [3]]
+    assert [plan.epochs_done(step) for step in range(4)] == [0, 0.75, 1, 1.75]
     assert plan.on_policy
 
 
@@ -263,6 +264,22 @@ def test_G24_dynamic_sampling_ends_with_what_there_is(tmp_path):
     (row,) = metrics_of(run)
     assert row["dynamic_sampling/dropped"] == pytest.approx(2 / 3)
     assert row["grad_norm"] == 0.0 and row["frac_reward_zero_std"] == 1.0
+
+
+def test_G06_aggregation_reaches_the_advantages(tmp_path):
+    run = grpo_run(tmp_path / "run", "digits length", max_steps=1, multi_objective_aggregation="normalize_then_sum")
+    grpo.run_grpo(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    advantages = np.array([line["advantage"] for line in lines])
+    # Scaled over the batch, not within each group.
+    assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, rel=1e-3)
+    assert np.abs(advantages.reshape(4, 4).std(axis=1, ddof=1) - 1).max() > 0.01
+
+
+def test_prompts_that_are_dropped_are_logged(tmp_path):
+    run = grpo_run(tmp_path / "run", max_steps=1, data={"max_prompt_length": 22})
+    grpo.run_grpo(run)
+    assert metrics_of(run)[0]["dropped_prompts"] == 6
 
 
 def test_reference_moves_when_asked(tmp_path):

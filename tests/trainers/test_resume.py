@@ -147,6 +147,26 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
         run_sft(run, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"steps_per_generation": 4}, True),
+        ({"per_device_train_batch_size": 16}, True),
+        ({"beta": 0.1}, True),
+        ({"num_iterations": 3}, False),
+        ({"gradient_accumulation_steps": 2}, False),
+    ],
+    ids=str,
+)
+def test_resume_with_a_changed_configuration(tmp_path, capsys, changed, said):
+    settings = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1, "save_steps": 1}
+    run_grpo(grpo_run(tmp_path / "run", **settings, max_steps=3))
+    run = grpo_run(tmp_path / "run", **settings | changed, max_steps=6)
+    run_grpo(run, resume=True)
+    assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
+    assert ("do not fit the changed configuration" in capsys.readouterr().err) == said
+
+
 def test_resume_without_checkpoints_starts_afresh_and_says_so(tmp_path, capsys):
     run = sft_run(tmp_path / "run", max_steps=2)
     run_sft(run, resume=True)

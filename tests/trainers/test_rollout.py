@@ -21,11 +21,12 @@ from rlnumba.trainers.rollout import (
     device_batch,
     draw,
     draw_metrics,
+    frac_reward_zero_std,
     is_uniform,
     set_advantages,
 )
 from tests.close import assert_same_bits
-from tests.trainers.runs import MODEL
+from tests.trainers.runs import MODEL, grpo_config
 
 
 def sample(reward=0.0, prompt=(3, 4), completion=(5, 1), reason="stop", values=None, logprobs=None):
@@ -70,6 +71,48 @@ def test_G24_uniform_groups():
     assert not is_uniform([sample(0.1), sample(0.2)])
     assert is_uniform([sample(np.nan), sample(0.2)])
     assert is_uniform([sample(np.nan), sample(np.nan)])
+    # Sums that are equal, of functions that are not: GDPO learns from them.
+    opposed = [sample(1.0, values=[1, 0]), sample(1.0, values=[0, 1])]
+    assert is_uniform(opposed) and not is_uniform(opposed, "normalize_then_sum")
+    assert is_uniform([sample(1.0, values=[1, np.nan])] * 2, "normalize_then_sum")
+
+
+def test_G05_frac_reward_zero_std():
+    """TRL's: of the standard deviation that scales; that of fewer than two rewards is NaN, which is not 0."""
+    groups = [[sample(r) for r in pair] for pair in ((0.1, 0.1), (1.0, 2.0), (np.nan, 1.0), (0.5, 0.5))]
+    assert frac_reward_zero_std(groups, grpo_config()) == 0.5
+    assert frac_reward_zero_std(groups, grpo_config(scale_rewards="none")) == 0.5
+    assert frac_reward_zero_std(groups, grpo_config(scale_rewards="batch")) == 0.0
+    assert frac_reward_zero_std(groups[::3], grpo_config(scale_rewards="batch")) == 0.0
+    assert frac_reward_zero_std(groups[:1], grpo_config(scale_rewards="batch")) == 1.0
+    decoupled = grpo_config(multi_objective_aggregation="normalize_then_sum")
+    assert frac_reward_zero_std(groups, decoupled) == 1.0
+    groups[1][0].advantage = 0.5
+    assert frac_reward_zero_std(groups, decoupled) == 0.0
+
+
+def test_G06_normalize_then_sum():
+    """GDPO, by TRL's formula: z within the group for each function, their weighted sum, scaled over the batch."""
+    rewards = np.array([[1, 5], [0, 7], [0, np.nan], [1, 6], [3, 0], [3, 0], [np.nan, np.nan], [3, 9]], float)
+    weights = np.array([1.0, 0.5])
+    samples = [sample(0.0, values=row) for row in rewards]
+    set_advantages([samples[:4], samples[4:]], weights, "group", "normalize_then_sum")
+    grouped = rewards.reshape(2, 4, 2)
+    z = (grouped - np.nanmean(grouped, 1, keepdims=True)) / (np.nanstd(grouped, 1, ddof=1, keepdims=True) + 1e-4)
+    total = np.nansum(z.reshape(8, 2) * weights, 1)
+    total[6] = np.nan
+    expected = np.nan_to_num((total - np.nanmean(total)) / (np.nanstd(total, ddof=1) + 1e-4))
+    assert [s.advantage for s in samples] == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_columns_of_the_run_are_not_overwritten():
+    logged = sample(3.0, values=[1.0, 2.0])
+    logged.extra = {"step": 9, "prompt": "other", "mine": 4}
+    (line,) = Draw([[logged]]).rows(["reward", "brevity"])
+    assert line["reward"] == 3.0 and line["rewards/reward"] == 1.0 and line["brevity"] == 2.0
+    assert line["prompt"] == "p" and line["mine"] == 4
+    metrics = draw_metrics([Draw([[logged]], metrics={"reward": 7.0, "mine": 1.0})], ["reward", "brevity"])
+    assert metrics["reward"] == 3.0 and metrics["mine"] == 1.0
 
 
 def test_G26_metrics_of_a_draw():
@@ -84,7 +127,6 @@ def test_G26_metrics_of_a_draw():
             "reward_std": 0.5,
             "rewards/f/mean": 0.5,
             "rewards/f/std": 0.5,
-            "frac_reward_zero_std": 0.5,
             "completions/mean_length": 4.0,
             "completions/min_length": 2.0,
             "completions/max_length": 8.0,
@@ -171,4 +213,4 @@ def test_groups_get_their_own_columns():
     assert [s.reward for s in drawn.samples] == [2.0, 2.0, 0.0, 0.0]
     assert seen["ids"] == [s.completion.token_ids for s in drawn.samples]
     rows = drawn.rows(["reward"])
-    assert rows[0].keys() == {"prompt", "completion", "finish_reason", "reward", "advantage"}
+    assert rows[0].keys() == {"prompt", "completion", "finish_reason", "reward", "advantage", "rewards/reward"}

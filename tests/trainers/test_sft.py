@@ -116,6 +116,13 @@ def test_epochs_make_the_steps(tmp_path):
     assert len(metrics_of(run)) == 8
 
 
+def test_epochs_are_counted_in_micro_batches(tmp_path):
+    # 37 rows make 13 micro-batches of 3: steps of 5, 5 and 3.
+    run = sft_run(tmp_path, max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    sft.run_sft(run)
+    assert [row["epoch"] for row in metrics_of(run)] == pytest.approx([5 / 13, 10 / 13, 1, 18 / 13])
+
+
 def test_evaluation_and_files(tmp_path):
     run = sft_run(tmp_path, {"eval": str(SFT_ROWS)}, max_steps=5, eval_steps=2, save_steps=3)
     sft.run_sft(run)

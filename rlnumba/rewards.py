@@ -7,7 +7,7 @@ A reward function gets the whole batch by keyword and returns a value for each c
 Keywords: `prompts`, `completions`, `completion_ids`, every left-over column of the dataset, `trainer_state`,
 `log_extra(column, values)` and `log_metric(name, value)`; a function may leave out those it does not need.
 Completions are strings, or [{"role": "assistant", "content": text}] where the prompt is a message list. `async def`
-functions of one run are awaited together in one event loop.
+functions are awaited together, in one event loop for the whole run, so that their connections stay open.
 """
 
 import ast
@@ -66,6 +66,7 @@ class Rewards:
         self.weights = np.array(weights if weights is not None else [1.0] * len(self.functions), np.float64)
         self.timeout_s = timeout_s
         self.errors = errors
+        self._runner = asyncio.Runner()
 
     def score(self, prompts, texts, completion_ids, columns, trainer_state=None):
         """Calls every function on a batch of B completions and returns Scores.
@@ -119,9 +120,18 @@ class Rewards:
                 ]
                 return await asyncio.gather(*calls, return_exceptions=True)
 
+            def run():
+                with contextlib.ExitStack() as failing:
+                    failing.callback(self._runner.close)
+                    found = self._runner.run(gather())
+                    failing.pop_all()
+                return found
+
             # The loop's own timeouts come first; the outer limit is for a coroutine that blocks the loop.
-            together = _caught(lambda: asyncio.run(gather()), self.timeout_s + 1)
+            together = _caught(run, self.timeout_s + 1)
             failed = isinstance(together, BaseException)
+            if failed:
+                self._runner = asyncio.Runner()
             for i, k in enumerate(waiting):
                 results[k] = together if failed else together[i]
         return results
@@ -223,7 +233,7 @@ def _described(name, error, timeout_s):
 
 
 def _checked(name, result, count):
-    """A function's result as (count,) float64 with NaN for None. Raises RewardError if it is anything else."""
+    """A function's result as (count,) float64, NaN for None and NaN. Raises RewardError if it is anything else."""
     if isinstance(result, np.ndarray):
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -234,7 +244,7 @@ def _checked(name, result, count):
     for i, value in enumerate(result):
         if value is None:
             continue
-        if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real | np.bool_) or math.isinf(value):
             raise RewardError(f"reward {name} must return finite numbers or None, got {value!r} for completion {i}")
         values[i] = float(value)
     return values

@@ -73,6 +73,35 @@ def test_async_functions_wait_together():
     assert values.tolist() == [[10, 0, 10, 1], [20, 0, 20, 2], [30, 0, 30, 3]]
 
 
+def test_async_functions_have_one_loop_for_the_whole_run():
+    """What is bound to a loop, such as a client's connections, lives on; a loop that was blocked is replaced."""
+    loops = []
+
+    async def remembers(completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    rewards = Rewards([remembers], timeout_s=0.2)
+    for _ in range(2):
+        rewards.score(PROMPTS, TEXTS, IDS, {})
+    assert loops[0] is loops[1] and not loops[0].is_closed()
+
+    async def blocks_for_ever(completions, **columns):
+        await remembers(completions)
+        swallows(completions)
+
+    rewards = Rewards([blocks_for_ever, remembers], timeout_s=0.2, errors="skip")
+    for _ in range(2):
+        assert rewards.score(PROMPTS, TEXTS, IDS, {}).errors["blocks_for_ever"] == 3
+
+
+def test_nan_is_none():
+    def nan(completions, **columns):
+        return [float("nan"), np.float32("nan"), 1]
+
+    np.testing.assert_array_equal(score(nan).values[:, 0], [np.nan, np.nan, 1])
+
+
 def raises(completions, **columns):
     return {}["answer"]
 

@@ -38,7 +38,7 @@ def test_every_line_is_json_and_a_step(tmp_path, capfd):
 def test_the_step_is_the_runs_own(tmp_path, capfd):
     with MetricsWriter(tmp_path, total_steps=1) as writer:
         writer.completions(1, [completion(1) | {"step": 99}])
-        writer.log(1, {"step": 99})
+        writer.log(1, {"step": 99, "loss": 1.0})
     for name in ("metrics.jsonl", "completions.jsonl"):
         assert json.loads((tmp_path / name).read_text())["step"] == 1
 

@@ -110,7 +110,7 @@ def run_grpo(run, resume=False):
                 metrics = learner.step(micro_batches, step, rate_of(train, step, plan.total_steps))
             llm.reset_prefix_cache()
             # The run's own names win over those that rewards log.
-            metrics = mean_metrics(parts_metrics) | metrics
+            metrics = metrics | mean_metrics(parts_metrics) | metrics
             metrics |= {"epoch": plan.epochs_done(step + 1), "num_tokens": data.num_tokens}
             if prompts.dropped_prompts:
                 metrics["dropped_prompts"] = prompts.dropped_prompts

@@ -217,7 +217,7 @@ def draw_metrics(draws, names):
         }
     found["completions/clipped_ratio"] = float(truncated.mean())
     for each in draws:
-        found = each.metrics | found
+        found = found | each.metrics | found
         for name, count in each.errors.items():
             found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
     return found

@@ -1,11 +1,13 @@
 """The command line: `rlnumba [--device auto|cuda|sim|numpy] [--debug] COMMAND ...`.
 
-Exit codes: 0 success; 2 a wrong option, key or value; 1 any other failure; 130 Ctrl-C. A failure is one line on stderr,
+Exit codes: 0 success; 2 a wrong option, key or value; 1 any other failure; 128 + its number for a signal, as a shell
+has it: 130 Ctrl-C, 143 SIGTERM. A failure is one line on stderr,
 `rlnumba: ...`, without a traceback unless --debug is given. Results go to the files named, progress to stderr. All of a
-command's input is validated before its work starts. Imports that take time stand inside the commands.
+command's input is validated before the model's weights are read. Imports that take time stand inside the commands.
 """
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,19 +18,33 @@ import click
 from rlnumba import device
 from rlnumba.errors import ConfigError, UserError
 
-INTERRUPTED = 130
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, its number the argument: the command ends as on Ctrl-C, and leaves no half-written file."""
 
 
 def main(arguments=None):
     """Runs the command line and exits the process."""
+    if sys.stderr is None:  # closed by whoever started the process
+        sys.stderr = open(os.devnull, "w")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+            signal.signal(number, _end)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _end(number, frame):
+    raise Ended(number)
 
 
 def run(arguments):
     """Runs the command line with a list of arguments and returns the exit code."""
     try:
-        cli.main(list(arguments), prog_name="rlnumba", standalone_mode=False)
+        # Not cli.main, which turns every KeyboardInterrupt into an Abort and an empty line.
+        with cli.make_context("rlnumba", list(arguments)) as context:
+            cli.invoke(context)
         return 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -39,12 +55,18 @@ def run(arguments):
         return _fail(error, error.format_message(), error.exit_code, arguments)
     except UserError as error:
         return _fail(error, str(error), error.exit_code, arguments)
-    except (click.Abort, KeyboardInterrupt) as error:
-        return _fail(error, "interrupted", INTERRUPTED, arguments)
+    except Ended as error:
+        number = signal.Signals(error.args[0])
+        return _fail(error, f"ended by {number.name}", 128 + number, arguments)
+    except KeyboardInterrupt as error:
+        return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
         # Whoever read stdout has seen enough.
         sys.stdout = None
         return 1
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        return _fail(error, f"{place}{error.strerror or error}", 1, arguments)
     except MemoryError as error:
         return _fail(error, f"out of memory {error}".strip(), 1, arguments)
     except Exception as error:  # the last line of defence: a bug still ends in one line
@@ -114,27 +136,57 @@ class _Progress:
         click.echo(f"\r\033[K{text}" if self.shown else text, err=True)
 
 
-def _load(model, dtype):
-    """(Transformer, Tokenizer or None) of a folder or hub id."""
+def _open(model):
+    """(folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, which take time."""
+    from rlnumba.model.config import ModelConfig
     from rlnumba.model.tokenizer import Tokenizer
-    from rlnumba.model.transformer import find_model, load_model
+    from rlnumba.model.transformer import find_model
 
     folder = find_model(model)
-    return load_model(folder, dtype), Tokenizer.from_folder(folder)
+    return folder, ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
 
 
-def _need_tokenizer(tokenizer, model, place):
-    if tokenizer is None:
-        raise UserError(f"{place}: text needs a tokenizer, and {model} has no tokenizer.json; give token ids instead")
-    return tokenizer
+def _check_row(row, place, column, text):
+    """A row has token ids in `column`, or a prompt; `text` names the columns of the second form."""
+    from rlnumba.data import check_prompt
 
-
-def _token_ids(value, place, column):
-    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+    if (column in row) == ("prompt" in row):
+        raise UserError(f"{place}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
+    if "prompt" in row:
+        check_prompt(row["prompt"], f"{place}: 'prompt'")
+        return
+    ids = row[column]
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise UserError(f"{place}: {column!r} must be a list of integers")
-    if not value:
+    if not ids:
         raise UserError(f"{place}: {column!r} is empty")
-    return value
+
+
+def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
+    """The token ids of every row, a list each: those in `column`, or encode(row).
+
+    Raises UserError naming the line for text without a tokenizer or that it refuses, for no tokens or more than
+    `limit`, and for an id outside of the vocabulary.
+    """
+    from rlnumba.data import check_ids
+
+    sequences = []
+    for row, place in rows:
+        ids = row.get(column)
+        if ids is None:
+            if tokenizer is None:
+                raise UserError(f"{place}: text needs a tokenizer, and the model has no tokenizer.json; give {column}")
+            try:
+                ids = encode(row)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from error
+        if not ids:
+            raise UserError(f"{place}: the text has no tokens")
+        check_ids(ids, vocab_size, place)
+        if len(ids) > limit:
+            raise UserError(f"{place}: {len(ids)} tokens are more than the limit of {limit}")
+        sequences.append(ids)
+    return sequences
 
 
 @cli.command()
@@ -172,23 +224,28 @@ def generate(model, prompts, output, dtype, **options):
     generation_config.json are not read.
     """
     from rlnumba.config import EngineConfig
-    from rlnumba.data import read_rows
+    from rlnumba.data import encode_prompt, read_rows
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.metrics import replacing, to_line
 
     _say_device()
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
     engine |= {name: options.pop(name) for name in ("gpu_memory_utilization", "enforce_eager")}
-    params = SamplingParams(**options)
+    engine, params = EngineConfig(**engine), SamplingParams(**options)
     with replacing(output) as file:
         rows = read_rows(prompts)
         for row, place in rows:
-            _check_generate_row(row, place)
-        from rlnumba.engine.llm import LLM, PromptError
+            _check_row(row, place, "prompt_token_ids", "'prompt'")
+        from rlnumba.engine.llm import LLM, PromptError, longest_sequence
+        from rlnumba.model.transformer import load_model
 
-        transformer, tokenizer = _load(model, dtype)
-        llm = LLM(transformer, tokenizer, EngineConfig(**engine))
-        ids = [_prompt_ids(row, place, tokenizer, model) for row, place in rows]
+        folder, config, tokenizer = _open(model)
+        limit = longest_sequence(config, engine)
+        ids = _token_ids(
+            rows, "prompt_token_ids", lambda row: encode_prompt(tokenizer, row["prompt"]),
+            tokenizer, config.vocab_size, limit,
+        )  # fmt: skip
+        llm = LLM(load_model(folder, dtype), tokenizer, engine)
         progress = _Progress()
         try:
             outputs = llm.generate(ids, params, progress.generated)
@@ -203,28 +260,6 @@ def generate(model, prompts, output, dtype, **options):
     tokens = sum(len(c.token_ids) for result in outputs for c in result.completions)
     seconds = time.monotonic() - progress.started
     progress.end(f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s) -> {output}")
-
-
-def _check_generate_row(row, place):
-    from rlnumba.data import check_prompt
-
-    if ("prompt" in row) == ("prompt_token_ids" in row):
-        raise UserError(f"{place}: needs either 'prompt' or 'prompt_token_ids'; its columns are {', '.join(row)}")
-    if "prompt" in row:
-        check_prompt(row["prompt"], f"{place}: 'prompt'")
-    else:
-        _token_ids(row["prompt_token_ids"], place, "prompt_token_ids")
-
-
-def _prompt_ids(row, place, tokenizer, model):
-    from rlnumba.data import encode_prompt
-
-    if "prompt_token_ids" in row:
-        return row["prompt_token_ids"]
-    try:
-        return encode_prompt(_need_tokenizer(tokenizer, model, place), row["prompt"])
-    except UserError as error:
-        raise UserError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
 
 
 @cli.command()
@@ -242,7 +277,7 @@ def _prompt_ids(row, place, tokenizer, model):
 def score(model, source, output, dtype, temperature):
     """The log-prob of every token given those before it, from the training forward. Writes {"token_ids", "logprobs"},
     the first of which is null."""
-    from rlnumba.data import check_ids, read_rows
+    from rlnumba.data import encode_pair, read_rows
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.metrics import replacing, to_line
 
@@ -252,13 +287,14 @@ def score(model, source, output, dtype, temperature):
         rows = read_rows(source)
         for row, place in rows:
             _check_score_row(row, place)
-        transformer, tokenizer = _load(model, dtype)
-        limit = transformer.config.max_position_embeddings
-        sequences = [_scored_ids(row, place, tokenizer, model) for row, place in rows]
-        for ids, place in zip(sequences, rows.places, strict=True):
-            check_ids(ids, transformer.config.vocab_size, place)
-            if len(ids) > limit:
-                raise UserError(f"{place}: {len(ids)} tokens are more than the model's {limit}")
+        from rlnumba.model.transformer import load_model
+
+        folder, config, tokenizer = _open(model)
+        sequences = _token_ids(
+            rows, "token_ids", lambda row: encode_pair(tokenizer, row["prompt"], row["completion"])[0],
+            tokenizer, config.vocab_size, config.max_position_embeddings,
+        )  # fmt: skip
+        transformer = load_model(folder, dtype)
         progress = _Progress()
         scored = _score_all(transformer, sequences, temperature or 1.0, progress)
         for ids, logprobs in zip(sequences, scored, strict=True):
@@ -268,16 +304,11 @@ def score(model, source, output, dtype, temperature):
 
 
 def _check_score_row(row, place):
-    from rlnumba.data import check_messages, check_prompt
+    from rlnumba.data import check_messages
 
-    if ("token_ids" in row) == ("prompt" in row):
-        raise UserError(
-            f"{place}: needs either 'token_ids' or 'prompt' and 'completion'; its columns are {', '.join(row)}"
-        )
+    _check_row(row, place, "token_ids", "'prompt' and 'completion'")
     if "token_ids" in row:
-        _token_ids(row["token_ids"], place, "token_ids")
         return
-    check_prompt(row["prompt"], f"{place}: 'prompt'")
     completion = row.get("completion")
     if isinstance(completion, list):
         check_messages(completion, f"{place}: 'completion'")
@@ -285,23 +316,11 @@ def _check_score_row(row, place):
         raise UserError(f"{place}: 'completion' must be a string or a list of messages")
 
 
-def _scored_ids(row, place, tokenizer, model):
-    from rlnumba.data import encode_pair
-
-    if "token_ids" in row:
-        return row["token_ids"]
-    try:
-        ids, _ = encode_pair(_need_tokenizer(tokenizer, model, place), row["prompt"], row["completion"])
-    except UserError as error:
-        raise UserError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
-    return ids
-
-
 def _score_all(model, sequences, temperature, progress, max_tokens=32768):
     """The log-probs of each sequence, (S,) float32 each, max_tokens tokens at a time."""
     import numpy as np
 
-    from rlnumba.model.transformer import pack
+    from rlnumba.model.transformer import check_finite, pack
     from rlnumba.model.transformer import score as score_batch
 
     results, first = [], 0
@@ -312,6 +331,7 @@ def _score_all(model, sequences, temperature, progress, max_tokens=32768):
             last += 1
         batch = pack(sequences[first:last])
         logprobs = device.to_host(score_batch(model, batch, temperature).logprobs)
+        check_finite(logprobs)
         results += np.split(logprobs, np.cumsum(batch.lengths)[:-1])
         first = last
         progress(f"{first}/{len(sequences)} sequences")
@@ -403,8 +423,9 @@ def check(model, dtype, temperature, max_tokens, seed):
     _say_device()
     from rlnumba.engine.check import check_agreement
     from rlnumba.kernels import gemm
+    from rlnumba.model.transformer import load_model
 
-    transformer, _ = _load(model, dtype)
+    transformer = load_model(model, dtype)
     progress = _Progress()
     found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
     progress.end(f"checked in {time.monotonic() - progress.started:.1f} s")

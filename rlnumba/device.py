@@ -42,7 +42,7 @@ def select(wanted="auto"):
     """
     global _chosen
     if wanted not in DEVICES:
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {wanted!r}")
+        raise ConfigError(f"--device or RLNUMBA_DEVICE: must be one of {', '.join(DEVICES)}, got {wanted!r}")
     if _chosen is not None:
         if wanted not in ("auto", _chosen):
             raise DeviceError(f"device {wanted} asked for, but this process already runs on {_chosen}")
@@ -77,8 +77,8 @@ def _gpu_problem():
 
 
 def name():
-    """The chosen device; the first call chooses by RLNUMBA_DEVICE, or `auto` without it."""
-    return _chosen or select(os.environ.get("RLNUMBA_DEVICE", "auto"))
+    """The chosen device; the first call chooses by RLNUMBA_DEVICE, or `auto` if that is unset or empty."""
+    return _chosen or select(os.environ.get("RLNUMBA_DEVICE") or "auto")
 
 
 def xp():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlnumba import cli, device
 
@@ -92,6 +93,38 @@ def test_B06_score_gives_the_log_probs_of_generate(tmp_path, temperature):
             np.testing.assert_allclose(line["logprobs"][len(prompt) :], c["logprobs"], atol=1e-3)
 
 
+def test_bad_rows_end_before_the_weights_are_read(tmp_path, fails):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).symlink_to(Path(MODEL) / name)
+    rest = ["--output", tmp_path / "out.jsonl", "--model", bare]
+    for row, message in (
+        ({"prompt_token_ids": [48]}, "in.jsonl:1: token id 48 is outside"),
+        ({"prompt": "a" * 257}, "in.jsonl:1: 257 tokens are more than the limit of 256"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "in.jsonl:1: "),
+    ):
+        fails(1, message, "generate", "--prompts", write(tmp_path / "in.jsonl", [row]), *rest)
+    prompts = write(tmp_path / "in.jsonl", ROWS)
+    fails(2, "max_model_len 257", "generate", "--prompts", prompts, *rest, "--max-model-len", 257)
+    fails(1, "no model.safetensors", "generate", "--prompts", prompts, *rest)
+    for row in ({"token_ids": [48]}, {"prompt": "a" * 200, "completion": "b" * 200}):
+        fails(1, "in.jsonl:1: ", "score", "--input", write(tmp_path / "in.jsonl", [row]), *rest)
+
+
+def test_a_model_of_nan_is_an_error(tmp_path, fails):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").symlink_to(Path(MODEL) / "config.json")
+    tensors = load_file(Path(MODEL) / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, broken / "model.safetensors")
+    source = write(tmp_path / "in.jsonl", [{"prompt_token_ids": [5, 6], "token_ids": [5, 6]}])
+    output = tmp_path / "out.jsonl"
+    for command in (["generate", "--prompts", source], ["score", "--input", source]):
+        fails(1, "log-probs are not finite", *command, "--model", broken, "--output", output)
+
+
 def test_score_of_text_does_not_append_eos(tmp_path):
     (pair, ids) = score(tmp_path, [{"prompt": "1+", "completion": "1=2."}, {"token_ids": [4]}])
     (again,) = score(tmp_path, [{"token_ids": pair["token_ids"]}])
@@ -124,13 +157,17 @@ def test_token_ids_need_no_tokenizer(tmp_path, fails):
 BAD_PROMPTS = [
     ([], "in.jsonl: holds no rows"),
     ([{"prompt": "a"}, "{oops\n"], "in.jsonl:2: not JSON"),
-    ([{"prompt": "a"}, {"text": "a"}], "in.jsonl:2: needs either 'prompt' or 'prompt_token_ids'; its columns are text"),
+    ([{"prompt": "a"}, {"text": "a"}], "in.jsonl:2: needs either 'prompt_token_ids' or 'prompt'; its columns are text"),
     ([{"prompt": ""}], "in.jsonl:1: 'prompt' is empty"),
     ([{"prompt": []}], "in.jsonl:1: 'prompt' must be a non-empty list of messages"),
     ([{"prompt": 3}], "in.jsonl:1: 'prompt' must be a string or a list of messages, got int 3"),
     ([{"prompt": "a"}, {"prompt_token_ids": []}], "in.jsonl:2: 'prompt_token_ids' is empty"),
     ([{"prompt_token_ids": [1.5]}], "in.jsonl:1: 'prompt_token_ids' must be a list of integers"),
-    ([{"prompt": "a"}, {"prompt_token_ids": [48]}], "in.jsonl:2: token id 48 is outside of the vocabulary of 48"),
+    (
+        [{"prompt": "a"}, {"prompt_token_ids": [48]}],
+        "in.jsonl:2: token id 48 is outside of the model's vocabulary of 48",
+    ),
+    ([{"prompt_token_ids": [2**70]}], "in.jsonl:1: token id 1180591620717411303424 is outside"),
     ([{"prompt_token_ids": [-1]}], "in.jsonl:1: token id -1 is outside"),
     ([{"prompt": "a"}, {"prompt": "a" * 257}], "in.jsonl:2: 257 tokens are more than the limit of 256"),
     ([{"prompt": [{"role": "user", "content": "a"}]}], "in.jsonl:1: "),
@@ -148,10 +185,11 @@ def test_bad_prompts_end_before_the_start(tmp_path, fails, rows, message):
 BAD_SCORES = [
     ([{"token_ids": [5]}, {"token_ids": []}], "in.jsonl:2: 'token_ids' is empty"),
     ([{"token_ids": [5, 99]}], "in.jsonl:1: token id 99 is outside of the model's vocabulary of 48"),
-    ([{"token_ids": [5] * 257}], "in.jsonl:1: 257 tokens are more than the model's 256"),
+    ([{"token_ids": [5] * 257}], "in.jsonl:1: 257 tokens are more than the limit of 256"),
     ([{"prompt": "a"}], "in.jsonl:1: 'completion' must be a string or a list of messages"),
     ([{"prompt": "", "completion": "b"}], "in.jsonl:1: 'prompt' is empty"),
     ([{"completion": "b"}], "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion'"),
+    ([{}], "its columns are none"),
 ]
 
 
@@ -197,7 +235,7 @@ def test_usage_errors(fails, tmp_path):
 
 
 def test_missing_and_damaged_models(tmp_path, fails):
-    source = write(tmp_path / "in.jsonl", ROWS)
+    source = write(tmp_path / "in.jsonl", ROWS[1:2])
     rest = ["--prompts", source, "--output", tmp_path / "out.jsonl"]
     fails(1, "no such model folder", "generate", "--model", tmp_path / "missing", *rest)
     broken = tmp_path / "broken"
@@ -217,7 +255,8 @@ def test_missing_and_damaged_models(tmp_path, fails):
 
 def test_outputs_that_cannot_be_written(tmp_path, fails):
     source = write(tmp_path / "in.jsonl", ROWS)
-    missing = tmp_path / "no" / "out.jsonl"
+    missing, long = tmp_path / "no" / "out.jsonl", "o" * 300
+    fails(1, "ooo: File name too long", "generate", "--model", MODEL, "--prompts", source, "--output", long)
     fails(1, "no/out.jsonl: cannot be written", "generate", "--model", MODEL, "--prompts", source, "--output", missing)
     fails(1, "cannot be written: Is a directory", "score", "--model", MODEL, "--input", source, "--output", tmp_path)
     run = write(tmp_path / "run.toml", [f'model = "{MODEL}"\noutput_dir = "{source}/x"\n[data]\ntrain = "t.jsonl"\n'])
@@ -361,9 +400,22 @@ def test_a_device_that_is_not_there_is_an_error():
         [sys.executable, "-m", "rlnumba", "--device", "cuda", "env"], capture_output=True, text=True, env=environment
     )
     assert ended.returncode == 1 and ended.stderr.startswith("rlnumba: device cuda: ")
+    environment["RLNUMBA_DEVICE"] = "tpu"
+    ended = subprocess.run([sys.executable, "-m", "rlnumba", "env"], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 2 and "RLNUMBA_DEVICE: must be one of auto, cuda, sim, numpy, got 'tpu'" in ended.stderr
 
 
-def test_ctrl_c_ends_in_one_line(tmp_path):
+def test_an_empty_variable_chooses_no_device(monkeypatch):
+    monkeypatch.setenv("RLNUMBA_DEVICE", "")
+    monkeypatch.setattr(device, "_chosen", None)
+    assert device.name() in ("cuda", "numpy", "sim")
+
+
+@pytest.mark.parametrize(
+    "number, code, message",
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_signals_end_in_one_line_and_leave_nothing(tmp_path, number, code, message):
     source = write(tmp_path / "in.jsonl", [{"prompt_token_ids": [5]}] * 200)
     arguments = ["generate", "--model", MODEL, "--prompts", source, "--output", str(tmp_path / "out.jsonl")]
     process = subprocess.Popen(
@@ -375,9 +427,19 @@ def test_ctrl_c_ends_in_one_line(tmp_path):
         # The device is named when work begins.
         assert process.stderr.readline().startswith("device ")
         time.sleep(1.0)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, rest = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert (process.returncode, rest.strip()) == (130, "rlnumba: interrupted")
+    assert (process.returncode, rest) == (code, f"rlnumba: {message}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_streams_that_are_closed_or_full(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"token_ids": [5]}])
+    score = f"score --model {MODEL} --input {source} --output {tmp_path}/out.jsonl 2>&-"
+    full = "--help > /dev/full"
+    for arguments, code, message in ((score, 0, ""), (full, 1, "rlnumba: No space left on device\n")):
+        ended = subprocess.run(f"{sys.executable} -m rlnumba {arguments}", shell=True, capture_output=True)
+        assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (code, b"", message)
+    assert (tmp_path / "out.jsonl").exists()

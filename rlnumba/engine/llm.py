@@ -17,7 +17,7 @@ from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams, S
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.philox import noise_key
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
+from rlnumba.model.transformer import check_finite, find_model, load_model
 
 # vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
 BLOCK_SIZE = 16
@@ -33,6 +33,18 @@ class PromptError(UserError):
     def __init__(self, index, reason):
         super().__init__(f"prompt {index}: {reason}")
         self.index, self.reason = index, reason
+
+
+def longest_sequence(model_config, engine_config):
+    """How many tokens a sequence may have: max_model_len, or without it the model's max_position_embeddings.
+
+    Raises ConfigError if max_model_len is more than the model has positions.
+    """
+    positions = model_config.max_position_embeddings
+    longest = engine_config.max_model_len or positions
+    if longest > positions:
+        raise ConfigError(f"max_model_len {longest} is more than the model's {positions} positions")
+    return longest
 
 
 class LLM:
@@ -51,10 +63,7 @@ class LLM:
             model, tokenizer = load_model(folder), tokenizer or Tokenizer.from_folder(folder)
         self.model, self.tokenizer = model, tokenizer
         self.config = config or EngineConfig()
-        positions = model.config.max_position_embeddings
-        self.max_model_len = self.config.max_model_len or positions
-        if self.max_model_len > positions:
-            raise ConfigError(f"max_model_len {self.max_model_len} is more than the model's {positions} positions")
+        self.max_model_len = longest_sequence(model.config, self.config)
         self.max_num_batched_tokens = self.config.max_num_batched_tokens
         # A step has room for one token of every running sequence.
         self.max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
@@ -71,7 +80,7 @@ class LLM:
         prompts: lists of token ids or, with a tokenizer, texts. params: a SamplingParams for all, or one for
         each. progress: called after every step with (completions finished, completions asked for, tokens drawn so far).
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError before any
-        work is done.
+        work is done, and UserError where the model gives no number for a log-prob.
         """
         params = self._params(prompts, params)
         prompts = self.validate(prompts)
@@ -174,6 +183,7 @@ class LLM:
         finished = drawn = 0
         while (step := scheduler.schedule()) is not None:
             token_ids, logprobs = self.runner.run(step, scheduler.table)
+            check_finite(logprobs)
             for sequence in scheduler.update(step, token_ids, logprobs):
                 outputs[sequence.request].completions[sequence.index] = self._completion(sequence)
                 finished += 1

@@ -16,6 +16,7 @@ from rlnumba.kernels.rope import RopeScaling
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
+ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 SCALING_FIELDS = (
     "factor",
     "low_freq_factor",
@@ -233,7 +234,10 @@ def _refuse_unsupported(raw, model_type, source):
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key):
             raise UserError(f"{source}: {key} {raw[key]} is not supported (mixture of experts)")
-    other = {kind for kind in raw.get("layer_types") or () if kind != "full_attention"}
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise UserError(f"{source}: layer_types must be a list, got {kinds!r}")
+    other = {str(kind) for kind in kinds if kind != "full_attention"}
     if other:
         raise UserError(f"{source}: layer_types {', '.join(sorted(other))} is not supported (full_attention only)")
     if model_type == "llama":
@@ -259,14 +263,15 @@ def _rope(raw, source):
     parent = raw.get("rope_parameters") or {}
     where = f"{source}: {key}"
     theta = _positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
-    if _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0) != 1.0:
-        raise UserError(f"{source}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    partial = _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
+    if partial != 1.0:
+        raise UserError(f"{source}: partial_rotary_factor {partial} is not supported")
+    for field, value in rope.items():
+        if field not in (*ROPE_FIELDS, *SCALING_FIELDS) and value is not None:
+            raise UserError(f"{where}: {field} is not supported")
+    kind = _get(rope, "rope_type", str, where, _get(rope, "type", str, where, "default"))
     if kind == "default":
         return theta, None
-    for field in ("mscale", "mscale_all_dim", "truncate"):
-        if rope.get(field) is not None:
-            raise UserError(f"{where}: {field} is not supported")
     settings = {
         field: _count(rope, field, where, None) if "position" in field else _positive(rope, field, where, None)
         for field in SCALING_FIELDS
@@ -274,7 +279,7 @@ def _rope(raw, source):
     try:
         return theta, RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {str(error).removeprefix('rope_scaling: ')}") from None
 
 
 def _scaling_dict(scaling):

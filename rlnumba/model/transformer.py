@@ -211,6 +211,12 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
     return result
 
 
+def check_finite(logprobs):
+    """Raises UserError if a log-prob, of a NumPy array, is not a number that the model can have meant."""
+    if not np.isfinite(logprobs).all():
+        raise UserError("the model's log-probs are not finite: its weights hold NaN, or values too large for the dtype")
+
+
 def find_model(path_or_hub_id):
     """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if need be.
 

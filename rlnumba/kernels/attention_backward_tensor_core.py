@@ -191,6 +191,7 @@ def tensor_core_dkv_kernel(tile):
     steps, columns = padded(head_dim) // 16, min(padded(head_dim), COLUMNS)
     column_steps, acc_count, score_count = columns // 16, columns // 2, WIDTH // 2
     stage_bytes, values_at, rows_at = tile.stage_bytes, keys * pitch, 2 * keys * pitch
+    # The block's keys are rows of a matrix with one head a token; the function for tiles of KEYS keys is not needed.
     copy_keys, _ = copy_functions(head_dim, keys, threads, 0)
     copy_tile = row_copy_function(head_dim, rows, threads)
     load_rows, load_lines, load_values = fragment_functions(head_dim)

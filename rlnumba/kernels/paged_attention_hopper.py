@@ -79,6 +79,9 @@ THREADS = WARPGROUP + 32
 SLOTS = 2
 # Partial results that a merging thread loads before it uses the first.
 AHEAD = 4
+# The four warps that compute meet at two named barriers in turn: at 1 before they read each other's maxima (or sums, or
+# the news who merges), at 2 before the tensor cores read the probabilities of all (or a counter vouches for the partial
+# results of all). What is read behind a meeting is written again only after the next.
 
 
 class Tile(NamedTuple):

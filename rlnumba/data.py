@@ -180,6 +180,11 @@ def encode_prompt(tokenizer, prompt, **template):
     return tokenizer.encode(prompt)
 
 
+def as_messages(value, role):
+    """A message list as it is, a string as the one message of `role`."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
 def encode_pair(tokenizer, prompt, completion, **template):
     """Prompt and completion tokenised together: (ids, the index at which the completion begins).
 
@@ -187,10 +192,7 @@ def encode_pair(tokenizer, prompt, completion, **template):
     list; a string beside a message list is a message of its user or assistant.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
+        prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")
         alone = encode_prompt(tokenizer, prompt, **template)
         both = tokenizer.apply_chat_template(prompt + completion, add_generation_prompt=False, **template)
     else:
@@ -361,26 +363,32 @@ def tokenize_sft(example, data, train, tokenizer, eos_token_ids=()):
     try:
         if example.messages is not None:
             return _tokenize_conversation(example, data, train, tokenizer, template)
-        if train.assistant_only_loss:
-            raise UserError("train.assistant_only_loss needs rows of messages")
+        messages = None
         if example.text is not None:
             if train.completion_only_loss:
                 raise UserError("train.completion_only_loss needs rows with a prompt and a completion")
-            ids, start, chat = tokenizer.encode(example.text), 0, False
+            ids, start = tokenizer.encode(example.text), 0
         else:
             prompt = as_prompt(example.prompt, data, tokenizer)
             ids, start = encode_pair(tokenizer, prompt, example.completion, **template)
-            chat = isinstance(prompt, list) or isinstance(example.completion, list)
+            if isinstance(prompt, list) or isinstance(example.completion, list):
+                messages = as_messages(prompt, "user") + as_messages(example.completion, "assistant")
+        if train.assistant_only_loss:
+            if messages is None:
+                raise UserError("train.assistant_only_loss needs rows of messages")
+            spoken = np.array(tokenizer.assistant_mask(messages, **template), bool)
     except UserError as error:
         raise type(error)(f"{example.where}: {error}") from error
     eos = tokenizer.eos_token_id
     if eos is None and eos_token_ids:
         eos = eos_token_ids[0]
-    if not chat and eos is not None and (not ids or ids[-1] not in (eos, *eos_token_ids)):
+    if messages is None and eos is not None and (not ids or ids[-1] not in (eos, *eos_token_ids)):
         ids = [*ids, eos]
     trained = np.ones(len(ids), bool)
     if train.completion_only_loss is not False:
         trained[:start] = False
+    if train.assistant_only_loss:
+        trained &= spoken
     return TokenSequence(np.array(ids, np.int32), trained)
 
 

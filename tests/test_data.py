@@ -145,6 +145,21 @@ def test_S1_message_rows(path):
     assert tokenizer.text(with_system.rows[0][0].input_ids) == "k=1 [s be ] [u q ] [a r s ]"
 
 
+def test_S1_assistant_only_loss_of_conversational_pairs(path):
+    """As in TRL: what the assistant says in the completion; without completion_only_loss, in the prompt too."""
+    user, assistant = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+    rows = [{"prompt": [user, assistant, user], "completion": [assistant, user]}]
+    tokenizer = WordTokenizer()
+    masks = [
+        load(path, rows, tokenizer, assistant_only_loss=True, **more).rows[0][0].loss_mask
+        for more in ({}, {"completion_only_loss": False})
+    ]
+    spoken = np.array(tokenizer.assistant_mask(rows[0]["prompt"] + rows[0]["completion"]), bool)
+    assert masks[1].tolist() == spoken.tolist()
+    # The generation prompt, " [a", belongs to the prompt.
+    assert np.flatnonzero(masks[0]).tolist() == [10, 11]
+
+
 def test_S1_gsm8k_rows(path):
     rows = [{"question": "1 + 1", "answer": "is\n#### 2"}]
     config = DataConfig(train="", prompt_template="Q {question} A \\boxed{} ")
@@ -191,6 +206,11 @@ def test_truncation_and_dropped_rows_are_counted(path):
         ([{"messages": [{"role": "user", "content": "x"}], "tools": "{"}], {}, "rows.jsonl:1: 'tools' is a string"),
         ([{"text": "x"}], {"completion_only_loss": True}, "rows.jsonl:1: train.completion_only_loss needs"),
         ([{"text": "x"}], {"assistant_only_loss": True}, "rows.jsonl:1: train.assistant_only_loss needs"),
+        (
+            [{"prompt": "x", "completion": "y"}],
+            {"assistant_only_loss": True},
+            "rows.jsonl:1: train.assistant_only_loss needs",
+        ),
     ],
 )
 def test_bad_sft_rows(path, rows, train, message):

@@ -42,9 +42,7 @@ REQUIRED = dataclasses.MISSING
 class DataConfig:
     """Where the rows come from and how a prompt is made of one."""
 
-    train: str = key(
-        REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (table below).", nonempty=True
-    )
+    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (table below).")
     eval: str | None = key(None, "Held-out rows in the same form, evaluated every `train.eval_steps` steps.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
@@ -377,8 +375,8 @@ class GRPOConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTRun:
-    """A file of `rlnumba sft`."""
+class Run:
+    """What the files of all trainers have."""
 
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
     output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.", nonempty=True)
@@ -390,27 +388,23 @@ class SFTRun:
         choices=("auto", "cublas", "numba"),
     )
     data: DataConfig = field(metadata={"section": True})
-    train: SFTConfig = field(metadata={"section": True}, default_factory=SFTConfig)
+    train: TrainConfig = field(metadata={"section": True}, default_factory=TrainConfig)
     engine: EngineConfig = field(metadata={"section": True}, default_factory=EngineConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORun:
+class SFTRun(Run):
+    """A file of `rlnumba sft`."""
+
+    train: SFTConfig = field(metadata={"section": True}, default_factory=SFTConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORun(Run):
     """A file of `rlnumba grpo`."""
 
-    model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
-    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
-    gemm: str = key(
-        "auto",
-        "Who multiplies matrices on a GPU: cublas, numba (our kernels, whose rows do not depend on the batch, so that "
-        "rollout and training log-probs agree bit for bit), auto (cublas today).",
-        choices=("auto", "cublas", "numba"),
-    )
-    data: DataConfig = field(metadata={"section": True})
     rewards: RewardsConfig = field(metadata={"section": True})
     train: GRPOConfig = field(metadata={"section": True}, default_factory=GRPOConfig)
-    engine: EngineConfig = field(metadata={"section": True}, default_factory=EngineConfig)
 
     def __post_init__(self):
         if not self.rewards.funcs:

@@ -169,7 +169,9 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.close(draw=kind is not KeyboardInterrupt)
+        # A picture that cannot be drawn is not to hide the error that ends the run.
+        with contextlib.suppress(*[UserError] if kind else []):
+            self.close(draw=kind is not KeyboardInterrupt)
 
     def log(self, step, metrics):
         """Writes the metrics of optimizer step `step` (1-based): {name: number}."""

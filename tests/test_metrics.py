@@ -43,6 +43,15 @@ def test_the_step_is_the_runs_own(tmp_path, capfd):
         assert json.loads((tmp_path / name).read_text())["step"] == 1
 
 
+def test_a_picture_that_fails_does_not_hide_the_error_of_the_run(tmp_path, capfd):
+    (tmp_path / "curves.png").mkdir()
+    with pytest.raises(UserError, match="the run's own"), MetricsWriter(tmp_path, total_steps=2) as writer:
+        writer.log(1, {"loss": 1.0})
+        raise UserError("the run's own")
+    with pytest.raises(UserError, match="curves.png: cannot be written"), MetricsWriter(tmp_path, 2) as writer:
+        writer.log(1, {"loss": 1.0})
+
+
 def test_console_lines_every_logging_steps(tmp_path, capfd):
     with MetricsWriter(tmp_path, total_steps=7, logging_steps=3) as writer:
         for step in range(1, 8):

@@ -368,6 +368,8 @@ def test_pictures_are_drawn_and_shown(make_pictures, tmp_path):
 @pytest.mark.sim
 def test_layouts_of_pictures(make_pictures):
     """A box after its copy, the fragments of its first 16 lines, and the sums of a product with a unit matrix."""
+    if device.name() == "cuda" and device.xp().cuda.Device().compute_capability != "90":
+        pytest.skip("wgmma needs a Hopper GPU")
     start, _, wait = hopper.warpgroup_product(16, "float16")
 
     @cuda.jit
@@ -406,8 +408,11 @@ def test_layouts_of_pictures(make_pictures):
     # Every number says where it stands: 16 line + column in the first 16 columns.
     a, b = np.zeros((64, 64), np.float16), np.eye(16, 64, dtype=np.float16)
     a[:, :16] = np.arange(1024).reshape(64, 16)
-    memory, words, sums = np.zeros(256, np.int32), np.zeros((2, 128, 4), np.int32), np.zeros((128, 8), np.float32)
-    launch(layouts_kernel, 1, 128, hopper.tensor_map(a, 64, 64), hopper.tensor_map(b, 16, 64), memory, words, sums)
+    shapes = ((256,), np.int32), ((2, 128, 4), np.int32), ((128, 8), np.float32)
+    found = [device.xp().zeros(*shape) for shape in shapes]
+    operands = [device.asarray(x) for x in (a, b)]
+    launch(layouts_kernel, 1, 128, *(hopper.tensor_map(x, len(x), 64) for x in operands), *found)
+    memory, words, sums = (device.to_host(x) for x in found)
 
     lines = memory.view(np.float16).reshape(8, 8, 8)
     for line in range(8):

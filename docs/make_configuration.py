@@ -9,8 +9,8 @@ from rlnumba.config import (
     DataConfig,
     EngineConfig,
     GRPOConfig,
-    GRPORun,
     RewardsConfig,
+    Run,
     SFTConfig,
     TrainConfig,
     keys_of,
@@ -82,7 +82,7 @@ def _shown_limits(metadata):
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
-    blocks = [("Above all sections", GRPORun), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
+    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
     blocks += [("[engine]", EngineConfig)]
     for title, section_class in blocks:

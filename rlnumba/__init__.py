@@ -7,7 +7,9 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
+_TRAINERS = ("GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer")
 _HOMES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+_HOMES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 __all__ = list(_HOMES)
 
 

@@ -268,13 +268,13 @@ class PerSample:
         return [result["score"] if isinstance(result, dict) else result for result in results]
 
 
-def load_rewards(config):
-    """The functions that a RewardsConfig names: Rewards.
+def load_rewards(config, functions=()):
+    """The functions that a RewardsConfig names, or those given in their place: Rewards.
 
     Raises ConfigError for a name that leads nowhere, UserError for a missing file or package, RewardError for a file
     that fails on import.
     """
-    functions = [resolve(spec) for spec in config.funcs]
+    functions = list(functions) or [resolve(spec) for spec in config.funcs]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
     return Rewards(functions, config.weights, config.timeout, config.reward_errors, names)

@@ -57,16 +57,17 @@ from rlnumba.trainers.rollout import (
 )
 
 
-def run_grpo(run, resume=False):
+def run_grpo(run, resume=False, reward_funcs=()):
     """Train as a GRPORun says; writes its output_dir. resume: go on from the newest readable checkpoint there.
 
+    reward_funcs: the functions themselves, where run.rewards.funcs only tells of them.
     Raises ConfigError and UserError, of one line each, for what a user can cause. A reward that fails in the middle of
     the run leaves a checkpoint of the last complete step.
     """
     train = run.train
     gemm.set_backend(run.gemm)
     folder = RunFolder("grpo", run, resume)
-    rewards = load_rewards(run.rewards)
+    rewards = load_rewards(run.rewards, reward_funcs)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)
     tokenizer = Tokenizer.from_folder(source)

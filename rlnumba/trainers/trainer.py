@@ -1,0 +1,116 @@
+"""The runs of the command line in Python, in TRL's form:
+
+    from rlnumba import GRPOConfig, GRPOTrainer
+
+    GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=GRPOConfig(output_dir="runs/a"), train_dataset=rows).train()
+
+A trainer makes the Run that a TOML file would have made, and run_sft or run_grpo trains it: everything lands in
+output_dir, the model in final/.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlnumba import config
+from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
+from rlnumba.metrics import make_folder, replacing, to_line
+from rlnumba.rewards import resolve
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.sft import run_sft
+
+
+@dataclass(frozen=True)
+class SFTConfig(config.SFTConfig):
+    """[train] of `rlnumba sft`, and what TRL's SFTConfig has beside it."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
+@dataclass(frozen=True)
+class GRPOConfig(config.GRPOConfig):
+    """[train] of `rlnumba grpo`, and what TRL's GRPOConfig has beside it."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+
+
+class SFTTrainer:
+    """Supervised fine-tuning.
+
+    model: a Hugging Face folder or a hub id. args: SFTConfig. train_dataset, eval_dataset: a .jsonl or .parquet file,
+    or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data, engine: further keys of
+    these sections, dicts. Raises ConfigError for what does not fit together.
+    """
+
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+        args = args or SFTConfig()
+        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.run = SFTRun(**_settings(model, args, self.datasets, data, engine))
+
+    def train(self, resume_from_checkpoint=False):
+        """Train; writes output_dir. resume_from_checkpoint: go on from the newest readable checkpoint there."""
+        _write_rows(self.run, self.datasets)
+        run_sft(self.run, resume_from_checkpoint)
+
+
+class GRPOTrainer:
+    """Group Relative Policy Optimization.
+
+    reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, or a list of these.
+    rewards: further keys of that section, a dict. The other arguments are SFTTrainer's, args being a GRPOConfig.
+    """
+
+    def __init__(
+        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None
+    ):
+        args = args or GRPOConfig()
+        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
+        # What the run's config.toml says of them.
+        funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
+        self.run = GRPORun(
+            **_settings(model, args, self.datasets, data, engine),
+            rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
+        )
+
+    def train(self, resume_from_checkpoint=False):
+        """Train; writes output_dir. resume_from_checkpoint: go on from the newest readable checkpoint there.
+
+        Raises RewardError for a reward that fails, after a checkpoint.
+        """
+        _write_rows(self.run, self.datasets)
+        run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
+
+
+def _settings(model, args, datasets, data, engine):
+    """The keywords of a Run, but for [rewards]: dict."""
+    paths = {
+        name: str(dataset) if isinstance(dataset, str | Path) else str(Path(args.output_dir) / f"{name}.jsonl")
+        for name, dataset in datasets.items()
+        if dataset is not None
+    }
+    return {
+        "model": str(model),
+        "output_dir": args.output_dir,
+        "seed": args.seed,
+        "data": DataConfig(**paths, **(data or {})),
+        "train": args,
+        "engine": EngineConfig(**(engine or {})),
+    }
+
+
+def _write_rows(run, datasets):
+    for name, dataset in datasets.items():
+        if dataset is not None and not isinstance(dataset, str | Path):
+            make_folder(run.output_dir)
+            with replacing(Path(run.output_dir) / f"{name}.jsonl") as file:
+                file.writelines(to_line(row) for row in dataset)
+
+
+def _spec(function):
+    """package.module:function, or for what has no such place (a partial, an object) its class."""
+    named = function if isinstance(function, type(_spec)) else type(function)
+    return f"{named.__module__}:{named.__qualname__}"

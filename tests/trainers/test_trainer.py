@@ -1,0 +1,88 @@
+"""The trainers of the Python API train what the command line's runs train."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+import rlnumba
+from rlnumba.config import load_run
+from rlnumba.errors import ConfigError
+from rlnumba.rewards import RewardError
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.sft import run_sft
+from rlnumba.trainers.trainer import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from tests.trainers.runs import MODEL, SFT_ROWS
+
+SMALL = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "gradient_checkpointing": False,
+}
+PROMPTS = [{"prompt": f"what is the number {i}? ", "answer": str(i)} for i in range(6)]
+
+
+def digits(completions, answer, share=1.0, **columns):
+    return [share * sum(c in "0123456789" for c in text) for text in completions]
+
+
+def final(folder):
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def test_grpo_is_the_run_of_the_command_line(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path / "python"), seed=7, reward_weights=[0.5, 0.0], **SMALL)
+    rewards = [digits, "think_format_reward"]
+    trainer = GRPOTrainer(MODEL, rewards, args, PROMPTS, data={"max_prompt_length": 22}, engine={"max_num_seqs": 3})
+    trainer.train()
+    # The file that it writes is one that the command line runs.
+    run = load_run("grpo", tmp_path / "python" / "config.toml", [("output_dir", str(tmp_path / "file"))])
+    assert (run.seed, run.rewards.weights, run.engine.max_num_seqs) == (7, [0.5, 0.0], 3)
+    assert run.rewards.funcs == ["tests.trainers.test_trainer:digits", "think_format_reward"]
+    run_grpo(run)
+    assert final(tmp_path / "python") == final(tmp_path / "file")
+    for name in ("completions.jsonl", "train.jsonl"):
+        assert (tmp_path / "python" / name).is_file()
+    trainer.train(resume_from_checkpoint=True)
+    assert not list((tmp_path / "python").glob("earlier-*"))
+
+
+def test_sft_is_the_run_of_the_command_line(tmp_path):
+    rows = [json.loads(line) for line in SFT_ROWS.read_text().splitlines()]
+    for name, dataset in (("rows", rows), ("file", str(SFT_ROWS)), ("path", SFT_ROWS)):
+        args = SFTConfig(output_dir=str(tmp_path / name), max_steps=2, learning_rate=1e-3)
+        SFTTrainer(MODEL, args, dataset, eval_dataset=(row for row in rows[:3])).train()
+        assert final(tmp_path / name) == final(tmp_path / "rows")
+    run = load_run("sft", tmp_path / "rows" / "config.toml", [("output_dir", str(tmp_path / "again"))])
+    run_sft(run)
+    assert final(tmp_path / "again") == final(tmp_path / "rows")
+
+
+def test_functions_without_a_name_of_their_own(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), **SMALL | {"max_steps": 1})
+    GRPOTrainer(MODEL, functools.partial(digits, share=0.1), args, PROMPTS).train()
+    assert "rewards/functools:partial/mean" in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_mistakes_are_named(tmp_path):
+    def broken(completions, **columns):
+        raise KeyError("no")
+
+    with pytest.raises(ConfigError, match="train.learning_rate must be at least 0"):
+        GRPOConfig(learning_rate=-1.0)
+    with pytest.raises(ConfigError, match="rewards.weights must have one weight for each of the 1 funcs, got 2"):
+        GRPOTrainer(MODEL, digits, GRPOConfig(reward_weights=[1.0, 2.0]), PROMPTS)
+    with pytest.raises(RewardError, match="reward broken raised KeyError"):
+        GRPOTrainer(MODEL, [broken], GRPOConfig(output_dir=str(tmp_path), **SMALL), PROMPTS).train()
+    assert (tmp_path / "checkpoints" / "step-0").is_dir()
+
+
+def test_names_are_found_without_importing_what_they_need():
+    assert rlnumba.GRPOTrainer is GRPOTrainer and rlnumba.SFTConfig is SFTConfig
+    code = "import sys, rlnumba; assert 'rlnumba.trainers' not in sys.modules and 'GRPOConfig' in rlnumba.__all__"
+    subprocess.run([sys.executable, "-c", code], check=True)

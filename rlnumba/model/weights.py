@@ -243,7 +243,7 @@ def _drop_tied_head(files):
     del files[head]
 
 
-def _some(items, limit=4):
+def _some(items, limit=16):
     """The first few of a list, and how many more there are."""
     shown = ", ".join(str(item) for item in items[:limit])
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

@@ -264,7 +264,8 @@ def _row_shape(budget, *arrays):
 
 
 def _launch_forward(row_shape, rows, residual_too, *arguments):
-    lines = max(FORWARD_BLOCK // row_shape.threads, 1) if rows > FEW_ROWS else 1
+    # Only rows of one warp share a block: those of several meet in block_sum, which sums whole blocks.
+    lines = FORWARD_BLOCK // 32 if rows > FEW_ROWS and row_shape.threads == 32 else 1
     launch(rmsnorm_kernel(row_shape, residual_too), -(-rows // lines), (row_shape.threads, lines), *arguments)
 
 

@@ -476,7 +476,8 @@ def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index
             if by_count:
                 weight = np.float32(1.0) if values[i] >= LOWEST else np.float32(0.0)
             else:
-                weight = exp2((values[i] - high) * factor)
+                # The sample may have missed the largest by far; 2^100 outweighs other bins, and sums stay finite.
+                weight = exp2(min((values[i] - high) * factor, np.float32(100.0)))
             floats[np.uint32(bin * ROW_THREADS + thread)] += weight
     largest = block_max(largest, scratch)
     if broken:

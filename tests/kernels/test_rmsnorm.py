@@ -71,6 +71,13 @@ def test_simulator_16_bit(rng, monkeypatch, dtype, columns):
     run_all(rng, (5, columns), dtype)
 
 
+@pytest.mark.sim
+def test_many_wide_rows(rng, monkeypatch):
+    """Rows of two warps, more of them than FEW_ROWS."""
+    monkeypatch.setattr(rmsnorm_module, "FEW_ROWS", 0)
+    run_all(rng, (3, 1100), "float32")
+
+
 @pytest.mark.parametrize("shape", SMALL + [(64, 1024)])
 def test_numpy_device(rng, shape):
     if device.name() != "numpy":

@@ -355,6 +355,17 @@ def test_equal_keys_go_to_the_lowest_index(rng):
     assert list(draw(arguments)[0]) == [11, 11]
 
 
+@pytest.mark.sim
+def test_a_peak_that_the_sample_missed(rng):
+    """Top-p of a row whose largest logits are far above all of which filtered_kernel makes its bins."""
+    arguments = make(rng, 1, 2048 if device.name() == "sim" else 16_384, temperature=0.3, top_p=0.5)
+    arguments["logits"][:] = 0
+    arguments["logits"][0, 20:22] = 30.0, 29.8
+    token_ids, logprobs = draw(arguments)
+    assert token_ids[0] == 20
+    assert logprobs[0] == 0
+
+
 def test_a_single_kept_token_has_log_prob_zero(rng):
     arguments = make(rng, 2, 70, top_k=1)
     token_ids, logprobs = draw(arguments)

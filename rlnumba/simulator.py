@@ -9,7 +9,7 @@ A warp-wide instruction is a meeting of 32 threads: each leaves its operands, th
 all lanes from the instruction's documented meaning, each takes its own.
 
 What hardware does on its own time, bulk copies above all, happens here as late as it may: when no thread can go on,
-and then what was started last comes first. Until then its destination holds NaN. A kernel that forgets a wait
+and then in any order. Until then its destination holds NaN. A kernel that forgets a wait
 therefore computes NaN, or an instruction's twin finds its operands changed and says so. RLNUMBA_SIMULATOR_SEED=N
 draws instead which thread runs next and when copies arrive; equal bits for several N are good evidence that no barrier
 is missing.
@@ -32,6 +32,8 @@ WARP = 32
 SEED = os.environ.get("RLNUMBA_SIMULATOR_SEED")
 # With a seed, how likely a pending copy is to arrive before a thread goes on.
 EARLY = 0.25
+# Blocks that run at a time.
+RESIDENT = 2
 
 # The thread that runs now, and the kernel's picture of numba.cuda; both None outside of kernels.
 _thread = None
@@ -81,64 +83,81 @@ class Gate:
         thread = _thread
         self.waiting.append(thread)
         thread.awaited = what
-        thread.block.scheduler.switch()
+        thread.block.grid.scheduler.switch()
         thread.awaited = None
 
     def open(self):
         """All who wait may go on."""
         if self.waiting:
-            self.waiting[0].block.ready.extend(self.waiting)
+            self.waiting[0].block.grid.ready.extend(self.waiting)
             self.waiting = []
+
+
+class Grid:
+    """Runs a kernel's blocks, a few at a time as an SM does."""
+
+    def __init__(self, shared_bytes):
+        self.shared_bytes = shared_bytes
+        self.random = random.Random(SEED or 0)
+        self.scheduler = greenlet.getcurrent()
+        self.blocks = []
+        self.objects = {}
+        self.ready = deque()
+        # What hardware will do on its own time: functions without arguments.
+        self.pending = []
+
+    def run(self, function, shape, places):
+        """Run all blocks to their ends; shape: of a block, places: of the blocks."""
+        places = iter(places)
+        while True:
+            for place in itertools.islice(places, RESIDENT - len(self.blocks)):
+                self.blocks.append(Block(self, place, shape, function))
+            if self.pending and (not self.ready or SEED and self.random.random() < EARLY):
+                self.pending.pop(self.random.randrange(len(self.pending)))()
+            elif self.ready:
+                if SEED:
+                    self.ready.rotate(self.random.randrange(len(self.ready)))
+                thread = self.ready.popleft()
+                if thread.run():
+                    thread.block.leave()
+            elif self.blocks:
+                self._stuck()
+            else:
+                return
+
+    def _stuck(self):
+        block = self.blocks[0]
+        waiting = [thread for thread in block.threads if not thread.coroutine.dead]
+        parts = [f"{ranges(group)} wait in {what}" for what, group in grouped(waiting, lambda thread: thread.awaited)]
+        gone = [thread for thread in block.threads if thread.coroutine.dead]
+        if gone:
+            parts.append(f"{ranges(gone)} have returned")
+        # Raised where the first of them waits, so that the traceback shows the kernel's line.
+        waiting[0].coroutine.throw(RuntimeError(f"block {block.place} is stuck: {'; '.join(parts)}"))
 
 
 class Block:
     """The threads of one block, and what they share."""
 
-    def __init__(self, place, shape, shared_bytes, order):
+    def __init__(self, grid, place, shape, function):
+        self.grid = grid
         self.place = Dim3(*place)
-        self.shape = shape
-        self.order = order
-        self.scheduler = greenlet.getcurrent()
-        self.ready = deque()
-        # What hardware will do on its own time: functions without arguments.
-        self.pending = deque()
         self.objects = {}
-        self.dynamic_shared = poisoned(shared_bytes, np.uint8)
-        self.arrived = self.alive = 0
+        self.dynamic_shared = poisoned(grid.shared_bytes, np.uint8)
         self.gate = Gate()
         self.votes = []
-
-    def run(self, function):
-        """Run all threads to their ends."""
-        x, y, z = self.shape
+        x, y, z = shape
         places = ((x_, y_, z_) for z_ in range(z) for y_ in range(y) for x_ in range(x))
         self.threads = [Thread(self, i, place, function) for i, place in enumerate(places)]
-        self.ready.extend(self.threads)
-        self.alive = len(self.threads)
-        while self.alive:
-            if self.pending and (not self.ready or (self.order and self.order.random() < EARLY)):
-                if self.order:
-                    self.pending.rotate(self.order.randrange(len(self.pending)))
-                self.pending.pop()()
-            elif self.ready:
-                if self.order:
-                    self.ready.rotate(self.order.randrange(len(self.ready)))
-                if self.ready.popleft().run():
-                    self.alive -= 1
-                    self._open_if_all_came()
-            else:
-                self._stuck()
-        for action in self.pending:
-            action()
+        self.arrived, self.alive = 0, len(self.threads)
+        grid.ready.extend(self.threads)
 
-    def _stuck(self):
-        waiting = [thread for thread in self.threads if not thread.coroutine.dead]
-        parts = [f"{ranges(group)} wait in {what}" for what, group in grouped(waiting, lambda thread: thread.awaited)]
-        gone = [thread for thread in self.threads if thread.coroutine.dead]
-        if gone:
-            parts.append(f"{ranges(gone)} have returned")
-        # Raised where the first of them waits, so that the traceback shows the kernel's line.
-        waiting[0].coroutine.throw(RuntimeError(f"block {self.place} is stuck: {'; '.join(parts)}"))
+    def leave(self):
+        """A thread has returned; the others do not wait for it."""
+        self.alive -= 1
+        self._open_if_all_came()
+        if not self.alive:
+            self.grid.blocks.remove(self)
 
     def come(self, vote):
         """cuda.syncthreads with a value from each thread; returns those of all that came."""
@@ -150,7 +169,6 @@ class Block:
         return votes
 
     def _open_if_all_came(self):
-        """Threads that have returned are not waited for."""
         if self.arrived < self.alive or not self.arrived:
             return False
         self.arrived, self.votes = 0, []
@@ -229,6 +247,22 @@ class KernelCuda(FakeCUDAModule):
     def syncthreads_or(self, value):
         return int(any(_thread.block.come(value)))
 
+    # Numba's pictures of these take Python's integers, in which a negative one has no bits above its highest.
+    def popc(self, value):
+        return bits(value).count("1")
+
+    def ffs(self, value):
+        return bits(value)[::-1].find("1") + 1
+
+    def clz(self, value):
+        return (bits(value) + "1").index("1")
+
+
+def bits(value):
+    """The bits of an integer of a NumPy type as text, the highest first."""
+    width = 8 * np.asarray(value).itemsize
+    return f"{int(value) % (1 << width):0{width}b}"
+
 
 class SimulatedCuda:
     """The module numba.cuda, or inside a running kernel its picture there.
@@ -246,19 +280,18 @@ class SimulatedCuda:
 
 
 def run(function, grid, block, shared_bytes, arguments):
-    """Run a kernel's Python function for each thread of each block, block after block.
+    """Run a kernel's Python function for each thread of each block; blocks begin in the order of their numbers.
 
     grid, block: three lengths; shared_bytes: of dynamic shared memory; arguments: NumPy arrays and scalars. An
     exception of a thread ends the run, with a note that names the thread.
     """
     global _kernel
-    order = random.Random(int(SEED)) if SEED else None
     _kernel = KernelCuda(grid, block, 0)
     try:
         # For kernels of modules that import numba.cuda itself.
         with swapped_cuda_module(function, _kernel):
-            for z, y, x in np.ndindex(*grid[::-1]):
-                Block((x, y, z), block, shared_bytes, order).run(lambda: function(*arguments))
+            places = (place[::-1] for place in np.ndindex(*grid[::-1]))
+            Grid(shared_bytes).run(lambda: function(*arguments), block, places)
     finally:
         _kernel = None
 
@@ -270,12 +303,20 @@ def this_thread():
 
 def later(action):
     """Let hardware do something on its own time: action() runs at the latest when no thread can go on."""
-    _thread.block.pending.append(action)
+    _thread.block.grid.pending.append(action)
 
 
 def of_block(key, make):
     """The block's object of a key, made by make() at its first use."""
-    objects = _thread.block.objects
+    return _once(_thread.block.objects, key, make)
+
+
+def of_grid(key, make):
+    """As of_block, of all blocks."""
+    return _once(_thread.block.grid.objects, key, make)
+
+
+def _once(objects, key, make):
     if key not in objects:
         objects[key] = make()
     return objects[key]

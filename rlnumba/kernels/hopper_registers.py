@@ -15,7 +15,7 @@ from rlnumba.kernels.hopper import BOX_BYTES, ELEMENTS, LINE
 from rlnumba.kernels.instructions import device_function
 
 if device.name() == "sim":
-    from rlnumba.simulator import warpgroup_wide
+    from rlnumba.simulator import Gate, of_grid, warpgroup_wide
 
     def run_load(destination, array, offset, count, barrier):
         """Copy `count` float32 from place `offset` of a flat array to shared memory; both at multiples of 16 bytes."""
@@ -42,14 +42,19 @@ if device.name() == "sim":
 
         hopper.Store(source, 4 * count, write)
 
+    def _gate(counters, index):
+        """Where threads wait for a counter to change."""
+        return of_grid(("turn", counters.ctypes.data + counters.itemsize * int(index)), Gate)
+
     def await_turn(counters, index, turn):
         """Wait until counters[index] is `turn`; what its writer did before is then visible, bulk copies included."""
-        if counters[index] != turn:
-            raise RuntimeError(f"await_turn: blocks run one by one here, and counter {index} is not {turn}")
+        while counters[index] != turn:
+            _gate(counters, index).wait(f"await_turn {turn} of counter {index}")
 
     def give_turn(counters, index, turn):
         """Set counters[index] for another block that waits in await_turn."""
         counters[index] = turn
+        _gate(counters, index).open()
 
     @functools.cache
     def set_registers(count, more):

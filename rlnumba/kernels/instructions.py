@@ -146,7 +146,7 @@ if device.name() == "sim":
     @warp_wide
     def ballot(lanes):
         """A 32-bit mask with bit i set if lane i's predicate holds."""
-        mask = sum(1 << i for i, (predicate,) in enumerate(lanes) if predicate)
+        mask = np.packbits([bool(predicate) for (predicate,) in lanes], bitorder="little").view(np.int32)[0]
         return [mask] * WARP
 
     def _butterfly(lanes, combine):

@@ -25,7 +25,7 @@ from rlnumba.kernels.hopper import (
     tensor_map_address,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import shuffle_xor, warp_sum
+from rlnumba.kernels.instructions import ballot, shuffle_xor, warp_sum
 from rlnumba.kernels.launch import launch
 
 pytestmark = pytest.mark.sim
@@ -41,6 +41,8 @@ RIGHT, NO_WAIT, NO_FENCE, NO_COMMIT, OVERWRITES, TOUCHES = map(np.int32, range(6
 def order_is_fixed(monkeypatch):
     """As late as possible, in the order of the threads."""
     monkeypatch.setattr("rlnumba.simulator.SEED", None)
+    # Kernels that are wrong on purpose need not compile.
+    monkeypatch.setattr("rlnumba.kernels.launch.observers", [])
 
 
 def shared_base():
@@ -236,3 +238,18 @@ def test_memory_holds_nan_until_it_is_written():
     out = np.zeros(2, np.float32)
     launch(unwritten_kernel, 1, 1, out)
     assert np.isnan(out).all()
+
+
+def test_bits_are_counted_as_in_32_bits():
+    @cuda.jit
+    def bits_kernel(words, out):
+        word = words[cuda.threadIdx.x]
+        out[cuda.threadIdx.x, 0] = cuda.popc(word)
+        out[cuda.threadIdx.x, 1] = cuda.ffs(word)
+        out[cuda.threadIdx.x, 2] = cuda.clz(word)
+        out[cuda.threadIdx.x, 3] = ballot(word < 0)
+
+    words, out = np.array([0, 1, -1, -(2**31)] * 8, np.int32), np.zeros((32, 4), np.int32)
+    launch(bits_kernel, 1, 32, words, out)
+    mask = int("1100" * 8, 2) - 2**32
+    assert out[:4].tolist() == [[0, 0, 32, mask], [1, 1, 31, mask], [32, 1, 0, mask], [1, 32, 0, mask]]

@@ -76,7 +76,8 @@ def run(arguments):
 def _fail(error, message, code, arguments):
     if "--debug" in arguments:
         traceback.print_exception(error)
-    print(f"rlnumba: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    clear = "\r\033[K" if sys.stderr.isatty() else ""  # what a progress line left
+    print(f"{clear}rlnumba: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 

@@ -43,7 +43,7 @@ def make_folder(path):
 def replacing(path):
     """A text file that takes the place of `path` when the block ends well, and leaves nothing when it does not.
 
-    Raises UserError naming the path if it cannot be written.
+    Of a symbolic link, what it points to is replaced. Raises UserError naming the path if it cannot be written.
     """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -57,7 +57,8 @@ def replacing(path):
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        target = Path(os.path.realpath(path))
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
     done = False
@@ -67,7 +68,7 @@ def replacing(path):
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
         done = True
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
@@ -106,6 +107,9 @@ def write_config(run):
         file.writelines([*header, "\n", to_toml(run)])
 
 
+LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
+
 def as_json(value):
     """A value as JSON has it: NumPy scalars and arrays become numbers and lists, what is not finite becomes None."""
     if isinstance(value, np.ndarray | np.generic):
@@ -120,8 +124,9 @@ def as_json(value):
 
 
 def to_line(row):
-    """A dict as one line of JSON, with its newline: str."""
-    return json.dumps(as_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+    """A dict as one line of JSON, with its newline: str. Other characters that end a line for some readers
+    (str.splitlines, JavaScript) are escaped."""
+    return json.dumps(as_json(row), ensure_ascii=False, allow_nan=False).translate(LINE_ENDS) + "\n"
 
 
 def cut_back(path, step):

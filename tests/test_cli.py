@@ -263,6 +263,19 @@ def test_outputs_that_cannot_be_written(tmp_path, fails):
     fails(1, "in.jsonl/x: cannot be written", "sft", "--config", run)
 
 
+def test_an_output_that_is_a_link_stays_one(tmp_path):
+    source, target, link = (
+        write(tmp_path / "in.jsonl", [{"token_ids": [5]}]),
+        tmp_path / "t.jsonl",
+        tmp_path / "l.jsonl",
+    )
+    target.write_text("old")
+    link.symlink_to("t.jsonl")
+    assert cli.run(["score", "--model", MODEL, "--input", source, "--output", str(link)]) == 0
+    assert link.is_symlink() and read(target) == [{"token_ids": [5], "logprobs": [None]}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "l.jsonl", "t.jsonl"]
+
+
 def test_dev_null_is_written_to_and_stays(tmp_path):
     source = write(tmp_path / "in.jsonl", [{"token_ids": [5]}])
     assert cli.run(["score", "--model", MODEL, "--input", source, "--output", "/dev/null"]) == 0

@@ -116,6 +116,12 @@ def test_a_failed_block_leaves_the_old_file(tmp_path):
         file.write("new")
 
 
+def test_a_line_is_one_for_every_reader():
+    row = {"text": "a\u2028b\u2029c\x85d\n日本\x0b\x1c"}
+    line = metrics.to_line(row)
+    assert len(line.splitlines()) == 1 and "日本" in line and json.loads(line) == row
+
+
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: cannot be written to: Not a directory"):

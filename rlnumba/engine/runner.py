@@ -13,6 +13,7 @@ import numpy as np
 from rlnumba import device, memory
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
+from rlnumba.kernels.hopper import keep_tensor_maps
 from rlnumba.kernels.kv_cache import write_kv
 from rlnumba.kernels.paged_attention import paged_attention
 
@@ -251,7 +252,8 @@ class Runner:
         # This run computes the step; it also compiles what is missing, which a capture could not.
         self._compute(sent, bucket, 1, context)
         self.stream.begin_capture()
-        self._compute(sent, bucket, 1, context)
+        with keep_tensor_maps():
+            self._compute(sent, bucket, 1, context)
         self.graphs[bucket, context] = self.stream.end_capture()
         self.graph_addresses = self._addresses()
 

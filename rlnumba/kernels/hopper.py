@@ -20,6 +20,7 @@ accumulators of 16 columns is, in pairs, what the next one takes as A.
 Source: PTX ISA, sections on wgmma, mbarrier, cp.async.bulk.tensor, setmaxnreg, stmatrix.
 """
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -843,11 +844,11 @@ class HostTensorMap:
 class DeviceTensorMaps:
     """Tensor maps in the GPU's memory, made once for each array and box and found again by address.
 
-    The driver's encoder fills 128 opaque bytes on the host; they go to a slot of one device array. The
-    host's copy stays, page-locked, so that a copy recorded in a graph reads the same bytes at each replay.
+    The driver's encoder fills 128 opaque bytes on the host; they go to a slot of one device array. When all slots
+    are taken, the oldest map gives its slot up, unless a captured graph reads it (keep_tensor_maps).
     """
 
-    SLOTS = 1 << 15
+    SLOTS = 1 << 16
     TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
     SWIZZLE_128 = 3
     PROMOTE_L2_256 = 3
@@ -862,22 +863,35 @@ class DeviceTensorMaps:
         raw = cupy.empty((self.SLOTS + 1) * LINE, np.uint8)
         start = -raw.data.ptr % LINE
         self.device = raw[start : start + self.SLOTS * LINE].reshape(self.SLOTS, LINE)
-        self.views = [self.device[i] for i in range(self.SLOTS)]
-        self.found = {}
-        self.next = 0
+        self.free = list(range(self.SLOTS))
+        # The view of each map's slot, the oldest map first, and the maps that stay.
+        self.found, self.kept = {}, set()
+        self.keeping = False
 
     def get(self, array, box):
         key = array.data.ptr, array.shape, array.dtype, box
         view = self.found.get(key)
-        return self._make(key) if view is None else view
+        if view is None:
+            view = self._make(key)
+        if self.keeping:
+            self.kept.add(key)
+        return view
+
+    def _free_slot(self):
+        if not self.free:
+            oldest = next((key for key in self.found if key not in self.kept), None)
+            if oldest is None:
+                raise DeviceError(f"captured graphs hold all of {self.SLOTS} tensor maps")
+            # Kernels that read it were launched long ago, on this stream.
+            self.free.append((self.found.pop(oldest).data.ptr - self.device.data.ptr) // LINE)
+        return self.free.pop()
 
     def _make(self, key):
         pointer, shape, dtype, box = key
-        slot = self.next
-        self.next = (slot + 1) % self.SLOTS
-        if len(self.found) == self.SLOTS:
-            # The oldest map gives its slot up; kernels that read it were launched long ago, on this stream.
-            del self.found[next(iter(self.found))]
+        if self.cupy.cuda.get_current_stream().is_capturing():
+            # Its bytes would reach the device at a replay only.
+            raise DeviceError(f"a tensor map of a {shape} {dtype} array was first asked for while a graph is captured")
+        slot = self._free_slot()
         # The driver wants the innermost dimension first.
         dimensions = len(shape)
         lengths, sizes = ctypes.c_uint32 * dimensions, ctypes.c_uint64 * dimensions
@@ -888,8 +902,9 @@ class DeviceTensorMaps:
             lengths(*[1] * dimensions), 0, self.SWIZZLE_128, self.PROMOTE_L2_256, 0,
         )  # fmt: skip
         if status:
+            self.free.append(slot)
             raise DeviceError(f"tensor map of a {shape} {dtype} array, box {box}: driver error {status}")
-        view = self.views[slot]
+        view = self.device[slot]
         view.data.copy_from_host_async(ctypes.c_void_p(self.host[slot].ctypes.data), LINE)
         self.found[key] = view
         return view
@@ -909,3 +924,16 @@ def tensor_map(array, *box):
         return HostTensorMap(array, box)
     _maps = _maps or DeviceTensorMaps()
     return _maps.get(array, box)
+
+
+@contextlib.contextmanager
+def keep_tensor_maps():
+    """Tensor maps that are asked for inside stay as they are for good, as a captured graph demands."""
+    if _maps is None:
+        yield
+        return
+    _maps.keeping = True
+    try:
+        yield
+    finally:
+        _maps.keeping = False

@@ -5,6 +5,7 @@ import pytest
 
 from rlnumba import device
 from rlnumba.device import cuda
+from rlnumba.kernels import hopper
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
     LINE,
@@ -188,3 +189,19 @@ def test_exchanges(rng):
     expected[2:, 1] = 0
     expected[2:, 1, :16] = matrices.transpose(2, 0, 1).reshape(8, 16)[:7]
     assert_same_bits(box, expected, "transposed")
+
+
+@pytest.mark.gpu
+def test_tensor_maps_give_way_to_newer_ones(monkeypatch):
+    """With all slots taken the oldest map goes, but none that a graph holds."""
+    monkeypatch.setattr(hopper.DeviceTensorMaps, "SLOTS", 4)
+    monkeypatch.setattr(hopper, "_maps", hopper.DeviceTensorMaps())
+    arrays = [device.xp().full((8, 64), i, np.float16) for i in range(6)]
+    with hopper.keep_tensor_maps():
+        kept = tensor_map(arrays[0], 8, 64)
+    kept_bytes = device.to_host(kept)
+    addresses = [tensor_map(array, 8, 64).data.ptr for array in arrays]
+    assert addresses[0] == kept.data.ptr and len(set(addresses)) == 4
+    assert addresses[4] == addresses[1] and addresses[5] == addresses[2]
+    assert_same_bits(kept, kept_bytes)
+    assert tensor_map(arrays[1], 8, 64).data.ptr == addresses[3]

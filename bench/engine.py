@@ -15,6 +15,7 @@ import statistics
 import time
 
 import numpy as np
+from report import row
 
 from rlnumba import device
 from rlnumba.config import EngineConfig
@@ -47,6 +48,8 @@ WORKLOADS = {
     "small 16": (16, 8, 64, 1.0),
     "small 1": (1, 8, 64, 1.0),
 }
+# Tokens a second that an H200 should reach.
+BARS = {"mixed": 28_000, "fixed 256": 60_000, "fixed 64": 42_000, "fixed 8": 9_000, "single": 1_200}
 ON_GPU, ON_CPU = ("mixed", "fixed 256", "fixed 64", "fixed 8", "single"), ("small 16", "small 1")
 
 
@@ -125,6 +128,7 @@ def main():
             floor = floor_s(model.config, model.weights.flat.nbytes, model.dtype.itemsize, prompts, params)
             line += f" {tokens / floor:12.0f} {floor / median:6.1%}"
         print(line, flush=True)
+        row(f"{name}, {tokens} tokens", f"{tokens / median:.0f} tok/s", BARS.get(name, "") if on_gpu else "")
         llm.sleep()
 
 

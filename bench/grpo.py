@@ -13,6 +13,7 @@ import statistics
 import time
 
 import numpy as np
+from report import row
 from train import load, print_memory
 
 from rlnumba import device
@@ -119,7 +120,13 @@ def main():
         print(f"{name:20} {median:8.3f} s")
     generate = statistics.median(seconds["time/generate"] for seconds in measured[1:])
     print(f"{'generation':20} {drawn / generate:8.0f} tok/s")
-    print(f"{'sampler difference':20} {metrics['sampling/sampling_logp_difference/max']:8.2g} nats at most")
+    difference = metrics["sampling/sampling_logp_difference/max"]
+    print(f"{'sampler difference':20} {difference:8.2g} nats at most")
+    medians = {name: statistics.median(seconds[name] for seconds in measured[1:]) for name in measured[0]}
+    result = ", ".join(f"{name.removeprefix('time/')} {seconds:.3f} s" for name, seconds in medians.items())
+    what = f"GRPO step, {arguments.prompts} x {arguments.generations}, "
+    what += f"{arguments.prompt_length} + {arguments.completion_length} tokens"
+    row(what, f"{result}; sampler difference {difference:.2g} nats", "1.3 s" if on_gpu else "")
     print_memory()
 
 

@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 from engine import FLOP_PER_S, QWEN3_06B, STORIES_15M
+from report import row
 
 from rlnumba import device, memory
 from rlnumba.config import SFTConfig
@@ -134,6 +135,9 @@ def main():
     for name in measured[0]:
         median = statistics.median(seconds[name] for seconds in measured)
         print(f"{name:20} {median * 1e3:10.2f} ms {tokens / median:12.0f} tok/s")
+    parts = {name: statistics.median(seconds[name] for seconds in measured) * 1e3 for name in measured[0]}
+    result = f"{tokens / parts['step'] * 1e3:.0f} tok/s; ms: {', '.join(f'{n} {ms:.1f}' for n, ms in parts.items())}"
+    row(f"training step, {shape}", result, "100,000 tok/s" if on_gpu else "")
     if on_gpu:
         floor = floor_s(model.config, num_parameters, batch, length)
         print(f"{'floor':20} {floor * 1e3:10.2f} ms {tokens / floor:12.0f} tok/s")

@@ -20,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
 from harness import copy_gbs, graph_time_us, random_array, time_us
+from report import add_parts, row
 
 from rlnumba.kernels import attention_hopper as packed_form
 from rlnumba.kernels import paged_attention_hopper as paged_form
@@ -139,10 +140,15 @@ def forward():
                 f"errors {error:.1e} {lse_error:.1e}{wrong}",
                 flush=True,
             )
+            if label == "best":
+                bar = f"{fa2}; aim {cudnn}" if fa2 else ""
+                row(f"attention forward, {name}", f"{rates[name, label]:.0f} TFLOP/s{wrong}; torch {now or '-'}", bar)
     for label, _ in forward_tiles():
         a, b = (rates.get((name, label)) for name in list(cases)[-2:])
         if a and b:
             print(f"mixed lengths, {label}: {a / b:.2f} of the equal-length rate (bar 0.90)")
+            if label == "best":
+                row("attention forward, mixed lengths", f"{a / b:.2f} of the equal-length rate", "0.9")
 
 
 class Decode:
@@ -211,6 +217,9 @@ def decode():
                 f"(bar {bar})  {'bits of forward' if same else 'OTHER BITS'}",
                 flush=True,
             )
+            if label == "best":
+                result = f"{work.nbytes / us / 1e3:.0f} GB/s{'' if same else ', OTHER BITS'}"
+                row(f"paged decode, {sequences} x {context}", result, f"{bar} GB/s")
 
 
 def groups():
@@ -241,6 +250,9 @@ def groups():
             f"shared, {label:18} {us:8.1f} us  {alone / us:5.2f} x (bar 2)  {'same bits' if same else 'OTHER BITS'}",
             flush=True,
         )
+        if label == "best":
+            result = f"{alone / us:.2f} x the unshared form{'' if same else ', OTHER BITS'}"
+            row("paged decode, 64 prompts of 2,048 with 8 completions of 256", result, "2 x")
 
 
 def prefill():
@@ -259,13 +271,16 @@ def prefill():
                 f"{4 * H * E * pairs / us / 1e6:6.0f} TFLOP/s  {'bits of forward' if same else 'OTHER BITS'}",
                 flush=True,
             )
+            if label == "best":
+                result = f"{4 * H * E * pairs / us / 1e6:.0f} TFLOP/s{'' if same else ', OTHER BITS'}"
+                row(f"prefill from the cache, {sequences} x {tokens} of {context}", result)
 
 
 def main():
     parts = {"forward": forward, "decode": decode, "groups": groups, "prefill": prefill}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=parts, help="what to measure; everything without it")
-    for name in parser.parse_args().parts or parts:
+    add_parts(parser, parts)
+    for name in parser.parse_args().parts:
         parts[name]()
 
 

@@ -20,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
 from harness import random_array, relative_error, time_us
+from report import row
 
 from rlnumba import device
 from rlnumba.kernels import attention_backward_hopper as hopper
@@ -167,18 +168,27 @@ def shapes(sweep):
         problem.run()
         errors = max(problem.errors(len(lengths) - 1, KV_HEADS - 1)) if max(lengths) <= 4096 else float("nan")
         us = time_us(problem.run)
-        for peer, peer_us in peers(lengths).items():
+        others = peers(lengths)
+        for peer, peer_us in others.items():
             report(f"{name} torch {peer}", problem, peer_us)
         report(name, problem, us, f"bar {bar}, aim {aim}, error {errors:.1e}")
-        report(f"{name}, dq apart", problem, time_us(lambda: problem.run(DqTile(HEAD_DIM, "bfloat16", True))))
+        apart_us = time_us(lambda: problem.run(DqTile(HEAD_DIM, "bfloat16", True)))
+        report(f"{name}, dq apart", problem, apart_us)
+        rates = {"dq in turns": us, "dq apart": apart_us} | {f"torch {peer}": time for peer, time in others.items()}
+        result = ", ".join(f"{what} {problem.flops / time / 1e6:.0f}" for what, time in rates.items())
+        row(f"attention backward, {name}", f"TFLOP/s: {result}; error {errors:.0e}", f"{bar}; aim {aim}")
         for tile in candidates() if sweep else ():
             print(f"    {tile}")
             report("", problem, time_us(lambda t=tile: problem.run(t), 5))
     lengths = np.random.default_rng(0).integers(128, 2049, 64).tolist()
     problem = Problem(lengths)
-    report("packed 64 x U[128, 2048]", problem, time_us(problem.run), "0.9 of equal lengths")
+    us = time_us(problem.run)
+    report("packed 64 x U[128, 2048]", problem, us, "0.9 of equal lengths")
     equal = Problem([int(np.mean(lengths))] * 64)
-    report(f"equal 64 x {int(np.mean(lengths))}", equal, time_us(equal.run))
+    equal_us = time_us(equal.run)
+    report(f"equal 64 x {int(np.mean(lengths))}", equal, equal_us)
+    share = problem.flops / us / (equal.flops / equal_us)
+    row("attention backward, mixed lengths", f"{share:.2f} of the equal-length rate", "0.9")
 
 
 @device_function

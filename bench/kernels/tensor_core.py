@@ -38,6 +38,7 @@ from attention import (
 )
 from gemm import WEIGHTS, with_backend
 from harness import geometric_mean, graph_time_us, random_array, relative_error, time_us
+from report import add_parts, row
 
 from rlnumba.device import cuda
 from rlnumba.kernels import gemm
@@ -89,7 +90,7 @@ def peak_tflops():
 
 
 def peak(limit):
-    print(f"mma.sync from registers: {peak_tflops():.0f} TFLOP/s")
+    row("mma.sync from registers", f"{peak_tflops():.0f} TFLOP/s")
 
 
 def once(function, copies):
@@ -158,7 +159,7 @@ def products(limit):
         for what, case in cases.items():
             shares.append(product_case(f"{name} {what}", *case, once, limit, ceiling))
     share, ratio = (geometric_mean(values) for values in zip(*shares, strict=True))
-    print(f"geometric mean: {share:.3f} of the ceiling, {ratio:.3f} x cuBLAS")
+    row("mma.sync products of 8,192 rows", f"{share:.3f} of mma.sync's ceiling, {ratio:.3f} of cuBLAS's speed", "0.85")
     for name in ("0.6B o", "0.6B gate-up"):
         n, k = WEIGHTS[name]
         # Together larger than the second-level cache, from which weights would come otherwise.
@@ -203,6 +204,9 @@ def forward(limit):
                 f"{'' if error < 0.02 and lse_error < 1e-3 else '  WRONG'}",
                 flush=True,
             )
+            if tile == many_rows(E, BF16, 0, limit):
+                result = f"{rate:.0f} TFLOP/s, {rate / ceiling:.2f} of the ceiling"
+                row(f"mma.sync attention forward, {name}", result, bar or "")
 
 
 def backward(limit):
@@ -249,6 +253,8 @@ def backward(limit):
                 f"  {1.4 * rate / ceiling:4.2f} of the ceiling  {note}",
                 flush=True,
             )
+            if (keys, rows) == chosen:
+                row(f"mma.sync attention backward, {name}", f"{rate:.0f} TFLOP/s {note}".strip())
 
 
 def decode(limit):
@@ -285,16 +291,19 @@ def decode(limit):
                 f"(bar {bar})  {'bits of forward' if same else 'OTHER BITS'}",
                 flush=True,
             )
+            if tile == chosen:
+                result = f"{work.nbytes / us / 1e3:.0f} GB/s{'' if same else ', OTHER BITS'}"
+                row(f"mma.sync decode, {sequences} x {context}", result, f"{bar} GB/s")
 
 
 def main():
     parts = {"peak": peak, "gemm": products, "forward": forward, "backward": backward, "decode": decode}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=parts, help="what to measure; everything without it")
+    add_parts(parser, parts)
     parser.add_argument("--limit", type=int, help="KiB of shared memory a block that tiles are chosen for")
     options = parser.parse_args()
     limit = min(options.limit * 1024, shared_limit()) if options.limit else shared_limit()
-    for name in options.parts or parts:
+    for name in options.parts:
         parts[name](limit)
 
 

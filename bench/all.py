@@ -1,0 +1,249 @@
+"""GPU tests, then benches in order of priority, within a number of seconds; what they found as one Markdown page.
+
+    python bench/all.py FOLDER                       540 seconds
+    python bench/all.py FOLDER --seconds 1500        the benches that did not fit, too
+    python bench/all.py FOLDER --only gemm,sampling  some benches, no tests
+    python bench/all.py --list                       the benches and their commands
+
+FOLDER/results.md is written anew after every step, so that whoever stops this keeps what is done; FOLDER/logs holds the
+whole output of each. Tests run first, a file a process and several at a time, which also compiles what benches need;
+benches then have the GPU for themselves. A test file or a bench that fails, or that takes too long, is a row that says
+so, with the figures that it had printed, and the others go on. Ends with 1 if anything failed.
+"""
+
+import argparse
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from report import rows_of
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE, LOGS = "results.md", "logs"
+# Test files that come first: what the choice of kernels hangs on.
+FIRST_TESTS = (
+    "test_choice", "test_attention_hopper", "test_attention_backward_hopper", "test_logprob_hopper", "test_gemm_hopper",
+    "test_gemm_tensor_core", "test_attention_tensor_core", "test_attention_backward_tensor_core", "test_sampling",
+)  # fmt: skip
+
+
+class Bench(NamedTuple):
+    """A command, from the root of the repository; seconds: how long it may take, compiling included."""
+
+    name: str
+    command: str
+    seconds: int
+    kernels: str = ""
+
+
+HOPPER = "hopper"
+BENCHES = (
+    Bench("gemm", "bench/kernels/gemm.py", 120),
+    Bench("attention", "bench/kernels/attention.py", 150),
+    Bench("attention_backward", "bench/kernels/attention_backward.py", 150),
+    Bench("logprob", "bench/kernels/logprob.py", 120),
+    Bench("sampling", "bench/kernels/sampling.py", 60),
+    Bench("engine_hopper", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120, HOPPER),
+    Bench("train_hopper", "bench/train.py", 90, HOPPER),
+    Bench("grpo_hopper", "bench/grpo.py", 120, HOPPER),
+    Bench("tensor_core", "bench/kernels/tensor_core.py", 150),
+    Bench("gemm_sweep", "bench/kernels/gemm.py --only decode --sweep", 200),
+    Bench("logprob_sweep", "bench/kernels/logprob.py sweep", 200),
+    Bench("attention_backward_sweep", "bench/kernels/attention_backward.py --sweep", 200),
+    Bench("engine", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120),
+    Bench("train", "bench/train.py", 90),
+    Bench("grpo", "bench/grpo.py", 120),
+    Bench("train_tensor_core", "bench/train.py", 120, "tensor_core"),
+    Bench("engine_mixed_hopper", "bench/engine.py --workloads mixed,fixed\\ 8", 200, HOPPER),
+)
+
+
+class Run:
+    """A process of its own group, its output in a file, that ends by a deadline."""
+
+    def __init__(self, name, command, log, seconds, environment=None):
+        self.name, self.log = name, log
+        self.started, self.seconds, self.took = time.monotonic(), seconds, None
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | (environment or {}),
+            )  # fmt: skip
+
+    def has_ended(self):
+        """Whether it has ended, or was ended because its time is over."""
+        late = time.monotonic() - self.started > self.seconds
+        if self.process.poll() is None and not late:
+            return False
+        if self.took is None:
+            self.took = time.monotonic() - self.started
+            if self.process.returncode is None:
+                self.stop()
+        return True
+
+    def stop(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+    @property
+    def failure(self):
+        """None, or why it counts as failed, in one line."""
+        if self.process.returncode == 0:
+            return None
+        if self.process.returncode == -signal.SIGKILL:
+            return f"failed: stopped after {self.took:.0f} s"
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return f"failed: {lines[-1][:160] if lines else f'exit code {self.process.returncode}'}".replace("|", "/")
+
+
+class Page:
+    """FOLDER/results.md."""
+
+    def __init__(self, folder):
+        self.path = folder / PAGE
+        self.facts, self.tests, self.rows, self.failed = "", [], [], False
+
+    def write(self):
+        parts = [f"# What bench/all.py found\n\n```text\n{self.facts.strip()}\n```\n"]
+        if self.tests:
+            parts.append(
+                "## Tests\n\n| file | seconds | result |\n| --- | --- | --- |\n" + "\n".join(self.tests) + "\n"
+            )
+        table = "| what | command | result | bar |\n| --- | --- | --- | --- |\n"
+        parts.append("## Benches\n\n" + table + "\n".join(self.rows) + "\n")
+        self.path.write_text("\n".join(parts))
+
+    def add_test(self, run):
+        lines = run.output.strip().splitlines()
+        summary = run.failure or (lines[-1] if lines else "no output")
+        failures = [line.split()[1].split("::", 1)[1] for line in lines if line.startswith("FAILED ") and "::" in line]
+        named = "".join(f"; {name}" for name in failures[:5]) + ("; ..." if len(failures) > 5 else "")
+        # pytest ends with 5 where nothing was selected.
+        if run.failure and run.process.returncode != 5:
+            self.failed = True
+        self.tests.append(f"| {run.name} | {run.took:.0f} | {summary}{named} |".replace("\n", " "))
+        self.write()
+        print(self.tests[-1], flush=True)
+
+    def add_bench(self, bench, run):
+        """run: None where no time was left."""
+        command = f"{'RLNUMBA_KERNELS=' + bench.kernels + ' ' if bench.kernels else ''}python {bench.command}"
+        found = [] if run is None else rows_of(run.output)
+        if bench.kernels:
+            found = [line.replace("`python ", f"`RLNUMBA_KERNELS={bench.kernels} python ", 1) for line in found]
+        if run is None:
+            found.append(f"| {bench.name} | `{command}` | not run: no time left |  |")
+        elif run.failure:
+            self.failed = True
+            found.append(f"| {bench.name} | `{command}` | {run.failure} |  |")
+        self.rows += found
+        self.write()
+        print("\n".join(found), flush=True)
+
+
+def test_files():
+    """Files with tests for a GPU, the most important first."""
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return sorted(
+        files, key=lambda path: FIRST_TESTS.index(path.stem) if path.stem in FIRST_TESTS else len(FIRST_TESTS)
+    )
+
+
+def run_tests(page, logs, deadline, jobs, seconds):
+    """Each file for at most `seconds`, `jobs` at a time; none begins, and none goes on, after the deadline."""
+    waiting, running = test_files(), []
+    while waiting or running:
+        left = deadline - time.monotonic()
+        while waiting and len(running) < jobs and left > 5:
+            path = waiting.pop(0)
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-m",
+                "gpu",
+                "-p",
+                "no:cacheprovider",
+                str(path.relative_to(ROOT)),
+            ]
+            running.append(Run(path.stem, command, logs / f"{path.stem}.txt", min(seconds, left)))
+        if left <= 5 and not running:
+            for path in waiting:
+                page.tests.append(f"| {path.stem} |  | not run: no time left |")
+            page.write()
+            return
+        for run in [run for run in running if run.has_ended()]:
+            running.remove(run)
+            page.add_test(run)
+        time.sleep(0.2)
+
+
+def run_benches(page, logs, deadline, benches):
+    """One after the other; each gets its seconds or what is left."""
+    for bench in benches:
+        left = deadline - time.monotonic()
+        if left < 10:
+            page.add_bench(bench, None)
+            continue
+        environment = {"RLNUMBA_KERNELS": bench.kernels} if bench.kernels else {}
+        command = [sys.executable, *shlex.split(bench.command)]
+        run = Run(bench.name, command, logs / f"{bench.name}.txt", min(bench.seconds, left), environment)
+        while not run.has_ended():
+            time.sleep(0.2)
+        page.add_bench(bench, run)
+
+
+def chosen(names):
+    """The benches of some names, in the order of BENCHES."""
+    known = {bench.name for bench in BENCHES}
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"bench must be one of {', '.join(sorted(known))}, got {name!r}")
+    return [bench for bench in BENCHES if bench.name in names]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, help="where results.md and logs go")
+    parser.add_argument("--seconds", type=float, default=540, help="for everything")
+    parser.add_argument("--tests-seconds", type=float, help="for the tests; by default 0.4 of all")
+    parser.add_argument("--test-seconds", type=float, default=200, help="for one test file")
+    parser.add_argument("--jobs", type=int, default=8, help="test files at a time")
+    parser.add_argument("--only", type=lambda text: chosen(text.split(",")), help="benches, by commas; no tests then")
+    parser.add_argument("--list", action="store_true", help="print the benches and do nothing")
+    options = parser.parse_args()
+    if options.list:
+        for bench in BENCHES:
+            forced = f"RLNUMBA_KERNELS={bench.kernels} " if bench.kernels else ""
+            print(f"{bench.name:26} {bench.seconds:4} s  {forced}python {bench.command}")
+        return 0
+    if options.folder is None:
+        parser.error("folder is required")
+    deadline = time.monotonic() + options.seconds
+    logs = options.folder / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    page = Page(options.folder)
+    facts = Run("env", [sys.executable, "-m", "rlnumba", "env"], logs / "env.txt", 60)
+    while not facts.has_ended():
+        time.sleep(0.1)
+    page.facts = facts.output
+    page.write()
+    if options.only is None:
+        share = 0.4 * options.seconds if options.tests_seconds is None else options.tests_seconds
+        run_tests(page, logs, time.monotonic() + share, options.jobs, options.test_seconds)
+    run_benches(page, logs, deadline, BENCHES if options.only is None else options.only)
+    print(page.path)
+    return int(page.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Drawing a token of each row of logits, against torch's softmax and multinomial.
+
+    python bench/kernels/sampling.py              256 rows of 151,936 logits, every kind of filter; then fewer rows
+    python bench/kernels/sampling.py check        against float64 on some rows
+
+Each kind is checked before it is timed: tokens and log-probs of some rows against float64 with the same noise. Times
+are of a graph over several copies of the logits, together larger than the second-level cache, as decode finds them
+after the lm_head's product. share: of a copy's bandwidth, for one reading of the logits. Bars: 0.06 ms with
+temperature alone, 0.12 ms with top-k and top-p.
+"""
+
+import argparse
+import pathlib
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cupy
+from harness import copy_gbs, graph_time_us, random_array
+from report import add_parts, row
+
+from rlnumba import device
+from rlnumba.kernels.sampling import sample, sample_ref
+
+CHECKED_ROWS = 8
+CACHE_BYTES = 60 << 20
+MOST_COPIES = 128
+FEWER_ROWS = (1, 8, 64)
+
+
+class Kind(NamedTuple):
+    """What rows are drawn with, scale: of the normal logits; bar_ms."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    scale: float = 3.0
+    bar_ms: float | None = None
+
+
+KINDS = {
+    "temperature 0.8": Kind(0.8, bar_ms=0.06),
+    "temperature 1": Kind(bar_ms=0.06),
+    "greedy": Kind(0.0, bar_ms=0.06),
+    "top-k 50, top-p 0.9": Kind(0.8, 50, 0.9, bar_ms=0.12),
+    "top-k 50": Kind(0.8, 50, bar_ms=0.12),
+    "top-p 0.9": Kind(0.8, top_p=0.9, bar_ms=0.12),
+    "min-p 0.05": Kind(0.8, min_p=0.05, bar_ms=0.12),
+    # More tokens are kept than a block's list holds.
+    "top-p 0.9 of flat logits": Kind(1.0, top_p=0.9, scale=0.3),
+}
+
+
+class Problem:
+    """Logits of one kind, several copies, and the other arguments of `sample`."""
+
+    def __init__(self, rows, vocabulary, kind, copies=None):
+        copies = copies or min(2 + CACHE_BYTES // (4 * rows * vocabulary), MOST_COPIES)
+        self.kind = kind
+        self.logits = [random_array(rows, vocabulary, dtype="float32", scale=kind.scale) for _ in range(copies)]
+
+        def full(value, dtype):
+            return cupy.full(rows, value, dtype)
+
+        self.filters = [
+            full(kind.temperature, np.float32), full(kind.top_k, np.int32), full(kind.top_p, np.float32),
+            full(kind.min_p, np.float32),
+        ]  # fmt: skip
+        keys = np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint32)
+        self.noise = [cupy.asarray(keys), cupy.arange(rows, dtype=np.int32), full(7, np.int32)]
+        self.token_ids, self.logprobs = full(-1, np.int32), full(np.nan, np.float32)
+
+    def draw(self, copy=0):
+        sample(self.logits[copy], *self.filters, *self.noise, self.token_ids, self.logprobs)
+
+    def errors(self):
+        """(rows whose token differs, largest difference of their log-probs) among the first rows, against float64."""
+        self.draw()
+        rows = slice(0, CHECKED_ROWS)
+        arguments = [device.to_host(x[rows]) for x in (self.logits[0], *self.filters, *self.noise)]
+        token_ids, logprobs = sample_ref(*arguments)
+        same = device.to_host(self.token_ids[rows]) == token_ids
+        differences = np.abs(device.to_host(self.logprobs[rows]) - logprobs)[same]
+        return int((~same).sum()), float(differences.max(initial=0.0))
+
+    def time_us(self):
+        return graph_time_us([lambda copy=copy: self.draw(copy) for copy in range(len(self.logits))])
+
+
+def torch_us(rows, vocabulary, kind):
+    """Microseconds of torch for such a draw, not as a graph; None where torch is missing or has no such filter."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if kind.min_p:
+        return None
+    logits = torch.randn(rows, vocabulary, device="cuda") * kind.scale
+
+    def draw():
+        if not kind.temperature:
+            return logits.argmax(dim=-1)
+        scaled = logits / kind.temperature
+        if not kind.top_k and kind.top_p == 1:
+            return torch.multinomial(torch.softmax(scaled, dim=-1), 1)
+        kept = scaled.topk(kind.top_k, dim=-1) if kind.top_k else scaled.sort(dim=-1, descending=True)
+        p = torch.softmax(kept.values, dim=-1)
+        p = p.masked_fill(p.cumsum(dim=-1) - p >= kind.top_p, 0)
+        return kept.indices.gather(1, torch.multinomial(p, 1))
+
+    laps = []
+    for lap in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        draw()
+        end.record()
+        end.synchronize()
+        if lap > 2:
+            laps.append(begin.elapsed_time(end) * 1e3)
+    return float(np.median(laps))
+
+
+def check(rows, vocabulary):
+    for name, kind in KINDS.items():
+        wrong, difference = Problem(min(rows, CHECKED_ROWS), vocabulary, kind, 1).errors()
+        # The race is run in float32: of tokens that finish together another may win, rarely.
+        note = "" if wrong <= 1 and difference < 1e-4 else "  WRONG"
+        print(f"{name:26} {wrong} tokens differ, log-probs by {difference:.1e}{note}", flush=True)
+
+
+def times(rows, vocabulary):
+    ceiling = copy_gbs()
+    print(f"{rows} x {vocabulary}; a copy: {ceiling:.0f} GB/s")
+    for name, kind in KINDS.items():
+        problem = Problem(rows, vocabulary, kind)
+        wrong, difference = problem.errors()
+        us = problem.time_us()
+        peer = torch_us(rows, vocabulary, kind)
+        now = "-" if peer is None else f"{peer / 1e3:.3f} ms"
+        share = 4 * rows * vocabulary / us / 1e3 / ceiling
+        bad = "" if wrong <= 1 and difference < 1e-4 else "  WRONG"
+        print(
+            f"{name:26} {us / 1e3:8.4f} ms  share {share:5.2f}  bar {kind.bar_ms or '-'}  torch {now}  "
+            f"{wrong} tokens differ, log-probs by {difference:.1e}{bad}",
+            flush=True,
+        )
+        bar = f"{kind.bar_ms} ms" if kind.bar_ms else ""
+        row(f"sampling {rows} x {vocabulary}, {name}", f"{us / 1e3:.4f} ms; torch {now}{bad}", bar)
+    for few in FEWER_ROWS:
+        if few < rows:
+            each = []
+            for name in ("temperature 0.8", "greedy", "top-k 50, top-p 0.9"):
+                each.append(f"{name} {Problem(few, vocabulary, KINDS[name]).time_us() / 1e3:.4f} ms")
+            print(f"{few:4} rows: {', '.join(each)}", flush=True)
+
+
+def main():
+    parts = {"check": check, "times": times}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_parts(parser, parts, ["times"])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    options = parser.parse_args()
+    for name in options.parts:
+        parts[name](options.rows, options.vocabulary)
+
+
+if __name__ == "__main__":
+    main()

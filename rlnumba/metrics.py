@@ -111,7 +111,8 @@ LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u
 
 
 def as_json(value):
-    """A value as JSON has it: NumPy scalars and arrays become numbers and lists, what is not finite becomes None."""
+    """A value as JSON has it: NumPy scalars and arrays become numbers and lists, what is not finite becomes None, and
+    what JSON has no word for its str."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):
@@ -120,7 +121,7 @@ def as_json(value):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
-    return value
+    return value if isinstance(value, str | int | None) else str(value)
 
 
 def to_line(row):
@@ -199,7 +200,9 @@ class MetricsWriter:
         """
         rows = [as_json({"step": step} | row | {"step": step}) for row in rows]
         if self._completions is None:
-            self._completions = open(self.folder / "completions.jsonl", "a", encoding="utf-8")
+            # Half of a surrogate pair has no UTF-8; as a backslash and digits it is JSON again.
+            path = self.folder / "completions.jsonl"
+            self._completions = open(path, "a", encoding="utf-8", errors="backslashreplace")
         self._completions.writelines(to_line(row) for row in rows)
         self._completions.flush()
         if not self.log_completions:
@@ -247,11 +250,20 @@ def _write_parquet(path, rows):
     except ImportError:
         return
     path.parent.mkdir(exist_ok=True)
+
+    def column(name):
+        values = [row.get(name) for row in rows]
+        try:
+            return pyarrow.array(values)
+        except (pyarrow.ArrowException, UnicodeEncodeError):  # several types, or what has no UTF-8
+            return pyarrow.array([json.dumps(value) for value in values])
+
     rows = [
         {**row, "prompt": row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])}
         for row in rows
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    names = dict.fromkeys(name for row in rows for name in row)
+    pyarrow.parquet.write_table(pyarrow.table({name: column(name) for name in names}), path)
 
 
 class _Tensorboard:

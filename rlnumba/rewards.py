@@ -13,6 +13,7 @@ functions are awaited together, in one event loop for the whole run, so that the
 import ast
 import asyncio
 import contextlib
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -82,7 +83,8 @@ class Rewards:
         metrics = {}
         keywords = {
             **columns,
-            "prompts": prompts,
+            # Those of the data are used again; what a function does to its own is its own affair.
+            "prompts": [copy.deepcopy(prompt) for prompt in prompts],
             "completions": completions,
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
@@ -149,7 +151,8 @@ def _is_async(function):
 
 
 def _accepted(function, keywords):
-    """Those of the keywords that the function takes: dict."""
+    """Those of the keywords that the function takes, in lists of its own: dict."""
+    keywords = {name: list(value) if isinstance(value, list) else value for name, value in keywords.items()}
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return keywords
@@ -226,7 +229,7 @@ def _described(name, error, timeout_s):
         return RewardError(f"reward {name}: {error}")
     if isinstance(error, _TimeUp) or (isinstance(error, TimeoutError) and not error.args):
         return RewardError(f"reward {name} did not return within {timeout_s:g} s (rewards.timeout)")
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return RewardError(f"reward {name} raised {type(error).__name__}: {text}{where}")

@@ -99,6 +99,18 @@ def test_G27_completions(tmp_path, capfd):
     assert shown == "--- step 1, f 1, reward 1, advantage 0.5\nuser: 1+1?\n>>> c1\n"
 
 
+def test_whatever_rewards_log_is_written(tmp_path, capfd):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    logged = [{"mixed": 1, "odd": {2}, "half": "\ud800"}, {"mixed": "a", "odd": None, "half": "b"}]
+    with MetricsWriter(tmp_path, total_steps=1, log_completions=True) as writer:
+        writer.completions(1, [completion(1, **more) for more in logged])
+        writer.log(1, {"loss": 1.0})
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [[row[name] for name in logged[0]] for row in rows] == [[1, "{2}", "\ud800"], ["a", None, "b"]]
+    table = parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pydict()
+    assert table["mixed"] == ["1", '"a"'] and table["odd"] == ["{2}", None] and table["half"] == ['"\\ud800"', '"b"']
+
+
 def test_a_failed_block_leaves_the_old_file(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("old")

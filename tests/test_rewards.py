@@ -54,6 +54,18 @@ def test_functions_get_trl_keywords_and_give_a_column_each():
     assert scores.metrics == {"half": 0.5}
 
 
+def test_what_a_function_does_to_its_arguments_stays_there():
+    def clears(prompts, completions, completion_ids, answer):
+        prompts[0].append("more")
+        for values in (prompts, completions, completion_ids, answer):
+            values.clear()
+        return [0.0] * 3
+
+    prompts = [[{"role": "user", "content": "a"}]] * 3
+    assert score(clears, length, prompts=prompts, columns={"answer": [7, 8, 9]}).values[:, 1].tolist() == [1, 2, 3]
+    assert prompts == [[{"role": "user", "content": "a"}]] * 3
+
+
 def test_completions_of_message_prompts_are_messages():
     def role(completions, **columns):
         return [1.0 if isinstance(c, list) and c[0]["role"] == "assistant" else 0.0 for c in completions]
@@ -149,6 +161,15 @@ def backtracks(completions, **columns):
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
+def needs_more(completions, answer, **columns):
+    return [0.0] * len(completions)
+
+
+def logs_a_word(completions, log_metric, **columns):
+    log_metric("x", "word")
+    return [0.0] * len(completions)
+
+
 def logs_too_little(completions, log_extra, **columns):
     log_extra("half", [1])
     return [0.0] * len(completions)
@@ -170,6 +191,8 @@ FAILURES = [
     (not_a_number, "reward not_a_number must return finite numbers or None, got '1' for completion 0"),
     (infinite, "reward infinite must return finite numbers or None, got inf for completion 1"),
     (logs_too_little, r"reward logs_too_little: log_extra\('half'\) needs 3 values, one a completion, got 1"),
+    (logs_a_word, r"reward logs_a_word raised ValueError: .*'word' \(.*test_rewards.py:\d+\)"),
+    (needs_more, r"reward needs_more raised TypeError: .*missing 1 required positional argument: 'answer'$"),
     (sleeps, "reward sleeps did not return within 0.2 s"),
     (spins, "reward spins did not return within 0.2 s"),
     (swallows, "reward swallows did not return within 0.2 s"),

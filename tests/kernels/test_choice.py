@@ -4,12 +4,17 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.config import EngineConfig
+from rlnumba.engine import check
 from rlnumba.errors import ConfigError
 from rlnumba.kernels import attention, attention_backward, choice, gemm, launch, logprob, paged_attention
 from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_backward import attention_backward_ref
 from rlnumba.kernels.gemm import Measured, linear_backward_ref, linear_ref
 from rlnumba.kernels.logprob import linear_logp_ref
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
 from tests.close import assert_close, assert_same_bits
 
 
@@ -362,3 +367,39 @@ def test_logprob(rng, family):
         assert_same_bits(actual, same, what)
     with choice.forced("logprob=hopper,product=tensor_core"):
         assert not logprob._fused(*arrays[:2], None)
+
+
+def check_model(family, monkeypatch, lengths, max_tokens, **shape):
+    """A model's engine and its training forward, all operators by one family: the same bits for each drawn token."""
+    monkeypatch.setattr(check, "PROMPT_LENGTHS", lengths)
+    shape |= {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
+    config = ModelConfig.from_dict(shape)
+    with choice.forced(family):
+        model = Transformer(config, Weights.random(config, "bfloat16"))
+        options = EngineConfig(max_num_batched_tokens=48, max_num_seqs=16, num_gpu_blocks_override=256)
+        found = check.check_agreement(model, options, max_tokens, temperature=0.8)
+    assert found.tokens == 2 * len(lengths) * max_tokens
+    assert found.equal == found.tokens, found
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("family", choice.FAMILIES)
+def test_a_model_agrees_in_the_simulator(family, monkeypatch):
+    if device.name() == "cuda":
+        pytest.skip("test_gpu_model_agrees has this")
+    check_model(
+        family, monkeypatch, (18,), 2, vocab_size=24, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*choice.FAMILIES, "product=hopper,logprob=hopper,attention=tensor_core"])
+def test_gpu_model_agrees(family, monkeypatch):
+    for each in choice.FAMILIES:
+        if each in family:
+            skip_unless_runs(each)
+    check_model(
+        family, monkeypatch, (1, 17, 130, 700), 40, vocab_size=32_000, hidden_size=1024, intermediate_size=3072,
+        num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=1024,
+    )  # fmt: skip

@@ -130,7 +130,7 @@ class Rewards:
                 return found
 
             # The loop's own timeouts come first; the outer limit is for a coroutine that blocks the loop.
-            together = _caught(run, self.timeout_s + 1)
+            together = _caught(run, self.timeout_s + 1, in_thread=_in_a_loop())
             failed = isinstance(together, BaseException)
             if failed:
                 self._runner = asyncio.Runner()
@@ -198,9 +198,21 @@ def _in_main_thread():
     return threading.current_thread() is threading.main_thread()
 
 
-def _caught(call, seconds):
-    """The result of call(), or the exception it raised; a TimeoutError after `seconds`."""
-    if _in_main_thread():
+def _in_a_loop():
+    """Whether this thread runs an event loop, as that of a notebook does; it cannot run another one inside."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _caught(call, seconds, in_thread=False):
+    """The result of call(), or the exception it raised; a TimeoutError after `seconds`.
+
+    in_thread: make the call in a thread of its own, which goes on behind the scenes if it never returns.
+    """
+    if _in_main_thread() and not in_thread:
         try:
             with time_limit(seconds):
                 return call()

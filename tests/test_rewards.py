@@ -107,6 +107,22 @@ def test_async_functions_have_one_loop_for_the_whole_run():
         assert rewards.score(PROMPTS, TEXTS, IDS, {}).errors["blocks_for_ever"] == 3
 
 
+def test_async_functions_in_a_notebook():
+    """Where a loop runs already, theirs runs beside it, and is the same from call to call."""
+    loops = []
+
+    async def remembers(completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    async def cell():
+        rewards = Rewards([remembers, length])
+        return [rewards.score(PROMPTS, TEXTS, IDS, {}).values.sum() for _ in range(2)]
+
+    assert asyncio.run(cell()) == [9.0, 9.0]
+    assert loops[0] is loops[1]
+
+
 def test_nan_is_none():
     def nan(completions, **columns):
         return [float("nan"), np.float32("nan"), 1]

@@ -107,11 +107,10 @@ class Draw:
                 "prompt": sample.prompt.prompt,
                 "completion": sample.completion.text,
                 "finish_reason": sample.completion.finish_reason,
-                "reward": sample.reward,
-                "advantage": sample.advantage,
             }
             for name, value in zip(names, sample.values.tolist(), strict=True):
                 own[f"rewards/{name}" if name in RUN_COLUMNS else name] = value
+            own |= {"reward": sample.reward, "advantage": sample.advantage}
             lines.append(own | sample.extra | own)
         return lines
 

@@ -141,8 +141,11 @@ class TrainConfig:
         "`constant_with_warmup`) stays.",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
     )
-    warmup_steps: int = key(
-        0, "Optimizer steps over which the rate rises linearly from 0; the first of them has rate 0.", minimum=0
+    warmup_steps: float = key(
+        0.0,
+        "Optimizer steps over which the rate rises linearly from 0; the first of them has rate 0. Below 1: a share of "
+        "all steps.",
+        minimum=0,
     )
     weight_decay: float = key(0.0, "Decoupled weight decay; biases and norms do not decay.", minimum=0)
     adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
@@ -442,7 +445,7 @@ INSTEAD = {
     "fp16": 'set train.dtype = "float16"',
     "use_vllm": "leave it out, rlnumba's own engine generates",
     "vllm_mode": "leave it out, rlnumba's own engine generates",
-    "warmup_ratio": "set train.warmup_steps",
+    "warmup_ratio": "set train.warmup_steps, which below 1 is a share of all steps",
     "report_to": "leave it out, TensorBoard files are written when tensorboardX is installed",
     "use_liger_kernel": "leave it out, logits are never materialised",
 }

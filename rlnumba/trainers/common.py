@@ -1,5 +1,6 @@
 """What the trainers share: the run's folder and its resumption, a clock by phase, and the head's two halves."""
 
+import math
 import os
 import sys
 import time
@@ -145,11 +146,12 @@ def make_optimizer(model, grads, train):
 
 def rate_of(train, step, total_steps):
     """The learning rate of the optimizer step after `step` done ones."""
+    warmup_steps = train.warmup_steps
     return learning_rate_at(
         step,
         base=train.learning_rate,
         schedule=train.lr_scheduler_type,
-        warmup_steps=train.warmup_steps,
+        warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(warmup_steps * total_steps),
         total_steps=total_steps,
     )
 

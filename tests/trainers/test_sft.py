@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from rlnumba import data, device, memory
+from rlnumba.config import SFTConfig
 from rlnumba.errors import UserError
 from rlnumba.memory import Arena
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.trainers import sft
+from rlnumba.trainers.common import rate_of
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, SFT_ROWS, golden, metrics_of, sft_run
 
@@ -114,6 +116,13 @@ def test_epochs_make_the_steps(tmp_path):
     run = sft_run(tmp_path, max_steps=-1, num_train_epochs=1.5)
     sft.run_sft(run)
     assert len(metrics_of(run)) == 8
+
+
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(3, 3), (3.9, 3), (0.25, 3), (0.0, 0), (1, 1)])
+def test_warmup_in_steps_or_as_a_share(warmup_steps, steps):
+    """As transformers: below 1 a share of all steps, rounded up."""
+    train = SFTConfig(learning_rate=1.0, lr_scheduler_type="constant", warmup_steps=warmup_steps)
+    assert [rate_of(train, step, 9) for step in range(9)] == [k / steps for k in range(steps)] + [1.0] * (9 - steps)
 
 
 def test_epochs_are_counted_in_micro_batches(tmp_path):

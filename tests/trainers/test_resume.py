@@ -19,6 +19,9 @@ from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import grpo_run, metrics_of, sft_run
 
+# So that most checkpoints lie inside of a generation.
+FOUR_STEPS_A_GENERATION = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
+
 
 def hash_of(run):
     with open(f"{run.output_dir}/final/model.safetensors", "rb") as file:
@@ -68,12 +71,9 @@ def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "killed", max_steps=150, save_steps=10, shuffle_dataset=True, packing=True)
     else:
-        # A generation lasts four optimizer steps, so that most checkpoints lie inside of one.
         run = grpo_run(
             tmp_path / "killed",
-            steps_per_generation=2,
-            num_iterations=2,
-            gradient_accumulation_steps=1,
+            **FOUR_STEPS_A_GENERATION,
             max_steps=60,
             save_steps=3,
             beta=0.05,
@@ -109,9 +109,7 @@ def test_C05_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     else:
         run = grpo_run(
             tmp_path / "run",
-            steps_per_generation=2,
-            num_iterations=2,
-            gradient_accumulation_steps=1,
+            **FOUR_STEPS_A_GENERATION,
             max_steps=6,
             save_steps=1,
             dynamic_sampling=True,
@@ -159,7 +157,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     ids=str,
 )
 def test_resume_with_a_changed_configuration(tmp_path, capsys, changed, said):
-    settings = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1, "save_steps": 1}
+    settings = FOUR_STEPS_A_GENERATION | {"save_steps": 1}
     run_grpo(grpo_run(tmp_path / "run", **settings, max_steps=3))
     run = grpo_run(tmp_path / "run", **settings | changed, max_steps=6)
     run_grpo(run, resume=True)

@@ -1,20 +1,24 @@
-"""Runs the kernel tests in Numba's simulator, in a process of their own, and compiles what they launched.
+"""Runs the kernel tests in the simulator, in a process of their own, and compiles what they launched.
 
 The simulator has no type checks, so passing there is half the proof. Every (kernel, argument types) pair
 that was launched is therefore compiled for real GPUs as well, without one: NVVM and ptxas come from PyPI.
 """
 
+import ast
 import importlib
+import multiprocessing
 import os
 import pathlib
 import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from rlnumba import device
+from tests.offline import troubles_of_launched
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
@@ -44,17 +48,38 @@ def test_kernels_in_the_simulator(simulated):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
+def kernels_of(path):
+    """The functions of a source file that @cuda.jit makes kernels of, those inside of factories too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for decorator in getattr(node, "decorator_list", ()):
+            options = decorator.keywords if isinstance(decorator, ast.Call) else []
+            what = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if ast.unparse(what) == "cuda.jit" and "device" not in [option.arg for option in options]:
+                yield node.name
+
+
+def test_every_kernel_was_launched(simulated):
+    launched = {(module, name) for module, name, _, _ in pickle.loads(simulated[1].read_bytes())}
+    written = {
+        (f"rlnumba.kernels.{path.stem}", name)
+        for path in (ROOT / "rlnumba/kernels").glob("*.py")
+        for name in kernels_of(path)
+    }
+    assert len(written) > 40
+    assert not written - launched
+
+
 def test_every_launched_kernel_compiles_for_gpus(simulated, compile_offline):
     signatures = pickle.loads(simulated[1].read_bytes())
     assert len(signatures) > 40
     once = {(module, name, constants): types for module, name, constants, types in signatures}
-    troubles = []
+    jobs = []
     for module, name, constants, types in signatures:
-        home = importlib.import_module(module)
-        kernel = getattr(home, name)
-        kernel = kernel if constants is None else kernel(*constants)
         # One architecture compiles everything; for the others one signature a kernel is enough.
         targets = ARCHITECTURES if once[module, name, constants] == types else [(9, 0)]
-        for architecture in vars(home).get("ARCHITECTURES", targets):
-            troubles += compile_offline(kernel, types, architecture)
+        for architecture in vars(importlib.import_module(module)).get("ARCHITECTURES", targets):
+            jobs.append((module, name, constants, types, architecture))
+    # Numba's compiler holds a lock of its process.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        troubles = [line for lines in pool.map(troubles_of_launched, *zip(*jobs, strict=True)) for line in lines]
     assert not troubles, "\n".join(troubles)

@@ -364,13 +364,16 @@ class GRPOConfig(TrainConfig):
             raise ConfigError(
                 f"{how} ({self.rollout_batch_size}) must be divisible by train.num_generations ({self.num_generations})"
             )
+        if self.sync_ref_model and not self.beta:
+            raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(
                 f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
                 f"({high})"
             )
-        if low is None and high is None and self.vllm_importance_sampling_mode.endswith("truncate"):
+        truncates = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.endswith("truncate")
+        if low is None and high is None and truncates:
             raise ConfigError(
                 f"train.vllm_importance_sampling_mode {self.vllm_importance_sampling_mode} needs "
                 "vllm_importance_sampling_clip_max or _clip_min"

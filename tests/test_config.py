@@ -114,6 +114,15 @@ def test_C3_other_spellings(load, line, name, value):
     assert getattr(load(f"{GRPO}[train]\n{line}\n").train, name) == value
 
 
+def test_bounds_are_asked_for_only_where_they_are_used(load):
+    text = (
+        GRPO + '[train]\nvllm_importance_sampling_mode = "token_truncate"\nvllm_importance_sampling_clip_max = "None"\n'
+    )
+    with pytest.raises(ConfigError, match="vllm_importance_sampling_mode token_truncate needs"):
+        load(text)
+    load(text + "vllm_importance_sampling_correction = false\n")
+
+
 def test_C3_spellings_of_other_sections(load):
     text = GRPO + "[train]\nreward_weights = [2]\nmax_prompt_length = 9\nvllm_gpu_memory_utilization = 0.5\nseed = 3\n"
     run = load(text, ("num-gens", "4"), ("model_name_or_path", "n"), ("reward_funcs", "f.py:a"))
@@ -167,6 +176,7 @@ def test_later_files_win(tmp_path):
         (GRPO + "[train]\ngeneration_batch_size = 8\nsteps_per_generation = 1\n", "cannot both be set"),
         (GRPO + "[train]\ngroup_size = 4\nnum_generations = 4\n", "is given twice"),
         (GRPO + "[train]\nvllm_importance_sampling_clip_min = 3\n", r"must be below vllm_importance_sampling_clip_max"),
+        (GRPO + "[train]\nsync_ref_model = true\n", "run.toml: train.sync_ref_model needs train.beta above 0"),
         (GRPO.replace('"gsm8k_reward"', ""), "run.toml: rewards.funcs must name at least one reward function"),
         (GRPO + "weights = [1, 2]\n", "run.toml: rewards.weights must have one weight for each of the 1 funcs, got 2"),
         (GRPO.replace('model = "m"\n', ""), "run.toml: missing key model"),

@@ -353,10 +353,10 @@ class Learner:
 
     def state(self):
         """What a checkpoint keeps beside the weights. The reference is `model` itself unless it moves."""
-        moved = self.reference is not None and self.train.sync_ref_model
+        moves = self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reference": np.array(device.to_host(self.reference.weights.flat)) if moved else None,
+            "reference": np.array(device.to_host(self.reference.weights.flat)) if moves else None,
         }
 
     def restore(self, state):
@@ -462,8 +462,6 @@ class Learner:
 
     def _move_reference(self):
         """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""
-        if self.reference is None:
-            return
         alpha, moved = self.train.ref_model_mixup_alpha, self.reference.weights.flat
         with self.arena.scope():
             part = self.arena.empty(moved.shape, moved.dtype)

@@ -22,7 +22,7 @@ from rlnumba.kernels.check import F32, FLOATS, check
 from rlnumba.kernels.instructions import access_length, start_loads, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
-THREADS = 32 if device.name() == "sim" else 256
+THREADS = 256
 # Elements of a thread: 16 bytes of float32.
 VECTOR = 4
 

@@ -13,7 +13,7 @@ from rlnumba.kernels.embedding import check_rows, copy_rows
 from rlnumba.kernels.instructions import access_length, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
-THREADS = 32 if device.name() == "sim" else 256
+THREADS = 256
 # Vectors that a thread owns, and loads before it uses the first.
 UNROLL = 4
 

@@ -18,10 +18,10 @@ from rlnumba.kernels.instructions import access_length, start_loads, vector_acce
 from rlnumba.kernels.launch import kernel_factory, launch
 
 # Rows that a block copies at a time, one a warp, and vectors that a lane loads before it stores the first.
-ROW_WARPS = 2 if device.name() == "sim" else 4
+ROW_WARPS = 4
 ROW_UNROLL = 4
 # Threads that add up a run, and columns of each: 16 bytes of float32.
-THREADS = 32 if device.name() == "sim" else 128
+THREADS = 128
 VECTOR = 4
 # Tokens of a segment. Part of the arithmetic.
 SEGMENT = 32

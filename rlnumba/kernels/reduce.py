@@ -22,7 +22,7 @@ from rlnumba.kernels.instructions import access_length, block_sum, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.rmsnorm import add_partials
 
-THREADS = 64 if device.name() == "sim" else 256
+THREADS = 256
 # Blocks of the first stage at most: four for each of 132 SMs, so that all run at once. Part of the arithmetic, as
 # what follows.
 MAX_BLOCKS = 528

@@ -33,14 +33,14 @@ MAX_COLUMNS = 16_384
 # Threads of a block where a row needs fewer: it has several rows then. Forward only beyond FEW_ROWS, so that few
 # rows spread over many SMs.
 FORWARD_BLOCK = 128
-BACKWARD_BLOCK = 64 if device.name() == "sim" else 256
+BACKWARD_BLOCK = 256
 FEW_ROWS = 512
 # Blocks of the backward, each with a partial sum of dweight: four for each of 132 SMs; and threads of an SM for which
 # registers are kept. With 1024, ptxas spills. Part of the arithmetic.
 BACKWARD_BLOCKS = 528
 BACKWARD_RESIDENT = 768
 # Warps that share the rows of partial sums, and rows that each loads before it adds the first.
-PARTIAL_WARPS = 2 if device.name() == "sim" else 32
+PARTIAL_WARPS = 32
 PARTIAL_LOADS = 8
 
 

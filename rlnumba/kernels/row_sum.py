@@ -19,7 +19,6 @@ import math
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.instructions import block_max, device_function, exp2, shuffle_xor, widen
 
@@ -27,7 +26,7 @@ i32 = np.int32
 
 # Columns of a tile, and classes of tiles. Part of the arithmetic: they fix the order of the sum over V.
 TILE_COLUMNS = 256
-CLASSES = 16 if device.name() == "sim" else 128
+CLASSES = 128
 # Threads that share a row of logits: a quad a class.
 ROW_THREADS = 4 * CLASSES
 # Eight classes lie in a warp of them.

@@ -17,7 +17,7 @@ from rlnumba.kernels.check import FLOATS, check
 from rlnumba.kernels.instructions import access_length, device_function, exp2, reciprocal, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
-THREADS = 32 if device.name() == "sim" else 128
+THREADS = 128
 # Vectors of each half that a thread owns, and loads before it uses them: 384 a block, which is a row of Qwen3-0.6B
 # (3,072 columns of 16 bits) or a quarter of one of Qwen3-8B.
 UNROLL = 3

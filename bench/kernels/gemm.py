@@ -1,6 +1,6 @@
 """Our matrix products against cuBLAS, on the shapes of Qwen3-0.6B and Qwen3-8B.
 
-    python bench/kernels/gemm.py            training shapes, then decode shapes
+    python bench/kernels/gemm.py            training shapes, then decode shapes, then SwiGLU in the product's kernel
     python bench/kernels/gemm.py --sweep    every tile, to see what best_tile should have chosen
 
 Each line is checked against cuBLAS before it is timed. ratio: cuBLAS's time over ours. The means and smallest ratios
@@ -18,8 +18,9 @@ import cupy
 from harness import copy_gbs, geometric_mean, graph_time_us, random_array, relative_error, time_us
 from report import row
 
-from rlnumba.kernels import gemm
+from rlnumba.kernels import choice, gemm
 from rlnumba.kernels.gemm_hopper import SHARED_LIMIT, Tile, best_tile, hopper_product, processors
+from rlnumba.kernels.swiglu import swiglu
 
 # name: (N, K) of the weight, and whether its output is float32.
 WEIGHTS = {
@@ -142,6 +143,36 @@ def decode(sweep):
         summarise(f"products of {m} rows, forward", ratios, "1.0")
 
 
+def swiglu_times():
+    """gate-up with SwiGLU in one kernel, against our product and swiglu after it: the same bits, in a graph."""
+    for name in ("0.6B gate-up", "8B gate-up"):
+        n, k = WEIGHTS[name]
+        weights = [random_array(n, k, scale=0.05) for _ in range(max(2, min(20, int(3e8 / (2 * n * k)))))]
+        for m in (*DECODE_ROWS, 16_384):
+            x = random_array(m, k)
+            gate_up, out = cupy.empty((m, n), x.dtype), cupy.empty((m, n // 2), x.dtype)
+
+            def apart(w):
+                gemm.linear(x, w, gate_up)
+                swiglu(gate_up, out)
+
+            def fused(w):
+                gemm.linear_swiglu(x, w, gate_up, out)
+
+            with choice.forced("product=hopper"):
+                apart(weights[0])
+                expected = out.copy()
+                out.fill(0)
+                fused(weights[0])
+                same = bool((out.view(np.uint16) == expected.view(np.uint16)).all())
+                apart_us, fused_us = (
+                    graph_time_us([lambda w=w: function(w) for w in weights]) for function in (apart, fused)
+                )
+            note = "" if same else ", OTHER BITS"
+            result = f"{fused_us:.2f} us, {apart_us / fused_us:.2f} x product and swiglu apart{note}"
+            row(f"{name} with SwiGLU, {m} rows", result)
+
+
 def print_best(found, m, n, k, a_mn, b_mn, output):
     chosen = best_tile(m, n, k, BF16, a_mn, b_mn, output, False, False, processors())
     for us, tile in sorted(found, key=lambda pair: pair[0])[:4]:
@@ -152,10 +183,13 @@ def print_best(found, m, n, k, a_mn, b_mn, output):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--only", choices=["training", "decode"])
+    parser.add_argument("--only", choices=["training", "decode", "swiglu"])
     options = parser.parse_args()
     print(f"copy {copy_gbs():.0f} GB/s")
-    if options.only != "decode":
+    if options.only in (None, "training"):
         training(options.sweep)
-    if options.only != "training":
+    if options.only in (None, "decode"):
         decode(options.sweep)
+    if options.only in (None, "swiglu") and choice.architecture() == (9, 0):
+        gemm.set_backend("auto")
+        swiglu_times()

@@ -1,6 +1,7 @@
 """Matrix products of a linear layer y = x w^T + bias (+ residual), forward and backward.
 
     linear                   out = x w^T + bias + residual     sum over K (NT: both rows contiguous)
+    linear_swiglu            gate_up = x w^T, out = silu(gate) * up
     linear_backward_input    dx = dout w                       sum over N (NN)
     linear_backward_weight   dweight += dout^T x               sum over M (TN)
     bias_backward            dbias += sum over M of dout
@@ -29,6 +30,7 @@ from rlnumba.kernels.check import F32, FLOATS, check, in_chunks
 from rlnumba.kernels.cublas import cublas
 from rlnumba.kernels.instructions import narrow, widen
 from rlnumba.kernels.launch import launch
+from rlnumba.kernels.swiglu import swiglu, swiglu_ref
 
 # Side of the square of outputs that a block owns, one output a thread. The simulator's threads are slow.
 TILE = 8 if device.name() == "sim" else 16
@@ -266,6 +268,26 @@ def _optional(x, out, bias, residual):
     return x[0, :0] if bias is None else bias, out[:0] if residual is None else residual
 
 
+def linear_swiglu(x, weight, gate_up, out):
+    """gate_up = x weight^T and out = silu(gate) * up: the bits of linear and swiglu, in one kernel on Hopper.
+
+    x (M, K) and weight (2F, K), the gate's rows first, of one floating dtype; gate_up (M, 2F) and out (M, F) of that
+    dtype are written. Raises ValueError for other shapes, dtypes or layouts.
+    """
+    m, k = check("linear_swiglu", "x", x, (None, None), FLOATS)
+    n, _ = check("linear_swiglu", "weight", weight, (None, k), (x.dtype,))
+    check("linear_swiglu", "gate_up", gate_up, (m, n), (x.dtype,))
+    if n % 2:
+        raise ValueError(f"linear_swiglu: weight must have an even number of rows, got {n}")
+    check("linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
+    if m and n and backend(x.dtype) == "numba" and choice.family("product") == "hopper":
+        if _fast_product(x, weight, out, k):
+            gemm_hopper.swiglu_product(x, weight, gate_up, out)
+            return
+    linear(x, weight, gate_up)
+    swiglu(gate_up, out)
+
+
 def linear_backward_input(dout, weight, dx, accumulate=False):
     """dx = (or += if accumulate) dout weight: the gradient of linear's x.
 
@@ -337,6 +359,12 @@ def linear_ref(x, weight, bias=None, residual=None):
     out = x @ weight.T
     out = out if bias is None else out + bias
     return out if residual is None else out + residual
+
+
+def linear_swiglu_ref(x, weight):
+    """(gate_up, out) of linear_swiglu, in x's precision."""
+    gate_up = linear_ref(x, weight)
+    return gate_up, swiglu_ref(gate_up)
 
 
 def linear_backward_ref(dout, x, weight):

@@ -3,6 +3,7 @@
     linear                  Y (M, N)  = X (M, K) W (N, K)^T     reduction over K: A and B K-major
     linear_backward_input   dX (M, K) = dY (M, N) W (N, K)      reduction over N: B MN-major
     linear_backward_weight  dW (N, K) += dY (M, N)^T X (M, K)   reduction over M: A and B MN-major
+    linear_swiglu           Y (M, 2 F) = X W^T, and silu(gate) * up (M, F) of its halves
 
 Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32.
 
@@ -10,6 +11,9 @@ A block holds one tile of C, 64 rows for each of its consumer warpgroups by `col
 to work through tiles. One producer warp asks the copy engine for the next 64 steps of the reduction, `stages`
 ahead; two barriers a stage say "full" and "empty". Consumers multiply; their accumulators go through shared
 memory to the copy engine, which writes them while the next tile's products run.
+
+For SwiGLU a tile holds as many columns of the gate as of what it gates, from two places of W: a thread finds both in
+its accumulators, and reads nothing back.
 
 Every element of C adds its products in the order of the reduction index, 16 at a time, in one accumulator,
 whatever the tile's shape: a row's bits do not depend on M or on which tile shape was chosen.
@@ -55,6 +59,7 @@ from rlnumba.kernels.hopper import (
 )
 from rlnumba.kernels.instructions import device_function
 from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.swiglu import sigmoid
 
 i32 = np.int32
 
@@ -75,7 +80,8 @@ class Tile(NamedTuple):
     """One kernel. groups: consumer warpgroups; columns: of C a tile; stages: boxes of A and B in flight.
 
     a_mn, b_mn: the operand lies MN-major in memory. element: "float16" or "bfloat16". output: "same" as the
-    inputs, "float32", or "add" to float32. bias, residual: added to C before it is rounded.
+    inputs, "float32", or "add" to float32. bias, residual: added to C before it is rounded. swiglu: half of the tile's
+    columns are of the gate, half of what it gates; without bias and residual, output "same".
     """
 
     columns: int
@@ -87,10 +93,16 @@ class Tile(NamedTuple):
     output: str = "same"
     bias: bool = False
     residual: bool = False
+    swiglu: bool = False
 
     @property
     def rows(self):
         return ROWS * self.groups
+
+    @property
+    def width(self):
+        """Columns by which tiles of C advance: those of a box of B."""
+        return self.columns // 2 if self.swiglu else self.columns
 
     @property
     def box_columns(self):
@@ -100,9 +112,9 @@ class Tile(NamedTuple):
     @property
     def staged_columns(self):
         """Columns of C that a warpgroup stages in shared memory, 8 or 16 KiB at once. 0: its threads write C."""
-        if self.columns % self.box_columns:
+        if self.width % self.box_columns:
             return 0
-        return 2 * self.box_columns if self.columns % (2 * self.box_columns) == 0 else self.box_columns
+        return 2 * self.box_columns if self.width % (2 * self.box_columns) == 0 else self.box_columns
 
     @property
     def prefetches_residual(self):
@@ -145,13 +157,14 @@ def place(index, tiles_down, tiles_across):
 
 @kernel_factory
 def hopper_product_kernel(tile):
-    """The kernel of a Tile. Its columns are a multiple of its staged columns, if it has any, else of 8."""
-    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual = tile
-    rows, box_columns, staged_columns = tile.rows, tile.box_columns, tile.staged_columns
+    """The kernel of a Tile. Its width is a multiple of its staged columns, if it has any, else of 8."""
+    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu = tile
+    rows, width, box_columns, staged_columns = tile.rows, tile.width, tile.box_columns, tile.staged_columns
     a_bytes, stage_bytes, staged_bytes = rows * LINE, tile.stage_bytes, tile.staged_bytes
     accumulators = columns // 2
     b_boxes = columns // 64
     parts = columns // staged_columns if staged_columns else 0
+    gated = accumulators // 2
     start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn)
     pack_two, unpack_two = pack(element), unpack(element)
     wide = output != "same"
@@ -159,9 +172,33 @@ def hopper_product_kernel(tile):
 
     shares_registers, prefetches = tile.shares_registers, tile.prefetches_residual
 
+    @device_function
+    def stage_part(acc, part, place, warp, lane):
+        """A part of the accumulators to `place` in shared memory, in 16 bits."""
+        line = warp * i32(16) + (lane & i32(15))
+        for block in range(staged_columns // 16):
+            i = (part * staged_columns // 16 + block) * 8
+            chunk = i32(block % 4 * 2) + (lane >> i32(4))
+            target = place + block // 4 * BOX_BYTES + line * i32(LINE)
+            store_matrices(
+                target + ((chunk ^ (line & i32(7))) << i32(4)),
+                pack_two(acc[i], acc[i + 1]),
+                pack_two(acc[i + 2], acc[i + 3]),
+                pack_two(acc[i + 4], acc[i + 5]),
+                pack_two(acc[i + 6], acc[i + 7]),
+            )
+
+    @device_function
+    def activate(acc, i):
+        """acc[i], acc[i + 1] = silu(gate) * up, of values as they are stored."""
+        gate, next_gate = unpack_two(pack_two(acc[i], acc[i + 1]))
+        up, next_up = unpack_two(pack_two(acc[gated + i], acc[gated + i + 1]))
+        acc[i] = gate * sigmoid(gate) * up
+        acc[i + 1] = next_gate * sigmoid(next_gate) * next_up
+
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, tile.blocks_per_sm))
     def hopper_product_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, arriving):
-        """C (m, n) from A and B with k steps of reduction.
+        """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
 
         c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the Tile does not use is one
         element long. arriving: bytes that the boxes of one stage bring. Shared memory: stages of
@@ -183,7 +220,7 @@ def hopper_product_kernel(tile):
             barrier_init_fence()
         cuda.syncthreads()
         tiles_down = i32((m + rows - 1) // rows)
-        tiles_across = i32((n + columns - 1) // columns)
+        tiles_across = i32((n + width - 1) // width)
         rounds = i32((k + STEPS - 1) // STEPS)
         tiles = tiles_down * tiles_across
         stage = i32(0)
@@ -211,7 +248,9 @@ def hopper_product_kernel(tile):
                             for box in range(b_boxes):
                                 bulk_load(target + box * BOX_BYTES, b, column * columns + box * 64, step, arrived)
                         else:
-                            bulk_load(target, b, step, column * columns, arrived)
+                            bulk_load(target, b, step, column * width, arrived)
+                            if swiglu:
+                                bulk_load(target + width * LINE, b, step, i32(n) + column * width, arrived)
                         stage += i32(1)
                         if stage == stages:
                             stage = i32(0)
@@ -259,7 +298,7 @@ def hopper_product_kernel(tile):
                     barrier_arrive(empty + previous * 8)
                 # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
                 line = row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2))
-                pair = (column * columns >> i32(1)) + (lane & i32(3))
+                pair = (column * width >> i32(1)) + (lane & i32(3))
                 if has_bias:
                     for block in range(columns // 8):
                         if (pair + block * 4) * 2 < n:
@@ -292,10 +331,15 @@ def hopper_product_kernel(tile):
                 if parts == 0:
                     for half in range(2):
                         if line + half * 8 < m:
-                            for block in range(columns // 8):
+                            for block in range(width // 8):
                                 if (pair + block * 4) * 2 < n:
                                     i = block * 4 + half * 2
                                     c[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
+                                    if swiglu:
+                                        up = pack_two(acc[gated + i], acc[gated + i + 1])
+                                        c[line + half * 8, (i32(n) >> i32(1)) + pair + block * 4] = up
+                                        activate(acc, i)
+                                        residual[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
                 for part in range(parts):
                     # The copy engine must have read the last part before this one overwrites it.
                     if first_thread and not prefetches:
@@ -314,29 +358,39 @@ def hopper_product_kernel(tile):
                             store_pair(target, acc[i], acc[i + 1])
                             store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
                     else:
-                        line = warp * i32(16) + (lane & i32(15))
-                        for block in range(staged_columns // 16):
-                            i = (part * staged_columns // 16 + block) * 8
-                            chunk = i32(block % 4 * 2) + (lane >> i32(4))
-                            target = here + block // 4 * BOX_BYTES + line * i32(LINE)
-                            store_matrices(
-                                target + ((chunk ^ (line & i32(7))) << i32(4)),
-                                pack_two(acc[i], acc[i + 1]),
-                                pack_two(acc[i + 2], acc[i + 3]),
-                                pack_two(acc[i + 4], acc[i + 5]),
-                                pack_two(acc[i + 6], acc[i + 7]),
-                            )
+                        stage_part(acc, part, here, warp, lane)
                     fence_shared_to_bulk()
                     sync_group(group, WARPGROUP)
                     if first_thread:
                         out = tensor_map_address(c_map)
+                        first_column = column * width + part * staged_columns
+                        if swiglu and part * staged_columns >= width:
+                            first_column += i32(n) - width
                         for box in range(staged_columns // box_columns):
-                            at = column * columns + part * staged_columns + box * box_columns
+                            at = first_column + box * box_columns
                             source = here + box * BOX_BYTES
                             if add:
                                 bulk_add(out, at, row * rows + consumer * ROWS, source)
                             else:
                                 bulk_store(out, at, row * rows + consumer * ROWS, source)
+                        bulk_commit()
+                if swiglu and parts > 0:
+                    for i in range(0, gated, 2):
+                        activate(acc, i)
+                    if first_thread:
+                        bulk_wait_read()
+                    sync_group(group, WARPGROUP)
+                    stage_part(acc, 0, staged, warp, lane)
+                    fence_shared_to_bulk()
+                    sync_group(group, WARPGROUP)
+                    if first_thread:
+                        for box in range(staged_columns // box_columns):
+                            bulk_store(
+                                tensor_map_address(residual_map),
+                                column * width + box * box_columns,
+                                row * rows + consumer * ROWS,
+                                staged + box * BOX_BYTES,
+                            )
                         bulk_commit()
             if first_thread:
                 bulk_wait()
@@ -365,17 +419,19 @@ def _none(dimensions):
 
 
 @functools.cache
-def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors):
-    """The Tile that a simple model of time finds the fastest for C (m, n) with k steps.
+def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, swiglu=False):
+    """The Tile that a simple model of time finds the fastest for C (m, n) with k steps; (m, 2 n) for swiglu.
 
     A round of 64 steps takes as long as the tensor cores need for the tile, or the second-level cache to bring
     it, or a round's own latency; blocks work through tiles in waves. The rates are fitted to an H200.
     """
-    fixed = (element, a_mn, b_mn, output, bias, residual)
+    fixed = (element, a_mn, b_mn, output, bias, residual, swiglu)
     best = None
     for groups in (1, 2):
         for columns in (32, 64, 96, 128, 192, 256):
             if (b_mn or output != "same") and columns % 64 or columns > 64 and groups == 1 and m > ROWS:
+                continue
+            if swiglu and columns in (96, 192):
                 continue
             tile = Tile(columns, groups, 2, *fixed)
             stages = min((SHARED_LIMIT - tile.shared_bytes) // tile.stage_bytes + 2, 12)
@@ -384,7 +440,7 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors):
                 continue
             rows = tile.rows
             round_us = max(rows * columns / 46000, (rows + columns) / 860, 0.13)
-            tiles = -(-m // rows) * -(-n // columns)
+            tiles = -(-m // rows) * -(-n // tile.width)
             waves = -(-tiles // processors)
             time_us = waves * (-(-k // STEPS) * round_us + 0.8)
             if best is None or time_us < best[0]:
@@ -404,22 +460,35 @@ def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=No
     hopper_product(tile, a, b, out, bias, residual)
 
 
+def swiglu_product(x, weight, gate_up, out):
+    """gate_up = X W^T and out = silu(gate) * up, with the tile that best_tile chooses: the bits of linear and swiglu.
+
+    x (M, K), weight (2 F, K), gate_up (M, 2 F) and out (M, F) of one 16-bit type; the rows of all are multiples of 16
+    bytes long. M, F and K > 0.
+    """
+    (m, k), n, element = x.shape, out.shape[1], x.dtype.name
+    tile = best_tile(m, n, k, element, False, False, "same", False, False, processors(), True)
+    hopper_product(tile, x, weight, gate_up, residual=out)
+
+
 def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
     """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
 
     a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
     (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
+    If tile.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is written.
     blocks: of the grid; by default as many as the SMs hold at a time.
     """
-    m, n = out.shape
+    m, n = residual.shape if tile.swiglu else out.shape
     k = a.shape[0] if tile.a_mn else a.shape[1]
     a_rows = ROWS if tile.a_mn else min(tile.rows, -(-m // 8) * 8)
     a_map = tensor_map(a, a_rows, 64)
-    b_map = tensor_map(b, 64 if tile.b_mn else tile.columns, 64)
+    b_map = tensor_map(b, 64 if tile.b_mn else tile.width, 64)
     staged = tile.staged_columns > 0
     c_map = tensor_map(out, ROWS, tile.box_columns) if staged else _none(1)
     arriving = (tile.rows if tile.a_mn else a_rows) * LINE + tile.columns * LINE
-    tiles = -(-m // tile.rows) * -(-n // tile.columns)
+    tiles = -(-m // tile.rows) * -(-n // tile.width)
+    also_by_map = tile.prefetches_residual or tile.swiglu and staged
     launch(
         hopper_product_kernel(tile),
         min(tiles, blocks or processors() * tile.blocks_per_sm),
@@ -427,7 +496,7 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
         a_map,
         b_map,
         c_map,
-        tensor_map(residual, ROWS, tile.box_columns) if tile.prefetches_residual else _none(1),
+        tensor_map(residual, ROWS, tile.box_columns) if also_by_map else _none(1),
         _none(2) if staged else out.view(np.int32),
         _none(1) if bias is None else bias.view(np.int32),
         _none(2) if residual is None or staged else residual.view(np.int32),

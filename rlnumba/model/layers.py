@@ -17,7 +17,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.kernels.attention import attention
 from rlnumba.kernels.attention_backward import attention_backward
-from rlnumba.kernels.gemm import bias_backward, linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.gemm import bias_backward, linear, linear_backward_input, linear_backward_weight, linear_swiglu
 from rlnumba.kernels.qkv import qkv_split, qkv_split_backward
 from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.swiglu import swiglu, swiglu_backward
@@ -128,8 +128,11 @@ def mlp_block(h, w, step, y):
     normed, rstd = empty((N, D), h.dtype), empty((N,), F32)
     rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
     gate_up, activated = empty((N, 2 * F), h.dtype), empty((N, F), h.dtype)
-    linear(normed, w.gate_up, gate_up, bias=w.gate_up_bias)
-    swiglu(gate_up, activated)
+    if w.gate_up_bias is None:
+        linear_swiglu(normed, w.gate_up, gate_up, activated)
+    else:
+        linear(normed, w.gate_up, gate_up, bias=w.gate_up_bias)
+        swiglu(gate_up, activated)
     if y is not None:
         linear(activated, w.down, y, bias=w.down_bias, residual=h)
     return h, normed, rstd, gate_up, activated

@@ -10,8 +10,9 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels import attention, attention_backward, choice, gemm, launch, logprob, paged_attention
 from rlnumba.kernels.attention import attention_ref
 from rlnumba.kernels.attention_backward import attention_backward_ref
-from rlnumba.kernels.gemm import Measured, linear_backward_ref, linear_ref
+from rlnumba.kernels.gemm import Measured, linear_backward_ref, linear_ref, linear_swiglu_ref
 from rlnumba.kernels.logprob import linear_logp_ref
+from rlnumba.kernels.swiglu import swiglu
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
@@ -286,11 +287,22 @@ def run_products(rng, family, m, n, k, dtype):
         out, logits = xp.full((m, n), np.nan, kind), xp.full((m, n), np.nan, np.float32)
         gemm.linear(xd, wd, out, bias=bd, residual=rd)
         gemm.linear(xd, wd, logits)
+        gated = None
+        if n % 2 == 0:
+            gate_up, gated = xp.full((m, n), np.nan, kind), xp.full((m, n // 2), np.nan, kind)
+            gemm.linear_swiglu(xd, wd, gate_up, gated)
         dx, dweight = xp.full((m, k), np.nan, kind), xp.ones((n, k), np.float32)
         gemm.linear_backward_input(dd, wd, dx)
         gemm.linear_backward_weight(dd, xd, dweight)
     assert_close(out, linear_ref(x, w, bias, residual), terms=k, scale=size, what="out")
     assert_close(logits, linear_ref(x, w), terms=k, scale=size, what="float32 out")
+    if gated is not None:
+        expected, _ = linear_swiglu_ref(x, w)
+        assert_close(gate_up, expected, terms=k, scale=size, what="gate_up")
+        plain = xp.full((m, n // 2), np.nan, kind)
+        swiglu(gate_up, plain)
+        # Of the gate as it was rounded, so the error is that of the last step.
+        assert_close(gated, device.to_host(plain).astype(np.float64), what="swiglu")
     expected_dx, expected_dweight, _ = linear_backward_ref(dout, x, w)
     assert_close(dx, expected_dx, terms=n, scale=size, what="dx")
     assert_close(dweight, expected_dweight + 1, terms=m, scale=size, what="dweight")

@@ -101,6 +101,9 @@ OPERATORS = {
     gemm.linear: lambda: {
         "x": f32(N, D), "weight": f32(F, D), "out": f32(N, F), "bias": f32(F), "residual": f32(N, F),
     },
+    gemm.linear_swiglu: lambda: {
+        "x": f32(N, D), "weight": f32(2 * F, D), "gate_up": f32(N, 2 * F), "out": f32(N, F),
+    },
     gemm.linear_backward_input: lambda: {"dout": f32(N, F), "weight": f32(F, D), "dx": f32(N, D)},
     gemm.linear_backward_weight: lambda: {"dout": f32(N, F), "x": f32(N, D), "dweight": f32(F, D)},
     gemm.bias_backward: lambda: {"dout": f32(N, F), "dbias": f32(F)},

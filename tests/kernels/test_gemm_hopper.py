@@ -3,7 +3,8 @@ import pytest
 
 from rlnumba import device
 from rlnumba.kernels import choice, gemm
-from rlnumba.kernels.gemm_hopper import Tile, best_tile, hopper_product, processors
+from rlnumba.kernels.gemm_hopper import Tile, best_tile, hopper_product, hopper_product_kernel, processors
+from rlnumba.kernels.swiglu import swiglu, swiglu_ref
 from tests.close import assert_close, assert_same_bits
 
 
@@ -52,6 +53,48 @@ SIMULATED = [
 ]
 
 
+def check_swiglu(rng, tile, m, n, k):
+    """hopper_product with SwiGLU: the bits of a product, and of swiglu of it."""
+    x, weight = (device.asarray(matrix(rng, shape, tile.element)) for shape in ((m, k), (2 * n, k)))
+    xp = device.xp()
+    gate_up, out = xp.full((m, 2 * n), np.nan, x.dtype), xp.full((m, n), np.nan, x.dtype)
+    hopper_product(tile, x, weight, gate_up, residual=out)
+    expected, activated = xp.full((m, 2 * n), np.nan, x.dtype), xp.full((m, n), np.nan, x.dtype)
+    hopper_product(Tile(64, 1, 2, tile.element), x, weight, expected)
+    swiglu(expected, activated)
+    assert_same_bits(gate_up, expected, f"gate_up of {tile}")
+    assert_same_bits(out, activated, f"out of {tile}")
+    exact = swiglu_ref(device.to_host(expected).astype(np.float64))
+    assert_close(out, exact, scale=float(np.abs(exact).max()), what=f"{tile}")
+
+
+SWIGLU = [
+    # Threads write both; the gate's last tile reaches into what it gates.
+    (Tile(32, 1, 2, "bfloat16", swiglu=True), 9, 24, 72),
+    # Through the copy engine, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
+    (Tile(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
+    (Tile(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),
+]
+
+
+@pytest.mark.parametrize("tile, m, n, k", SWIGLU)
+@pytest.mark.sim
+def test_swiglu_in_the_simulator(rng, tile, m, n, k):
+    if device.name() == "cuda":
+        pytest.skip("test_gpu_swiglu has these")
+    check_swiglu(rng, tile, m, n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("element", ["bfloat16", "float16"])
+@pytest.mark.parametrize("columns, groups, stages", [(32, 1, 8), (64, 1, 8), (64, 2, 6), (128, 2, 5), (256, 2, 4)])
+def test_gpu_swiglu(rng, columns, groups, stages, element):
+    if choice.architecture() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    for m, n, k in [(1, 3072, 1024), (64, 3072, 1024), (300, 1000, 520), (4097, 3072, 1024)]:
+        check_swiglu(rng, Tile(columns, groups, stages, element, swiglu=True), m, n, k)
+
+
 @pytest.mark.parametrize("tile, m, n, k", SIMULATED)
 @pytest.mark.sim
 def test_simulator(rng, tile, m, n, k):
@@ -86,6 +129,19 @@ def test_every_chosen_tile_is_possible():
                 tile = best_tile(m, n, k, "bfloat16", a_mn, b_mn, output, False, False, 132)
                 assert tile.shared_bytes <= 227 * 1024 and tile.stages >= 3
                 assert tile.columns % 64 == 0 or (not b_mn and output == "same")
+
+
+@pytest.mark.parametrize("m", [1, 64, 16_384])
+def test_swiglu_compiles_for_gpus(compile_offline, m):
+    """The tiles for decode and for training, without a spill."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    tile = best_tile(m, 3072, 1024, "bfloat16", False, False, "same", False, False, 132, True)
+    staged = tile.staged_columns > 0
+    maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
+    types = [maps, maps, *[maps if staged else nothing] * 2, pairs, nothing, pairs, *["int64"] * 4]
+    troubles = compile_offline(hopper_product_kernel(tile), types, (9, 0, "a"))
+    assert not troubles, "\n".join(troubles)
 
 
 SHAPES = [

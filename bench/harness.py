@@ -29,6 +29,22 @@ def time_us(function, repeats=9):
     return statistics.median(times)
 
 
+def torch_time_us(function, repeats=5):
+    """time_us of what torch launches on its own stream. torch must be installed."""
+    import torch
+
+    times = []
+    for lap in range(3 + repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        if lap >= 3:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
 def graph_time_us(functions, repeats=5):
     """Median microseconds a call, of several calls replayed as one graph: what short kernels cost in a graph.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import copy_gbs, graph_time_us, random_array, time_us
+from harness import copy_gbs, graph_time_us, random_array, time_us, torch_time_us
 from report import add_parts, row
 
 from rlnumba.kernels import attention_hopper as packed_form
@@ -79,16 +79,10 @@ def torch_peers(batch, length):
             with sdpa_kernel(kind):
                 torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        times = []
-        for repeat in range(8):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            if repeat > 2:
-                times.append(begin.elapsed_time(end) * 1e3)
-        rates[name] = flops([length] * batch) / float(np.median(times)) / 1e6
+        try:
+            rates[name] = flops([length] * batch) / torch_time_us(call) / 1e6
+        except RuntimeError as error:
+            print(f"{name}: {error}")
     return rates
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import random_array, relative_error, time_us
+from harness import random_array, relative_error, time_us, torch_time_us
 from report import row
 
 from rlnumba import device
@@ -136,17 +136,7 @@ def peers(lengths):
         def backward(out=out):
             torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-        for _ in range(3):
-            backward()
-        laps = []
-        for _ in range(9):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            backward()
-            end.record()
-            end.synchronize()
-            laps.append(begin.elapsed_time(end) * 1e3)
-        times[name] = sorted(laps)[len(laps) // 2]
+        times[name] = torch_time_us(backward, 9)
     return times
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import random_array, relative_error, time_us
+from harness import random_array, relative_error, time_us, torch_time_us
 from report import add_parts, row
 
 from rlnumba.kernels import choice, gemm, logprob_hopper
@@ -53,6 +53,11 @@ def way(name):
 def ways():
     """Names of WAYS on this GPU."""
     return [name for name in WAYS if name != "in registers" or choice.architecture() == (9, 0)]
+
+
+def rows_of(matrix, rows):
+    """Some rows of a 16-bit matrix, in float32."""
+    return matrix.view(np.uint16)[rows].view(matrix.dtype).astype(np.float32)
 
 
 class Problem:
@@ -91,7 +96,7 @@ class Problem:
 
     def reference(self, rows):
         """(logp, lse, entropy, dhidden, dweight) of some rows, in float32; the gradient of these rows alone."""
-        h, w, ids = self.hidden[rows].astype(np.float32), self.weight.astype(np.float32), self.ids[rows]
+        h, w, ids = rows_of(self.hidden, rows), self.weight.astype(np.float32), self.ids[rows]
         scaled = h @ w.T / np.float32(TEMPERATURE)
         largest = scaled.max(axis=1, keepdims=True)
         lse = largest + cupy.log(cupy.exp(scaled - largest).sum(axis=1, keepdims=True))
@@ -115,7 +120,7 @@ class Problem:
             "logp": float(cupy.abs(self.logp[rows] - logp).max()),
             "lse": float(cupy.abs(self.lse[rows] - lse).max()),
             "entropy": float(cupy.abs(self.entropy[rows] - entropy).max()),
-            "dhidden": relative_error(self.dhidden[rows], dhidden),
+            "dhidden": relative_error(rows_of(self.dhidden, rows), dhidden),
             "dweight": relative_error(self.dweight, dweight),
         }
         self.dlogp[...] = kept
@@ -172,16 +177,7 @@ def torch_us(rows, vocabulary, width):
             logits = (part @ weight.T).float() / TEMPERATURE
             torch.nn.functional.cross_entropy(logits, ids[chunk], reduction="sum").backward()
 
-    laps = []
-    for lap in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        if lap:
-            laps.append(begin.elapsed_time(end) * 1e3)
-    return float(np.median(laps))
+    return torch_time_us(step)
 
 
 def times(problem):

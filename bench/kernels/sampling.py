@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import copy_gbs, graph_time_us, random_array
+from harness import copy_gbs, graph_time_us, random_array, torch_time_us
 from report import add_parts, row
 
 from rlnumba import device
@@ -111,16 +111,7 @@ def torch_us(rows, vocabulary, kind):
         p = p.masked_fill(p.cumsum(dim=-1) - p >= kind.top_p, 0)
         return kept.indices.gather(1, torch.multinomial(p, 1))
 
-    laps = []
-    for lap in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        draw()
-        end.record()
-        end.synchronize()
-        if lap > 2:
-            laps.append(begin.elapsed_time(end) * 1e3)
-    return float(np.median(laps))
+    return torch_time_us(draw)
 
 
 def check(rows, vocabulary):

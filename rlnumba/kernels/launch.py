@@ -21,7 +21,6 @@ import json
 import marshal
 import os
 import pathlib
-import struct
 import tempfile
 from importlib.metadata import version
 
@@ -85,20 +84,6 @@ class Compiled:
         self.name = kernel.py_func.__name__
         self.handle = _load(kernel, type_names)
         self.shared_limit = DEFAULT_SHARED_LIMIT
-        # Numba passes an array as meminfo, parent, size, itemsize, data, shape..., strides...; a scalar
-        # as itself. Each word gets a slot of eight bytes; the driver takes an array of their addresses.
-        formats = {"float32": "f4x", "int32": "i4x", "uint32": "I4x", "int64": "q"}
-        layout, words = "=", 0
-        for name in type_names:
-            dimensions = name.count(":") - 1 if "[" in name else 0
-            words += 5 + 2 * dimensions if dimensions else 1
-            layout += f"{5 + 2 * dimensions}q" if dimensions else formats[name]
-        self.packer = struct.Struct(layout)
-        self.values = bytearray(max(8 * words, 8))
-        self.values_view = (ctypes.c_char * len(self.values)).from_buffer(self.values)
-        base = ctypes.addressof(self.values_view)
-        self.pointers = (ctypes.c_void_p * max(words, 1))(*(base + 8 * i for i in range(words)))
-        self.parameters = ctypes.addressof(self.pointers)
 
     def allow_shared(self, nbytes):
         from cuda.bindings import driver
@@ -110,6 +95,56 @@ class Compiled:
         if error != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"kernel {self.name}: {nbytes} bytes of shared memory refused ({error.name})")
         self.shared_limit = nbytes
+
+
+class Parameters:
+    """The memory from which the driver takes a kernel's parameters, for arguments of given types and shapes.
+
+    Numba passes an array as meminfo, parent, size, itemsize, data, shape..., strides...; a scalar as itself. Each of
+    these has a slot of eight bytes, and the driver takes an array of the slots' addresses. What follows from types
+    and shapes is written once.
+    """
+
+    FORMATS = {"float32": "f", "int32": "i", "uint32": "I", "int64": "q"}
+
+    def __init__(self, arguments):
+        words, kinds = [], []
+        for argument in arguments:
+            if type(argument) in _SCALARS:
+                kinds.append((self.FORMATS[type_name(argument)], len(words), False))
+                words.append(0)
+            else:
+                kinds.append(("q", len(words) + 4, True))
+                words += (0, 0, argument.size, argument.itemsize, 0, *argument.shape, *argument.strides)
+        count = max(len(words), 1)
+        self.slots = (ctypes.c_int64 * count)(*words)
+        base = ctypes.addressof(self.slots)
+        self.pointers = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
+        self.address = ctypes.addressof(self.pointers)
+        # The slots as numbers of each format, and of each argument: which numbers, the place, whether it is an array.
+        views = {kind: memoryview(self.slots).cast("B").cast(kind) for kind in self.FORMATS.values()}
+        self.places = [(views[kind], slot * 8 // views[kind].itemsize, array) for kind, slot, array in kinds]
+
+    def fill(self, arguments):
+        """Write the arrays' addresses and the scalars."""
+        for (view, place, is_array), argument in zip(self.places, arguments, strict=True):
+            view[place] = argument.data.ptr if is_array else argument
+
+
+# (kernel, shapes and types) -> (Compiled, Parameters). Emptied when it has grown to MOST_PARAMETERS.
+_prepared = {}
+MOST_PARAMETERS = 1 << 14
+
+
+def _prepare(kernel, key, arguments):
+    types = (kernel, *map(type_name, arguments))
+    compiled = _compiled.get(types)
+    if compiled is None:
+        compiled = _compiled[types] = Compiled(kernel, types[1:])
+    if len(_prepared) == MOST_PARAMETERS:
+        _prepared.clear()
+    prepared = _prepared[key] = compiled, Parameters(arguments)
+    return prepared
 
 
 def launch(kernel, grid, block, *arguments, shared=0):
@@ -126,40 +161,42 @@ def launch(kernel, grid, block, *arguments, shared=0):
     if device.name() == "sim":
         _simulate(kernel, grid, block, arguments, shared)
         return
-    key = (kernel, *[type(a) if type(a) in _SCALARS else (a.dtype, a.ndim) for a in arguments])
-    compiled = _compiled.get(key)
-    if compiled is None:
-        compiled = _compiled[key] = Compiled(kernel, [type_name(a) for a in arguments])
-    words = []
-    for a in arguments:
-        if type(a) in _SCALARS:
-            words.append(a)
-        else:
-            words += (0, 0, a.size, a.itemsize, a.data.ptr)
-            words += a.shape
-            words += a.strides
-    compiled.packer.pack_into(compiled.values, 0, *words)
+    key = (kernel, *[type(a) if type(a) in _SCALARS else (a.shape, a.dtype) for a in arguments])
+    prepared = _prepared.get(key)
+    compiled, parameters = _prepare(kernel, key, arguments) if prepared is None else prepared
+    parameters.fill(arguments)
     if shared > compiled.shared_limit:
         compiled.allow_shared(shared)
-    _start(compiled, grid, block, shared, arguments)
+    _start(compiled, parameters, grid, block, shared, arguments)
 
 
-def _start(compiled, grid, block, shared, arguments):
+@functools.cache
+def _driver():
+    """(CuPy's current stream, the driver's launch, what it returns if all is well): looked up once, not each time."""
     import cupy
     from cuda.bindings import driver
 
-    current = cupy.cuda.get_current_stream()
+    return cupy.cuda.get_current_stream, driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
+
+
+def _start(compiled, parameters, grid, block, shared, arguments):
+    current_stream, launch_kernel, success = _driver()
+    stream = current_stream()
     # A stream that captures a graph does no work to wait for.
-    debug = 0 if DEBUG and current.is_capturing() else DEBUG
+    debug = 0 if DEBUG and stream.is_capturing() else DEBUG
     if debug > 1:
+        import cupy
+
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(current)
-    (error,) = driver.cuLaunchKernel(compiled.handle, *grid, *block, shared, current.ptr, compiled.parameters, 0)
-    if error == driver.CUresult.CUDA_SUCCESS and debug:
+        begin.record(stream)
+    (error,) = launch_kernel(compiled.handle, *grid, *block, shared, stream.ptr, parameters.address, 0)
+    if error == success and debug:
+        from cuda.bindings import driver
+
         if debug > 1:
-            end.record(current)
-        (error,) = driver.cuStreamSynchronize(current.ptr)
-    if error != driver.CUresult.CUDA_SUCCESS:
+            end.record(stream)
+        (error,) = driver.cuStreamSynchronize(stream.ptr)
+    if error != success:
         raise DeviceError(f"kernel {compiled.name}, grid {grid}, block {block}, {shared} bytes shared: {error.name}")
     if debug > 1:
         time_us = cupy.cuda.get_elapsed_time(begin, end) * 1e3

@@ -1,11 +1,14 @@
-"""What a cached kernel is recognised by."""
+"""What a cached kernel is recognised by, and how the driver gets its arguments."""
 
+import ctypes
 import importlib.util
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.launch import _cache_key
+from rlnumba.kernels.launch import Parameters, _cache_key
 from rlnumba.kernels.reduce import group_mean_std_kernel
 
 if device.name() == "sim":
@@ -47,3 +50,28 @@ def test_a_kernel_that_was_typed_in_is_compiled_again():
 def test_types_and_architecture_are_part_of_the_key():
     keys = [(TYPES, (9, 0)), (["uint16[::1]"], (9, 0)), (TYPES, (8, 0))]
     assert len({_cache_key(group_mean_std_kernel, *key) for key in keys}) == 3
+
+
+def test_parameters_lie_where_the_driver_looks():
+    """As Numba lays arguments out: seven or nine words an array, a scalar in the first bytes of a word."""
+
+    def array(shape, dtype, address):
+        # What launch reads of an array of CuPy, whose address a NumPy array does not have.
+        host = np.empty(shape, dtype)
+        names = ("shape", "strides", "size", "itemsize", "dtype", "ndim")
+        return SimpleNamespace(**{name: getattr(host, name) for name in names}, data=SimpleNamespace(ptr=address))
+
+    def found(parameters, kinds):
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters.address)
+        return [kind.from_address(pointer).value for kind, pointer in zip(kinds, pointers, strict=True)]
+
+    word = ctypes.c_int64
+    kinds = [*[word] * 7, ctypes.c_float, *[word] * 9, ctypes.c_int32, ctypes.c_uint32, word]
+    for address, scalars in ((4096, (0.5, 3, 2**32 - 1, -7)), (2**40, (-1.5, -3, 1, 2**50))):
+        arguments = [array((5,), np.float32, address), np.float32(scalars[0]), array((2, 3), np.uint16, address + 64)]
+        arguments += [np.int32(scalars[1]), np.uint32(scalars[2]), scalars[3]]
+        if address == 4096:
+            parameters = Parameters(arguments)
+        parameters.fill(arguments)
+        first, second = [0, 0, 5, 4, address, 5, 4], [0, 0, 6, 2, address + 64, 2, 3, 6, 2]
+        assert found(parameters, kinds) == [*first, scalars[0], *second, *scalars[1:]]

@@ -397,9 +397,14 @@ def family_of(q, k):
     It follows from the GPU and from what all layers and all calls of a model have in common: the dtype, head_dim and
     the query heads of a key head. So packed and paged attention and the gradient cannot differ in it.
     """
+    return family_for(q.dtype.name, q.shape[2], q.shape[1] // k.shape[1])
+
+
+def family_for(element, head_dim, group):
+    """As family_of; element: the dtype's name, group: query heads of a key head."""
     family = choice.family("attention")
     takes = TAKES.get(family)
-    return family if takes and takes(q.dtype.name, q.shape[2], q.shape[1] // k.shape[1]) else "simple"
+    return family if takes and takes(element, head_dim, group) else "simple"
 
 
 def check_heads(op, q, k, v, scale):

@@ -900,6 +900,26 @@ def partials_for(rows, columns):
     return flat[: rows * columns].reshape(rows, columns), flat[rows * columns : count].reshape(rows, 2)
 
 
+def reserve(element, kv_heads, group, head_dim, block_size, calls):
+    """Have arrays for partial results from which all `calls` of paged_attend are served, and return their bytes.
+
+    calls: of each (sequences, tokens, max_seqlen_q, max_context_len), as bounds. What was there before stays, in case
+    a graph knows it.
+    """
+    few, many = (choose(head_dim, element, block_size, shared_limit()) for choose in (few_rows, many_rows))
+    rows = 1
+    for sequences, tokens, max_seqlen_q, max_context_len in calls:
+        segments = -(-max_context_len // few.segment)
+        if segments > 1:
+            # A sequence with more queries than this is not decode's.
+            most = min(max_seqlen_q, FEW_ROWS // group)
+            rows = max(rows, segments * min(tokens, sequences * most) * group * kv_heads)
+        slots_for(many, max_context_len)
+    partials_for(rows, padded(head_dim))
+    held = [*_partials, *(array for pair in _slots.values() for array in pair)]
+    return sum(array.nbytes for array in held)
+
+
 def takes(element, head_dim, group):
     """Whether this module and the gradient's compute attention of such heads: 16-bit, of 8, 16, ... or 256 columns.
 

@@ -7,19 +7,23 @@ gives it.
 
 q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
 sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
+
+Neighbouring sequences with a common beginning may be declared a group. That is a hint: where `sharing` says so, the
+common keys are read once for the group; the bits of a row never depend on it.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import attention_cpu
-from rlnumba.kernels.attention import attend_function, check_heads, family_of, few_rows, many_rows
-from rlnumba.kernels.attention_tensor_core import paged_attend
+from rlnumba.kernels import attention_cpu, attention_tensor_core
+from rlnumba.kernels import paged_attention_hopper as hopper
+from rlnumba.kernels.attention import attend_function, check_heads, family_for, family_of, few_rows, many_rows
 from rlnumba.kernels.check import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.instructions import device_function
 from rlnumba.kernels.launch import kernel_factory, launch
-from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper
 
 
 @device_function
@@ -51,9 +55,62 @@ def paged_attention_kernel(tile):
     return paged_attention_kernel
 
 
+class Sharing(NamedTuple):
+    """How groups pay. sizes: what max_members may be with nothing wasted, ascending, none above the last; () if never.
+
+    keys: a common beginning is read once in whole pieces of this many keys; what is left over, by each member.
+    """
+
+    sizes: tuple
+    keys: int
+
+
+def sharing(element, heads, kv_heads, head_dim, block_size):
+    """The Sharing of decode over a cache of such heads; element: the dtype's name. Only Hopper's kernels share."""
+    group = heads // kv_heads
+    if family_for(element, head_dim, group) != "hopper":
+        return Sharing((), 0)
+    tile = hopper.best_tile(head_dim, element, group, min(block_size, hopper.KEYS))
+    return Sharing(hopper.group_sizes(group), tile.segment)
+
+
+def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
+    """Have the memory for partial results that any of `calls` takes, so that none of them allocates; its bytes.
+
+    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). The memory
+    is kept until the end of the process, since captured graphs know its addresses, and serves all caches.
+    """
+    group = heads // kv_heads
+    family = family_for(element, head_dim, group)
+    if family == "hopper":
+        box = min(block_size, hopper.KEYS)
+        calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
+        return hopper.reserve(element, kv_heads, group, head_dim, box, calls)
+    if family == "tensor_core":
+        return attention_tensor_core.reserve(element, kv_heads, group, head_dim, block_size, calls)
+    return 0
+
+
+def check_groups(op, common_lens, members, max_members, sequences, max_seqlen_q):
+    """ValueError unless no groups are declared, or groups of sequences with one query token each."""
+    if (common_lens is None) != (members is None):
+        raise ValueError(f"{op}: common_lens and members must be given together, got one of them")
+    if common_lens is None:
+        if max_members != 1:
+            raise ValueError(f"{op}: max_members must be 1 without groups, got {max_members}")
+        return
+    check(op, "common_lens", common_lens, (sequences,), I32)
+    check(op, "members", members, (sequences,), I32)
+    if max_members < 1:
+        raise ValueError(f"{op}: max_members must be at least 1, got {max_members}")
+    if max_seqlen_q > 1:
+        raise ValueError(f"{op}: max_seqlen_q must be 1 where groups are declared, got {max_seqlen_q}")
+
+
 def paged_attention(
-    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out
-):
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
+    common_lens=None, members=None, max_members=1,
+):  # fmt: skip
     """Causal attention of the newest tokens of B sequences to their keys in a block cache.
 
     q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK,
@@ -61,8 +118,17 @@ def paged_attention(
     (B,), the keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not
     checked against the device's arrays. out (N, H, E) of q's dtype is written; where context_lens is 0, with
     zeros. The grid follows from the shapes and max_seqlen_q alone, so a captured graph stays valid while
-    the arrays' values change. Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the
-    block tables, and for a block_size that the family of kernels does not take; all take 16, 32 and 64.
+    the arrays' values change.
+
+    Groups of neighbouring sequences, one query token each, whose block tables begin with the same blocks may be
+    declared; out is the same, bit for bit. common_lens (B,) int32: how many tokens, fewer than its context has, a
+    sequence has in common with all of its group, which all have the same number. members (B,) int32: at a group's
+    first sequence how many there are, at the others 0; 1 for a sequence on its own. max_members: at least the largest
+    of members, at most the last of `sharing`'s sizes where there are any; with 1, groups are not made use of.
+
+    Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the block tables, for groups
+    that are too large or have longer queries, and for a block_size that the family of kernels does not take; all take
+    16, 32 and 64.
     """
     op = "paged_attention"
     blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
@@ -73,6 +139,7 @@ def paged_attention(
     check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
     check(op, "context_lens", context_lens, (sequences,), I32)
     check(op, "out", out, q.shape, (q.dtype,))
+    check_groups(op, common_lens, members, max_members, sequences, max_seqlen_q)
     if max_context_len > max_blocks * block_size:
         raise ValueError(
             f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
@@ -87,9 +154,9 @@ def paged_attention(
         check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
         if family == "hopper":
-            paged_attention_hopper(q, k_cache, v_cache, *numbers)
+            hopper.paged_attention_hopper(q, k_cache, v_cache, *numbers, common_lens, members, max_members)
         else:
-            paged_attend(q, k, v, block_size, *numbers)
+            attention_tensor_core.paged_attend(q, k, v, block_size, *numbers)
         return
     rows = max_seqlen_q * (heads // kv_heads)
     tile = few_rows(head_dim)

@@ -583,6 +583,14 @@ def best_tile(head_dim, element, group, box, members=1):
     return tile._replace(stages=min(stages, 4), blocks=blocks)
 
 
+def group_sizes(group):
+    """What max_members may be with nothing wasted, ascending: tiles of 8, 16, 32 rows full of members' queries.
+
+    The last one is the limit. group: query heads of a key head. Empty where a tile has no room for two members.
+    """
+    return tuple(rows // group for rows in (8, 16, ROWS_OF_UNIT) if rows // group > 1)
+
+
 class Workspace:
     """Partial results of segments, and counters. Grows with what is asked of it; what graphs know stays alive."""
 
@@ -605,8 +613,35 @@ class Workspace:
         sums = floats[count * (head_dim + 1) : count * (head_dim + 2)].reshape(places, rows)
         return parts, references, sums, self._at_least(self.counters, counters, np.int32)
 
+    def reserve(self, floats, counters):
+        """Hold arrays of at least these lengths; returns the bytes of all that is held."""
+        self._at_least(self.floats, floats, np.float32)
+        self._at_least(self.counters, counters, np.int32)
+        return sum(array.nbytes for kept in (self.floats, self.counters) for array in kept.values())
+
 
 _workspace = Workspace()
+
+
+def places_and_rows(tile, sequences, kv_heads, group, max_seqlen_q, max_context_len):
+    """(segments of a sequence, places of the workspace, rows of a place) that a call takes."""
+    segments = max(-(-max_context_len // tile.segment), 1)
+    places = sequences * kv_heads * segments if segments > 1 else 1
+    return segments, places, min(max_seqlen_q, tile.rows // group) * group
+
+
+def reserve(element, kv_heads, group, head_dim, box, calls):
+    """Have a workspace from which all `calls` are served, and return its bytes.
+
+    box: tokens of a cache block, at most 64; calls: of each (sequences, max_seqlen_q, max_context_len), as bounds.
+    Declared groups need no more. What was there before stays, in case a graph knows it.
+    """
+    tile, floats, counters = best_tile(head_dim, element, group, box), 0, 0
+    for sequences, max_seqlen_q, max_context_len in calls:
+        _, places, rows = places_and_rows(tile, sequences, kv_heads, group, max_seqlen_q, max_context_len)
+        floats = max(floats, places * rows * (head_dim + 2))
+        counters = max(counters, 2 + sequences * kv_heads)
+    return _workspace.reserve(floats, counters)
 
 
 def paged_attention_hopper(
@@ -616,8 +651,8 @@ def paged_attention_hopper(
     """As the operator paged_attention, for arrays that attention_hopper.takes accepts and scale > 0.
 
     Groups of neighbouring sequences with a common beginning, one query token each, may be declared:
-    common_lens (B,) int32, how many tokens a sequence shares with its group, in the same blocks; members (B,)
-    int32, at a group's first sequence how many there are, at the others 0; max_members: of any group.
+    common_lens (B,) int32, how many tokens, fewer than its context has, a sequence shares with its group, in the
+    same blocks; members (B,) int32, at a group's first sequence how many there are, at the others 0; max_members: of any group.
     lse (H, N) float32 is written if given, but not where context_lens is 0.
     tile, prefill_tile, blocks: other Tiles than best_tile's and another grid than fills the GPU. Raises ValueError
     for a block size that is neither a multiple of 64 nor 16 or 32, and for groups that are too large.
@@ -643,9 +678,7 @@ def paged_attention_hopper(
     tile = tile or best_tile(head_dim, element, group, box, max_members)
     # Query tokens of a unit; a sequence with more is the other kernel's.
     at_once = min(tile.rows // group, max(max_seqlen_q, max_members))
-    segments = max(-(-max_context_len // tile.segment), 1)
-    rows = min(max_seqlen_q, tile.rows // group) * group
-    places = sequences * kv_heads * segments if segments > 1 else 1
+    segments, places, rows = places_and_rows(tile, sequences, kv_heads, group, max_seqlen_q, max_context_len)
     parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
     launch(
         paged_attention_hopper_kernel(tile), min(blocks or processors() * tile.blocks, sequences * kv_heads * segments),

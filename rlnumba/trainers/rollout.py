@@ -54,7 +54,8 @@ class Sample:
     """One completion and what it was worth.
 
     values (K,) float64: of each reward function, NaN for None; reward: their weighted sum, NaN if all are None; extra:
-    columns that rewards logged; advantage: 0 until it is trained on.
+    columns that rewards logged; advantage: 0 until it is trained on. pad_token_id: the tokenizer's, which ends a
+    completion for TRL as EOS does.
     """
 
     prompt: Prompt
@@ -63,10 +64,12 @@ class Sample:
     reward: float
     extra: dict
     advantage: float = 0.0
+    pad_token_id: int | None = None
 
     @property
     def truncated(self):
-        return self.completion.finish_reason == "length"
+        completion = self.completion
+        return completion.finish_reason == "length" and completion.token_ids[-1] != self.pad_token_id
 
 
 # Columns of completions.jsonl that every run has.
@@ -148,6 +151,7 @@ def draw(llm, rewards, prompts, indices, params, trainer_state, clock, status=No
             scores.values[n],
             float(weighted[n]),
             {column: values[n] for column, values in scores.extra.items()},
+            pad_token_id=llm.tokenizer.pad_token_id if llm.tokenizer else None,
         )
         for n, (i, completion) in enumerate(zip(repeated, completions, strict=True))
     ]

@@ -166,6 +166,9 @@ def test_G17_truncated_completions_leave_the_loss():
     assert Rollouts.of(samples, True, 0).loss_mask.tolist() == [0, 0, 1, 1]
     assert Rollouts.of(samples, False, 0).loss_mask.tolist() == [1, 1, 1, 1]
     assert Rollouts.of(samples, True, 0).num_active == 2
+    # A padding token at the limit ends a completion.
+    samples[0].pad_token_id = 6
+    assert Rollouts.of(samples, True, 0).loss_mask.tolist() == [1, 1, 1, 1]
 
 
 def test_device_batch_points_at_the_rows_that_predict():

@@ -3,7 +3,7 @@
 The arrays of a step are built for all its sequences at once with NumPy and reach the device in one copy;
 the drawn ids and their log-probs come back in one. A step in which every sequence lacks one token is
 replayed as a graph on the GPU: captured once for a number of rows (rounded up to a bucket, the padding
-rows have an empty context) and a context length (rounded up to a power of two).
+rows have an empty context), a context length (rounded up to a power of two) and a size of groups (see groups.py).
 """
 
 from contextlib import nullcontext
@@ -21,6 +21,8 @@ from rlnumba.kernels.paged_attention import paged_attention
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
 SMALLEST_CONTEXT = 256
+# What a padding row holds where it is not 0: no slot, and a group of its own.
+PADDING = {"slot_mapping": -1, "members": 1}
 
 
 def bucket_of(rows):
@@ -40,7 +42,8 @@ def step_arrays(step, table, block_size):
     """{name: array} of a step of B sequences, N tokens and D draws, for the model, the cache and the sampler.
 
     Of the tokens: input_ids, position_ids, slot_mapping (N,) int32. Of the sequences: block_tables (B, W),
-    cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows. Of the draws: what Draws says.
+    cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with groups common_lens,
+    members (B,) int32. Of the draws: what Draws says.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -62,6 +65,8 @@ def step_arrays(step, table, block_size):
         "cu_seqlens": cu_seqlens,
         "context_lens": context_lens.astype(np.int32),
     }
+    if step.groups is not None:
+        arrays["common_lens"], arrays["members"] = step.groups.common_lens, step.groups.members
     drawing = rows[step.draws]
     if not len(drawing):
         return arrays
@@ -86,21 +91,23 @@ def pad_rows(arrays, rows, block_table_width):
         if name == "cu_seqlens":
             padded[name] = np.arange(rows + 1, dtype=np.int32)
             continue
-        tail = (block_table_width,) if name == "block_tables" else array.shape[1:]
-        padded[name] = np.full((rows, *tail), -1 if name == "slot_mapping" else 0, array.dtype)
-        padded[name][tuple(map(slice, array.shape))] = array
+        shape = (rows, block_table_width) if name == "block_tables" else (rows, *array.shape[1:])
+        if shape != array.shape:
+            array, given = np.full(shape, PADDING.get(name, 0), array.dtype), array
+            array[tuple(map(slice, given.shape))] = given
+        padded[name] = array
     return padded
 
 
 class PagedAttend:
     """The transformer's attention over the paged cache: keys and values of the step are written, then read.
 
-    cache: a KVCache; arrays: of step_arrays, on the device.
+    cache: a KVCache; arrays: of step_arrays, on the device; max_members: of groups, if they are among the arrays.
     """
 
-    def __init__(self, cache, scale, arrays, max_seqlen_q, max_context_len):
+    def __init__(self, cache, scale, arrays, max_seqlen_q, max_context_len, max_members=1):
         self.cache, self.scale, self.arrays = cache, scale, arrays
-        self.max_seqlen_q, self.max_context_len = max_seqlen_q, max_context_len
+        self.max_seqlen_q, self.max_context_len, self.max_members = max_seqlen_q, max_context_len, max_members
 
     def forward(self, layer, q, k, v, out):
         arrays = self.arrays
@@ -117,6 +124,9 @@ class PagedAttend:
             self.max_context_len,
             self.scale,
             out,
+            arrays.get("common_lens"),
+            arrays.get("members"),
+            self.max_members,
         )
 
 
@@ -182,7 +192,7 @@ class Runner:
         self.cache = None
         self.upload = Upload()
         self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
-        # Graphs by (rows, context), and the addresses of the buffers that they were captured with.
+        # Graphs by (rows, context, max_members), and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = {}, None
         self.stream = device.xp().cuda.Stream() if device.name() == "cuda" else None
 
@@ -225,44 +235,48 @@ class Runner:
         """Compute a step; returns the drawn token_ids (D,) int32 and logprobs (D,) float32 on the host."""
         arrays = step_arrays(step, table, self.block_size)
         drawn = int(step.draws.sum())
+        max_members = step.groups.max_members if step.groups is not None else 1
         with self._on_stream():
             decode = len(step.rows) == step.num_tokens == drawn
             if decode and not self.eager and "penalty" not in arrays:
-                self._replay(arrays)
+                self._replay(arrays, max_members)
             else:
                 longest = int(arrays["context_lens"].max())
-                self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest)
+                self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest, max_members)
             results = device.to_host(self.results)
         return results[0, :drawn].copy(), results[1, :drawn].view(np.float32).copy()
 
     def _on_stream(self):
         return self.stream or nullcontext()
 
-    def _replay(self, arrays):
-        """A decode step as a graph, captured where it is the first of its size."""
+    def _replay(self, arrays, max_members):
+        """A decode step as a graph, captured where it is the first of its size.
+
+        max_members is 1 or one of the few sizes that attention has a tile for, so there are few graphs of a size.
+        """
         context = context_bucket_of(int(arrays["context_lens"].max()))
         bucket = bucket_of(len(arrays["context_lens"]))
         sent = self.upload.send(pad_rows(arrays, bucket, context // self.block_size))
         if self._addresses() != self.graph_addresses:
             self.graphs.clear()
-        graph = self.graphs.get((bucket, context))
+        graph = self.graphs.get((bucket, context, max_members))
         if graph is not None:
             graph.launch(self.stream)
             return
         # This run computes the step; it also compiles what is missing, which a capture could not.
-        self._compute(sent, bucket, 1, context)
+        self._compute(sent, bucket, 1, context, max_members)
         self.stream.begin_capture()
         with keep_tensor_maps():
-            self._compute(sent, bucket, 1, context)
-        self.graphs[bucket, context] = self.stream.end_capture()
+            self._compute(sent, bucket, 1, context, max_members)
+        self.graphs[bucket, context, max_members] = self.stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
         """Where the buffers are that graphs read and write; the cache's addresses are `allocate`'s care."""
         return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
 
-    def _compute(self, arrays, drawn, max_seqlen_q, max_context_len):
-        attend = PagedAttend(self.cache, self.scale, arrays, max_seqlen_q, max_context_len)
+    def _compute(self, arrays, drawn, max_seqlen_q, max_context_len, max_members):
+        attend = PagedAttend(self.cache, self.scale, arrays, max_seqlen_q, max_context_len, max_members)
         with self.arena.scope():
             hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attend, arena=self.arena)
             if drawn:

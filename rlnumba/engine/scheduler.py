@@ -11,7 +11,8 @@ oldest always moves on, so everything ends. None of this shows in the text: a to
 the tokens before it alone.
 
 Sequences of one prompt (the n completions) wait for the first of them to compute the prompt; then they
-find its full blocks in the cache and compute only the tail.
+find its full blocks in the cache and compute only the tail. A step in which all running sequences lack one token is
+ordered by who shares blocks with whom, if attention can make use of that (groups.py).
 """
 
 from collections import deque
@@ -20,20 +21,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.engine.block_manager import BlockManager, block_hash
+from rlnumba.engine.groups import Groups, find_groups
 from rlnumba.engine.sequence import Sequence, SequenceTable
+from rlnumba.kernels.paged_attention import Sharing
 
 
 @dataclass
 class Step:
     """The work of one step, a row of each array a sequence: tokens [start, start + count) of table row `row`.
 
-    draws: whether a token is drawn after the last of them.
+    draws: whether a token is drawn after the last of them. groups: of the sequences, which are in its order; None
+    where they share little, and where a sequence has more tokens than one.
     """
 
     rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     draws: np.ndarray
+    groups: Groups | None = None
 
     @property
     def num_tokens(self):
@@ -51,7 +56,7 @@ class Scheduler:
     table, blocks: the running sequences and the cache. max_num_batched_tokens: tokens a step at most; not
     smaller than the table has rows. prefix_caching: whether blocks are named and found again; policy_version
     salts their names. has_stop_string(sequence, completion ids so far): asked after each token of a sequence
-    with stop strings.
+    with stop strings. sharing: the Sharing of attention, if it reads once what sequences of a step have in common.
     Every sequence must fit into the cache alone: `add` raises ValueError where it does not.
     """
 
@@ -63,6 +68,7 @@ class Scheduler:
         prefix_caching: bool = True,
         policy_version: int = 0,
         has_stop_string=None,
+        sharing: Sharing | None = None,
     ):
         if max_num_batched_tokens < table.rows:
             raise ValueError(f"scheduler: {max_num_batched_tokens} tokens a step for {table.rows} sequences")
@@ -70,11 +76,14 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching, self.policy_version = prefix_caching, policy_version
         self.has_stop_string = has_stop_string
+        self.sharing = sharing if sharing and sharing.sizes else None
         self.waiting: deque[Sequence] = deque()
         # Sequences whose prompt another one is computing, by that prompt.
         self.held: dict[bytes, list[Sequence]] = {}
         # Rows of the table in the order of admission.
         self.running = np.zeros(0, np.int64)
+        # The array `running` that groups were last looked for in, and what was found.
+        self.grouped, self.groups = None, None
         self.free_rows = list(range(table.rows))[::-1]
         self.num_preemptions = 0
 
@@ -116,9 +125,12 @@ class Scheduler:
             budget -= counts[-1]
         if not rows:
             return None
-        rows, counts = np.array(rows), np.array(counts)
+        tokens = self.max_num_batched_tokens - budget
+        groups = self._groups() if self.sharing and tokens == len(rows) == len(self.running) else None
+        rows = np.array(rows) if groups is None else self.running[groups.order]
+        counts = np.array(counts)
         starts = self.table.num_computed[rows]
-        return Step(rows, starts, counts, starts + counts == self.table.length[rows])
+        return Step(rows, starts, counts, starts + counts == self.table.length[rows], groups)
 
     def update(self, step, token_ids, logprobs):
         """Book a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that draw.
@@ -155,6 +167,18 @@ class Scheduler:
         if finished:
             self.running = self.running[~np.isin(self.running, rows[ends])]
         return finished
+
+    def _groups(self):
+        """The Groups of all running sequences.
+
+        They are found once for as long as the same sequences run: blocks that come later are each one's own.
+        """
+        if self.grouped is not self.running:
+            contexts = self.table.num_computed[self.running] + 1
+            tables = self.table.block_tables[self.running]
+            self.groups = find_groups(tables, contexts, self.blocks.block_size, self.sharing)
+            self.grouped = self.running
+        return self.groups
 
     def _grow(self):
         """Give each running sequence whose next token opens a block that block; True if that took a preemption."""

@@ -650,9 +650,9 @@ def paged_attention_hopper(
 ):  # fmt: skip
     """As the operator paged_attention, for arrays that attention_hopper.takes accepts and scale > 0.
 
-    Groups of neighbouring sequences with a common beginning, one query token each, may be declared:
-    common_lens (B,) int32, how many tokens, fewer than its context has, a sequence shares with its group, in the
-    same blocks; members (B,) int32, at a group's first sequence how many there are, at the others 0; max_members: of any group.
+    Groups of neighbouring sequences with a common beginning, one query token each, may be declared: common_lens (B,)
+    int32, how many tokens, fewer than its context has, a sequence shares with its group, in the same blocks; members
+    (B,) int32, at a group's first sequence how many there are, at the others 0; max_members: at least any of them.
     lse (H, N) float32 is written if given, but not where context_lens is 0.
     tile, prefill_tile, blocks: other Tiles than best_tile's and another grid than fills the GPU. Raises ValueError
     for a block size that is neither a multiple of 64 nor 16 or 32, and for groups that are too large.

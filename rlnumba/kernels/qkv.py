@@ -9,10 +9,12 @@ and for a value head out = x. Without norm weights y = x. Backward, with g = rop
     dx = rstd * (u - x^ * mean(u * x^))     dweight = sum over rows and heads of g * x^
 
 qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK)
-and dweight (E,) float32. A head's sum is taken by one warp in one order: 32 lanes, each over its pairs
-(e, e + E/2), then a butterfly.
+and dweight (E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a
+lane's, over its elements in their order, then a butterfly of the group. In inference k and v go straight to their
+slots of the block cache (kv_cache.py).
 """
 
+import functools
 import math
 
 import numpy as np
@@ -21,211 +23,324 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import qkv_cpu
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import device_function, narrow, warp_sum, widen
-from rlnumba.kernels.launch import launch
-from rlnumba.kernels.reduce import column_sum
-from rlnumba.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_ref
-from rlnumba.kernels.rope import check_tables, rope_ref
+from rlnumba.kernels.instructions import device_function, shuffle_xor, start_loads
+from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.rmsnorm import PARTIAL_WARPS, rmsnorm_backward_ref, rmsnorm_ref, sum_of_rows
+from rlnumba.kernels.rope import (
+    WARPS,
+    block_of,
+    check_tables,
+    head_access,
+    head_shape,
+    in_halves,
+    rope_ref,
+    rotate,
+)
 
-# Heads of a token that a block works on at a time: one a warp.
-WARPS = 4
-# A lane keeps its part of dweight in registers: this many pairs, so E is at most 64 * PAIRS.
-PAIRS = 4
-LANE_VALUES = 2 * PAIRS
 # What stands in for absent weights on the numpy device.
 _EMPTY = np.empty(0, np.float32)
 _EMPTY_ROWS = np.empty((0, 0), np.float32)
-# Warps of the backward at most, each with a partial sum of dweight: what 132 SMs hold at 128 registers a
-# thread. Part of the arithmetic.
-SUMMING_WARPS = 2112
+# Blocks that an SM has at a time, which leaves 128 registers a thread. With five, ptxas spills.
+RESIDENT = 4
+# Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Part of
+# the arithmetic.
+BACKWARD_BLOCKS = 528
 
 
-@device_function
-def store_pair(first, second, out, row, head, e):
-    """Write elements e and e + E/2 of a head."""
-    out[row, head, e] = narrow(first, out)
-    out[row, head, e + out.shape[2] // 2] = narrow(second, out)
+def blocks_of_sm(shape):
+    """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
+    return RESIDENT if shape.access == shape.vector and not shape.bounded else 1
 
 
-@cuda.jit
-def qkv_split_kernel(qkv, cos, sin, position_ids, q, k, v):
-    """A block owns a token, a warp every WARPS-th head, a lane every 32nd pair of the head."""
-    row = cuda.blockIdx.x
-    position = position_ids[row]
-    half = q.shape[2] // 2
-    rotated = q.shape[1] + k.shape[1]
-    for head in range(cuda.threadIdx.y, rotated + v.shape[1], WARPS):
-        start = head * q.shape[2]
-        for e in range(cuda.threadIdx.x, half, 32):
-            first = widen(qkv[row, start + e])
-            second = widen(qkv[row, start + half + e])
-            if head >= rotated:
-                store_pair(first, second, v, row, head - rotated, e)
-            else:
-                c = cos[position, e]
-                s = sin[position, e]
-                if head < q.shape[1]:
-                    store_pair(first * c - second * s, second * c + first * s, q, row, head, e)
-                else:
-                    store_pair(first * c - second * s, second * c + first * s, k, row, head - q.shape[1], e)
+@kernel_factory
+def qkv_split_kernel(shape, heads, kv_heads, normed, cached):
+    """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
 
-
-@cuda.jit
-def qkv_split_norm_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
-    """As qkv_split_kernel, with a first pass over each query and key head for its mean square."""
-    row = cuda.blockIdx.x
-    position = position_ids[row]
-    half = q.shape[2] // 2
-    rotated = q.shape[1] + k.shape[1]
-    for head in range(cuda.threadIdx.y, rotated + v.shape[1], WARPS):
-        start = head * q.shape[2]
-        scale = np.float32(1.0)
-        if head < rotated:
-            squares = np.float32(0.0)
-            for e in range(cuda.threadIdx.x, half, 32):
-                first = widen(qkv[row, start + e])
-                second = widen(qkv[row, start + half + e])
-                squares += first * first + second * second
-            mean = warp_sum(squares) / np.float32(q.shape[2])
-            scale = np.float32(1.0) / math.sqrt(mean + eps)
-            if cuda.threadIdx.x == 0:
-                rstd[row, head] = scale
-        for e in range(cuda.threadIdx.x, half, 32):
-            first = widen(qkv[row, start + e]) * scale
-            second = widen(qkv[row, start + half + e]) * scale
-            if head >= rotated:
-                store_pair(first, second, v, row, head - rotated, e)
-            else:
-                c = cos[position, e]
-                s = sin[position, e]
-                if head < q.shape[1]:
-                    first *= widen(q_weight[e])
-                    second *= widen(q_weight[half + e])
-                    store_pair(first * c - second * s, second * c + first * s, q, row, head, e)
-                else:
-                    first *= widen(k_weight[e])
-                    second *= widen(k_weight[half + e])
-                    store_pair(first * c - second * s, second * c + first * s, k, row, head - q.shape[1], e)
-
-
-@cuda.jit
-def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
-    """A block owns a token, a warp every WARPS-th head: rotate back and write side by side."""
-    row = cuda.blockIdx.x
-    position = position_ids[row]
-    half = dq.shape[2] // 2
-    rotated = dq.shape[1] + dk.shape[1]
-    for head in range(cuda.threadIdx.y, rotated + dv.shape[1], WARPS):
-        start = head * dq.shape[2]
-        for e in range(cuda.threadIdx.x, half, 32):
-            c = cos[position, e]
-            s = sin[position, e]
-            if head < dq.shape[1]:
-                first = widen(dq[row, head, e])
-                second = widen(dq[row, head, half + e])
-            elif head < rotated:
-                first = widen(dk[row, head - dq.shape[1], e])
-                second = widen(dk[row, head - dq.shape[1], half + e])
-            else:
-                first = widen(dv[row, head - rotated, e])
-                second = widen(dv[row, head - rotated, half + e])
-                c = np.float32(1.0)
-                s = np.float32(0.0)
-            dqkv[row, start + e] = narrow(first * c + second * s, dqkv)
-            dqkv[row, start + half + e] = narrow(second * c - first * s, dqkv)
-
-
-@cuda.jit
-def norm_rope_backward_kernel(dout, first_head, qkv, weight, cos, sin, position_ids, rstd, dqkv, partials):
-    """dqkv of the heads of dout (N, heads, E), the first of which is head first_head of qkv.
-
-    A warp owns every warps-th (token, head) and one row of partials, its sum of g x^ over them in their
-    order; a lane every 32nd pair (e, e + E/2). One pass over memory: a head's g and x^ stay in registers
-    while the warp forms mean(u x^). Loops over pairs have a constant number of turns, so that the compiler
-    unrolls them and the local arrays become registers.
+    cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
+    without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
     """
-    warps = cuda.gridDim.x * WARPS
-    warp = cuda.blockIdx.x * WARPS + cuda.threadIdx.y
-    heads = dout.shape[1]
-    width = dout.shape[2]
-    half = width // 2
-    zero = np.float32(0.0)
-    weights = cuda.local.array(LANE_VALUES, np.float32)
-    dweight = cuda.local.array(LANE_VALUES, np.float32)
-    g = cuda.local.array(LANE_VALUES, np.float32)
-    x = cuda.local.array(LANE_VALUES, np.float32)
-    for i in range(PAIRS):
-        e = cuda.threadIdx.x + 32 * i
-        for j in range(2):
-            weights[2 * i + j] = zero
-            dweight[2 * i + j] = zero
-            g[2 * i + j] = zero
-            x[2 * i + j] = zero
-            if e < half:
-                weights[2 * i + j] = widen(weight[e + j * half])
-    for index in range(warp, dout.shape[0] * heads, warps):
-        row = index // heads
-        head = index % heads
-        start = (first_head + head) * width
+    width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
+    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    heads_of_group, warps_of_token = shape.share(all_heads)
+    of_head, steps = 2 * vector, lanes.bit_length() - 1
+    count = heads_of_group * of_head
+    load_head, store_head, load_angles = head_access(shape)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, blocks_of_sm(shape)))
+    def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
+        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
+
+        At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
+        are read once for all of them.
+        """
+        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        row = warp // warps_of_token
+        if row >= position_ids.shape[0]:
+            return
+        e = cuda.threadIdx.x % lanes * vector
+        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
+        values = cuda.local.array(count, np.float32)
+        scales = cuda.local.array(heads_of_group, np.float32)
+        weights = cuda.local.array(of_head, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
         position = position_ids[row]
-        scale = rstd[row, first_head + head]
-        projection = zero
-        for i in range(PAIRS):
-            e = cuda.threadIdx.x + 32 * i
-            if e < half:
-                c = cos[position, e]
-                s = sin[position, e]
-                first = widen(dout[row, head, e])
-                second = widen(dout[row, head, half + e])
-                g[2 * i] = first * c + second * s
-                g[2 * i + 1] = second * c - first * s
-                x[2 * i] = widen(qkv[row, start + e]) * scale
-                x[2 * i + 1] = widen(qkv[row, start + half + e]) * scale
-                projection += g[2 * i] * weights[2 * i] * x[2 * i]
-                projection += g[2 * i + 1] * weights[2 * i + 1] * x[2 * i + 1]
-        projection = warp_sum(projection) / np.float32(width)
-        for i in range(PAIRS):
-            e = cuda.threadIdx.x + 32 * i
-            if e < half:
-                for j in range(2):
-                    value = scale * (g[2 * i + j] * weights[2 * i + j] - x[2 * i + j] * projection)
-                    dqkv[row, start + e + j * half] = narrow(value, dqkv)
-                    dweight[2 * i + j] += g[2 * i + j] * x[2 * i + j]
-    for i in range(PAIRS):
-        e = cuda.threadIdx.x + 32 * i
-        if e < half:
-            partials[warp, e] = dweight[2 * i]
-            partials[warp, half + e] = dweight[2 * i + 1]
+        place = np.int64(row)
+        if cached:
+            place = np.int64(slot_mapping[row])
+        for i in range(heads_of_group):
+            # A group without a head reads the last one.
+            head = min(first_head + i * groups, all_heads - 1)
+            load_head(qkv, row * all_heads + head, e, values, i * of_head)
+        # Angles wait for the position; heads do not.
+        start_loads()
+        load_angles(cos, sin, position, e, c, s)
+        if normed:
+            for i in range(heads_of_group):
+                squares = np.float32(0.0)
+                for j in range(i * of_head, (i + 1) * of_head):
+                    squares = cuda.fma(values[j], values[j], squares)
+                for step in range(steps):
+                    squares += shuffle_xor(squares, lanes >> (step + 1))
+                scales[i] = np.float32(1.0) / math.sqrt(squares / np.float32(width) + eps)
+            # A loop of its own: NVVM unrolls short ones only, and values have to lie in registers.
+            for i in range(heads_of_group):
+                head = first_head + i * groups
+                if head < rotated:
+                    if head < heads:
+                        load_head(q_weight, 0, e, weights, 0)
+                    else:
+                        load_head(k_weight, 0, e, weights, 0)
+                    for j in range(of_head):
+                        values[i * of_head + j] = values[i * of_head + j] * scales[i] * weights[j]
+                    if not cached and e == 0:
+                        rstd[row, head] = scales[i]
+        for i in range(heads_of_group):
+            head = first_head + i * groups
+            if head < rotated:
+                rotate(values, i * of_head, vector, c, s)
+            if head < heads:
+                store_head(q, row * heads + head, e, values, i * of_head)
+            elif place >= 0 and head < rotated:
+                store_head(k, place * kv_heads + head - heads, e, values, i * of_head)
+            elif place >= 0 and head < all_heads:
+                store_head(v, place * kv_heads + head - rotated, e, values, i * of_head)
+
+    return qkv_split_kernel
+
+
+@kernel_factory
+def qkv_split_backward_kernel(shape, heads, kv_heads):
+    """The kernel without norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    heads_of_group, warps_of_token = shape.share(all_heads)
+    of_head = 2 * vector
+    count = heads_of_group * of_head
+    load_head, store_head, load_angles = head_access(shape)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, 1))
+    def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
+        """Rotate back and write side by side; shared out as qkv_split_kernel."""
+        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        row = warp // warps_of_token
+        if row >= position_ids.shape[0]:
+            return
+        e = cuda.threadIdx.x % lanes * vector
+        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
+        values = cuda.local.array(count, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        position = position_ids[row]
+        for i in range(heads_of_group):
+            head = min(first_head + i * groups, all_heads - 1)
+            if head < heads:
+                load_head(dq, row * heads + head, e, values, i * of_head)
+            elif head < rotated:
+                load_head(dk, row * kv_heads + head - heads, e, values, i * of_head)
+            else:
+                load_head(dv, row * kv_heads + head - rotated, e, values, i * of_head)
+        start_loads()
+        load_angles(cos, sin, position, e, c, s)
+        for i in range(vector):
+            s[i] = -s[i]
+        for i in range(heads_of_group):
+            head = first_head + i * groups
+            if head < rotated:
+                rotate(values, i * of_head, vector, c, s)
+            if head < all_heads:
+                store_head(dqkv, row * all_heads + head, e, values, i * of_head)
+
+    return qkv_split_backward_kernel
+
+
+@functools.cache
+def norm_backward_of_tile(shape, heads, first_head, all_heads):
+    """The part of qkv_split_norm_backward_kernel for a tile of the `heads` query or key heads.
+
+    first_head: the first of them among the all_heads of qkv.
+    """
+    width, vector, lanes = shape.width, shape.vector, shape.lanes
+    of_head, steps = 2 * vector, lanes.bit_length() - 1
+    load_head, store_head, load_angles = head_access(shape)
+
+    @device_function
+    def of_tile(dout, head, qkv, weight, cos, sin, position_ids, rstd, dqkv, dweight):
+        """dqkv of head `head` of dout, of none beyond the last; dweight: this lane's sums of g x^ over its tokens."""
+        rows, row_step = position_ids.shape[0], cuda.gridDim.x * WARPS
+        e = cuda.threadIdx.x % lanes * vector
+        # A group without a head works on the last one and keeps nothing.
+        exists = head < heads
+        head = min(head, heads - 1)
+        weights = cuda.local.array(of_head, np.float32)
+        x = cuda.local.array(of_head, np.float32)
+        g = cuda.local.array(of_head, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        load_head(weight, 0, e, weights, 0)
+        for i in range(of_head):
+            dweight[i] = np.float32(0.0)
+        # 64 bits would need more registers than there are.
+        row = np.int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
+        position = position_ids[np.uint64(min(row, rows - 1))]
+        while row < rows:
+            place = row * all_heads + first_head + head
+            load_head(dout, row * heads + head, e, g, 0)
+            load_head(qkv, place, e, x, 0)
+            load_angles(cos, sin, position, e, c, s)
+            scale = rstd[np.uint64(row), first_head + head]
+            row = np.int32(row + row_step)
+            # The next angles should not have to wait for their position.
+            position = position_ids[np.uint64(min(row, rows - 1))]
+            start_loads()
+            for i in range(vector):
+                s[i] = -s[i]
+            rotate(g, 0, vector, c, s)
+            projection = np.float32(0.0)
+            for i in range(of_head):
+                x[i] *= scale
+                projection += g[i] * weights[i] * x[i]
+            for step in range(steps):
+                projection += shuffle_xor(projection, lanes >> (step + 1))
+            projection /= np.float32(width)
+            if exists:
+                for i in range(of_head):
+                    dweight[i] += g[i] * x[i]
+                    x[i] = scale * (g[i] * weights[i] - x[i] * projection)
+                store_head(dqkv, place, e, x, 0)
+
+    return of_tile
+
+
+@kernel_factory
+def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
+    """The kernel with norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
+    spread, of_head = groups.bit_length() - 1, 2 * vector
+    load_head, store_head, _ = head_access(shape)
+    _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
+    of_q = norm_backward_of_tile(shape, heads, 0, all_heads)
+    of_k = norm_backward_of_tile(shape, kv_heads, heads, all_heads)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, blocks_of_sm(shape)))
+    def qkv_split_norm_backward_kernel(
+        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, partials
+    ):
+        """A tile is `groups` query, key or value heads, one for each group of lanes.
+
+        Block (b, t) owns tile t of every gridDim.x-th WARPS tokens, a warp one of these tokens at a time; so a lane
+        keeps its share of the weights, and of their gradient, in registers. Order of that sum: a lane's tokens, the
+        groups by a butterfly, the warps in their order; it is head t * gridDim.x + b of partials.
+        """
+        sums = cuda.shared.array((WARPS, of_head, lanes), np.float32)
+        lane, warp, tile = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.y
+        e, head = lane % lanes * vector, tile * groups + lane // lanes
+        dweight = cuda.local.array(of_head, np.float32)
+        if tile < q_tiles:
+            of_q(dq, head, qkv, q_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+        elif tile < q_tiles + k_tiles:
+            head -= q_tiles * groups
+            of_k(dk, head, qkv, k_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+        else:
+            head -= (q_tiles + k_tiles) * groups
+            for row in range(cuda.blockIdx.x * WARPS + warp, position_ids.shape[0], cuda.gridDim.x * WARPS):
+                if head < kv_heads:
+                    load_head(dv, row * kv_heads + head, e, dweight, 0)
+                    store_head(dqkv, row * all_heads + rotated + head, e, dweight, 0)
+            return
+        for step in range(spread):
+            for i in range(of_head):
+                dweight[i] += shuffle_xor(dweight[i], lanes << step)
+        if lane < lanes:
+            for i in range(of_head):
+                sums[warp, i, lane] = dweight[i]
+        cuda.syncthreads()
+        if warp > 0 or lane >= lanes:
+            return
+        for i in range(of_head):
+            for other in range(1, WARPS):
+                dweight[i] += sums[other, i, lane]
+        store_partial(partials, tile * cuda.gridDim.x + cuda.blockIdx.x, e, dweight, 0)
+
+    return qkv_split_norm_backward_kernel
 
 
 @cuda.jit
-def copy_heads_kernel(heads, first_head, qkv):
-    """qkv from head first_head on = heads (N, heads, E); a block owns a token, a warp every WARPS-th head."""
-    row = cuda.blockIdx.x
-    width = heads.shape[2]
-    for head in range(cuda.threadIdx.y, heads.shape[1], WARPS):
-        for e in range(cuda.threadIdx.x, width, 32):
-            qkv[row, (first_head + head) * width + e] = heads[row, head, e]
+def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
+    """dq_weight, dk_weight += sums of the rows of their partials; a block owns 32 columns of one of the two."""
+    sums = cuda.shared.array((PARTIAL_WARPS, 32), np.float32)
+    column = cuda.blockIdx.x * 32 + cuda.threadIdx.x
+    partials, dweight = q_partials, dq_weight
+    if cuda.blockIdx.y == 1:
+        partials, dweight = k_partials, dk_weight
+    value = sum_of_rows(partials, column, sums)
+    if cuda.threadIdx.y == 0 and column < dweight.shape[0]:
+        dweight[column] += value
 
 
-def _check_heads(op, qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd):
-    """Check what both directions share; heads: (name, array) of the three split arrays. Returns (N, H, HK, E)."""
-    (q_name, q), (k_name, k), (v_name, v) = heads
-    rows, query_heads, width = check(op, q_name, q, (None, None, None), FLOATS)
-    _, kv_heads, _ = check(op, k_name, k, (rows, None, width), (q.dtype,))
-    check(op, v_name, v, (rows, kv_heads, width), (q.dtype,))
-    check(op, "qkv", qkv, (rows, (query_heads + 2 * kv_heads) * width), (q.dtype,))
+def tiles_of(shape, heads, kv_heads):
+    """Tiles of query heads, and of key heads (or value heads), of qkv_split_norm_backward_kernel."""
+    return -(-heads // shape.groups), -(-kv_heads // shape.groups)
+
+
+def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
+    """Check what all operators share, for heads q (N, H, E) that are known to be right."""
+    rows, heads, width = q.shape
+    check(op, "qkv", qkv, (rows, (heads + 2 * kv_heads) * width), (q.dtype,))
     check_tables(op, width, cos, sin)
     check(op, "position_ids", position_ids, (rows,), I32)
-    if width > 32 * LANE_VALUES:
-        raise ValueError(f"{op}: head_dim must be at most {32 * LANE_VALUES}, got {width}")
     if (q_weight is None) != (k_weight is None):
         raise ValueError(f"{op}: q_weight and k_weight must both be arrays or both None")
     if q_weight is not None:
         check(op, "q_weight", q_weight, (width,), (q.dtype,))
         check(op, "k_weight", k_weight, (width,), (q.dtype,))
-        check(op, "rstd", rstd, (rows, query_heads + kv_heads), F32)
-    return rows, query_heads, kv_heads, width
+
+
+def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
+    """Both forms, arguments checked; k, v (places, HK, E); slot_mapping None: row n has place n. rstd may be None."""
+    rows, heads, width = q.shape
+    kv_heads = k.shape[1]
+    normed, cached = q_weight is not None, slot_mapping is not None
+    if device.name() == "numpy":
+        norm = (q_weight, k_weight) if normed else (_EMPTY, _EMPTY)
+        slots = slot_mapping if cached else np.arange(rows, dtype=np.int32)
+        rstd = rstd if normed and not cached else _EMPTY_ROWS
+        qkv_cpu.split(qkv, *norm, np.float32(eps), cos, sin, position_ids, slots, q, k, v, rstd)
+        return
+    if not rows:
+        return
+    norm = (q_weight, k_weight) if normed else ()
+    shape = head_shape(cos, sin, qkv, q, k, v, *norm)
+    _, warps_of_token = shape.share(heads + 2 * kv_heads)
+    blocks, warps = block_of(rows * warps_of_token)
+    # What a version does not use is some array of the right type.
+    norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
+    slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
+    qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
+    arguments = (qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd)
+    launch(qkv_split_kernel(shape, heads, kv_heads, normed, cached), blocks, (32, warps), *arguments)
 
 
 def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
@@ -237,52 +352,80 @@ def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rst
     float32 are written. E is even and at most 256. Raises ValueError for other shapes, dtypes or layouts.
     Source: Qwen3's q_norm and k_norm (transformers, Qwen3Attention), rope as rope.py.
     """
-    heads = (("q", q), ("k", k), ("v", v))
-    rows, *_ = _check_heads("qkv_split", qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd)
-    if device.name() == "numpy":
-        norm = (_EMPTY, _EMPTY) if q_weight is None else (q_weight, k_weight)
-        rstd = _EMPTY_ROWS if q_weight is None else rstd
-        qkv_cpu.split(qkv, *norm, np.float32(eps), cos, sin, position_ids, q, k, v, rstd)
-        return
-    block = (32, WARPS)
-    if q_weight is None:
-        launch(qkv_split_kernel, rows, block, qkv, cos, sin, position_ids, q, k, v)
-    else:
-        arguments = (qkv, q_weight, k_weight, float(eps), cos, sin, position_ids, q, k, v, rstd)
-        launch(qkv_split_norm_kernel, rows, block, *arguments)
+    op = "qkv_split"
+    rows, heads, width = check(op, "q", q, (None, None, None), FLOATS)
+    _, kv_heads, _ = check(op, "k", k, (rows, None, width), (q.dtype,))
+    check(op, "v", v, (rows, kv_heads, width), (q.dtype,))
+    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    if q_weight is not None:
+        check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
+    _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, None, q, k, v, rstd)
+
+
+def qkv_split_to_cache(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k_cache, v_cache):
+    """qkv_split and write_kv at once: k and v go to their slots of a block cache, in the same bits.
+
+    qkv, weights, eps, cos, sin, position_ids and q as in qkv_split; slot_mapping, k_cache and v_cache
+    (blocks, block_size, HK, E) of qkv's dtype as in kv_cache.write_kv: a token whose slot is -1 leaves the caches
+    as they are, and its q is written. Raises ValueError for other shapes, dtypes or layouts.
+    """
+    op = "qkv_split_to_cache"
+    rows, _, width = check(op, "q", q, (None, None, None), FLOATS)
+    shape = check(op, "k_cache", k_cache, (None, None, None, width), (q.dtype,))
+    check(op, "v_cache", v_cache, shape, (q.dtype,))
+    blocks, block_size, kv_heads, _ = shape
+    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check(op, "slot_mapping", slot_mapping, (rows,), I32)
+    k, v = (cache.reshape(blocks * block_size, kv_heads, width) for cache in (k_cache, v_cache))
+    _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, None)
 
 
 def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
     """The gradient of qkv_split: dqkv =, and if there are weights dq_weight, dk_weight +=.
 
     dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E), weights (E,) of one dtype; rstd as the
-    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are. Raises ValueError for
-    other shapes, dtypes or layouts.
+    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are. Raises
+    ValueError for other shapes, dtypes or layouts.
     """
     op = "qkv_split_backward"
-    heads = (("dq", dq), ("dk", dk), ("dv", dv))
-    rows, query_heads, kv_heads, width = _check_heads(op, qkv, heads, q_weight, k_weight, cos, sin, position_ids, rstd)
+    rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
+    _, kv_heads, _ = check(op, "dk", dk, (rows, None, width), (dq.dtype,))
+    check(op, "dv", dv, (rows, kv_heads, width), (dq.dtype,))
+    _check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
-    if q_weight is not None:
+    normed = q_weight is not None
+    if normed:
+        check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
         check(op, "dq_weight", dq_weight, (width,), F32)
         check(op, "dk_weight", dk_weight, (width,), F32)
     if device.name() == "numpy":
         norm, dnorm = ((q_weight, k_weight), (dq_weight, dk_weight))
-        if q_weight is None:
+        if not normed:
             norm, dnorm, rstd = (_EMPTY, _EMPTY), (_EMPTY, _EMPTY), _EMPTY_ROWS
         qkv_cpu.split_backward(dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, *dnorm)
         return
-    if q_weight is None:
-        launch(qkv_split_backward_kernel, rows, (32, WARPS), dq, dk, dv, cos, sin, position_ids, dqkv)
+    if not rows:
         return
-    launch(copy_heads_kernel, rows, (32, WARPS), dv, query_heads + kv_heads, dqkv)
-    tables = (cos, sin, position_ids, rstd)
-    for dout, first_head, weight, dweight in ((dq, 0, q_weight, dq_weight), (dk, query_heads, k_weight, dk_weight)):
-        blocks = min(SUMMING_WARPS // WARPS, -(-dout.shape[0] * dout.shape[1] // WARPS))
-        partials = device.xp().empty((blocks * WARPS, width), np.float32)
-        arguments = (dout, first_head, qkv, weight, *tables, dqkv, partials)
-        launch(norm_rope_backward_kernel, blocks, (32, WARPS), *arguments)
-        column_sum(partials, dweight)
+    norm = (q_weight, k_weight) if normed else ()
+    shape = head_shape(cos, sin, dq, dk, dv, qkv, dqkv, *norm)
+    dq, dk, dv, qkv, dqkv = (in_halves(array, shape.half) for array in (dq, dk, dv, qkv, dqkv))
+    if not normed:
+        _, warps_of_token = shape.share(heads + 2 * kv_heads)
+        blocks, warps = block_of(rows * warps_of_token)
+        kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
+        launch(kernel, blocks, (32, warps), dq, dk, dv, cos, sin, position_ids, dqkv)
+        return
+    q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
+    tiles = q_tiles + 2 * k_tiles
+    blocks = min(-(-rows // WARPS), max(BACKWARD_BLOCKS // tiles, 1))
+    partials = device.xp().empty((2 * (q_tiles + k_tiles) * blocks, shape.half), np.float32)
+    norm = [in_halves(weight, shape.half) for weight in norm]
+    arguments = (dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, partials)
+    launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
+    q_rows = 2 * q_tiles * blocks
+    parts = (part.reshape(-1, width) for part in (partials[:q_rows], partials[q_rows:]))
+    grid = -(-width // 32), 2
+    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):

@@ -3,7 +3,7 @@
 The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs as much as
 the matrix products next to it. A head is computed from its own values in one order, whatever else is in the
 batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Where there is no norm, the
-weights, their gradients and rstd are empty arrays.
+weights, their gradients and rstd are empty arrays; rstd is empty in inference, too.
 """
 
 import numba
@@ -14,19 +14,24 @@ _ZERO = np.float32(0.0)
 
 
 @numba.njit(cache=True, error_model="numpy")
-def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
-    """q, k, v and rstd of qkv_split; raises ValueError for a position beyond the tables."""
+def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, rstd):
+    """q, k, v and rstd of qkv_split, k and v of row n in place slots[n] of theirs, or nowhere where that is -1.
+
+    rstd may be empty. Raises ValueError for a position beyond the tables, or a slot beyond k and v.
+    """
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
     half = width // 2
     normed = q_weight.shape[0] > 0
     for row in range(qkv.shape[0]):
-        position = position_ids[row]
+        position, slot = position_ids[row], slots[row]
         if position < 0 or position >= cos.shape[0]:
             raise ValueError("qkv_split: position_ids must lie within the tables")
-        for head in range(heads + kv_heads):
+        if slot < -1 or slot >= k.shape[0]:
+            raise ValueError("qkv_split_to_cache: slot_mapping must lie within the caches")
+        for head in range(heads + kv_heads if slot >= 0 else heads):
             x = qkv[row, head * width : (head + 1) * width]
             weight = q_weight if head < heads else k_weight
-            out = q[row, head] if head < heads else k[row, head - heads]
+            out = q[row, head] if head < heads else k[slot, head - heads]
             scale = _ONE
             if normed:
                 first_squares, second_squares = _ZERO, _ZERO
@@ -34,7 +39,8 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
                     first_squares += x[e] * x[e]
                     second_squares += x[half + e] * x[half + e]
                 scale = _ONE / np.sqrt((first_squares + second_squares) / np.float32(width) + eps)
-                rstd[row, head] = scale
+                if rstd.shape[0] > 0:
+                    rstd[row, head] = scale
             for e in range(half):
                 first, second = x[e], x[half + e]
                 if normed:
@@ -42,10 +48,11 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
                     second *= scale * weight[half + e]
                 out[e] = first * cos[position, e] - second * sin[position, e]
                 out[half + e] = second * cos[position, e] + first * sin[position, e]
-        column = (heads + kv_heads) * width
-        for head in range(kv_heads):
-            for e in range(width):
-                v[row, head, e] = qkv[row, column + head * width + e]
+        if slot >= 0:
+            column = (heads + kv_heads) * width
+            for head in range(kv_heads):
+                for e in range(width):
+                    v[slot, head, e] = qkv[row, column + head * width + e]
 
 
 @numba.njit(cache=True, error_model="numpy")

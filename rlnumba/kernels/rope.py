@@ -9,19 +9,26 @@ frequencies are theta^(-2e/E), changed by the scaling rule of the model's config
 Hugging Face transformers' modeling_rope_utils, whose every step is float32 as here.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import narrow, widen
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.instructions import access_length, device_function, start_loads, vector_access
+from rlnumba.kernels.launch import kernel_factory, launch
 
-# A warp owns a head, a block WARPS heads of a token at a time.
-WARPS = 4
+# With this width a half of a head of float32 has as many vectors as a warp has lanes.
+MAX_HEAD_DIM = 256
+# Heads that a group of lanes owns at most, all loaded before the first is used: 128 bytes a lane.
+MAX_HEADS = 4
+# Warps of a block, which share nothing; one where there are too few for WARPS on each of 132 SMs, as in decode.
+WARPS = 2 if device.name() == "sim" else 4
+FEW_WARPS = 528
 
 _NEEDED = {
     "linear": ("factor",),
@@ -56,28 +63,157 @@ class RopeScaling:
                 raise ValueError(f"rope_scaling: rope_type {self.rope_type!r} needs {field}")
 
 
-@cuda.jit
-def rope_kernel(x, cos, sin, position_ids, sign, out):
-    """A block owns a token, a warp every WARPS-th head, a lane every 32nd pair (e, e + E/2)."""
-    row = cuda.blockIdx.x
-    position = position_ids[row]
-    half = x.shape[2] // 2
-    for head in range(cuda.threadIdx.y, x.shape[1], WARPS):
-        for e in range(cuda.threadIdx.x, half, 32):
-            c = cos[position, e]
-            s = sin[position, e] * sign
-            first = widen(x[row, head, e])
-            second = widen(x[row, head, e + half])
-            out[row, head, e] = narrow(first * c - second * s, out)
-            out[row, head, e + half] = narrow(second * c + first * s, out)
+class HeadShape(NamedTuple):
+    """How a group of lanes shares a head: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
+
+    So what rotates together lies in one lane. width: E; vector: elements of 16 bytes; access, table_access: elements
+    that one access to heads, or to the tables, moves.
+    """
+
+    width: int
+    vector: int
+    access: int
+    table_access: int
+
+    @property
+    def half(self):
+        return self.width // 2
+
+    @property
+    def lanes(self):
+        """Lanes of a group, a power of two."""
+        return 1 << (-(-self.half // self.vector) - 1).bit_length()
+
+    @property
+    def groups(self):
+        """Groups of a warp, which are as many heads."""
+        return 32 // self.lanes
+
+    @property
+    def bounded(self):
+        """Whether the last lanes have elements beyond the end of a half."""
+        return self.half != self.lanes * self.vector
+
+    def share(self, heads):
+        """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most MAX_HEADS."""
+        warps = -(-heads // (self.groups * MAX_HEADS))
+        return -(-heads // (self.groups * warps)), warps
+
+
+def head_shape(cos, sin, *arrays):
+    """The HeadShape of tables (P, E/2) and of arrays of heads of one dtype, weights of a head among them."""
+    half, itemsize = cos.shape[1], arrays[0].itemsize
+    return HeadShape(2 * half, 16 // itemsize, access_length(half, *arrays), access_length(half, cos, sin))
+
+
+def in_halves(array, half):
+    """An array of heads side by side as (2 * heads, half), as kernels see it."""
+    return array.reshape(-1, half)
+
+
+def block_of(warps):
+    """(blocks, warps of a block) for so many warps."""
+    of_block = WARPS if warps > FEW_WARPS else 1
+    return -(-warps // of_block), of_block
+
+
+@functools.cache
+def head_access(shape):
+    """(load_head, store_head, load_angles), by which lanes read and write their part of a head; e: its first element.
+
+    load_head(array, head, e, values, at): values[at : at + 2 * vector] = this lane's part of the first and of the
+    second half. head: its number in all of the array. store_head(array, head, e, values, at): the reverse.
+    load_angles(cos, sin, position, e, c, s): c[:vector], s[:vector] = its part of the tables.
+    """
+    vector = shape.vector
+    load, store = vector_access(vector, shape.access, shape.bounded)
+    load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
+
+    # Of a signed index Numba asks each time whether it is to be counted from the end.
+
+    @device_function
+    def load_head(array, head, e, values, at):
+        half = np.uint64(2 * head)
+        load(array[half], e, values, at)
+        load(array[half + np.uint64(1)], e, values, at + vector)
+
+    @device_function
+    def store_head(array, head, e, values, at):
+        half = np.uint64(2 * head)
+        store(array[half], e, values, at)
+        store(array[half + np.uint64(1)], e, values, at + vector)
+
+    @device_function
+    def load_angles(cos, sin, position, e, c, s):
+        row = np.uint64(position)
+        load_table(cos[row], e, c, 0)
+        load_table(sin[row], e, s, 0)
+
+    return load_head, store_head, load_angles
+
+
+@device_function
+def rotate(values, at, count, c, s):
+    """Turn the pairs (values[at + i], values[at + count + i]) by angles of cosine c[i] and sine s[i], i < count.
+
+    Each result is one product, rounded, and one fused multiplication and addition: no compiler has a choice.
+    """
+    for i in range(count):
+        x, y = values[at + i], values[at + count + i]
+        values[at + i] = cuda.fma(x, c[i], -(y * s[i]))
+        values[at + count + i] = cuda.fma(y, c[i], x * s[i])
+
+
+@kernel_factory
+def rope_kernel(shape, heads):
+    """The kernel for tokens of `heads` heads of this shape."""
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    heads_of_group, warps_of_token = shape.share(heads)
+    of_head = 2 * vector
+    count = heads_of_group * of_head
+    load_head, store_head, load_angles = head_access(shape)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, 1))
+    def rope_kernel(x, cos, sin, position_ids, sign, out):
+        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes.
+
+        At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
+        are read once for all of them.
+        """
+        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        row = warp // warps_of_token
+        if row >= position_ids.shape[0]:
+            return
+        e = cuda.threadIdx.x % lanes * vector
+        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
+        values = cuda.local.array(count, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        position = position_ids[row]
+        for i in range(heads_of_group):
+            # A group without a head reads the last one.
+            head = min(first_head + i * groups, heads - 1)
+            load_head(x, row * heads + head, e, values, i * of_head)
+        # Angles wait for the position; heads do not.
+        start_loads()
+        load_angles(cos, sin, position, e, c, s)
+        for i in range(vector):
+            s[i] *= sign
+        for i in range(heads_of_group):
+            rotate(values, i * of_head, vector, c, s)
+            head = first_head + i * groups
+            if head < heads:
+                store_head(out, row * heads + head, e, values, i * of_head)
+
+    return rope_kernel
 
 
 def rope(x, cos, sin, position_ids, out, inverse=False):
     """Rotate each head of each token by the angles of its position; inverse=True is the backward.
 
-    x (N, H, E) of a floating dtype, E even; cos, sin (P, E/2) float32 from rope_table; position_ids (N,)
-    int32 in [0, P), which is not checked on the GPU; out (N, H, E) of x's dtype is written and may be x.
-    Raises ValueError for other shapes, dtypes or layouts. Source: Su et al. 2021, eq. 34, NeoX layout.
+    x (N, H, E) of a floating dtype, E even and at most 256; cos, sin (P, E/2) float32 from rope_table;
+    position_ids (N,) int32 in [0, P), which is not checked on the GPU; out (N, H, E) of x's dtype is written
+    and may be x. Raises ValueError for other shapes, dtypes or layouts. Source: Su et al. 2021, eq. 34, NeoX layout.
     """
     rows, heads, width = check("rope", "x", x, (None, None, None), FLOATS)
     check_tables("rope", width, cos, sin)
@@ -86,13 +222,22 @@ def rope(x, cos, sin, position_ids, out, inverse=False):
     if device.name() == "numpy":
         out[...] = rope_ref(x, cos, sin, position_ids, inverse)
         return
-    launch(rope_kernel, rows, (32, WARPS), x, cos, sin, position_ids, -1.0 if inverse else 1.0, out)
+    if not x.size:
+        return
+    shape = head_shape(cos, sin, x, out)
+    _, warps_of_token = shape.share(heads)
+    blocks, warps = block_of(rows * warps_of_token)
+    x, out = in_halves(x, shape.half), in_halves(out, shape.half)
+    sign = -1.0 if inverse else 1.0
+    launch(rope_kernel(shape, heads), blocks, (32, warps), x, cos, sin, position_ids, sign, out)
 
 
 def check_tables(op, head_dim, cos, sin):
-    """Raise ValueError unless head_dim is even and both tables are (P, head_dim / 2) float32."""
+    """Raise ValueError unless head_dim is even and at most MAX_HEAD_DIM and both tables are (P, head_dim / 2) f32."""
     if head_dim % 2:
         raise ValueError(f"{op}: head_dim must be even, got {head_dim}")
+    if not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
     positions, _ = check(op, "cos", cos, (None, head_dim // 2), F32)
     check(op, "sin", sin, (positions, head_dim // 2), F32)
 

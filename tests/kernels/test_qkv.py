@@ -95,7 +95,7 @@ def test_simulator(rng, dtype, normed):
 
 @pytest.mark.sim
 def test_simulator_with_several_heads_a_warp(rng, monkeypatch):
-    monkeypatch.setattr(qkv, "SUMMING_WARPS", qkv.WARPS)
+    monkeypatch.setattr(qkv, "BACKWARD_BLOCKS", 1)
     run_all(rng, (3, 3, 2, 6), "float32")
 
 

@@ -14,6 +14,11 @@ def random_array(*shape, dtype="bfloat16", scale=1.0):
     return values.astype(device.dtype(dtype))
 
 
+def rows_of(array, rows):
+    """array[rows] of a 16-bit array, which CuPy picks as integers."""
+    return array.view(np.uint16)[rows].view(array.dtype)
+
+
 def time_us(function, repeats=9):
     """Median microseconds of one call, by events around each."""
     for _ in range(3):

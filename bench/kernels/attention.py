@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import copy_gbs, graph_time_us, random_array, time_us, torch_time_us
+from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
 from rlnumba.kernels import attention_hopper as packed_form
@@ -178,7 +178,9 @@ class Decode:
         calls[0]()
         same = True
         for b in sequences:
-            k, v = (cache[self.tables[b]].reshape(-1, HK, E)[: self.context].copy() for cache in self.caches[0])
+            k, v = (
+                rows_of(cache, self.tables[b]).reshape(-1, HK, E)[: self.context].copy() for cache in self.caches[0]
+            )
             q = cupy.zeros((self.context, H, E), k.dtype)
             end = len(self.q) if b == -1 else (b + 1) * self.tokens
             q[-self.tokens :] = self.q[end - self.tokens : end]

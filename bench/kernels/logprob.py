@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import random_array, relative_error, time_us, torch_time_us
+from harness import random_array, relative_error, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
 from rlnumba.kernels import choice, gemm, logprob_hopper
@@ -53,11 +53,6 @@ def way(name):
 def ways():
     """Names of WAYS on this GPU."""
     return [name for name in WAYS if name != "in registers" or choice.architecture() == (9, 0)]
-
-
-def rows_of(matrix, rows):
-    """Some rows of a 16-bit matrix, in float32."""
-    return matrix.view(np.uint16)[rows].view(matrix.dtype).astype(np.float32)
 
 
 class Problem:
@@ -96,7 +91,7 @@ class Problem:
 
     def reference(self, rows):
         """(logp, lse, entropy, dhidden, dweight) of some rows, in float32; the gradient of these rows alone."""
-        h, w, ids = rows_of(self.hidden, rows), self.weight.astype(np.float32), self.ids[rows]
+        h, w, ids = rows_of(self.hidden, rows).astype(np.float32), self.weight.astype(np.float32), self.ids[rows]
         scaled = h @ w.T / np.float32(TEMPERATURE)
         largest = scaled.max(axis=1, keepdims=True)
         lse = largest + cupy.log(cupy.exp(scaled - largest).sum(axis=1, keepdims=True))

@@ -37,7 +37,7 @@ from attention import (
     torch_peers,
 )
 from gemm import WEIGHTS, with_backend
-from harness import geometric_mean, graph_time_us, random_array, relative_error, time_us
+from harness import geometric_mean, graph_time_us, random_array, relative_error, rows_of, time_us
 from report import add_parts, row
 
 from rlnumba.device import cuda
@@ -279,7 +279,7 @@ def decode(limit):
             some = calls(tile)
             some[0]()
             # The first sequence again, packed.
-            k, v = (cache[work.tables[0]].reshape(-1, HK, E)[:context].copy() for cache in work.caches[0])
+            k, v = (rows_of(cache, work.tables[0]).reshape(-1, HK, E)[:context].copy() for cache in work.caches[0])
             q = cupy.zeros((context, H, E), k.dtype)
             q[-1] = work.q[0]
             out, lse = cupy.empty_like(q), cupy.empty((H, context), np.float32)

@@ -57,9 +57,10 @@ def check_rows(q, k, v, lengths, out, lse, count=40):
         s = SCALE * keys @ q[token, h].astype(np.float64)
         p = cupy.exp(s - s.max())
         expected = p @ values / p.sum()
-        worst = max(worst, float(cupy.abs(out[token, h].astype(np.float64) - expected).max()))
+        # np.maximum keeps a NaN, which max would not.
+        worst = np.maximum(worst, float(cupy.abs(out[token, h].astype(np.float64) - expected).max()))
         largest = max(largest, float(cupy.abs(expected).max()))
-        worst_lse = max(worst_lse, abs(float(lse[h, token]) - float(s.max() + cupy.log(p.sum()))))
+        worst_lse = np.maximum(worst_lse, abs(float(lse[h, token]) - float(s.max() + cupy.log(p.sum()))))
     return worst / largest, worst_lse
 
 

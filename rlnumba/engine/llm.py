@@ -68,7 +68,12 @@ class LLM:
         # A step has room for one token of every running sequence.
         self.max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
         self.runner = Runner(
-            model, BLOCK_SIZE, self.max_num_batched_tokens, self.max_num_seqs, self.config.enforce_eager
+            model,
+            BLOCK_SIZE,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+            self.max_model_len,
+            self.config.enforce_eager,
         )
         self.blocks = None
         self.policy_version = 0
@@ -106,6 +111,7 @@ class LLM:
             self.config.enable_prefix_caching,
             self.policy_version,
             self._has_stop_string,
+            self.runner.sharing,
         )
         for sequence in sequences:
             scheduler.add(sequence)
@@ -240,21 +246,32 @@ class LLM:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
 
     def _gpu_blocks(self):
-        """How many blocks the engine's share of the GPU's memory holds beside weights and activations."""
+        """How many blocks the engine's share of the GPU's memory holds beside all else that is the engine's.
+
+        What attention keeps for itself grows with the longest sequence that the cache can hold, so it is taken first.
+        """
+        num_blocks = self.config.num_gpu_blocks_override
+        if num_blocks is None:
+            self.runner.reserve_activations()
+            num_blocks = self._blocks_beside(0)
+        workspace = self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
         if self.config.num_gpu_blocks_override is not None:
-            return self.config.num_gpu_blocks_override
-        self.runner.reserve_activations()
+            return num_blocks
+        most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
+        return min(self._blocks_beside(workspace), most)
+
+    def _blocks_beside(self, workspace):
+        """How many blocks fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
-        own = self.model.weights.flat.nbytes + self.runner.arena.peak
+        own = self.model.weights.flat.nbytes + self.runner.arena.peak + workspace
         share = int(total * self.config.gpu_memory_utilization)
         room = min(share - own, free - GPU_MARGIN_BYTES)
         num_blocks = room // self.runner.block_bytes
         if num_blocks <= 0:
             raise DeviceError(
                 f"engine: gpu_memory_utilization {self.config.gpu_memory_utilization} of {total / 2**30:.1f} GiB has "
-                f"no room for a KV cache beside {own / 2**30:.1f} GiB of weights and activations "
-                f"({free / 2**30:.1f} GiB are free)"
+                f"no room for a KV cache beside {own / 2**30:.1f} GiB of weights, activations and attention's partial "
+                f"results ({free / 2**30:.1f} GiB are free)"
             )
-        most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
-        return min(num_blocks, most)
+        return num_blocks

@@ -15,7 +15,7 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
 from rlnumba.kernels.hopper import keep_tensor_maps
 from rlnumba.kernels.kv_cache import write_kv
-from rlnumba.kernels.paged_attention import paged_attention
+from rlnumba.kernels.paged_attention import paged_attention, reserve_workspace, sharing
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -180,12 +180,13 @@ class Upload:
 class Runner:
     """The model with its KV cache; `run` computes one step of the scheduler.
 
-    max_num_batched_tokens, max_num_seqs: the largest step. eager: never capture graphs.
+    max_num_batched_tokens, max_num_seqs, max_model_len: the largest step. eager: never capture graphs.
     """
 
-    def __init__(self, model, block_size, max_num_batched_tokens, max_num_seqs, eager):
+    def __init__(self, model, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager):
         self.model, self.block_size = model, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.max_model_len = max_model_len
         self.eager = eager or device.name() != "cuda"
         self.scale = model.config.scale
         self.arena = memory.Arena("engine activations")
@@ -202,6 +203,18 @@ class Runner:
         config = self.model.config
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return per_token * self.block_size * np.dtype(self.model.dtype).itemsize
+
+    @property
+    def heads(self):
+        """What operators over the cache ask about it: (dtype's name, H, HK, E, block_size)."""
+        config = self.model.config
+        element = np.dtype(self.model.dtype).name
+        return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
+
+    @property
+    def sharing(self):
+        """How attention makes use of what the sequences of a step have in common."""
+        return sharing(*self.heads)
 
     def allocate(self, num_blocks):
         """Take the memory of a cache of num_blocks, at its old addresses if it had this size before."""
@@ -230,6 +243,19 @@ class Runner:
             }  # fmt: skip
             self._draw(hidden, self.upload.send(draws), len(rows))
             device.synchronize()
+
+    def reserve_workspace(self, cached_tokens):
+        """Have the memory that attention keeps for itself, as much as any step takes; returns its bytes.
+
+        cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
+        """
+        tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
+        calls = [(self.max_num_seqs, tokens, tokens, longest)]
+        if not self.eager:
+            rows = bucket_of(self.max_num_seqs)
+            calls.append((rows, rows, 1, context_bucket_of(longest)))
+        with self._on_stream():
+            return reserve_workspace(*self.heads, calls)
 
     def run(self, step, table):
         """Compute a step; returns the drawn token_ids (D,) int32 and logprobs (D,) float32 on the host."""

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from rlnumba.engine.groups import Groups
 from rlnumba.engine.runner import bucket_of, context_bucket_of, pad_rows, step_arrays
 from rlnumba.engine.scheduler import Step
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
@@ -50,6 +51,19 @@ def test_arrays_of_a_decode_step_and_its_padding():
     assert padded["cu_seqlens"].tolist() == [0, 1, 2, 3, 4]
     assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][1, :3].tolist() == [7, 3, 5]
     assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
+
+
+def test_groups_are_among_the_arrays_and_padding_is_no_member():
+    table = make_table()
+    step = step_of([1, 0], [5, 8], [1, 1], table)
+    step.groups = Groups(np.array([0, 1]), np.array([4, 4], np.int32), np.array([2, 0], np.int32), 8)
+    arrays = step_arrays(step, table, 4)
+    assert arrays["common_lens"].tolist() == [4, 4] and arrays["members"].tolist() == [2, 0]
+    padded = pad_rows(arrays, 4, 8)
+    assert padded["common_lens"].tolist() == [4, 4, 0, 0] and padded["members"].tolist() == [2, 0, 1, 1]
+    assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
+    same = pad_rows(arrays, 2, 4)
+    assert all(same[name].tolist() == arrays[name].tolist() for name in arrays if name != "block_tables")
 
 
 def test_a_chunk_that_ends_before_the_last_token_draws_nothing():

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlnumba.engine import scheduler as scheduler_module
 from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.scheduler import Scheduler, blocks_of
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+from rlnumba.kernels.paged_attention import Sharing
 
 BLOCK = 4
 
@@ -29,9 +31,14 @@ class PretendedModel:
     def __init__(self, num_blocks):
         self.cache = [None] * (num_blocks * BLOCK)
         self.num_tokens = 0
+        # Of the groups of each step, the largest; 1 without groups.
+        self.largest = []
 
     def run(self, step, table):
         assert len(set(step.rows.tolist())) == len(step.rows)
+        self.largest.append(1)
+        if step.groups is not None:
+            self.check_groups(step, table)
         drawn = []
         for row, start, count, draws in zip(step.rows, step.starts, step.counts, step.draws, strict=True):
             ids, tables = table.token_ids[row], table.block_tables[row]
@@ -44,6 +51,17 @@ class PretendedModel:
         self.num_tokens += step.num_tokens
         drawn = np.array(drawn, np.int32)
         return drawn, (-0.5 * drawn).astype(np.float32)
+
+    def check_groups(self, step, table):
+        """What sequences of a group have in common lies in the same blocks, and before the step's tokens."""
+        common, members = step.groups.common_lens.tolist(), step.groups.members.tolist()
+        assert (step.counts == 1).all() and sum(members) == len(members) == len(step.rows)
+        for at, size in [(i, size) for i, size in enumerate(members) if size]:
+            rows = step.rows[at : at + size]
+            assert set(common[at : at + size]) == {common[at]} and common[at] <= step.starts[at : at + size].min()
+            assert (table.block_tables[rows] == table.block_tables[rows[:1]])[:, : common[at] // BLOCK].all()
+        self.largest[-1] = max(members)
+        assert self.largest[-1] <= step.groups.max_members
 
 
 def sequences_of(requests, eos=()):
@@ -105,7 +123,8 @@ def test_E03_any_schedule_gives_the_same_text_and_returns_all_blocks(
 ):
     make = lambda: sequences_of(requests, eos=(1, 7, 23) if eos else ())  # noqa: E731
     num_blocks = max(blocks_of(s, BLOCK) for s in make()) + spare_blocks
-    results, _, _ = run(make(), rows, rows + extra_budget - 1, num_blocks, prefix_caching=caching)
+    sharing = Sharing((2, 3), BLOCK)
+    results, _, _ = run(make(), rows, rows + extra_budget - 1, num_blocks, prefix_caching=caching, sharing=sharing)
     assert results == expected(make())
 
 
@@ -157,6 +176,25 @@ def test_completions_of_one_prompt_compute_it_once():
     # A prompt that ends with a block: that block is computed by each, for the row the first token is drawn from.
     _, _, model = run(sequences_of([(prompt[:-2], 4, 1)]), rows=8, budget=64)
     assert model.num_tokens == 4 * BLOCK + 3 * BLOCK
+
+
+def test_completions_of_one_prompt_are_groups_while_they_last():
+    requests = [(list(range(9)), 3, 6), ([*range(50, 59)], 2, 4), ([3], 1, 8)]
+    results, _, model = run(sequences_of(requests), budget=64, sharing=Sharing((2, 4), 2 * BLOCK))
+    assert results == expected(sequences_of(requests))
+    # Prompts are computed; then all lack one token, until those that computed the prompts and then the others end.
+    assert model.largest == [1, 3, 3, 3, 3, 3, 2, 1]
+    _, _, model = run(sequences_of(requests), budget=64, sharing=Sharing((), 0))
+    assert set(model.largest) == {1}
+
+
+def test_groups_are_looked_for_again_only_when_others_run(monkeypatch):
+    calls = []
+    found = scheduler_module.find_groups
+    monkeypatch.setattr(scheduler_module, "find_groups", lambda *a: calls.append(len(a[1])) or found(*a))
+    run(sequences_of([(list(range(9)), 3, 30), ([*range(50, 59)], 2, 20)]), budget=64, sharing=Sharing((4,), BLOCK))
+    # Whoever computed the prompt is one token ahead.
+    assert calls == [5, 4, 3, 2]
 
 
 def test_prefixes_are_found_by_a_later_run_and_not_under_another_policy():

@@ -244,10 +244,10 @@ def test_forms_of_attention_are_of_one_family(rng, monkeypatch, dtype, heads, kv
         monkeypatch.setattr(module, name, lambda *arguments, **options: called.append(family))
 
     note(attention.attention_hopper, "attention_hopper", "hopper")
-    note(paged_attention, "paged_attention_hopper", "hopper")
+    note(paged_attention.hopper, "paged_attention_hopper", "hopper")
     note(attention_backward, "hopper_attention_backward", "hopper")
     note(attention.attention_tensor_core, "attend", "tensor_core")
-    note(paged_attention, "paged_attend", "tensor_core")
+    note(attention.attention_tensor_core, "paged_attend", "tensor_core")
     note(attention_backward, "attend_backward", "tensor_core")
     for module in (attention, paged_attention, attention_backward):
         note(module, "launch", "simple")

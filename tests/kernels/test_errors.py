@@ -55,6 +55,12 @@ def qkv_arrays():
     }  # fmt: skip
 
 
+def cached_qkv_arrays():
+    arrays = {key: value for key, value in qkv_arrays().items() if key not in ("q", "k", "v", "rstd")}
+    caches = {"k_cache": f32(3, 4, HK, E), "v_cache": f32(3, 4, HK, E)}
+    return {**arrays, "slot_mapping": np.arange(N, dtype=np.int32), "q": f32(N, H, E), **caches}
+
+
 def qkv_gradients():
     arrays = {key: value for key, value in qkv_arrays().items() if key not in ("eps", "q", "k", "v")}
     return {
@@ -95,6 +101,7 @@ OPERATORS = {
     },
     rope.rope: lambda: {"x": f32(N, H, E), **tables(), "out": f32(N, H, E)},
     qkv.qkv_split: qkv_arrays,
+    qkv.qkv_split_to_cache: cached_qkv_arrays,
     qkv.qkv_split_backward: qkv_gradients,
     swiglu.swiglu: lambda: {"gate_up": f32(N, 2 * F), "out": f32(N, F)},
     swiglu.swiglu_backward: lambda: {"dout": f32(N, F), "gate_up": f32(N, 2 * F), "dgate_up": f32(N, 2 * F)},

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.rope import RopeScaling, rope, rope_ref, rope_table
+from rlnumba.kernels.rope import HeadShape, RopeScaling, rope, rope_kernel, rope_ref, rope_table
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, H, E)
-SMALL = [(1, 1, 2), (2, 5, 48), (1, 3, 66), (0, 2, 8)]
+TINY = [(1, 1, 2), (2, 5, 48), (0, 2, 8), (3, 9, 128)]
+SMALL = [*TINY, (1, 3, 66)]
 REAL = [(4096, 16, 128), (4097, 9, 64), (0, 16, 128), (333, 3, 256)]
 
 
@@ -83,7 +84,7 @@ def test_tables_of_transformers(positions, head_dim, theta, scaling, expected):
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_simulator(rng, dtype):
-    for shape in SMALL:
+    for shape in TINY if dtype == "float32" else TINY[1:2]:
         run_all(rng, shape, dtype)
 
 
@@ -105,7 +106,7 @@ def test_gpu(rng, shape, dtype):
 def test_a_row_depends_on_itself_alone(rng, rows):
     if device.name() == "sim" and rows > 3:
         pytest.skip("too slow in the simulator")
-    x = device.asarray(rng.standard_normal((rows, 3, 48), np.float32))
+    x = device.asarray(rng.standard_normal((rows, 5, 48), np.float32))
     positions = device.asarray(np.arange(rows, dtype=np.int32)[::-1].copy())
     cos, sin = (device.asarray(table) for table in rope_table(rows, 48, 10000.0))
     out, alone = device.xp().empty_like(x), device.xp().empty_like(x[:1])
@@ -115,12 +116,27 @@ def test_a_row_depends_on_itself_alone(rng, rows):
         assert_same_bits(alone[0], out[row], f"row {row}")
 
 
+@pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
+def test_kernel_compiles_for_gpus(compile_offline, element, vector):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    kernel = rope_kernel(HeadShape(128, vector, vector, 4), 16)
+    halves, table, troubles = f"{element}[:,::1]", "float32[:,::1]", []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        types = [halves, table, table, "int32[::1]", "float32", halves]
+        troubles += compile_offline(kernel, types, architecture)
+    assert not troubles, "\n".join(troubles)
+
+
 def test_wrong_arguments_are_named():
     xp = device.xp()
     x, positions = xp.zeros((2, 1, 63), np.float32), xp.zeros(2, np.int32)
     table = xp.zeros((4, 32), np.float32)
     with pytest.raises(ValueError, match="rope: head_dim must be even, got 63"):
         rope(x, table, table, positions, x)
+    wide, long = xp.zeros((2, 1, 258), np.float32), xp.zeros((4, 129), np.float32)
+    with pytest.raises(ValueError, match="rope: head_dim must be at most 256, got 258"):
+        rope(wide, long, long, positions, wide)
     with pytest.raises(ValueError, match="rope_table: head_dim must be even, got 63"):
         rope_table(4, 63, 10000.0)
     with pytest.raises(ValueError, match="rope_scaling: rope_type must be one of linear, llama3, yarn, got 'dynamic'"):

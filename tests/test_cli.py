@@ -298,8 +298,8 @@ def test_check_names_the_operator_at_fault(monkeypatch, capsys):
 
     def wrong(*arguments):
         original(*arguments)
-        # Of one sequence in the batch only, and of the tokens it draws.
-        arguments[-1][-1, 0, 0] += np.float32(1e-3)
+        # out, of one sequence in the batch only, and of the tokens it draws.
+        arguments[9][-1, 0, 0] += np.float32(1e-3)
 
     monkeypatch.setattr(runner, "paged_attention", wrong)
     assert cli.run(["check", "--model", MODEL, "--max-tokens", "4"]) == 1

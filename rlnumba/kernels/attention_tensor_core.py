@@ -916,7 +916,9 @@ def reserve(element, kv_heads, group, head_dim, block_size, calls):
             # A sequence with more queries than this is not decode's.
             most = min(max_seqlen_q, FEW_ROWS // group)
             rows = max(rows, segments * min(tokens, sequences * most) * group * kv_heads)
-        slots_for(many, max_context_len)
+        # Steps with short contexts have their own.
+        for longest in (0, max_context_len):
+            slots_for(many, longest)
     partials_for(rows, padded(head_dim))
     held = [*_partials, *(array for pair in _slots.values() for array in pair)]
     return sum(array.nbytes for array in held)

@@ -1,21 +1,23 @@
 """LLM.generate: draws depend on seed, prompt, completion index and position alone; log-probs are the scorer's."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import device, memory
 from rlnumba.config import EngineConfig
-from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine import LLM, SamplingParams, runner
 from rlnumba.engine.llm import PromptError
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels import gemm
+from rlnumba.kernels import choice, gemm
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, load_model, pack, score
 from rlnumba.model.weights import Weights
+from tests.kernels.test_paged_attention import shorten_segments
 
 EOS = 5
 
@@ -414,6 +416,86 @@ def test_B06_kernels_agree_in_rollout_and_training():
     params = SamplingParams(temperature=0.8, max_tokens=2, n=2, ignore_eos=True)
     outputs = generate(model, [list(range(18))], params, max_num_batched_tokens=12, num_gpu_blocks_override=8)
     assert [c.logprobs for o in outputs for c in o.completions] == scored(model, outputs, 0.8)
+
+
+@pytest.mark.sim
+def test_groups_change_nothing_in_the_simulator(monkeypatch):
+    """Completions of a prompt share its blocks; attention of Hopper's family reads them once, to the same bits."""
+    if device.name() != "sim":
+        pytest.skip("test_groups_change_nothing_on_the_gpu has these")
+    shorten_segments(monkeypatch)
+    model = make_model(
+        "bfloat16",
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    largest, call = [], runner.paged_attention
+    monkeypatch.setattr(runner, "paged_attention", lambda *a: largest.append(a[-1]) or call(*a))
+    prompt, params = [i % 20 for i in range(65)], SamplingParams(temperature=0.8, max_tokens=2, n=2, ignore_eos=True)
+    llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))
+    with choice.forced("attention=hopper"):
+        outputs = llm.generate([prompt], params)
+        assert largest == [1, 4, 1]
+        # The prompt is in the cache, and no two run at once.
+        llm.max_num_seqs = 1
+        assert drawn(llm.generate([prompt], params)) == drawn(outputs)
+    assert set(largest[3:]) == {1}
+
+
+@pytest.mark.gpu
+def test_groups_change_nothing_on_the_gpu():
+    """Steps with groups as graphs, eagerly, and none: the same text; prompts of two whole segments and some blocks."""
+    if choice.architecture() != (9, 0):
+        pytest.skip("groups are Hopper's")
+    model = make_model("bfloat16", head_dim=64, max_position_embeddings=4096)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 97, length).tolist() for length in (2100, 1500, 1025, 300)]
+    params = SamplingParams(temperature=0.8, max_tokens=40, n=5, seed=2)
+    with choice.forced("attention=hopper"):
+        expected = generate(model, prompts, params, num_gpu_blocks_override=4000, enable_prefix_caching=False)
+        graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=4000))
+        assert drawn(graphs.generate(prompts, params)) == drawn(expected)
+        assert max(members for _, _, members in graphs.runner.graphs) == 8
+        eager = generate(model, prompts, params, num_gpu_blocks_override=4000, enforce_eager=True)
+        assert drawn(eager) == drawn(expected)
+        assert [c.logprobs for o in expected for c in o.completions] == scored(model, expected, 0.8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["hopper", "tensor_core"])
+def test_attention_takes_nothing_once_the_cache_is_there(family):
+    if not choice.RUNS_ON[family][0] <= choice.architecture() <= choice.RUNS_ON[family][1]:
+        pytest.skip(f"this GPU does not run {family} kernels")
+    model = make_model("bfloat16", head_dim=64, max_position_embeddings=4096)
+    with choice.forced(f"attention={family}"):
+        llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=40))
+        llm.wake()
+        memory.reset_peaks()
+        before = memory.report()["attention"]
+        assert before > 0
+        llm.generate([[i % 97 for i in range(3000)]], SamplingParams(max_tokens=30, n=40))
+        assert memory.report()["attention"] == before
+
+
+def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
+    """Attention's memory follows from the longest sequence that fits, and is taken from the cache's share."""
+    total, own = 1 << 30, 100 << 20
+    asked = []
+    llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=1000, max_num_batched_tokens=1000))
+    monkeypatch.setattr(llm.runner, "reserve_activations", lambda: None)
+    monkeypatch.setattr(llm.runner, "reserve_workspace", lambda tokens: asked.append(tokens) or own)
+    monkeypatch.setattr(device, "memory_info", lambda: (total, total))
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    monkeypatch.setattr(device, "xp", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
+    room = total // 2 - model.weights.flat.nbytes
+    block = llm.runner.block_bytes
+    llm.max_model_len = 1 << 20
+    assert llm._gpu_blocks() == (room - own) // block
+    assert asked == [room // block * 16]
 
 
 @pytest.mark.gpu

@@ -1,10 +1,20 @@
+import functools
+
 import numpy as np
 import pytest
 
-from rlnumba import device
+from rlnumba import device, memory
+from rlnumba.kernels import attention_hopper, attention_tensor_core, choice, paged_attention_hopper
+from rlnumba.kernels import paged_attention as paged_attention_module
 from rlnumba.kernels.attention import attention, few_rows, many_rows
 from rlnumba.kernels.kv_cache import write_kv
-from rlnumba.kernels.paged_attention import paged_attention, paged_attention_kernel, paged_attention_ref
+from rlnumba.kernels.paged_attention import (
+    paged_attention,
+    paged_attention_kernel,
+    paged_attention_ref,
+    reserve_workspace,
+    sharing,
+)
 from tests.close import assert_close, assert_same_bits
 
 
@@ -58,12 +68,13 @@ class Case:
         lengths = np.subtract(ends, begins)
         return [q, *self.caches, self.block_tables[order], bounds(lengths), np.asarray(ends, np.int32)], max(lengths)
 
-    def paged(self, order, begins, ends):
+    def paged(self, order, begins, ends, common=None, members=None, max_members=1):
         """out of paged_attention, on the host."""
         arguments, longest = self.arguments(order, begins, ends)
         out = device.xp().full(arguments[0].shape, np.nan, self.q.dtype)
         arguments = [device.asarray(x) for x in arguments]
-        paged_attention(*arguments, int(longest), int(max(ends)), self.scale, out)
+        groups = [x and device.asarray(np.array(x, np.int32)) for x in (common, members)]
+        paged_attention(*arguments, int(longest), int(max(ends)), self.scale, out, *groups, max_members)
         return device.to_host(out)
 
     def compare(self, order, begins, ends, expected, what):
@@ -168,6 +179,129 @@ def test_shared_prefix_blocks_give_the_same_bits(rng, prefix_blocks):
     case.compare([0, 1], [0, shared], [60, 55], expected, "prefix hit")
 
 
+def groups_change_nothing(rng, common, own, *shape, dtype="float32"):
+    """Decode of two groups, one sequence on its own and one without keys: with the hint the bits are the same."""
+    lengths = [common + own, common + own + 1, common + 1, 9, common + 3, common + 2]
+    case = Case(rng, lengths, *shape, dtype)
+    for leader, followers in ((0, (1, 2)), (4, (5,))):
+        for x in followers:
+            case.block_tables[x, : common // 16] = case.block_tables[leader, : common // 16]
+    order, ends = [0, 1, 2, 3, 4, 5], lengths
+    step = order, [end - 1 for end in ends], ends
+    hint = [common, common, common, 0, common, common], [3, 0, 0, 1, 2, 0], 4
+    assert_same_bits(case.paged(*step, *hint), case.paged(*step))
+
+
+def test_groups_change_nothing(rng):
+    if device.name() == "sim":
+        pytest.skip("too large for the simulator")
+    groups_change_nothing(rng, 48, 20, 6, 2, 48)
+
+
+def shorten_segments(monkeypatch):
+    """Give Hopper tiles whose segments are short enough for the simulator, in every form of attention."""
+    monkeypatch.setattr("rlnumba.kernels.launch.observers", [])
+    for module in (attention_hopper, paged_attention_hopper):
+        for name in ("best_tile", "best_prefill_tile"):
+            if name in vars(module):
+                whole = getattr(module, name)
+                monkeypatch.setattr(module, name, lambda *a, whole=whole, **k: whole(*a, **k)._replace(segment=64))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("family", ["hopper", "tensor_core"])
+def test_groups_change_nothing_in_the_simulator(rng, family, monkeypatch):
+    if device.name() != "sim":
+        pytest.skip("test_groups_change_nothing_on_the_gpu has these")
+    shorten_segments(monkeypatch)
+    declared = []
+    hopper_form = paged_attention_hopper.paged_attention_hopper
+    monkeypatch.setattr(
+        paged_attention_hopper,
+        "paged_attention_hopper",
+        lambda *a: declared.append(a[-1]) or hopper_form(*a),
+    )
+    with choice.forced(f"attention={family}"):
+        groups_change_nothing(rng, 64, 10, 2, 1, 16, dtype="bfloat16")
+    assert declared == ([4, 1] if family == "hopper" else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["hopper", "tensor_core", "simple"])
+@pytest.mark.parametrize("common", [1024, 2048, 2064])
+def test_groups_change_nothing_on_the_gpu(rng, family, common):
+    if not choice.RUNS_ON[family][0] <= choice.architecture() <= choice.RUNS_ON[family][1]:
+        pytest.skip(f"this GPU does not run {family} kernels")
+    with choice.forced(f"attention={family}"):
+        groups_change_nothing(rng, common, 300, 16, 8, 128, dtype="bfloat16")
+
+
+@pytest.mark.sim
+def test_sharing_follows_the_family():
+    shape = ("bfloat16", 16, 8, 128, 16)
+    if device.name() != "cuda":
+        assert sharing(*shape) == ((), 0)
+        with choice.forced("attention=hopper"):
+            assert sharing(*shape) == ((4, 8, 16), 1024)
+            assert sharing("bfloat16", 32, 4, 128, 16).sizes == (2, 4)
+            assert sharing("bfloat16", 24, 1, 128, 16).sizes == ()
+            assert sharing("float32", 16, 8, 128, 16).sizes == ()
+        with choice.forced("attention=tensor_core"):
+            assert sharing(*shape).sizes == ()
+
+
+def test_every_size_of_groups_has_a_kernel(compile_offline):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    lengths, tables, table = "int32[::1]", "int32[:,::1]", "uint8[::1]"
+    types = [table] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + [lengths] * 4 + [tables] + ["int32"] * 4
+    types += ["float32[:,:,::1]", "float32[:,::1]", "float32[:,::1]", lengths, "float32"]
+    troubles = []
+    # The widest is among those of test_attention_hopper.py.
+    for members in paged_attention_hopper.group_sizes(2)[:-1]:
+        tile = paged_attention_hopper.best_tile(128, "bfloat16", 2, 16, members)
+        assert tile.rows == 2 * members and tile.shared_bytes * tile.blocks <= 227 * 1024
+        troubles += compile_offline(paged_attention_hopper.paged_attention_hopper_kernel(tile), types, (9, 0, "a"))
+    assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("family", ["hopper", "tensor_core", "simple"])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (8, 1, 64)])
+def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, shape):
+    if device.name() != "sim":
+        pytest.skip("calls without a launch")
+    monkeypatch.setattr(paged_attention_hopper, "_workspace", paged_attention_hopper.Workspace())
+    monkeypatch.setattr(attention_tensor_core, "_partials", [])
+    monkeypatch.setattr(attention_tensor_core, "_slots", {})
+    for module in (paged_attention_module, paged_attention_hopper, attention_tensor_core):
+        monkeypatch.setattr(module, "launch", lambda *arguments, **options: None)
+    heads, kv_heads, head_dim = shape
+    kind = device.dtype("bfloat16")
+    held = lambda: memory.report().get("attention", 0)  # noqa: E731
+    memory.reset_peaks()
+    before = held()
+
+    def call(sequences, longest, context, members=1):
+        tokens = min(sequences * longest, 64)
+        q, cache = np.zeros((tokens, heads, head_dim), kind), np.zeros((4, 16, kv_heads, head_dim), kind)
+        tables, lens = np.zeros((sequences, 5000 // 16), np.int32), np.zeros(sequences, np.int32)
+        groups = (lens, lens, members) if members > 1 else ()
+        bounds = np.zeros(sequences + 1, np.int32)
+        paged_attention(q, cache, cache, tables, bounds, lens, longest, context, 1.0, np.zeros_like(q), *groups)
+
+    with choice.forced(f"attention={family}"):
+        reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16)
+        reserved = reserve([(9, 64, 64, 4100), (16, 16, 1, 4992)])
+        assert held() - before == reserved and (reserved > 0) == (family != "simple")
+        for longest in (1, 2, 3, 4, 7, 9, 16, 17, 64):
+            call(9, longest, 4100)
+            call(3, longest, 1024)
+        call(16, 1, 4992)
+        call(16, 1, 4992, 4)
+    assert held() - before == reserved
+
+
 def empty_slots_give_zeros(case):
     """A captured graph runs with more rows than sequences: context 0, whatever their block table says."""
     arguments, longest = case.arguments([0, 1, 0], [2, 32, 2], [3, 33, 3])
@@ -238,3 +372,24 @@ def test_wrong_arguments_are_named(rng):
         paged_attention(*arguments, 1, 33, case.scale, out)
     with pytest.raises(ValueError, match=r"paged_attention: context_lens must be \(1\) int32, got \(2,\) int32"):
         paged_attention(*arguments[:5], arguments[4], 1, 32, case.scale, out)
+
+
+def test_wrong_groups_are_named(rng):
+    case = Case(rng, [5, 4], 2, 1, 16)
+    arguments, _ = case.arguments([0, 1], [4, 3], [5, 4])
+    arguments = [device.asarray(x) for x in arguments]
+    out = device.xp().empty(arguments[0].shape, np.float32)
+    lens = device.asarray(np.zeros(2, np.int32))
+    call = functools.partial(paged_attention, *arguments)
+    with pytest.raises(ValueError, match="paged_attention: common_lens and members must be given together"):
+        call(1, 5, case.scale, out, common_lens=lens)
+    with pytest.raises(ValueError, match=r"paged_attention: common_lens must be \(2\) int32, got \(1,\) int32"):
+        call(1, 5, case.scale, out, lens[:1], lens, 2)
+    with pytest.raises(ValueError, match=r"paged_attention: members must be \(2\) int32, got \(2,\) float32"):
+        call(1, 5, case.scale, out, lens, lens.astype(np.float32), 2)
+    with pytest.raises(ValueError, match="paged_attention: max_members must be at least 1, got 0"):
+        call(1, 5, case.scale, out, lens, lens, 0)
+    with pytest.raises(ValueError, match="paged_attention: max_members must be 1 without groups, got 2"):
+        call(1, 5, case.scale, out, max_members=2)
+    with pytest.raises(ValueError, match="paged_attention: max_seqlen_q must be 1 where groups are declared, got 2"):
+        call(2, 5, case.scale, out, lens, lens, 2)

@@ -54,9 +54,10 @@ def fold_sixteen(values, first, stride, factor, weigh):
     for b in range(8):
         for c in range(2):
             x = (values[first + stride * b + c] - largest) * factor
-            if weigh:
-                x = max(x, -FAR)
             e = exp2(x)
+            if weigh:
+                # Not before: max would take the limit for a NaN, and e would be a 0.
+                x = max(x, -FAR)
             values[first + stride * b + c] = e
             i = b % 2 * 2 + c
             if b < 2:

@@ -76,7 +76,9 @@ U32 = (np.dtype(np.uint32),)
 WARPS = ROW_THREADS // 32
 PENALTY_THREADS = 128
 LOWEST = np.float32(np.finfo(np.float32).min)
-NOWHERE = i32(0x7FFFFFFF)
+# Above every id, and exact as a float32; and above every number in the order of sortable().
+NOWHERE = i32(1 << 24)
+LAST_KEY = i32(0x7FFFFFFF)
 # The first pass of filtered_kernel: each thread has BINS float32 of its own in shared memory, 64 KiB in all. Half
 # as many tokens fit there as a list of (logit, id).
 BINS = 32
@@ -317,7 +319,7 @@ def tail_threshold(line, floor, largest, factor, by_mass, target, partials):
     while low < high:
         step = (high - low + CUTS + 1) // (CUTS + 1)
         for i in range(CUTS):
-            key = min(low + (i + 1) * step, np.int64(NOWHERE))
+            key = min(low + (i + 1) * step, np.int64(LAST_KEY))
             bounds[i] = from_sortable(i32(key))
             sums[i] = np.float32(0.0)
         for column in range(cuda.threadIdx.x, line.shape[0], ROW_THREADS):
@@ -539,7 +541,8 @@ def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index
         sort_list(floats, ids, LIST, count)
         if 0 < top < count:
             count = entries_from(floats, count, floats[top - 1], found, 2)
-        if share < np.float32(1.0):
+        # Without a finite logit the list is empty, its mass 0, the log-prob NaN.
+        if share < np.float32(1.0) and count > 0:
             target = share * (below + list_mass(floats, count, largest, factor, scratch))
             last = first_to_reach(floats, count, largest, factor, target, scratch, found, 3)
             count = entries_from(floats, count, floats[last], found, 4)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels import sampling
+from rlnumba.kernels import row_sum, sampling
 from rlnumba.kernels.gemm import linear
 from rlnumba.kernels.logprob import linear_logp
 from rlnumba.kernels.philox import noise_key
@@ -15,6 +15,7 @@ from rlnumba.kernels.sampling import (
     sample_ref,
 )
 from tests.close import assert_close, assert_same_bits
+from tests.kernels.gpu_arithmetic import fill_shared_memory, use_gpu_arithmetic
 
 FILTERS = {
     "none": {},
@@ -148,6 +149,22 @@ def test_simulator_masked_tokens_do_not_count(rng, options):
     arguments = make(rng, 1, 90, **options)
     arguments["logits"][:, 7:] = -np.inf
     check_against_reference(arguments)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
+@pytest.mark.sim
+def test_rows_that_are_no_distribution(rng, monkeypatch, options):
+    """What a model whose weights are lost gives: some token, and NaN."""
+    use_gpu_arithmetic(monkeypatch, sampling, row_sum)
+    fill_shared_memory(monkeypatch, 0x11)
+    arguments = make(rng, 5, 70, **options)
+    arguments["logits"][:2] = np.array([[np.nan], [-np.inf]])
+    arguments["logits"][2, 33] = np.nan
+    arguments["logits"][3, 33] = np.inf
+    token_ids, logprobs = draw(arguments)
+    assert np.all((0 <= token_ids) & (token_ids < 70))
+    assert list(np.isnan(logprobs)) == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)

@@ -168,10 +168,22 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
 
 
 @device_function
+def clamp(value, low, high):
+    """value within [low, high]; a NaN stays one, where a GPU's min and max would give a bound."""
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+
+
+@device_function
 def clip_surrogate(ratio, advantage, low, high, delta):
     """(loss, d loss / d ratio) of the clipped surrogate; where both branches are equal, the slope of the first."""
+    if math.isnan(ratio):
+        return ratio, ratio
     capped = min(ratio, delta) * advantage
-    clipped = min(max(ratio, low), high) * advantage
+    clipped = clamp(ratio, low, high) * advantage
     slope = np.float32(0.0)
     if capped <= clipped:
         if ratio <= delta:
@@ -193,7 +205,7 @@ def soft_surrogate(ratio, advantage, temperature):
 def bounded(ratio, truncate, low, high):
     """The correction's ratio within its bounds (truncate), or 0 outside them."""
     if truncate:
-        return min(max(ratio, low), high)
+        return clamp(ratio, low, high)
     if ratio < low or ratio > high:
         return np.float32(0.0)
     return ratio
@@ -204,7 +216,7 @@ def bounded_log(ratio):
     """log of a correction for vespo, within its limits; of 0 the lower one."""
     if ratio <= np.float32(1e-8):
         return LOG_SMALLEST
-    return min(np.float32(math.log(ratio)), LOG_RATIO_LIMIT)
+    return clamp(np.float32(math.log(ratio)), LOG_SMALLEST, LOG_RATIO_LIMIT)
 
 
 @cuda.jit
@@ -267,7 +279,7 @@ def policy_loss_kernel(
             change = logprobs[n] - old_logprobs[n]
             tokens += mask
             log_ratio += mask * change
-            log_ratio_limited += mask * min(max(change, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT)
+            log_ratio_limited += mask * clamp(change, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             drift += mask * (rollout_logprobs[n] - logprobs[n])
             difference = old_logprobs[n] - rollout_logprobs[n]
             log_correction += mask * difference
@@ -302,7 +314,7 @@ def policy_loss_kernel(
             log_weight += block_sum(log_correction_limited, scratch)
         if correct_sequence:
             log_weight += bounded_log(sequence_correction)
-        log_weight = min(max(log_weight, LOG_SMALLEST), LOG_RATIO_LIMIT)
+        log_weight = clamp(log_weight, LOG_SMALLEST, LOG_RATIO_LIMIT)
         phi = np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
 
     weight = scale
@@ -333,7 +345,7 @@ def policy_loss_kernel(
                 token_loss, ratio_slope = soft_surrogate(ratio, advantage, temperature)
             else:
                 # cispo and vespo: policy gradient with a weight that has no gradient.
-                gradient = -advantage * (phi if form == VESPO else min(ratio, high))
+                gradient = -advantage * (phi if form == VESPO else clamp(ratio, low, high))
                 token_loss = gradient * logprobs[n]
             difference = old_logprobs[n] - rollout_logprobs[n]
             difference_sum += mask * abs(difference)
@@ -398,8 +410,9 @@ def policy_loss_kernel(
         ratios = tokens
         if sequence_level:
             ratios = one
-            clipped_low = one if advantage < zero and sequence_ratio < low else zero
-            clipped_high = one if advantage > zero and sequence_ratio > high else zero
+            # The ratio of a sequence without tokens is that of nothing.
+            clipped_low = one if tokens > zero and advantage < zero and sequence_ratio < low else zero
+            clipped_high = one if tokens > zero and advantage > zero and sequence_ratio > high else zero
         corrected = tokens
         if correct_sequence:
             corrected = one
@@ -632,6 +645,7 @@ def policy_loss_ref(
         capped, clipped = np.minimum(ratio, delta) * advantage, np.clip(ratio, low, high) * advantage
         token_loss = -np.minimum(capped, clipped)
         slope = -advantage * np.where(capped <= clipped, ratio <= delta, (low <= ratio) & (ratio <= high))
+        slope = np.where(np.isnan(ratio), ratio, slope)
     elif form == SAPO:
         tau = np.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
         gate = 1.0 / (1.0 + np.exp(-tau * (ratio - 1.0)))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import policy_loss as policy_loss_module
 from rlnumba.kernels.policy_loss import (
     CORRECTIONS,
     KL,
@@ -19,6 +20,7 @@ from rlnumba.kernels.policy_loss import (
     reduce_stats,
 )
 from tests.close import assert_close, assert_gradient, assert_same_bits
+from tests.kernels.gpu_arithmetic import use_gpu_arithmetic
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "policy_loss.npz"
 SMOOTH = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo"]
@@ -189,6 +191,26 @@ def test_vespo_limits_each_log_ratio(rng):
     arrays[0][:] = -1.0
     arrays[1][:] = arrays[0] - np.array([25, -22.5, 0.1, 0, 0, 0, 0, 0, 0])
     check_against_reference(arrays, PolicyLossConfig("vespo"))
+
+
+@pytest.mark.sim
+def test_a_sequence_without_tokens_is_not_clipped(rng):
+    """Though its ratio, of nothing, is 1, and the bound below."""
+    config = PolicyLossConfig("cispo", "sequence", epsilon_high=0.5)
+    check_against_reference(batch(rng, [7, 3, 2, 0, 5]), config)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.sim
+def test_a_log_prob_that_is_no_number_shows(rng, monkeypatch, loss_type, level):
+    """In the loss and in the gradient, so that the optimizer leaves the step out."""
+    use_gpu_arithmetic(monkeypatch, policy_loss_module)
+    arrays = batch(rng, [5, 4])
+    arrays[5][:] = 1
+    arrays[0][6] = np.nan
+    loss, dlogprobs, _, _ = run(arrays, PolicyLossConfig(loss_type, level), 1.0)
+    assert np.isnan(loss[0]) and np.isnan(dlogprobs[6]) and not np.isnan(dlogprobs[:5]).any()
 
 
 @pytest.mark.sim

@@ -77,12 +77,17 @@ def first_difference(model, token_ids, prompt_length, copies):
     return "log-prob of the drawn token, or whatever depends on the rest of the batch: alone, all hidden states agree"
 
 
-def _outputs(tape, hidden):
-    """(name, array) of every operator's output in the order of a forward, from its tape; arrays on the device."""
+def _outputs(tape, hidden, slots=None):
+    """(name, array) of every operator's output in the order of a forward, from its tape; arrays on the device.
+
+    slots: where the keys and values of this forward lie, if it left them in a cache.
+    """
     found = []
     for index, (attention, mlp) in enumerate(tape.layers):
         x, normed, _, qkv, q, k, v, _, attended = attention
         h, mlp_normed, _, gate_up, activated = mlp
+        if slots is not None:
+            k, v = (cache.reshape(-1, *cache.shape[2:])[slots] for cache in (k, v))
         found += [
             ("embedding" if index == 0 else f"layer {index - 1} down_proj", x),
             (f"layer {index} input rmsnorm", normed),
@@ -136,7 +141,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
         attend = PagedAttend(cache, model.config.scale, arrays, end - start, end)
         tape = Tape()
         hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attend, tape)
-        pieces.append(_on_host(_outputs(tape, hidden), copies))
+        pieces.append(_on_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))
         start = end
     cache.give_back()
     return [(parts[0][0], np.concatenate([array for _, array in parts], axis=1)) for parts in zip(*pieces, strict=True)]

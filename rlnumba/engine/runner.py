@@ -14,8 +14,8 @@ from rlnumba import device, memory
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
 from rlnumba.kernels.hopper import keep_tensor_maps
-from rlnumba.kernels.kv_cache import write_kv
 from rlnumba.kernels.paged_attention import paged_attention, reserve_workspace, sharing
+from rlnumba.kernels.qkv import qkv_split_to_cache
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -109,10 +109,16 @@ class PagedAttend:
         self.cache, self.scale, self.arrays = cache, scale, arrays
         self.max_seqlen_q, self.max_context_len, self.max_members = max_seqlen_q, max_context_len, max_members
 
-    def forward(self, layer, q, k, v, out):
-        arrays = self.arrays
+    def split(self, layer, qkv, w, step, q):
+        """As PackedAttention.split, but k and v go to the layer's cache, which stands for them; there is no rstd."""
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        write_kv(k, v, arrays["slot_mapping"], k_cache, v_cache)
+        norm, slots = (w.q_norm, w.k_norm, step.config.rms_norm_eps), self.arrays["slot_mapping"]
+        qkv_split_to_cache(qkv, *norm, *step.rope, step.position_ids, slots, q, k_cache, v_cache)
+        return k_cache, v_cache, None
+
+    def forward(self, layer, q, k_cache, v_cache, out):
+        """q (N, H, E) and the caches of split -> out (N, H, E), written in place."""
+        arrays = self.arrays
         paged_attention(
             q,
             k_cache,
@@ -132,6 +138,9 @@ class PagedAttend:
 
 class NoAttention:
     """Stands in for attention where only the memory of a forward pass is of interest."""
+
+    def split(self, layer, qkv, w, step, q):
+        return None, None, None
 
     def forward(self, layer, q, k, v, out):
         out.fill(0)

@@ -60,6 +60,17 @@ class PackedAttention:
         self.memory = memory or Heap()
         self.lse = {}
 
+    def split(self, layer, qkv, w, step, q):
+        """qkv (N, (H + 2 HK) E) -> q (N, H, E), written in place, and (k, v, rstd), for forward and the backward.
+
+        k, v (N, HK, E): normalised and rotated as q; rstd (N, H + HK) float32: of the heads' norms, if there are any.
+        """
+        N, H, E = q.shape
+        HK, empty = step.config.num_key_value_heads, step.memory.empty
+        k, v, rstd = empty((N, HK, E), q.dtype), empty((N, HK, E), q.dtype), empty((N, H + HK), F32)
+        qkv_split(qkv, w.q_norm, w.k_norm, step.config.rms_norm_eps, *step.rope, step.position_ids, q, k, v, rstd)
+        return k, v, rstd
+
     def forward(self, layer, q, k, v, out):
         """q (N, H, E), k and v (N, HK, E) -> out (N, H, E), written in place."""
         lse = self.lse[layer] = self.memory.empty((q.shape[1], q.shape[0]), F32)
@@ -84,10 +95,8 @@ def attention_block(layer, x, w, step, h):
     rmsnorm(x, w.input_norm, config.rms_norm_eps, normed, rstd)
     qkv = empty((N, (H + 2 * HK) * E), x.dtype)
     linear(normed, w.qkv, qkv, bias=w.qkv_bias)
-    q, k, v = (empty((N, heads, E), x.dtype) for heads in (H, HK, HK))
-    head_rstd = empty((N, H + HK), F32)
-    cos, sin = step.rope
-    qkv_split(qkv, w.q_norm, w.k_norm, config.rms_norm_eps, cos, sin, step.position_ids, q, k, v, head_rstd)
+    q = empty((N, H, E), x.dtype)
+    k, v, head_rstd = step.attend.split(layer, qkv, w, step, q)
     attended = empty((N, H, E), x.dtype)
     step.attend.forward(layer, q, k, v, attended)
     linear(attended.reshape(N, H * E), w.o, h, bias=w.o_bias, residual=x)

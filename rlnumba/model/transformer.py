@@ -62,7 +62,8 @@ class Transformer:
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
-        max_position_embeddings (not checked here). attend: forward(layer, q, k, v, out), and for training
+        max_position_embeddings (not checked here). attend: split(layer, qkv, w, step, q), which returns
+        (k, v, rstd), and forward(layer, q, k, v, out), as PackedAttention; for training also
         backward(layer, dout, q, k, v, out, dq, dk, dv). tape: a fresh Tape to be able to call backward.
         arena: activations come from it and live as long as the scope around this call; without a tape only the
         result does, and layers share their buffers.

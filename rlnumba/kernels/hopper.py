@@ -424,10 +424,42 @@ if device.name() == "sim":
         first = this_thread().index // 128 * 128
         return this_thread().block.threads[first : first + 128]
 
-    def start_product(accumulators, results, reads):
-        """Note a product of a warpgroup as under way: a local array and what it will hold, for each thread."""
+    def note_products(accumulators, results, reads):
+        """A product of a warpgroup is under way: a local array and what it will hold, for each thread."""
         for thread, acc, result in zip(warpgroup_threads(), accumulators, results, strict=True):
             _products(thread).append(Product(acc, result, reads))
+
+    class Begun:
+        """A product that not all warps of a warpgroup have begun: each of them reads operands when it begins."""
+
+        def __init__(self):
+            self.arrived, self.operands = [0] * 4, None
+
+    def warpgroup_start(read, compute):
+        """start(...) of a product: read(operands of a thread) by the first warp that comes, compute by the last.
+
+        read returns what compute(what was read, operands of all threads) takes, a list of Reads last.
+        """
+
+        @warpgroup_wide
+        def start_product(threads):
+            begun = of_block(("begun", this_thread().index // 128), Begun)
+            for part in begun.operands[-1]:
+                part.check()
+            compute(begun.operands, threads)
+            begun.__init__()
+            return [None] * 128
+
+        def start(*operands):
+            index = this_thread().index
+            begun = of_block(("begun", index // 128), Begun)
+            warp = index % 128 // 32
+            begun.arrived[warp] += 1
+            if begun.arrived[warp] == 32 and begun.operands is None:
+                begun.operands = read(*operands)
+            start_product(*operands)
+
+        return start
 
     def wait_products(running):
         """Wait until all products of this thread but the latest `running` are done."""
@@ -454,19 +486,21 @@ if device.name() == "sim":
         count = columns // 2 * blocks
         row, column = places(columns)
 
-        @warpgroup_wide
-        def start(threads):
-            accumulators, lefts, rights, keeps = zip(*threads, strict=True)
-            accumulators, reads = [acc[:count] for acc in accumulators], []
+        def read(acc, left, right, keep):
+            reads = []
+            a = None if registers else _operand(left, 64 * blocks, depth, a_mn_major, dtype, reads)
+            return a, _operand(right, columns, depth, b_mn_major, dtype, reads), reads
+
+        def compute(operands, threads):
+            a, b, reads = operands
+            accumulators, lefts, _, keeps = zip(*threads, strict=True)
+            accumulators = [acc[:count] for acc in accumulators]
             if registers:
                 words = [left[: depth // 4] for left in lefts]
                 reads += map(Registers, words)
                 # warp, g, i, step of 16 k, half of the step, half of the rows, which of a pair
                 pairs = np.stack(words).view(dtype).reshape(4, 8, 4, depth // 16, 2, 2, 2)
                 a = pairs.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, depth)
-            else:
-                a = _operand(lefts[0], 64 * blocks, depth, a_mn_major, dtype, reads)
-            b = _operand(rights[0], columns, depth, b_mn_major, dtype, reads)
             results = np.zeros((128, blocks, columns // 2), np.float32)
             if keeps[0]:
                 before = [accumulated(*pair) for pair in zip(warpgroup_threads(), accumulators, strict=True)]
@@ -475,8 +509,7 @@ if device.name() == "sim":
                 c = np.empty((64, columns), np.float32)
                 c[row, column] = results[:, block]
                 results[:, block] = multiply_add(c, a[64 * block : 64 * block + 64], b)[row, column]
-            start_product(accumulators, results.reshape(128, count), reads)
-            return [None] * 128
+            note_products(accumulators, results.reshape(128, count), reads)
 
         def wait_all_but_latest(acc, a=None):
             wait_products(1)
@@ -484,7 +517,7 @@ if device.name() == "sim":
         def wait_all(acc, a=None):
             wait_products(0)
 
-        return start, wait_all_but_latest, wait_all
+        return warpgroup_start(read, compute), wait_all_but_latest, wait_all
 
 else:
     from llvmlite import ir
@@ -838,7 +871,8 @@ class HostTensorMap:
     def write(self, start, box, add):
         """Write (or add) what of a box at `start` lies in the array."""
         part = self.array[self._inside(start)]
-        part[...] = box[tuple(slice(length) for length in part.shape)] + (part if add else part.dtype.type(0))
+        new = box[tuple(slice(length) for length in part.shape)]
+        part[...] = part + new if add else new
 
 
 class DeviceTensorMaps:

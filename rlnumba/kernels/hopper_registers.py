@@ -15,7 +15,7 @@ from rlnumba.kernels.hopper import BOX_BYTES, ELEMENTS, LINE
 from rlnumba.kernels.instructions import device_function
 
 if device.name() == "sim":
-    from rlnumba.simulator import Gate, of_grid, warpgroup_wide
+    from rlnumba.simulator import Gate, of_grid
 
     def run_load(destination, array, offset, count, barrier):
         """Copy `count` float32 from place `offset` of a flat array to shared memory; both at multiples of 16 bytes."""
@@ -92,20 +92,23 @@ if device.name() == "sim":
             matrix[word_row, word_column] = np.stack(words).view(dtype)
             return matrix
 
-        @warpgroup_wide
-        def start(threads):
-            accumulators, left, right = zip(*threads, strict=True)
+        def read(acc, left, right):
             reads = []
-            left = in_registers(left, reads) if a == "registers" else in_memory(left[0], 64, a, a_box, reads)
-            right = in_memory(right[0], columns, b, b_box, reads)
+            left = None if a == "registers" else in_memory(left, 64, a, a_box, reads)
+            return left, in_memory(right, columns, b, b_box, reads), reads
+
+        def compute(operands, threads):
+            left, right, reads = operands
+            accumulators, words, _ = zip(*threads, strict=True)
+            if a == "registers":
+                left = in_registers(words, reads)
             c = np.zeros((64, columns), np.float32)
             if keep:
                 c[row, column] = list(map(hopper.accumulated, hopper.warpgroup_threads(), accumulators))
             c = hopper.multiply_add(c, left, right)
-            hopper.start_product(accumulators, c[row, column], reads)
-            return [None] * 128
+            hopper.note_products(accumulators, c[row, column], reads)
 
-        return start
+        return hopper.warpgroup_start(read, compute)
 
     @functools.cache
     def group_wait(count, running):

@@ -159,6 +159,30 @@ def test_products_hold_nan_until_they_are_waited_for():
 
 
 @cuda.jit
+def written_operand_kernel(out, synchronised):
+    """All threads write ones to A and B, of 72 lines, then multiply."""
+    thread = cuda.threadIdx.x
+    base = shared_base()
+    for pair in range(thread, 72 * 16, 128):
+        store_pair(base + 8 * pair, np.float32(0.0), np.float32(0.0))
+    fence_shared_to_bulk()
+    if synchronised:
+        sync_group(1, 128)
+    acc = cuda.local.array(4, np.float32)
+    start(acc, operand(base), operand(base + 8192), np.int32(0))
+    wait_all(acc)
+    out[thread] = acc[0]
+
+
+def test_a_product_reads_when_its_first_warp_begins():
+    out = np.ones(128, np.float32)
+    launch(written_operand_kernel, 1, 128, out, np.int32(1), shared=20480)
+    assert (out == 0).all()
+    with pytest.raises(RuntimeError, match="shared memory was written to while a copy or a product still read it"):
+        launch(written_operand_kernel, 1, 128, out, np.int32(0), shared=20480)
+
+
+@cuda.jit
 def stuck_kernel(which):
     thread = cuda.threadIdx.x
     base = shared_base()

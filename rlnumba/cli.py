@@ -94,8 +94,8 @@ def _fail(error, message, code, arguments):
     "--gemm",
     "gemm_backend",
     type=click.Choice(["auto", "cublas", "numba"]),
-    help="Who multiplies matrices on a GPU: cublas, numba (our kernels, exact in any batch), auto (cublas today). "
-    "A training run takes it from its configuration instead.",
+    help="Who multiplies matrices on a GPU: cublas, numba (our kernels, exact in any batch), auto (numba where it "
+    "was measured to be as fast: `rlnumba env` tells). A training run takes it from its configuration instead.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(device_name, gemm_backend, debug):
@@ -434,8 +434,8 @@ def check(model, dtype, temperature, max_tokens, seed):
     click.echo(f"equal bit for bit          {found.equal} ({100 * found.equal / found.tokens:.2f} %)")
     click.echo(f"largest difference         {found.largest:.3g} nats")
     click.echo(f"first differing operator   {found.operator or 'none'}")
-    click.echo(f"matrix products            {gemm.backend()}")
-    if found.operator and gemm.backend() != "cublas":
+    click.echo(f"matrix products            {gemm.describe(transformer.dtype)}")
+    if found.operator and gemm.backend(transformer.dtype) != "cublas":
         raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
 
 
@@ -451,13 +451,15 @@ def plot(run_dirs, output):
 
 @cli.command()
 def env():
-    """Show versions, device, matrix product backend and memory."""
+    """Show versions, device, which kernels compute what, and memory."""
     device.name()
-    from rlnumba.kernels import gemm
+    from rlnumba.kernels import choice, gemm
     from rlnumba.metrics import environment
 
     free, total = device.memory_info()
     for name, value in environment().items():
         click.echo(f"{name:<14} {value or 'unknown'}")
-    click.echo(f"{'gemm':<14} {gemm.backend()}")
+    click.echo(f"{'gemm':<14} {gemm.describe()}")
+    for operator in ("attention", "logprob"):
+        click.echo(f"{operator:<14} {choice.describe(operator)}")
     click.echo(f"{'memory':<14} {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB")

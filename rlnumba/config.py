@@ -390,7 +390,8 @@ class Run:
     gemm: str = key(
         "auto",
         "Who multiplies matrices on a GPU: cublas, numba (our kernels, whose rows do not depend on the batch, so that "
-        "rollout and training log-probs agree bit for bit), auto (cublas today).",
+        "rollout and training log-probs agree bit for bit), auto (numba where it was measured to be as fast; "
+        "`rlnumba env` tells).",
         choices=("auto", "cublas", "numba"),
     )
     data: DataConfig = field(metadata={"section": True})

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlnumba import checkpoint, device, memory
 from rlnumba.errors import UserError
+from rlnumba.kernels import choice, gemm
 from rlnumba.kernels.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.kernels.logprob import linear_logp, linear_logp_backward
 from rlnumba.metrics import MetricsWriter, make_folder, write_config
@@ -98,6 +99,13 @@ class RunFolder:
 def say(text):
     """A line for the person at the console."""
     print(f"rlnumba: {text}", file=sys.stderr, flush=True)
+
+
+def say_kernels(dtype):
+    """On a GPU, say which kernels compute a model of this dtype."""
+    if device.name() == "cuda":
+        attention, logprob = choice.describe("attention"), choice.describe("logprob")
+        say(f"products: {gemm.describe(dtype)}; attention: {attention}; log-probs: {logprob}")
 
 
 class Clock:

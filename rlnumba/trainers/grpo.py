@@ -42,6 +42,7 @@ from rlnumba.trainers.common import (
     memory_metrics,
     rate_of,
     say,
+    say_kernels,
     target_logprobs,
 )
 from rlnumba.trainers.rollout import (
@@ -70,6 +71,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     rewards = load_rewards(run.rewards, reward_funcs)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)
+    say_kernels(model.dtype)
     tokenizer = Tokenizer.from_folder(source)
     llm = LLM(model, tokenizer, run.engine)
     prompts = prompts_of(run.data.train, run, llm)
@@ -369,7 +371,7 @@ class Learner:
         """Whether the sampler's log-probs are, bit for bit, those of a training forward with the same weights."""
         train = self.train
         filtered = train.top_p < 1 or train.top_k > 0 or bool(train.min_p) or train.repetition_penalty != 1
-        return not filtered and gemm.backend() != "cublas"
+        return not filtered and gemm.backend(self.model.dtype) != "cublas"
 
     def add_logprobs(self, rollouts, on_policy):
         """Write the log-probs of the reference and, if they are needed, of the policy that is now becoming old.

@@ -29,6 +29,7 @@ from rlnumba.trainers.common import (
     memory_metrics,
     rate_of,
     say,
+    say_kernels,
 )
 from rlnumba.trainers.rollout import epoch_order
 
@@ -43,6 +44,7 @@ def run_sft(run, resume=False):
     folder = RunFolder("sft", run, resume)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)
+    say_kernels(model.dtype)
     tokenizer = Tokenizer.from_folder(source)
     rows = load_rows(run.data.train, run, model, tokenizer)
     held_out = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None

@@ -2,6 +2,7 @@
 
 llm.py            LLM.generate: prompts in, completions out; sleep, wake
 scheduler.py      which tokens of which sequences the next step computes
+groups.py         which sequences of a step begin with the same blocks
 block_manager.py  who owns which blocks of the KV cache, and what they hold
 cache.py          the memory of the KV cache
 sequence.py       sampling parameters, sequences, the table of the running ones

@@ -264,7 +264,10 @@ class Runner:
             rows = bucket_of(self.max_num_seqs)
             calls.append((rows, rows, 1, context_bucket_of(longest)))
         with self._on_stream():
-            return reserve_workspace(*self.heads, calls)
+            held = reserve_workspace(*self.heads, calls)
+        # It is one for all engines and never shrinks, so what is held is what was held at most.
+        memory.hold("attention", held - memory.report().get("attention", 0))
+        return held
 
     def run(self, step, table):
         """Compute a step; returns the drawn token_ids (D,) int32 and logprobs (D,) float32 on the host."""

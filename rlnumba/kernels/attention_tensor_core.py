@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba import device, memory
+from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.gemm_hopper import processors
 from rlnumba.kernels.gemm_tensor_core import SYSTEM_BYTES, shared_limit
@@ -882,7 +882,6 @@ def slots_for(tile, longest):
     if key not in _slots:
         xp, count = device.xp(), processors() * tile.blocks_per_sm if key else 1
         _slots[key] = xp.empty((count, max(key, 1)), np.float32), xp.zeros(count, np.int32)
-        memory.hold("attention", sum(array.nbytes for array in _slots[key]))
     return _slots[key]
 
 
@@ -897,7 +896,6 @@ def partials_for(rows, columns):
     count = rows * (columns + 2)
     if not _partials or _partials[-1].size < count:
         _partials.append(device.xp().empty(count, np.float32))
-        memory.hold("attention", _partials[-1].nbytes)
     flat = _partials[-1]
     return flat[: rows * columns].reshape(rows, columns), flat[rows * columns : count].reshape(rows, 2)
 

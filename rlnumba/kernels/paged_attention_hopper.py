@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba import device, memory
+from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.attention_hopper import (
     KEYS,
@@ -601,7 +601,6 @@ class Workspace:
         largest = max(kept, default=0)
         if largest < count:
             kept[count] = device.xp().zeros(count, dtype)
-            memory.hold("attention", kept[count].nbytes)
             largest = count
         return kept[largest]
 

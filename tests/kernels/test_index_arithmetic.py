@@ -1,0 +1,63 @@
+"""Places in large arrays: a product in 32 bits would be wrong beyond 2^31 elements, and no small test shows it."""
+
+import re
+
+import numpy as np
+import pytest
+
+from rlnumba import device
+from rlnumba.kernels import (
+    adamw,
+    elementwise,
+    embedding,
+    logprob,
+    policy_loss,
+    reduce,
+    rmsnorm,
+    sampling,
+    swiglu,
+    value_loss,
+)
+from rlnumba.kernels.launch import parse_type
+from tests.offline import pretend
+
+F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"
+H1, H2, H3 = (name.replace("float32", "uint16") for name in (F1, F2, F3))
+ROW = [rmsnorm.share_row(1000, 2, 8, *budget) for budget in (rmsnorm.FORWARD, rmsnorm.BACKWARD)]
+KERNELS = [
+    (rmsnorm.rmsnorm_kernel(ROW[0], True), [H2, H2, H1, "float32", H2, F1]),
+    (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8), [H2, H2, H1, F1, "int64", H2, F2]),
+    (rmsnorm.add_partials_kernel, [F2, F1]),
+    (swiglu.swiglu_kernel(8, 8, True), [H3, H2]),
+    (swiglu.swiglu_backward_kernel(8, 8, True), [H2, H3, H3]),
+    (elementwise.add_kernel(8, 8, True), [H1, H1, H1]),
+    (elementwise.scale_kernel(8, 8, True), [H1, "float32", H1]),
+    (elementwise.cast_kernel(4, 4, True), [H1, F1]),
+    (elementwise.fill_kernel(8, 8, True), ["float32", H1]),
+    (embedding.copy_rows_kernel(np.uint16, 8, True, False), [H2, I1, H2]),
+    (embedding.copy_rows_kernel(np.uint16, 8, True, True), [H2, I1, H2]),
+    (embedding.embedding_backward_kernel(4, True), [I1, "int64[::1]", H2, F2, F3]),
+    (embedding.add_parts_kernel(4, True), [I1, "int64[::1]", F3, F2]),
+    (reduce.sum_of_squares_kernel(4, True), [F1, F1]),
+    (reduce.column_sum_kernel(8, 8, True), [H2, F2]),
+    (adamw.adamw_kernel(4, True, True), [H1, F1, F1, F1, F1, F1, "int64"]),
+    (sampling.repetition_penalty_kernel, [F2, F1, "int32[:,::1]"]),
+    (logprob.logp_backward_kernel, [H2, I1, "float32", F1, F1, H2]),
+    (policy_loss.reduce_stats_kernel, [F2, F1, F1]),
+    (value_loss.gae_kernel, [F1, F1, I1, "float32", "float32", F1, F1]),
+]
+
+
+@pytest.mark.parametrize("kernel,types", KERNELS, ids=lambda value: getattr(value, "__name__", None))
+def test_products_have_64_bits(kernel, types):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    from numba import cuda
+
+    with pretend((9, 0)):
+        ptx, _ = cuda.compile_ptx(kernel.py_func, tuple(parse_type(name) for name in types), cc=(9, 0))
+    # A division of numbers that turn out to be small is done in 32 bits, and its remainder is a product.
+    ptx = re.sub(r"div\.u32[^;]*;\s*mul\.lo\.s32[^;]*;", "", ptx)
+    assert not re.findall(r"(?:mul|mad)\.lo\.[su]32[^;]*;", ptx)
+    # Shifts are products with powers of two; by 16 bits a bfloat16 is widened, by 23 an exponential is scaled.
+    assert not set(re.findall(r"shl\.b32[^;]*, (\d+);", ptx)) - {"16", "23"}

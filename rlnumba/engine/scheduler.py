@@ -104,7 +104,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         lacking = self.table.length[self.running] - self.table.num_computed[self.running]
         decode = self.running[lacking == 1]
-        rows, counts = decode.tolist(), [1] * len(decode)
+        # What the step takes besides.
+        rows, counts = [], []
         budget -= len(decode)
         if len(decode) < len(self.running):
             for row, missing in zip(self.running[lacking > 1].tolist(), lacking[lacking > 1].tolist(), strict=True):
@@ -123,12 +124,15 @@ class Scheduler:
             rows.append(row)
             counts.append(min(int(self.table.length[row] - self.table.num_computed[row]), budget))
             budget -= counts[-1]
-        if not rows:
-            return None
         tokens = self.max_num_batched_tokens - budget
-        groups = self._groups() if self.sharing and tokens == len(rows) == len(self.running) else None
-        rows = np.array(rows) if groups is None else self.running[groups.order]
-        counts = np.array(counts)
+        if not tokens:
+            return None
+        ones = np.ones_like(decode)
+        rows, counts = (np.append(decode, rows), np.append(ones, counts)) if rows else (decode, ones)
+        groups = None
+        if self.sharing and tokens == len(rows) == len(self.running):
+            groups = self._groups()
+            rows = rows if groups is None else self.running[groups.order]
         starts = self.table.num_computed[rows]
         return Step(rows, starts, counts, starts + counts == self.table.length[rows], groups)
 

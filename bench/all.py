@@ -48,6 +48,7 @@ BENCHES = (
     Bench("attention_backward", "bench/kernels/attention_backward.py", 150),
     Bench("logprob", "bench/kernels/logprob.py", 120),
     Bench("sampling", "bench/kernels/sampling.py", 60),
+    Bench("memory", "bench/kernels/memory.py", 90),
     Bench("engine_hopper", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120, HOPPER),
     Bench("train_hopper", "bench/train.py", 90, HOPPER),
     Bench("grpo_hopper", "bench/grpo.py", 120, HOPPER),

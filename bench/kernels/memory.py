@@ -1,0 +1,308 @@
+"""Kernels that are bound by memory, as shares of a copy's bandwidth.
+
+    python bench/kernels/memory.py                    16,384 tokens of Qwen3-0.6B in bfloat16
+    python bench/kernels/memory.py --only qkv         operators whose name contains this
+    python bench/kernels/memory.py --tokens 256       fewer: a decode step of 256 sequences
+
+Each operator is compared with its reference in float64, on some rows, before it is timed. Times are of a graph over
+several sets of arrays, together larger than the second-level cache; bytes are those that an operator cannot avoid to
+read and write, tables and weights of a few KiB left out. Bar: 0.85 of a copy at 16,384 tokens.
+"""
+
+import argparse
+import pathlib
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cupy
+from harness import copy_gbs, graph_time_us, random_array, time_us
+from report import row
+
+from rlnumba import device
+from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
+from rlnumba.kernels.elementwise import add
+from rlnumba.kernels.embedding import embedding, embedding_backward
+from rlnumba.kernels.kv_cache import write_kv
+from rlnumba.kernels.qkv import qkv_split, qkv_split_backward, qkv_split_backward_ref, qkv_split_ref, qkv_split_to_cache
+from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref
+from rlnumba.kernels.rope import rope, rope_ref, rope_table
+from rlnumba.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+
+D, H, HK, E, F, V = 1024, 16, 8, 128, 3072, 151_936
+PARAMETERS = 1 << 28
+EPS, THETA, POSITIONS, BLOCK = 1e-6, 1e6, 4096, 16
+CHECKED_ROWS = 32
+CACHE_BYTES = 60 << 20
+MOST_SETS = 32
+BAR_SHARE, BAR_TOKENS = 0.85, 16_384
+
+
+class Work(NamedTuple):
+    """An operator on arrays of its own.
+
+    run(); nbytes that it reads and writes; pairs() -> [(array on the host, what it should be)] after one run.
+    """
+
+    run: object
+    nbytes: int
+    pairs: object
+
+
+def head(array):
+    """The first rows on the host, in float64."""
+    return device.to_host(array[:CHECKED_ROWS]).astype(np.float64)
+
+
+def size(*arrays):
+    return sum(array.nbytes for array in arrays)
+
+
+def empty(*shape, dtype="bfloat16"):
+    return cupy.empty(shape, device.dtype(dtype))
+
+
+class Heads:
+    """A projection of N tokens and what it is split into; gradients likewise."""
+
+    def __init__(self, tokens, normed):
+        self.qkv, self.dqkv = random_array(tokens, (H + 2 * HK) * E), empty(tokens, (H + 2 * HK) * E)
+        self.outs = [empty(tokens, heads, E) for heads in (H, HK, HK)]
+        self.douts = [random_array(tokens, heads, E) for heads in (H, HK, HK)]
+        self.weights = [random_array(E) if normed else None for _ in range(2)]
+        self.dweights = [cupy.zeros(E, np.float32) if normed else None for _ in range(2)]
+        self.rstd = cupy.ones((tokens, H + HK), np.float32) if normed else None
+        cos, sin = rope_table(POSITIONS, E, THETA)
+        positions = np.arange(tokens, dtype=np.int32) % POSITIONS
+        self.tables = [cupy.asarray(array) for array in (cos, sin, positions)]
+        self.host_tables = [cos.astype(np.float64), sin.astype(np.float64), positions[:CHECKED_ROWS]]
+        self.norm_bytes = size(self.rstd) if normed else 0
+        blocks = -(-tokens // BLOCK)
+        self.caches = [cupy.zeros((blocks, BLOCK, HK, E), self.qkv.dtype) for _ in range(2)]
+        self.slots = cupy.asarray(np.random.default_rng(0).permutation(blocks * BLOCK)[:tokens].astype(np.int32))
+
+    @property
+    def host_weights(self):
+        return [None if weight is None else device.to_host(weight).astype(np.float64) for weight in self.weights]
+
+    def expected(self):
+        return qkv_split_ref(head(self.qkv), *self.host_weights, EPS, *self.host_tables, H, HK)
+
+    def cached(self):
+        """What lies in the slots of the first tokens."""
+        slots = device.to_host(self.slots[:CHECKED_ROWS])
+        return [device.to_host(cache).reshape(-1, HK, E)[slots].astype(np.float64) for cache in self.caches]
+
+
+def split_work(tokens, normed=True):
+    case = Heads(tokens, normed)
+
+    def pairs():
+        return list(zip(map(head, case.outs), case.expected(), strict=False))
+
+    def run():
+        qkv_split(case.qkv, *case.weights, EPS, *case.tables, *case.outs, case.rstd)
+
+    return Work(run, 2 * size(case.qkv) + case.norm_bytes, pairs)
+
+
+def split_to_cache_work(tokens):
+    case = Heads(tokens, True)
+
+    def run():
+        qkv_split_to_cache(case.qkv, *case.weights, EPS, *case.tables, case.slots, case.outs[0], *case.caches)
+
+    def pairs():
+        return list(zip([head(case.outs[0]), *case.cached()], case.expected(), strict=False))
+
+    return Work(run, 2 * size(case.qkv), pairs)
+
+
+def split_backward_work(tokens, normed=True):
+    case = Heads(tokens, normed)
+
+    def run():
+        arguments = (case.qkv, *case.weights, *case.tables, case.rstd, case.dqkv, *case.dweights)
+        qkv_split_backward(*case.douts, *arguments)
+
+    def pairs():
+        rstd = head(case.rstd) if normed else None
+        arguments = (*map(head, case.douts), head(case.qkv), *case.host_weights, *case.host_tables, rstd)
+        return [(head(case.dqkv), qkv_split_backward_ref(*arguments)[0])]
+
+    # Without a norm qkv is not read; with one, its values are not.
+    read = size(case.qkv) * (H + HK) // (H + 2 * HK) if normed else 0
+    return Work(run, 2 * size(case.dqkv) + read + case.norm_bytes, pairs)
+
+
+def rope_work(tokens):
+    case = Heads(tokens, False)
+    x, out = case.douts[0], case.outs[0]
+    return Work(
+        lambda: rope(x, *case.tables, out),
+        size(x, out),
+        lambda: [(head(out), rope_ref(head(x), *case.host_tables))],
+    )
+
+
+def write_kv_work(tokens):
+    case = Heads(tokens, False)
+    k, v = case.douts[1:]
+    return Work(
+        lambda: write_kv(k, v, case.slots, *case.caches),
+        2 * size(k, v),
+        lambda: list(zip(case.cached(), (head(k), head(v)), strict=True)),
+    )
+
+
+def rmsnorm_work(tokens):
+    x, weight, out, rstd = random_array(tokens, D), random_array(D), empty(tokens, D), empty(tokens, dtype="float32")
+    return Work(
+        lambda: rmsnorm(x, weight, EPS, out, rstd),
+        size(x, out, rstd),
+        lambda: [(head(out), rmsnorm_ref(head(x), device.to_host(weight).astype(np.float64), EPS)[0])],
+    )
+
+
+def rmsnorm_backward_work(tokens):
+    dout, x, dx = (random_array(tokens, D) for _ in range(3))
+    weight, rstd, dweight = random_array(D), cupy.ones(tokens, np.float32), cupy.zeros(D, np.float32)
+    before = head(dx)
+
+    def run():
+        rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=True)
+
+    def pairs():
+        wide = device.to_host(weight).astype(np.float64)
+        return [(head(dx), before + rmsnorm_backward_ref(head(dout), head(x), wide, head(rstd))[0])]
+
+    return Work(run, size(dout, x, dx, dx, rstd), pairs)
+
+
+def swiglu_work(tokens):
+    gate_up, out = random_array(tokens, 2 * F), empty(tokens, F)
+    return Work(lambda: swiglu(gate_up, out), size(gate_up, out), lambda: [(head(out), swiglu_ref(head(gate_up)))])
+
+
+def swiglu_backward_work(tokens):
+    dout, gate_up, dgate_up = random_array(tokens, F), random_array(tokens, 2 * F), empty(tokens, 2 * F)
+    return Work(
+        lambda: swiglu_backward(dout, gate_up, dgate_up),
+        size(dout, gate_up, dgate_up),
+        lambda: [(head(dgate_up), swiglu_backward_ref(head(dout), head(gate_up)))],
+    )
+
+
+def add_work(tokens):
+    x, y, out = random_array(tokens, D), random_array(tokens, D), empty(tokens, D)
+    return Work(lambda: add(x, y, out), size(x, y, out), lambda: [(head(out), head(x) + head(y))])
+
+
+def different_ids(tokens):
+    return np.random.default_rng(0).permutation(V)[:tokens].astype(np.int32)
+
+
+def embedding_work(tokens):
+    ids, weight, out = different_ids(tokens), random_array(V, D), empty(tokens, D)
+    on_device = cupy.asarray(ids)
+    return Work(
+        lambda: embedding(on_device, weight, out),
+        2 * size(out),
+        lambda: [(head(out), device.to_host(weight)[ids[:CHECKED_ROWS]].astype(np.float64))],
+    )
+
+
+def embedding_backward_work(tokens):
+    ids, dout, dweight = different_ids(tokens), random_array(tokens, D), cupy.zeros((V, D), np.float32)
+    on_device = cupy.asarray(ids)
+    return Work(
+        lambda: embedding_backward(on_device, dout, dweight),
+        # float32 is added to.
+        size(dout) + 2 * 4 * dout.size,
+        # No id comes twice.
+        lambda: [(device.to_host(dweight)[ids[:CHECKED_ROWS]], head(dout))],
+    )
+
+
+OPERATORS = {
+    "rmsnorm": rmsnorm_work,
+    "rmsnorm_backward": rmsnorm_backward_work,
+    "qkv_split": split_work,
+    "qkv_split_to_cache": split_to_cache_work,
+    "qkv_split_backward": split_backward_work,
+    "qkv_split without norm": lambda tokens: split_work(tokens, False),
+    "qkv_split_backward without norm": lambda tokens: split_backward_work(tokens, False),
+    "rope": rope_work,
+    "write_kv": write_kv_work,
+    "swiglu": swiglu_work,
+    "swiglu_backward": swiglu_backward_work,
+    "add": add_work,
+    "embedding": embedding_work,
+    "embedding_backward": embedding_backward_work,
+}
+# Sorting ids allocates, which a graph's capture does not allow.
+NOT_AS_GRAPH = {"embedding_backward"}
+
+
+def relative_error(actual, expected):
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def error_of(work):
+    work.run()
+    return max(relative_error(actual, expected) for actual, expected in work.pairs())
+
+
+def measure(name, tokens, ceiling):
+    make = OPERATORS[name]
+    work = make(tokens)
+    error = error_of(work)
+    # A rounding of bfloat16 is 2^-9 at most.
+    bad = "" if error < 2**-8 else "  WRONG"
+    if name in NOT_AS_GRAPH:
+        us = time_us(work.run)
+    else:
+        works = [work, *(make(tokens) for _ in range(min(2 * CACHE_BYTES // work.nbytes, MOST_SETS - 1)))]
+        us = graph_time_us([one.run for one in works])
+    report(f"{name}, {tokens} tokens", us, work.nbytes, ceiling, f"error {error:.1e}{bad}", tokens >= BAR_TOKENS)
+
+
+def report(what, us, nbytes, ceiling, remark, has_bar):
+    share = nbytes / us / 1e3 / ceiling
+    print(f"{what:50} {us:8.1f} us  {nbytes / 1e6:8.2f} MB  share {share:5.2f}  {remark}", flush=True)
+    row(what, f"{share:.2f} of a copy, {us:.1f} us, {remark}", BAR_SHARE if has_bar else "")
+
+
+def measure_adamw(ceiling):
+    weights, grads = random_array(PARAMETERS, scale=0.02), random_array(PARAMETERS, dtype="float32")
+    master, m, v = weights.astype(np.float32), cupy.zeros_like(grads), cupy.zeros_like(grads)
+    scalars = adamw_scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
+    before = [head(array) for array in (master, grads, m, v)]
+    arguments = (weights, master, grads, m, v, cupy.asarray(scalars), PARAMETERS)
+    adamw(*arguments)
+    expected = adamw_ref(*before, scalars.astype(np.float64), True)[0]
+    error = relative_error(head(master), expected)
+    us = time_us(lambda: adamw(*arguments))
+    nbytes = size(weights) + size(grads) + 2 * size(master, m, v)
+    bad = "" if error < 1e-5 else "  WRONG"
+    report(f"adamw, {PARAMETERS} parameters", us, nbytes, ceiling, f"error {error:.1e}{bad}", True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--only", default="", help="operators whose name contains this")
+    options = parser.parse_args()
+    ceiling = copy_gbs()
+    print(f"{options.tokens} tokens; a copy: {ceiling:.0f} GB/s")
+    for name in OPERATORS:
+        if options.only in name:
+            measure(name, options.tokens, ceiling)
+    if options.only in "adamw":
+        measure_adamw(ceiling)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,8 @@
 
     k_cache[slot // block_size, slot % block_size] = k[n]      slot = slot_mapping[n]; -1: the token is skipped
 
-k, v (N, HK, E); k_cache, v_cache (blocks, block_size, HK, E) of the same floating dtype: a copy of bits.
+k, v (N, HK, E); k_cache, v_cache (blocks, block_size, HK, E) of the same floating dtype: a copy of bits. A rollout
+does not make k and v first: qkv.qkv_split_to_cache writes them where this would copy them.
 """
 
 import numpy as np

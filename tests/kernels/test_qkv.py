@@ -176,9 +176,10 @@ def test_where_arrays_lie_changes_no_bits(rng, normed):
 
         def place(array, offset=offset):
             """A copy; the second time nothing is aligned to more than an element."""
-            there = xp.zeros(offset + array.size, array.dtype)[offset:].reshape(array.shape)
-            there[...] = device.asarray(array)
-            return there
+            skipped = offset * array.itemsize
+            there = xp.zeros(skipped + array.nbytes, np.uint8)[skipped:]
+            there[...] = device.asarray(array.reshape(-1).view(np.uint8))
+            return there.view(array.dtype).reshape(array.shape)
 
         there = {name: place(array) for name, array in host.items()}
         weights = [there[name] if normed else None for name in ("q_weight", "k_weight")]

@@ -10,10 +10,13 @@ from rlnumba.kernels import (
     adamw,
     elementwise,
     embedding,
+    kv_cache,
     logprob,
     policy_loss,
+    qkv,
     reduce,
     rmsnorm,
+    rope,
     sampling,
     swiglu,
     value_loss,
@@ -24,10 +27,16 @@ from tests.offline import pretend
 F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"
 H1, H2, H3 = (name.replace("float32", "uint16") for name in (F1, F2, F3))
 ROW = [rmsnorm.share_row(1000, 2, 8, *budget) for budget in (rmsnorm.FORWARD, rmsnorm.BACKWARD)]
+HEAD = rope.HeadShape(128, 8, 8, 4)
 KERNELS = [
     (rmsnorm.rmsnorm_kernel(ROW[0], True), [H2, H2, H1, "float32", H2, F1]),
     (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8), [H2, H2, H1, F1, "int64", H2, F2]),
     (rmsnorm.add_partials_kernel, [F2, F1]),
+    (rope.rope_kernel(HEAD, 5), [H2, F2, F2, I1, "float32", H2]),
+    (qkv.qkv_split_kernel(HEAD, 5, 2, True, False), [H2, H2, H2, "float32", F2, F2, I1, I1, H2, H2, H2, F2]),
+    (qkv.qkv_split_kernel(HEAD, 5, 2, True, True), [H2, H2, H2, "float32", F2, F2, I1, I1, H2, H2, H2, F2]),
+    (qkv.qkv_split_backward_kernel(HEAD, 5, 2), [H2, H2, H2, F2, F2, I1, H2]),
+    (kv_cache.write_kv_kernel(np.uint16, 8, True), [H2, H2, I1, H2, H2]),
     (swiglu.swiglu_kernel(8, 8, True), [H3, H2]),
     (swiglu.swiglu_backward_kernel(8, 8, True), [H2, H3, H3]),
     (elementwise.add_kernel(8, 8, True), [H1, H1, H1]),

@@ -5,7 +5,7 @@ from rlnumba import device
 from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars
 from tests.close import ROUNDING, assert_close, assert_same_bits
 
-SIZES = [0, 1, 255, 256, 260]
+SIZES = [0, 1, 1023, 1024, 1028]
 HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}
 
 
@@ -32,7 +32,7 @@ def run_steps(rng, size, dtype, steps=3):
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_simulator(rng, dtype):
-    for size in SIZES if dtype == "float32" else [128, 72]:
+    for size in SIZES if dtype == "float32" else [1024, 72]:
         run_steps(rng, size, dtype)
 
 

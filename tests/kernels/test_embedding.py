@@ -15,7 +15,7 @@ from rlnumba.kernels.embedding import (
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, V, D)
-SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 130), (0, 5, 8), (100, 6, 4)]
+SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 514), (0, 5, 8), (100, 6, 4), (33, 3, 1024)]
 REAL = [(4096, 151936, 1024), (4097, 50257, 129), (0, 151936, 1024), (1, 151936, 1024), (300, 2000, 4096)]
 
 

@@ -69,8 +69,9 @@ def run_groups(rng, groups, members):
 
 @pytest.mark.sim
 def test_simulator(rng):
-    for size in (0, 257):
+    for size in (0, 257, 4100):
         run_sum_of_squares(rng, size)
+    # Two blocks of rows; the columns of a block exactly.
     for shape in [(0, 8), (129, 33), (73, 128)]:
         run_column_sum(rng, shape, "float32")
     run_column_sum(rng, (5, 3), "bfloat16")
@@ -84,7 +85,7 @@ def test_simulator(rng):
 @pytest.mark.sim
 def test_simulator_with_several_rounds(rng, monkeypatch):
     monkeypatch.setattr(reduce, "MAX_BLOCKS", 2)
-    for size in (2500, 4096):
+    for size in (9000, 16_384):
         run_sum_of_squares(rng, size)
 
 

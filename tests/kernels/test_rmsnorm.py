@@ -72,6 +72,32 @@ def test_simulator_16_bit(rng, monkeypatch, dtype, columns):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("rows", [1, 255, 257, 528])
+def test_partial_rows_are_added(rng, rows):
+    """By warps that load several rows at a time: fewer than they could, and more than once."""
+    partials, total = rng.standard_normal((rows, 33), np.float32), device.xp().ones(33, np.float32)
+    expected = partials.astype(np.float64).sum(axis=0) + 1
+    rmsnorm_module.add_partials(device.asarray(partials), total)
+    assert_close(total, expected, terms=rows + 1, scale=np.sqrt(rows) + 3)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "columns,dtype", [(1024, "bfloat16"), (2560, "float16"), (4096, "float32"), (8192, "bfloat16")]
+)
+def test_simulator_real_rows(rng, columns, dtype):
+    x, _, residual, weight = arrays(rng, (2, columns), dtype)
+    out, rstd = device.xp().empty(x.shape, x.dtype), device.xp().empty(2, np.float32)
+    total = device.asarray(residual.copy())
+    rmsnorm_residual(device.asarray(x), total, device.asarray(weight), EPS, out, rstd)
+    stored = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+    assert_same_bits(total, stored, "residual")
+    expected, expected_rstd = rmsnorm_ref(stored.astype(np.float64), weight.astype(np.float64), EPS)
+    assert_close(out, expected, terms=columns, what="out")
+    assert_close(rstd, expected_rstd, terms=columns, what="rstd")
+
+
+@pytest.mark.sim
 def test_many_wide_rows(rng, monkeypatch):
     """Rows of two warps, more of them than FEW_ROWS."""
     monkeypatch.setattr(rmsnorm_module, "FEW_ROWS", 0)

@@ -130,6 +130,12 @@ def test_simulator_several_tiles_of_a_quad(rng):
     check_against_reference(make(rng, 1, sampling.CLASSES * sampling.TILE_COLUMNS + 300))
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}], ids=["none", "qwen"])
+@pytest.mark.sim
+def test_simulator_a_whole_vocabulary(rng, options):
+    check_against_reference(make(rng, 1, QWEN_VOCABULARY, **options))
+
+
 @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}], ids=["top_p", "top_k"])
 @pytest.mark.sim
 def test_simulator_more_tokens_than_the_list_holds(rng, monkeypatch, options):

@@ -13,7 +13,7 @@ from rlnumba.kernels.swiglu import (
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, F)
-SMALL = [(1, 1), (2, 255), (1, 768), (2, 772), (0, 8), (3, 5)]
+SMALL = [(1, 1), (2, 255), (1, 3072), (2, 3080), (0, 8), (3, 5)]
 REAL = [(4096, 3072), (4097, 1001), (0, 3072), (1, 3072), (300, 12288), (70_000, 8)]
 
 
@@ -64,8 +64,6 @@ def test_gpu(rng, shape, dtype):
 @pytest.mark.parametrize("rows", [65, pytest.param(2, marks=pytest.mark.sim)])
 @pytest.mark.parametrize("columns", [5, 96, 131, 3000])
 def test_a_row_depends_on_itself_alone(rng, columns, rows):
-    if device.name() == "sim" and rows * columns > 300:
-        pytest.skip("too slow in the simulator")
     gate_up = device.asarray(rng.standard_normal((rows, 2 * columns), np.float32))
     out, alone = device.xp().empty((rows, columns), np.float32), device.xp().empty((1, columns), np.float32)
     swiglu(gate_up, out)

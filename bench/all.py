@@ -49,6 +49,7 @@ BENCHES = (
     Bench("logprob", "bench/kernels/logprob.py", 120),
     Bench("sampling", "bench/kernels/sampling.py", 60),
     Bench("memory", "bench/kernels/memory.py", 90),
+    Bench("launch", "bench/kernels/launch.py", 30),
     Bench("engine_hopper", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120, HOPPER),
     Bench("train_hopper", "bench/train.py", 90, HOPPER),
     Bench("grpo_hopper", "bench/grpo.py", 120, HOPPER),
@@ -60,6 +61,8 @@ BENCHES = (
     Bench("train", "bench/train.py", 90),
     Bench("grpo", "bench/grpo.py", 120),
     Bench("train_tensor_core", "bench/train.py", 120, "tensor_core"),
+    Bench("engine_groups_hopper", "bench/engine.py --workloads groups --repeat 1", 120, HOPPER),
+    Bench("engine_no_groups_hopper", "bench/engine.py --workloads groups --no-groups --repeat 1", 120, HOPPER),
     Bench("engine_mixed_hopper", "bench/engine.py --workloads mixed,fixed\\ 8", 200, HOPPER),
 )
 

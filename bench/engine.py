@@ -20,6 +20,8 @@ from report import row
 from rlnumba import device
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.runner import Runner
+from rlnumba.kernels.paged_attention import Sharing
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model
 from rlnumba.model.weights import Weights
@@ -38,15 +40,18 @@ STORIES_15M = {
     "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
 }  # fmt: skip
 
-# name: (requests, prompt tokens, output tokens, temperature); a pair is a range to draw from.
+# name: (requests, completions of each, prompt tokens, output tokens, temperature); a pair is a range to draw from.
 WORKLOADS = {
-    "mixed": (256, (100, 1024), (100, 1024), 0.6),
-    "fixed 256": (256, 128, 512, 1.0),
-    "fixed 64": (64, 128, 512, 1.0),
-    "fixed 8": (8, 128, 512, 1.0),
-    "single": (1, 128, 512, 1.0),
-    "small 16": (16, 8, 64, 1.0),
-    "small 1": (1, 8, 64, 1.0),
+    "mixed": (256, 1, (100, 1024), (100, 1024), 0.6),
+    "fixed 256": (256, 1, 128, 512, 1.0),
+    "fixed 64": (64, 1, 128, 512, 1.0),
+    "fixed 8": (8, 1, 128, 512, 1.0),
+    "single": (1, 1, 128, 512, 1.0),
+    # What GRPO asks for: decode reads a prompt's keys once for all its completions (--no-groups: for each).
+    "groups": (64, 8, 2049, 256, 1.0),
+    "small 16": (16, 1, 8, 64, 1.0),
+    "small 1": (1, 1, 8, 64, 1.0),
+    "small groups": (4, 8, 100, 16, 1.0),
 }
 # Tokens a second that an H200 should reach.
 BARS = {"mixed": 28_000, "fixed 256": 60_000, "fixed 64": 42_000, "fixed 8": 9_000, "single": 1_200}
@@ -55,7 +60,7 @@ ON_GPU, ON_CPU = ("mixed", "fixed 256", "fixed 64", "fixed 8", "single"), ("smal
 
 def workload(name, vocabulary, limit):
     """(prompts, params) of a workload; lengths beyond the model's limit are cut."""
-    requests, prompt, output, temperature = WORKLOADS[name]
+    requests, completions, prompt, output, temperature = WORKLOADS[name]
     generator = np.random.default_rng(0)
 
     def lengths(spec):
@@ -64,18 +69,19 @@ def workload(name, vocabulary, limit):
 
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths(prompt)]
     params = [
-        SamplingParams(temperature=temperature, max_tokens=int(length), ignore_eos=True) for length in lengths(output)
+        SamplingParams(temperature=temperature, max_tokens=int(length), ignore_eos=True, n=completions)
+        for length in lengths(output)
     ]
     return prompts, params
 
 
 def floor_s(config, weights_bytes, itemsize, prompts, params):
-    """Seconds below which no engine can get on the GPU whose rates stand above."""
-    starts = np.array([len(prompt) for prompt in prompts])
-    outputs = np.array([p.max_tokens for p in params])
+    """Seconds below which no engine can get on the GPU whose rates stand above, if completions share nothing."""
+    starts = np.array([len(prompt) for prompt, p in zip(prompts, params, strict=True) for _ in range(p.n)])
+    outputs = np.array([p.max_tokens for p in params for _ in range(p.n)])
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
     flop = 2 * weights_bytes / itemsize
-    seconds = flop * starts.sum() / FLOP_PER_S
+    seconds = flop * sum(map(len, prompts)) / FLOP_PER_S
     for step in range(outputs.max()):
         active = outputs > step
         read = weights_bytes + kv_bytes * (starts[active] + step).sum()
@@ -92,6 +98,7 @@ def main():
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--no-groups", action="store_true", help="decode reads a common prompt for each completion")
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     if arguments.model:
@@ -99,10 +106,12 @@ def main():
     else:
         config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
         model = Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
+    if arguments.no_groups:
+        Runner.sharing = Sharing((), 0)
     names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU
 
     print(device.describe())
-    print(f"{'workload':10} {'tokens':>8} {'first s':>8} {'s':>8} {'tok/s':>9} {'floor tok/s':>12} {'share':>6}")
+    print(f"{"workload":12} {'tokens':>8} {'first s':>8} {'s':>8} {'tok/s':>9} {'floor tok/s':>12} {'share':>6}")
     for name in names:
         llm = LLM(
             model,
@@ -111,6 +120,8 @@ def main():
                 gpu_memory_utilization=0.9,
                 enforce_eager=arguments.enforce_eager,
                 max_num_batched_tokens=arguments.max_num_batched_tokens,
+                # All at once, so that nearly all steps are decode steps.
+                max_num_seqs=512 if name == "groups" else EngineConfig.max_num_seqs,
             ),
         )
         prompts, params = workload(name, model.config.vocab_size, llm.max_model_len)
@@ -120,15 +131,19 @@ def main():
             started = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds.append(time.perf_counter() - started)
-        tokens = sum(len(output.completions[0].token_ids) for output in outputs)
-        assert tokens == sum(p.max_tokens for p in params)
+        tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
+        assert tokens == sum(p.max_tokens * p.n for p in params)
         median = statistics.median(seconds[1:])
-        line = f"{name:10} {tokens:8} {seconds[0]:8.2f} {median:8.3f} {tokens / median:9.0f}"
+        line = f"{name:12} {tokens:8} {seconds[0]:8.2f} {median:8.3f} {tokens / median:9.0f}"
         if on_gpu:
             floor = floor_s(model.config, model.weights.flat.nbytes, model.dtype.itemsize, prompts, params)
             line += f" {tokens / floor:12.0f} {floor / median:6.1%}"
         print(line, flush=True)
-        row(f"{name}, {tokens} tokens", f"{tokens / median:.0f} tok/s", BARS.get(name, "") if on_gpu else "")
+        row(
+            f"{name}{' not shared' if arguments.no_groups else ''}, {tokens} tokens",
+            f"{tokens / median:.0f} tok/s",
+            BARS.get(name, "") if on_gpu else "",
+        )
         llm.sleep()
 
 

@@ -111,7 +111,7 @@ def main():
     names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU
 
     print(device.describe())
-    print(f"{"workload":12} {'tokens':>8} {'first s':>8} {'s':>8} {'tok/s':>9} {'floor tok/s':>12} {'share':>6}")
+    print(f"{'workload':12} {'tokens':>8} {'first s':>8} {'s':>8} {'tok/s':>9} {'floor tok/s':>12} {'share':>6}")
     for name in names:
         llm = LLM(
             model,

@@ -600,8 +600,8 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     logits (B, V) float32, V < 2^24; temperature (B,) float32, 0 for greedy; top_k (B,) int32, 0 for off; top_p
     (B,) float32 in (0, 1], 1 for off; min_p (B,) float32 in [0, 1], 0 for off; keys (B, 2) uint32 from noise_key;
     sample_index (B,) int32, which completion of the prompt; position (B,) int32, of the token to draw. token_ids
-    (B,) int32 and logprobs (B,) float32 are written. A row with a NaN gives a NaN log-prob. Raises ValueError
-    for other shapes or dtypes.
+    (B,) int32 and logprobs (B,) float32 are written. A row with a NaN or +inf, or of -inf alone, gives some token
+    with a NaN log-prob. Raises ValueError for other shapes or dtypes.
     """
     rows, columns = check("sample", "logits", logits, (None, None), F32)
     for name, array, dtypes in (
@@ -755,7 +755,9 @@ def sample_rows(logits, temperature, top_k, top_p, min_p, keys, sample_index, po
         token = int(top)
         if not greedy:
             threshold = LOWEST
-            if min_p[b] > 0 or 0 < top_k[b] < row.shape[0] or top_p[b] < 1:
+            filtered = min_p[b] > 0 or 0 < top_k[b] < row.shape[0] or top_p[b] < 1
+            # A row with a NaN or an infinity has no buckets.
+            if filtered and not math.isnan(lse):
                 threshold, lse = _filter(row, divisor, top_k[b], top_p[b], min_p[b], row[top] / divisor)
             noise = keys[b, 0], keys[b, 1], np.uint32(sample_index[b]), np.uint32(position[b])
             token = _race(row, divisor, threshold, *noise)

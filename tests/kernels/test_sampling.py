@@ -161,9 +161,19 @@ def test_simulator_masked_tokens_do_not_count(rng, options):
 @pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
 @pytest.mark.sim
 def test_rows_that_are_no_distribution(rng, monkeypatch, options):
-    """What a model whose weights are lost gives: some token, and NaN."""
     use_gpu_arithmetic(monkeypatch, sampling, row_sum)
     fill_shared_memory(monkeypatch, 0x11)
+    check_rows_that_are_no_distribution(rng, options)
+
+
+@pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
+def test_numpy_device_rows_that_are_no_distribution(rng, options):
+    if device.name() == "numpy":
+        check_rows_that_are_no_distribution(rng, options)
+
+
+def check_rows_that_are_no_distribution(rng, options):
+    """What a model whose weights are lost gives: some token, and NaN."""
     arguments = make(rng, 5, 70, **options)
     arguments["logits"][:2] = np.array([[np.nan], [-np.inf]])
     arguments["logits"][2, 33] = np.nan

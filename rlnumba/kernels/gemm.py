@@ -32,11 +32,11 @@ from rlnumba.kernels.instructions import narrow, widen
 from rlnumba.kernels.launch import launch
 from rlnumba.kernels.swiglu import swiglu, swiglu_ref
 
-# Side of the square of outputs that a block owns, one output a thread. The simulator's threads are slow.
-TILE = 8 if device.name() == "sim" else 16
+# Side of the square of outputs that a block owns, one output a thread.
+TILE = 16
 # bias_backward: columns of a block, one a lane so that a warp reads consecutive addresses, and rows at a time.
 COLUMNS = 32
-ROW_LANES = 2 if device.name() == "sim" else 16
+ROW_LANES = 16
 # Row length of a shared tile: one more, so that the elements of a column lie in different banks.
 PADDED = TILE + 1
 START_THREADS = 256

@@ -15,7 +15,7 @@ from rlnumba.kernels.instructions import access_length, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
 # Tokens of a block, one a warp, and vectors of k and of v that a lane loads before it stores the first.
-WARPS = 2 if device.name() == "sim" else 4
+WARPS = 4
 UNROLL = 4
 
 

@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256
 # Heads that a group of lanes owns at most, all loaded before the first is used: 128 bytes a lane.
 MAX_HEADS = 4
 # Warps of a block, which share nothing; one where there are too few for WARPS on each of 132 SMs, as in decode.
-WARPS = 2 if device.name() == "sim" else 4
+WARPS = 4
 FEW_WARPS = 528
 
 _NEEDED = {

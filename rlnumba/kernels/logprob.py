@@ -138,6 +138,8 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
 
         def operate(hidden, ids, _, outputs, __):
             logprob_hopper.linear_logp(hidden, weight, ids, temperature, *outputs)
+
+        at_once = logprob_hopper.forward_rows(vocabulary)
     else:
 
         def operate(hidden, ids, _, outputs, __):
@@ -146,7 +148,8 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
         if device.name() != "numpy":
             operate(hidden, ids, (), outputs, None)
             return
-    _on_live_rows(operate, ids != IGNORED, hidden, ids, (), outputs, None)
+        at_once = rows
+    _on_live_rows(operate, ids != IGNORED, hidden, ids, (), outputs, None, at_once)
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, bias=None, dbias=None):
@@ -167,6 +170,8 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
 
         def operate(hidden, ids, inputs, _, dhidden):
             logprob_hopper.linear_logp_backward(hidden, weight, ids, temperature, *inputs, dhidden, dweight)
+
+        at_once = logprob_hopper.backward_rows(hidden.shape[1])
     else:
 
         def operate(hidden, ids, inputs, _, dhidden):
@@ -175,7 +180,8 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         if device.name() != "numpy":
             operate(hidden, ids, (lse, dlogp), (), dhidden)
             return
-    _on_live_rows(operate, (ids != IGNORED) & (dlogp != 0), hidden, ids, (lse, dlogp), (), dhidden)
+        at_once = rows
+    _on_live_rows(operate, (ids != IGNORED) & (dlogp != 0), hidden, ids, (lse, dlogp), (), dhidden, at_once)
 
 
 def linear_logp_with_gradient(
@@ -183,10 +189,14 @@ def linear_logp_with_gradient(
 ):
     """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
 
-    Arguments and errors as theirs, without a bias. On Hopper it takes three products instead of four, and rounds the
-    probabilities to hidden's dtype once more.
+    Arguments and errors as theirs, without a bias. logp, lse, entropy and top1 have linear_logp's bits.
+
+    Where logprob_hopper.py serves the arrays, a row takes three products instead of four, or one if its dlogp is 0, and
+    probabilities are rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES there, 256
+    MiB (248 where D is 1,024 and V 151,936), and some numbers a row. Elsewhere this is linear_logp, then
+    linear_logp_backward, with their bits: CHUNK_LOGITS float32 logits, and their gradient.
     """
-    rows, _ = _check_linear("linear_logp_with_gradient", hidden, weight, ids, temperature, None)
+    rows, vocabulary = _check_linear("linear_logp_with_gradient", hidden, weight, ids, temperature, None)
     outputs = (logp, lse, entropy, top1)
     names = (("logp", F32), ("lse", F32), ("entropy", F32), ("top1", I32))
     for (name, dtypes), array in zip(names, outputs, strict=True):
@@ -200,13 +210,20 @@ def linear_logp_with_gradient(
         linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
         return
 
-    def operate(hidden, ids, inputs, outputs, dhidden):
+    def forward(hidden, ids, _, outputs, __):
+        logprob_hopper.linear_logp(hidden, weight, ids, temperature, *outputs)
+
+    def one_pass(hidden, ids, inputs, outputs, dhidden):
         logp, lse, entropy, top1 = outputs
         logprob_hopper.linear_logp_with_gradient(
             hidden, weight, ids, temperature, *inputs, logp, lse, dhidden, dweight, entropy, top1
         )
 
-    _on_live_rows(operate, ids != IGNORED, hidden, ids, (dlogp,), outputs, dhidden)
+    counts, learns = ids != IGNORED, dlogp != 0
+    at_once = logprob_hopper.forward_rows(vocabulary)
+    _on_live_rows(forward, counts & ~learns, hidden, ids, (), outputs, None, at_once)
+    at_once, _ = logprob_hopper.block_rows(hidden.shape[1], vocabulary)
+    _on_live_rows(one_pass, counts & learns, hidden, ids, (dlogp,), outputs, dhidden, at_once, keep_others=True)
 
 
 def _fused(hidden, weight, bias):
@@ -217,34 +234,39 @@ def _fused(hidden, weight, bias):
     return like_products and logprob_hopper.takes(hidden, weight)
 
 
-def _on_live_rows(operate, live, hidden, ids, inputs, outputs, dhidden):
+def _on_live_rows(operate, live, hidden, ids, inputs, outputs, dhidden, at_once, keep_others=False):
     """operate(hidden, ids, inputs, outputs, dhidden) on the rows that are `live`; others get 0, in int32 arrays -1.
 
-    live: (N,) bool; inputs and outputs: (N,) arrays, an output also None; dhidden (N, D) or None. On a GPU it waits for
-    the device, once.
+    live: (N,) bool; inputs and outputs: (N,) arrays, an output also None; dhidden (N, D) or None. at_once: rows that
+    operate takes at a time where not all are live, since these are copied. keep_others: outputs (not dhidden) of the
+    other rows stay as they are. On a GPU it waits for the device, once.
     """
-    xp = device.xp()
-    kept = xp.flatnonzero(live).astype(np.int32)
+    kept = device.xp().flatnonzero(live).astype(np.int32)
     if kept.shape[0] == ids.shape[0]:
         operate(hidden, ids, inputs, outputs, dhidden)
         return
-    for array in outputs:
+    for array in () if keep_others else outputs:
         if array is not None:
             array.fill(-1 if array.dtype == np.int32 else 0)
     if dhidden is not None:
         dhidden.fill(0)
-    if not kept.shape[0]:
-        return
-    some = xp.empty((kept.shape[0], hidden.shape[1]), hidden.dtype)
-    gather_rows(hidden, kept, some)
-    parts = [None if array is None else xp.empty(kept.shape, array.dtype) for array in outputs]
+    for first in range(0, kept.shape[0], at_once):
+        _on_rows(operate, kept[first : first + at_once], hidden, ids, inputs, outputs, dhidden)
+
+
+def _on_rows(operate, rows, hidden, ids, inputs, outputs, dhidden):
+    """_on_live_rows of the given `rows` (M,) int32, all at once, without a value for the others."""
+    xp = device.xp()
+    some = xp.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
+    gather_rows(hidden, rows, some)
+    parts = [None if array is None else xp.empty(rows.shape, array.dtype) for array in outputs]
     gradient = None if dhidden is None else xp.empty(some.shape, dhidden.dtype)
-    operate(some, ids[kept], [array[kept] for array in inputs], parts, gradient)
+    operate(some, ids[rows], [array[rows] for array in inputs], parts, gradient)
     for array, part in zip(outputs, parts, strict=True):
         if array is not None:
-            array[kept] = part
+            array[rows] = part
     if dhidden is not None:
-        scatter_rows(gradient, kept, dhidden)
+        scatter_rows(gradient, rows, dhidden)
 
 
 def check_ids(op, name, ids, limit, ignored=IGNORED):

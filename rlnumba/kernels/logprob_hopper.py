@@ -86,6 +86,8 @@ ARCHITECTURES = [(9, 0, "a")]
 # float32 gets a quarter of them, the forward's tile results another.
 EXTRA_BYTES = 256 << 20
 QUARTER = EXTRA_BYTES // 4
+# Bytes an element of the hidden states: where rows are left out, the others are copied, and so is their gradient.
+COPIES = 4
 # Largest, sum, entropy's sum, first column of the largest.
 RESULTS = 4
 # A class has one thread of merge_kernel, or several if a warp has more threads than there are classes.
@@ -647,20 +649,36 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     tile = tile or HeadTile(hidden.dtype.name, "terms", entropy=entropy is not None, top1=top1 is not None)
     xp = device.xp()
     tiles = -(-weight.shape[0] // TILE_COLUMNS)
-    step = max(1, QUARTER // (4 * RESULTS * tiles) // tile.rows) * tile.rows
+    step = forward_rows(weight.shape[0], tile.rows)
+    memory = xp.empty(min(step, hidden.shape[0]) * tiles * RESULTS, np.float32)
     for first in range(0, hidden.shape[0], step):
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
-        results = xp.empty(count * tiles * RESULTS, np.float32)
+        results = memory[: count * tiles * RESULTS]
         chosen = xp.full(count, math.nan, np.float32)
         _launch_head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)
         outputs = logp[rows], lse[rows], _part(entropy, rows), _part(top1, rows)
         _merge(results, chosen, ids[rows], temperature, *outputs)
 
 
+def forward_rows(vocabulary, rows_of_tile=128):
+    """Rows of which the forward keeps tile results at one time."""
+    tiles = -(-vocabulary // TILE_COLUMNS)
+    return max(1, QUARTER // (4 * RESULTS * tiles) // rows_of_tile) * rows_of_tile
+
+
+def backward_rows(width, rows_of_tile=128):
+    """Rows whose gradient the backward adds up in float32 at one time."""
+    return max(1, QUARTER // (4 * width) // rows_of_tile) * rows_of_tile
+
+
 def chunk_columns(rows, width, vocabulary, rows_of_tile=128, columns_of_tile=256):
-    """Columns of a chunk of dz: what fits into EXTRA_BYTES, and fills the SMs best in dweight's product."""
-    most = max(1, (EXTRA_BYTES - 4 * rows * width) // (2 * rows * TILE_COLUMNS)) * TILE_COLUMNS
+    """Columns of a chunk of dz: what fits into EXTRA_BYTES, and fills the SMs best in dweight's product.
+
+    Beside dz are the float32 gradient of the rows, and copies of the rows and of their gradient where the caller leaves
+    rows out.
+    """
+    most = max(1, (EXTRA_BYTES - (4 + COPIES) * rows * width) // (2 * rows * TILE_COLUMNS)) * TILE_COLUMNS
     if most >= vocabulary:
         return vocabulary
     best = None
@@ -681,14 +699,14 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     tile = tile or HeadTile(hidden.dtype.name, "gradient")
     xp = device.xp()
     vocabulary, width = weight.shape
-    step = max(1, QUARTER // (4 * width) // tile.rows) * tile.rows
+    step = min(backward_rows(width, tile.rows), hidden.shape[0])
+    columns = columns or chunk_columns(step, width, vocabulary)
+    memory = xp.empty(step * (columns + -columns % 8), hidden.dtype)
+    sums = xp.empty((step, width), np.float32)
     for first_row in range(0, hidden.shape[0], step):
         rows = slice(first_row, min(first_row + step, hidden.shape[0]))
         count = rows.stop - first_row
-        h, terms = hidden[rows], (ids[rows], lse[rows], dlogp[rows])
-        columns = columns or chunk_columns(count, width, vocabulary)
-        memory = xp.empty(count * (columns + -columns % 8), hidden.dtype)
-        wide = xp.empty((count, width), np.float32)
+        h, terms, wide = hidden[rows], (ids[rows], lse[rows], dlogp[rows]), sums[:count]
         for first in range(0, vocabulary, columns):
             chunk = slice(first, min(first + columns, vocabulary))
             part = weight[chunk]
@@ -701,9 +719,12 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
 
 
 def block_rows(width, vocabulary, rows_of_tile=128):
-    """(rows, slabs) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, slabs that fill the SMs."""
+    """(rows, slabs) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, slabs that fill the SMs.
+
+    A row has its exponentials, its tile results, a part of the gradient in each slab, and the copies.
+    """
     pitch = vocabulary + -vocabulary % 8
-    a_row = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS)
+    a_row = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS) + COPIES * width
     best = None
     for slabs in range(1, 17):
         rows = EXTRA_BYTES // (a_row + 4 * slabs * width) // rows_of_tile * rows_of_tile

@@ -10,6 +10,7 @@ from rlnumba.kernels.logprob import (
     linear_logp_backward,
     linear_logp_backward_ref,
     linear_logp_ref,
+    linear_logp_with_gradient,
     logp,
     logp_backward,
     logp_backward_ref,
@@ -269,6 +270,67 @@ def test_exponential_is_accurate():
     relative = np.abs(out[0, 1:] - exact) / exact
     assert relative[x > -87].max() < 2**-23
     assert np.all(out[0, 1:][x < -87] == 0)
+
+
+def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, without=3):
+    """[(logp, lse, entropy, top1, dhidden, dweight)] of linear_logp_with_gradient, and of the two other operators.
+
+    Every fifth row is ignored, every `without`-th has dlogp 0.
+    """
+    kind, xp = device.dtype(dtype), device.xp()
+    hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
+    weight = (3 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
+    dlogp = rng.standard_normal(rows, np.float32)
+    dlogp[1::without] = 0
+    arrays = [device.asarray(array) for array in (hidden, weight, random_ids(rng, rows, vocabulary), dlogp)]
+    hidden, weight, ids, dlogp = arrays
+    results = []
+    for together in (True, False):
+        logp, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
+        top1, dhidden = xp.full(rows, -7, np.int32), xp.full_like(hidden, np.nan)
+        dweight = xp.ones(weight.shape, np.float32)
+        if together:
+            outputs = logp, lse, dhidden, dweight, entropy, top1
+            linear_logp_with_gradient(hidden, weight, ids, temperature, dlogp, *outputs)
+        else:
+            linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1)
+            linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
+        results.append((logp, lse, entropy, top1, dhidden, dweight))
+    return results
+
+
+NAMES = ("logp", "lse", "entropy", "top1", "dhidden", "dweight")
+
+
+@pytest.mark.parametrize("shape", [*SMALL, (67, 1000, 33)])
+def test_with_gradient_is_the_two_calls(rng, shape):
+    """Where the Hopper kernels do not serve: the same bits."""
+    if device.name() == "sim" and shape[0] == 67:
+        pytest.skip("the others are enough for the kernels")
+    for one, two, what in zip(*one_and_two_calls(rng, *shape, "float32"), NAMES, strict=True):
+        assert_same_bits(one, two, what)
+
+
+@pytest.mark.sim
+def test_with_gradient_is_the_two_calls_in_kernels(rng):
+    for shape in SMALL:
+        test_with_gradient_is_the_two_calls(rng, shape)
+    for one, two, what in zip(*one_and_two_calls(rng, 7, 40, 16, "bfloat16"), NAMES, strict=True):
+        assert_same_bits(one, two, what)
+
+
+def test_with_gradient_names_what_is_wrong():
+    xp = device.xp()
+    hidden, weight, dweight = (xp.zeros(shape, np.float32) for shape in ((2, 3), (5, 3), (5, 3)))
+    ids, out = xp.zeros(2, np.int32), xp.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="linear_logp_with_gradient: temperature must be > 0, got -1"):
+        linear_logp_with_gradient(hidden, weight, ids, -1.0, out, out, out, hidden, dweight)
+    with pytest.raises(ValueError, match=r"linear_logp_with_gradient: dlogp must be \(2\) float32, got \(3,\) float32"):
+        linear_logp_with_gradient(hidden, weight, ids, 1.0, xp.zeros(3, np.float32), out, out, hidden, dweight)
+    ids[1] = 5
+    if device.name() != "cuda" or logprob.DEBUG:
+        with pytest.raises(ValueError, match=r"linear_logp_with_gradient: ids\[1\] must be in \[0, 5\) or -100, got 5"):
+            linear_logp_with_gradient(hidden, weight, ids, 1.0, out, out, out, hidden, dweight)
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])

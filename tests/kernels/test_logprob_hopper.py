@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from rlnumba.kernels.logprob import IGNORED, linear_logp_backward_ref, linear_lo
 from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns, may_lead
 from rlnumba.kernels.sampling import sample
 from tests.close import ROUNDING, assert_close, assert_same_bits
+from tests.kernels.test_logprob import NAMES, one_and_two_calls
 
 QWEN3_06B = (16_384, 151_936, 1024)
 CHECKED = 64
@@ -115,7 +118,7 @@ def test_simulator_backward(rng, monkeypatch):
     case = make(rng, 20, 300, 64, "bfloat16", ignored=False)
     hidden, weight, ids, dlogp = case
     lse = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
-    monkeypatch.setattr(logprob_hopper, "EXTRA_BYTES", 20 * (4 * 64 + 2 * 256) + 100)
+    monkeypatch.setattr(logprob_hopper, "EXTRA_BYTES", 20 * (8 * 64 + 2 * 256) + 100)
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
     tile = HeadTile("bfloat16", "gradient", groups=1, stages=2)
     logprob_hopper.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, tile=tile)
@@ -136,6 +139,30 @@ def test_simulator_with_gradient(rng):
     logprob_hopper.linear_logp_with_gradient(*arguments, tile=tile, shape=(64, 2))
     check_terms(out, case, 1.3)
     check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("rows", "without", "blocks"), [(170, 200, [128, 7]), (11, 3, [6]), (11, 1, [1])])
+def test_simulator_operator(rng, monkeypatch, rows, without, blocks):
+    """The operator in one pass: few rows have no gradient, some, or all but one."""
+    no_gpu()
+    called = []
+    one_pass = logprob_hopper.linear_logp_with_gradient
+
+    def counted(hidden, *arguments):
+        called.append(len(hidden))
+        one_pass(hidden, *arguments)
+
+    monkeypatch.setattr(logprob_hopper, "linear_logp_with_gradient", counted)
+    monkeypatch.setattr(logprob_hopper, "block_rows", lambda width, vocabulary: (128, 2))
+    with choice.forced("hopper"):
+        one, two = one_and_two_calls(rng, rows, 100, 72, "bfloat16", without=without)
+    assert called == blocks
+    for first, second, what in zip(one[:4], two[:4], NAMES, strict=False):
+        assert_same_bits(first, second, what)
+    for first, second, what in zip(one[4:], two[4:], NAMES[4:], strict=True):
+        assert_close(first, second, "bfloat16", terms=400, scale=8.0, what=what)
+    assert not one[4][2::5].any() and not one[4][1::without].any()
 
 
 def test_the_second_consumer_follows():
@@ -159,10 +186,49 @@ def test_extra_memory(shape, monkeypatch):
     rows = min(rows, logprob_hopper.QUARTER // (4 * width))
     columns = chunk_columns(rows, width, vocabulary)
     assert columns == vocabulary or columns % 256 == 0
-    assert rows * (2 * columns + 4 * width) <= logprob_hopper.EXTRA_BYTES
+    assert rows * (2 * columns + 8 * width) <= logprob_hopper.EXTRA_BYTES
     rows, slabs = block_rows(width, vocabulary)
-    tiles = -(-vocabulary // 256)
-    assert rows % 128 == 0 and rows * (2 * vocabulary + 16 * tiles + 4 * slabs * width) <= logprob_hopper.EXTRA_BYTES
+    a_row = 2 * vocabulary + 16 * -(-vocabulary // 256) + 4 * (slabs + 1) * width
+    assert rows % 128 == 0 and rows * a_row <= logprob_hopper.EXTRA_BYTES
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_memory_of_the_operators(monkeypatch, left_out):
+    """What they ask for beside their arguments, at Qwen3-0.6B's shape, counted where nothing is computed."""
+    if device.name() != "numpy":
+        pytest.skip("the memory of NumPy arrays is counted")
+    rows, vocabulary, width = QWEN3_06B
+    monkeypatch.setattr(logprob, "_fused", lambda *arrays: True)
+    monkeypatch.setattr(logprob_hopper, "processors", lambda: 132)
+    for name in ("_launch_head", "launch", "cast"):
+        monkeypatch.setattr(logprob_hopper, name, lambda *arguments, **options: None)
+    monkeypatch.setattr(logprob_hopper.gemm_hopper, "product", lambda *arguments, **options: None)
+    # Empty arrays take no memory before they are written.
+    hidden, dhidden = (np.empty((rows, width), np.float16) for _ in range(2))
+    weight, dweight = np.empty((vocabulary, width), np.float16), np.empty((vocabulary, width), np.float32)
+    ids, dlogp = np.zeros(rows, np.int32), np.ones(rows, np.float32)
+    if left_out:
+        ids[0], dlogp[1] = IGNORED, 0
+    logp, lse, entropy, top1 = terms(rows)
+    inputs = hidden, weight, ids, 1.0
+    calls = {
+        "forward": lambda: logprob.linear_logp(*inputs, logp, lse, entropy, top1),
+        "backward": lambda: logprob.linear_logp_backward(*inputs, lse, dlogp, dhidden, dweight),
+        "one pass": lambda: logprob.linear_logp_with_gradient(
+            *inputs, dlogp, logp, lse, dhidden, dweight, entropy, top1
+        ),
+    }
+    tracemalloc.start()
+    try:
+        for what, call in calls.items():
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            call()
+            extra = tracemalloc.get_traced_memory()[1] - before
+            least = 244 if what == "one pass" else 60
+            assert least << 20 < extra <= logprob_hopper.EXTRA_BYTES + 64 * rows, (what, extra / 2**20)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.gpu

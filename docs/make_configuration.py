@@ -33,7 +33,7 @@ resolved configuration, and every run writes it to `output_dir/config.toml`.
 FOOTER = """
 ## Other spellings
 
-These are taken as the key on the right.
+Keys of TRL, verl, prime-rl and RL.cu that are taken as the key on the right.
 
 | written | means |
 | --- | --- |
@@ -41,19 +41,21 @@ These are taken as the key on the right.
 
 ## How columns are detected
 
-The first line that matches decides for the whole file; an error lists the columns seen.
+The first row of a file decides for all of it, by the first line of this table that its columns match. An error lists
+the columns seen.
 
 | columns | for |
 | --- | --- |
 | `messages`, optionally `tools` | SFT on a conversation |
 | `prompt`, `completion` (strings or message lists) | SFT on the completion |
-| `data_source`, `prompt`, `reward_model` (verl) | GRPO; rewards get `reward_model.ground_truth` as `ground_truth` |
+| `prompt`, `reward_model` (verl) | GRPO; rewards get `reward_model.ground_truth` as `ground_truth` |
 | `prompt`, with or without an answer column (`solution`, `answer`, `ground_truth`, `final_answer`) | GRPO |
-| `question`, `answer` (GSM8K) | GRPO on `data.prompt_template`, rewards get n of `#### n` as `solution`; SFT |
-| `question`, `final_answer` (DeepMath) | GRPO on `data.prompt_template` |
+| `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
+| `question`, alone or with an answer column (DeepMath) | GRPO |
 | `text` | SFT on the whole text |
 
-All columns but the prompt are passed to the reward functions by name.
+`data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
+functions by name.
 """
 
 

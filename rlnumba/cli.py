@@ -94,8 +94,9 @@ def _fail(error, message, code, arguments):
     "--gemm",
     "gemm_backend",
     type=click.Choice(["auto", "cublas", "numba"]),
-    help="Who multiplies matrices on a GPU: cublas, numba (our kernels, exact in any batch), auto (numba where it "
-    "was measured to be as fast: `rlnumba env` tells). A training run takes it from its configuration instead.",
+    help="Who multiplies matrices on a GPU: cublas; numba, our kernels, whose rows do not depend on the batch; auto, "
+    "ours where they were measured to be nearly as fast, else cuBLAS (`rlnumba env` tells). A training run takes it "
+    "from its configuration instead.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(device_name, gemm_backend, debug):
@@ -197,9 +198,17 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens a completion.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=-1), default=0, show_default=True, help="0 and -1 are off.")
-@click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, show_default=True)
-@click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True)
-@click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, show_default=True, help="1 is off."
+)
+@click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True, help="0 is off.")
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Above 1, tokens that occurred become less likely.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--n", type=click.IntRange(min=1), default=1, show_default=True, help="Completions of each prompt.")
 @click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
@@ -214,7 +223,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
     type=click.FloatRange(min=0, min_open=True, max=1),
     default=0.9,
     show_default=True,
-    help="Share of the GPU's memory for weights, activations and KV cache.",
+    help="Share of the GPU's memory for weights, activations, KV cache and attention's partial results.",
 )
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
 def generate(model, prompts, output, dtype, **options):
@@ -276,8 +285,10 @@ def generate(model, prompts, output, dtype, **options):
     help="Divides the logits; 0 scores as `generate --temperature 0` does, by the untempered model.",
 )
 def score(model, source, output, dtype, temperature):
-    """The log-prob of every token given those before it, from the training forward. Writes {"token_ids", "logprobs"},
-    the first of which is null."""
+    """Compute the log-prob of every token given those before it, by the training forward.
+
+    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
+    """
     from rlnumba.data import encode_pair, read_rows
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.metrics import replacing, to_line
@@ -413,13 +424,19 @@ def parse_overrides(arguments):
 @cli.command()
 @click.option("--model", required=True, help="Hugging Face folder or hub id.")
 @click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
-@click.option("--temperature", type=click.FloatRange(min=0.0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Divides the logits.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Tokens a completion.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def check(model, dtype, temperature, max_tokens, seed):
     """Compare rollout log-probs with training log-probs on a model, and name the first operator that differs.
 
-    Ends with 1 if they differ where they must be equal bit for bit: on the numpy device and in the simulator.
+    Ends with 1 if they differ where they must be equal bit for bit: everywhere but on a GPU with cuBLAS's products.
     """
     _say_device()
     from rlnumba.engine.check import check_agreement
@@ -443,7 +460,7 @@ def check(model, dtype, temperature, max_tokens, seed):
 @click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...")
 @click.option("--output", required=True, help="The PNG to write.")
 def plot(run_dirs, output):
-    """Draw the metrics of one or several runs."""
+    """Draw the metrics of one or several runs as curves."""
     from rlnumba.metrics import plot as draw
 
     draw(list(run_dirs), Path(output))

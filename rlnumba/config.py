@@ -42,18 +42,21 @@ REQUIRED = dataclasses.MISSING
 class DataConfig:
     """Where the rows come from and how a prompt is made of one."""
 
-    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (table below).")
-    eval: str | None = key(None, "Held-out rows in the same form, evaluated every `train.eval_steps` steps.")
+    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
+    eval: str | None = key(None, "Held-out rows in the same form; `train.eval_steps` says when they are evaluated.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(
-        None, "RL: column of the reference answer; None: the first of solution, answer, ground_truth, final_answer."
+        None,
+        "GRPO: column of the reference answer, which rewards then get as `solution`. None: built-in rewards take the "
+        "first of solution, answer, ground_truth, final_answer.",
     )
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
     prompt_template: str | None = key(
         None,
-        "How a row with a `question` column becomes a prompt; {question} and any other column in braces are replaced. "
-        "None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
+        "How a question becomes a prompt: {question} and any other column in braces are replaced. Where it is set, "
+        "GRPO uses it for strings of a `prompt` column too. None: the question, then a line that asks for `####` "
+        "(GSM8K) or a box around the answer.",
     )
     apply_chat_template: bool | None = key(
         None,
@@ -80,8 +83,8 @@ class RewardsConfig:
 
     funcs: list[str] = key(
         [],
-        "Built-in names, `file.py:function` or `package.module:function`; arguments make a factory's function: "
-        '"soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)".',
+        "Built-in names (docs/writing-a-reward.md has them), `file.py:function` or `package.module:function`. Some "
+        'built-in ones take arguments: "soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)".',
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(
@@ -112,8 +115,8 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = key(
         0.3,
-        "Share of the device's memory that the engine may fill: 0.3 beside a trainer (TRL). `generate` uses 0.9 "
-        "(vLLM).",
+        "Share of the GPU's memory that the engine may fill with weights, activations, KV cache and attention's "
+        "partial results: 0.3 beside a trainer (TRL). `generate` uses 0.9 (vLLM).",
         above=0,
         maximum=1,
     )
@@ -273,7 +276,7 @@ class GRPOConfig(TrainConfig):
     )
     loss_type: str = key(
         "dapo",
-        "How token losses are formed and averaged; the formulas are in kernels/policy_loss.py.",
+        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/policy_loss.py.",
         choices=GRPO_LOSS_TYPES,
     )
     sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
@@ -382,16 +385,16 @@ class GRPOConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the files of all trainers have."""
+    """What stands above the sections in every file."""
 
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
-    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, pictures.", nonempty=True)
+    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, curves, the final model.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
-        "Who multiplies matrices on a GPU: cublas, numba (our kernels, whose rows do not depend on the batch, so that "
-        "rollout and training log-probs agree bit for bit), auto (numba where it was measured to be as fast; "
-        "`rlnumba env` tells).",
+        "Who multiplies matrices on a GPU: `cublas`; `numba`, our kernels, whose rows do not depend on the batch, so "
+        "that rollout and training log-probs agree bit for bit; `auto`, ours for 16-bit types on a GPU on which they "
+        "were measured to have 0.9 of cuBLAS's speed at every shape, else cuBLAS (`rlnumba env` tells).",
         choices=("auto", "cublas", "numba"),
     )
     data: DataConfig = field(metadata={"section": True})

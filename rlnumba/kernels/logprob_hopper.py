@@ -82,8 +82,8 @@ i32 = np.int32
 
 ARCHITECTURES = [(9, 0, "a")]
 
-# Bytes that the gradient and the one-pass form may use beside their arguments; the gradient of the hidden states in
-# float32 gets a quarter of them, the forward's tile results another.
+# Bytes that the gradient and the one-pass form may use beside their arguments. The gradient of the hidden states in
+# float32 gets a quarter of them; so do the forward's tile results.
 EXTRA_BYTES = 256 << 20
 QUARTER = EXTRA_BYTES // 4
 # Bytes an element of the hidden states: where rows are left out, the others are copied, and so is their gradient.

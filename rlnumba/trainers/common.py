@@ -15,7 +15,7 @@ from rlnumba import checkpoint, device, memory
 from rlnumba.errors import UserError
 from rlnumba.kernels import choice, gemm
 from rlnumba.kernels.elementwise import fill, gather_rows, scatter_rows
-from rlnumba.kernels.logprob import linear_logp, linear_logp_backward
+from rlnumba.kernels.logprob import linear_logp, linear_logp_backward, linear_logp_with_gradient
 from rlnumba.metrics import MetricsWriter, make_folder, write_config
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.transformer import save_model
@@ -209,10 +209,41 @@ def head_backward(model, head, dlogprobs, num_tokens, grads, arena):
     linear_logp_backward(
         head.hidden, model.lm_head, head.target_ids, head.temperature, head.lse, dlogprobs, dchosen, grads.lm_head
     )
-    dhidden = arena.empty((num_tokens, head.hidden.shape[1]), head.hidden.dtype)
-    fill(0.0, dhidden)
-    scatter_rows(dchosen, head.rows, dhidden)
-    return dhidden
+    return _scattered(dchosen, head.rows, num_tokens, arena)
+
+
+def head_with_gradient(
+    model, hidden, rows, target_ids, temperature, dlogprobs, grads, arena, logprobs, entropy=None, top1=None
+):
+    """head_forward and head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
+
+    Fewer products than the two where the kernels offer it (kernels/logprob.py), the same bits where they do not.
+    """
+    chosen, dchosen = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
+    lse = arena.empty((rows.shape[0],), np.float32)
+    gather_rows(hidden, rows, chosen)
+    linear_logp_with_gradient(
+        chosen,
+        model.lm_head,
+        target_ids,
+        temperature,
+        dlogprobs,
+        logprobs,
+        lse,
+        dchosen,
+        grads.lm_head,
+        entropy,
+        top1,
+    )
+    return _scattered(dchosen, rows, hidden.shape[0], arena)
+
+
+def _scattered(values, rows, count, arena):
+    """(count, D): row rows[i] is values[i], the others are 0."""
+    spread = arena.empty((count, values.shape[1]), values.dtype)
+    fill(0.0, spread)
+    scatter_rows(values, rows, spread)
+    return spread
 
 
 def target_logprobs(model, batch, rows, target_ids, temperature, arena):

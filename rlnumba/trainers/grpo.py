@@ -7,7 +7,7 @@
 The way of a token: `roll_out` takes prompts to completions, rewards, advantages and a batch; `Learner.step` takes the
 batch to log-probs, loss, gradients and new weights. Engine and learner read the same weights, so nothing is copied
 between them; where their arithmetic agrees bit for bit, the sampler's log-probs are the old policy's and cost no
-forward.
+forward, and in the step after the draw they give the loss's gradient before the forward has ended.
 
 Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, defaults and semantics these are.
 Dynamic sampling: DAPO (arXiv 2503.14476).
@@ -38,6 +38,7 @@ from rlnumba.trainers.common import (
     epochs_done,
     head_backward,
     head_forward,
+    head_with_gradient,
     make_optimizer,
     memory_metrics,
     rate_of,
@@ -401,11 +402,13 @@ class Learner:
         optimizer's state.
         """
         model, config, arena, xp = self.model, self.config, self.arena, device.xp()
+        temperature = self.train.temperature
         num_tokens = sum(part.num_active for part in micro_batches)
         num_sequences = sum(len(part.advantages) for part in micro_batches)
         ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
         # Kept on the device until the step is done, so that no micro-batch waits for the host.
-        loss, entropy = xp.zeros(1, np.float32), xp.empty(int(ends[-1]), np.float32)
+        loss, unread = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
+        entropy = xp.empty(int(ends[-1]), np.float32)
         stats = xp.empty((len(micro_batches), METRICS), np.float32)
         self.optimizer.zero_grad()
         for i, part in enumerate(micro_batches):
@@ -413,42 +416,29 @@ class Learner:
                 batch = device_batch(part)
                 tape = Tape(self.train.gradient_checkpointing)
                 logprobs, dlogprobs = (arena.empty(batch.target_ids.shape, np.float32) for _ in range(2))
-                # ids -> logprobs
+                micro_scale = policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches))
+                # ids -> hidden
                 packed = batch.packed
                 attend = attention_of(model, packed, arena)
                 hidden = model.forward(packed.input_ids, packed.position_ids, attend, tape, arena)
-                head = head_forward(
-                    model,
-                    hidden,
-                    batch.rows,
-                    batch.target_ids,
-                    self.train.temperature,
-                    arena,
-                    logprobs,
-                    entropy[ends[i] - len(logprobs) : ends[i]],
-                )
-                # logprobs -> loss
-                if part.step == step:
-                    old_logprobs = logprobs
+                # hidden -> logprobs -> loss -> dhidden
+                targets = hidden, batch.rows, batch.target_ids, temperature
+                part_entropy = entropy[ends[i] - len(logprobs) : ends[i]]
+                if part.step == step and self.rollout_is_exact:
+                    # The forward will find the sampler's log-probs, so the gradient is known before it. The loss is
+                    # taken once more after it, for metrics that would tell if it found others.
+                    drawn = batch.rollout_logprobs
+                    self._loss(batch, drawn, drawn, micro_scale, unread, dlogprobs, arena.empty((METRICS,), np.float32))
+                    dhidden = head_with_gradient(model, *targets, dlogprobs, self.grads, arena, logprobs, part_entropy)
+                    self._loss(batch, logprobs, logprobs, micro_scale, loss, dlogprobs, stats[i])
                 else:
-                    old_logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-                policy_loss(
-                    logprobs,
-                    old_logprobs,
-                    batch.ref_logprobs,
-                    batch.rollout_logprobs,
-                    batch.advantages,
-                    batch.loss_mask,
-                    batch.cu_seqlens,
-                    config,
-                    policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches)),
-                    loss,
-                    dlogprobs,
-                    arena.empty((len(part.advantages), METRICS), np.float32),
-                    stats[i],
-                )
-                # loss -> grads
-                dhidden = head_backward(model, head, dlogprobs, hidden.shape[0], self.grads, arena)
+                    head = head_forward(model, *targets, arena, logprobs, part_entropy)
+                    if part.step == step:
+                        old_logprobs = logprobs
+                    else:
+                        old_logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+                    self._loss(batch, logprobs, old_logprobs, micro_scale, loss, dlogprobs, stats[i])
+                    dhidden = head_backward(model, head, dlogprobs, hidden.shape[0], self.grads, arena)
                 model.backward(dhidden, tape, self.grads)
         # grads -> step
         info = self.optimizer.step(learning_rate)
@@ -461,6 +451,24 @@ class Learner:
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
         return metrics
+
+    def _loss(self, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats):
+        """policy_loss of a DeviceBatch: loss is added to, dlogprobs and stats (METRICS,) are written."""
+        policy_loss(
+            logprobs,
+            old_logprobs,
+            batch.ref_logprobs,
+            batch.rollout_logprobs,
+            batch.advantages,
+            batch.loss_mask,
+            batch.cu_seqlens,
+            self.config,
+            scale,
+            loss,
+            dlogprobs,
+            self.arena.empty((batch.advantages.shape[0], METRICS), np.float32),
+            stats,
+        )
 
     def _move_reference(self):
         """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""

@@ -25,6 +25,7 @@ from rlnumba.trainers.common import (
     epochs_done,
     head_backward,
     head_forward,
+    head_with_gradient,
     make_optimizer,
     memory_metrics,
     rate_of,
@@ -110,15 +111,16 @@ def train_step(model, grads, optimizer, rows, train, learning_rate, arena):
             batch, chosen, target_ids = device_targets(sequences)
             tape = Tape(train.gradient_checkpointing)
             hidden = model.forward(batch.input_ids, batch.position_ids, attention_of(model, batch, arena), tape, arena)
-            logprobs, entropy, top1 = sums.take(target_ids)
-            head = head_forward(model, hidden, chosen, target_ids, 1.0, arena, logprobs, entropy, top1)
+            found = logprobs, _, _ = sums.take(target_ids)
             dlogprobs = arena.empty(logprobs.shape, np.float32)
             if train.loss_type == "dft":
+                head = head_forward(model, hidden, chosen, target_ids, 1.0, arena, *found)
                 device.xp().exp(logprobs, out=dlogprobs)
                 dlogprobs *= np.float32(-1.0 / targets)
+                dhidden = head_backward(model, head, dlogprobs, hidden.shape[0], grads, arena)
             else:
                 fill(-1.0 / targets, dlogprobs)
-            dhidden = head_backward(model, head, dlogprobs, hidden.shape[0], grads, arena)
+                dhidden = head_with_gradient(model, hidden, chosen, target_ids, 1.0, dlogprobs, grads, arena, *found)
             model.backward(dhidden, tape, grads)
     info = optimizer.step(learning_rate)
     metrics = sums.means(train.loss_type)

@@ -34,11 +34,17 @@ def golden_rollouts():
     return rollouts
 
 
-def golden_learner(**options):
+class GoldenLearner(grpo.Learner):
+    """A learner of completions that another sampler drew."""
+
+    rollout_is_exact = False
+
+
+def golden_learner(kind=GoldenLearner, **options):
     train = grpo_config(
         **{"max_completion_length": 16, "num_iterations": 6, "per_device_train_batch_size": 4} | options
     )
-    return grpo.Learner(load_model(MODEL), None, train)
+    return kind(load_model(MODEL), None, train)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"])
@@ -101,8 +107,73 @@ def test_old_logprobs_are_recomputed_only_where_needed():
         ({"repetition_penalty": 1.1}, False, True),
     ):
         rollouts = golden_rollouts()
-        golden_learner(**options).add_logprobs(rollouts, on_policy)
+        golden_learner(grpo.Learner, **options).add_logprobs(rollouts, on_policy)
         assert len(rollouts.old_logprobs) == (len(rollouts.loss_mask) if recomputed else 0), (options, on_policy)
+
+
+def count_heads(monkeypatch, module):
+    """A list that gets an element for every call of the module's head_with_gradient."""
+    called, head_with_gradient = [], module.head_with_gradient
+
+    def counted(*arguments):
+        called.append(arguments)
+        return head_with_gradient(*arguments)
+
+    monkeypatch.setattr(module, "head_with_gradient", counted)
+    return called
+
+
+@exact
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "vespo")),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"beta": 0.1, "use_bias_correction_kl": True, "temperature": 0.7},
+        {"delta": 1.5, "off_policy_mask_threshold": 0.5, "vllm_importance_sampling_mode": "token_truncate"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch, options):
+    """In the step that follows the draw, known beforehand or not, it has the same bits; so have all metrics."""
+    called = count_heads(monkeypatch, grpo)
+    found = []
+    for kind in (grpo.Learner, GoldenLearner):
+        learner, rollouts = golden_learner(kind, **options), golden_rollouts()
+        rollouts.loss_mask[3:5] = 0
+        rollouts.advantages[1] = 0
+        rollouts.rollout_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
+        metrics = learner.step(rollouts.parts(4), 0, 1e-3)
+        assert len(called) == 2
+        assert metrics["sampling/sampling_logp_difference/max"] == 0.0 and metrics["grad_norm"] > 0
+        found.append((metrics, learner.model.weights.flat))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[0][1], found[1][1])
+
+
+@exact
+def test_the_gradient_is_known_beforehand_only_after_the_draw(monkeypatch):
+    called = count_heads(monkeypatch, grpo)
+    learner, rollouts = golden_learner(grpo.Learner), golden_rollouts()
+    rollouts.rollout_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
+    for step in range(2):
+        learner.step(rollouts.parts(4), step, 1e-3)
+    assert len(called) == 2
+    golden_learner(grpo.Learner, top_k=5).step(golden_rollouts().parts(4), 0, 1e-3)
+    assert len(called) == 2
+
+
+@exact
+def test_metrics_tell_of_a_sampler_that_is_not_exact():
+    metrics = golden_learner(grpo.Learner).step(golden_rollouts().parts(4), 0, 0.0)
+    assert metrics["sampling/sampling_logp_difference/max"] > 1e-3
+
+
+def test_cublas_is_not_exact(monkeypatch):
+    learner = golden_learner(grpo.Learner)
+    monkeypatch.setattr(grpo.gemm, "backend", lambda dtype: "cublas")
+    assert not learner.rollout_is_exact
 
 
 # --- geometry ---------------------------------------------------------------------------------------------------------

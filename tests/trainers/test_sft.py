@@ -96,6 +96,20 @@ def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
     np.testing.assert_allclose(curves[3], curves[0], rtol=1e-4)
 
 
+@pytest.mark.parametrize(("loss_type", "together"), [("nll", True), ("chunked_nll", True), ("dft", False)])
+def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_type, together):
+    """Where each target's factor is known beforehand, which dft's is not."""
+    called, head_with_gradient = [], sft.head_with_gradient
+
+    def counted(*arguments):
+        called.append(arguments)
+        return head_with_gradient(*arguments)
+
+    monkeypatch.setattr(sft, "head_with_gradient", counted)
+    sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))
+    assert bool(called) == together
+
+
 def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):
     orders = [sft.epoch_order(37, True, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
     assert sorted(orders[0]) == list(range(37))

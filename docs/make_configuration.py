@@ -56,6 +56,39 @@ the columns seen.
 
 `data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
 functions by name.
+
+## What a run writes
+
+In `output_dir`: `config.toml`, the resolved configuration; `metrics.jsonl`, a line for each optimizer step;
+`completions.jsonl` (GRPO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end, `final/`,
+both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have TRL's
+names:
+
+| metric | meaning |
+| --- | --- |
+| `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
+| `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
+| `entropy` | mean entropy of the model's prediction of a trained token, nats |
+| `mean_token_accuracy` | SFT: share of the trained tokens that were the likeliest |
+| `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
+| `frac_reward_zero_std` | share of the completions whose group has equal rewards and teaches nothing |
+| `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share that was cut off |
+| `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
+| `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
+| `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
+| `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds, the step's and its phases' |
+| `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on in a step, drawn |
+| `memory/weights` and others, `perf/peak_memory` | most bytes held at a time, by what holds them, and their sum |
+| `eval_loss`, `eval_reward` and others | the same of `data.eval` |
+
+## Environment variables
+
+| variable | meaning |
+| --- | --- |
+| `RLNUMBA_DEVICE` | `auto`, `cuda`, `sim` or `numpy`, where `--device` is not given |
+| `RLNUMBA_KERNELS` | which family of kernels a GPU takes ([who multiplies](matrix-products.md#who-multiplies)) |
+| `RLNUMBA_DEBUG` | 1 waits for every kernel, 2 prints it too ([on a GPU](debugging-a-kernel.md#on-a-gpu)) |
+| `RLNUMBA_CACHE_DIR` | where machine code is kept; `~/.cache/rlnumba` if not set |
 """
 
 

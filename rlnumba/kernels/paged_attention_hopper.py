@@ -54,6 +54,7 @@ from rlnumba.kernels.hopper import (
     bulk_load_heads,
     fence_shared_to_bulk,
     load_pair,
+    load_word,
     operand,
     pack,
     shared_address,
@@ -65,7 +66,16 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import ballot, device_function, exp2, shuffle, shuffle_up, shuffle_xor, sync_warp
+from rlnumba.kernels.instructions import (
+    ballot,
+    device_function,
+    exp2,
+    int_as_float,
+    shuffle,
+    shuffle_up,
+    shuffle_xor,
+    sync_warp,
+)
 from rlnumba.kernels.launch import kernel_factory, launch
 
 i32, f32 = np.int32, np.float32
@@ -189,6 +199,36 @@ def column_sum_function(rows):
 
 
 @functools.cache
+def write_functions(box, head_dim, element, rows):
+    """(write_out, write_part): the device functions that write 64 columns of v of what a thread holds of a unit."""
+    pack_two = pack(element)
+    columns, first = rows // 4, box * rows // 2
+
+    @device_function
+    def write_out(acc, inverse, token_of, head_of, out, e):
+        """out[token, head, e + ...] = acc inverse, where token is not -1."""
+        for half in range(2):
+            column = i32(e + box * 64 + half * 8)
+            if column < head_dim:
+                for i in range(columns):
+                    if token_of[i] >= 0:
+                        value = acc[first + i // 2 * 4 + half * 2 + i % 2] * inverse[i]
+                        out[token_of[i], head_of[i], column] = lower(pack_two(value, value))
+
+    @device_function
+    def write_part(acc, part_of, row_of, parts, e):
+        """parts[part, row, e + ...] = acc, where row is not -1."""
+        for half in range(2):
+            column = i32(e + box * 64 + half * 8)
+            if column < head_dim:
+                for i in range(columns):
+                    if row_of[i] >= 0:
+                        parts[part_of[i], row_of[i], column] = acc[first + i // 2 * 4 + half * 2 + i % 2]
+
+    return write_out, write_part
+
+
+@functools.cache
 def merge_function(head_dim, element):
     """The device function that merges the segments of one sequence and key head and writes out."""
     pack_two = pack(element)
@@ -241,6 +281,11 @@ def paged_attention_hopper_kernel(tile):
     start_scores, _, wait_scores = warpgroup_product(rows, element, depth=depth)
     start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
     column_sums, merge = column_sum_function(rows), merge_function(head_dim, element)
+    # Functions of boxes that do not exist are not called.
+    write_out_0, write_part_0 = write_functions(0, head_dim, element, rows)
+    write_out_1, write_part_1 = write_functions(min(1, boxes - 1), head_dim, element, rows)
+    write_out_2, write_part_2 = write_functions(min(2, boxes - 1), head_dim, element, rows)
+    write_out_3, write_part_3 = write_functions(min(3, boxes - 1), head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
@@ -264,6 +309,8 @@ def paged_attention_hopper_kernel(tile):
         queries = Address(ring + stages * (2 * tile_bytes))
         weights = Address(queries + SLOTS * query_bytes)
         largest_place = Address(weights + rows * LINE)
+        # The second of the two places for exchange: it is written to again in a unit's second tile at the earliest.
+        total_place = Address(largest_place + 4 * rows * 4)
         sum_place = Address(largest_place + 2 * 4 * rows * 4)
         full = Address(sum_place + 4 * 8 * rows * 4)
         empty, q_full = Address(full + stages * 8), Address(full + stages * 16)
@@ -396,6 +443,7 @@ def paged_attention_hopper_kernel(tile):
             reference, running = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
             largest, shrink = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
             position = cuda.local.array(columns, np.int32)
+            token_of, head_of = cuda.local.array(columns, np.int32), cuda.local.array(columns, np.int32)
             words = cuda.local.array(word_count, np.int32)
             for i in range(score_count):
                 scores[i] = f32(0.0)
@@ -489,37 +537,61 @@ def paged_attention_hopper_kernel(tile):
                     alive = i32(length * group)
                     if grouped and sharing > 0:
                         alive = i32(sharing * group)
+                    # Who owns a column and what it sums to, for a thread of its own; loops over all columns of this
+                    # thread must be short, or NVVM would not unroll them and registers would become memory.
+                    if warp == 0 and group_lane == 0:
+                        for i in range(0, columns, 2):
+                            store_pair(total_place + (i * 4 + pair) * 4, reference[i], reference[i + 1])
+                            store_pair(total_place + (rows + i * 4 + pair) * 4, running[i], running[i + 1])
                     for i in range(columns):
-                        column = i // 2 * 8 + pair + i % 2
-                        if column < alive:
-                            token, head = i32(column // group), i32(column % group)
-                            if segments == 1:
-                                inverse = f32(1.0) / running[i]
-                                if warp == 0 and group_lane == 0 and lse.shape[0] > 0:
-                                    lse[kv_head * group + head, start + token] = log_sum(reference[i], running[i])
-                                for b in range(boxes):
-                                    for half in range(2):
-                                        e = i32(b * 64 + warp * 16 + half * 8 + group_lane)
-                                        value = acc[b * score_count + i // 2 * 4 + half * 2 + i % 2] * inverse
-                                        if e < head_dim:
-                                            out[start + token, kv_head * group + head, e] = lower(
-                                                pack_two(value, value)
-                                            )
-                            else:
-                                row, owner = i32(column), sequence
-                                if grouped and sharing > 0:
-                                    row, owner = head, i32(sequence + token)
-                                part_place = (owner * kv_heads + kv_head) * max_segments + number
-                                for b in range(boxes):
-                                    for half in range(2):
-                                        e = i32(b * 64 + warp * 16 + half * 8 + group_lane)
-                                        if e < head_dim:
-                                            parts[part_place, row, e] = acc[
-                                                b * score_count + i // 2 * 4 + half * 2 + i % 2
-                                            ]
-                                if warp == 0 and group_lane == 0:
-                                    references[part_place, row] = reference[i]
-                                    sums[part_place, row] = running[i]
+                        column = i32(i // 2 * 8 + pair + i % 2)
+                        token_of[i] = i32(column // group) if column < alive else i32(-1)
+                        head_of[i] = i32(column - column // group * group)
+                    sync_group(1, WARPGROUP)
+                    shared_segment = grouped and sharing > 0
+                    first_part = i32(sequence * kv_heads + kv_head)
+                    e = i32(warp * 16 + group_lane)
+                    if segments == 1:
+                        if thread < alive and lse.shape[0] > 0:
+                            place = Address(total_place + thread * 4)
+                            lse[kv_head * group + thread % group, start + thread // group] = log_sum(
+                                int_as_float(load_word(place)), int_as_float(load_word(place + rows * 4))
+                            )
+                        for i in range(columns):
+                            shrink[i] = f32(1.0) / running[i]
+                            token_of[i] = i32(start + token_of[i]) if token_of[i] >= 0 else i32(-1)
+                            head_of[i] = i32(head_of[i] + kv_head * group)
+                        write_out_0(acc, shrink, token_of, head_of, out, e)
+                        if boxes > 1:
+                            write_out_1(acc, shrink, token_of, head_of, out, e)
+                        if boxes > 2:
+                            write_out_2(acc, shrink, token_of, head_of, out, e)
+                        if boxes > 3:
+                            write_out_3(acc, shrink, token_of, head_of, out, e)
+                    else:
+                        if thread < alive:
+                            place = Address(total_place + thread * 4)
+                            row, owner = thread, i32(0)
+                            if shared_segment:
+                                row, owner = i32(thread % group), i32(thread // group)
+                            part = i32((first_part + owner * kv_heads) * max_segments + number)
+                            references[part, row], sums[part, row] = (
+                                int_as_float(load_word(place)),
+                                int_as_float(load_word(place + rows * 4)),
+                            )
+                        for i in range(columns):
+                            row, owner = i32(head_of[i] + token_of[i] * group), i32(0)
+                            if shared_segment:
+                                row, owner = head_of[i], token_of[i]
+                            head_of[i] = row if token_of[i] >= 0 else i32(-1)
+                            token_of[i] = i32((first_part + owner * kv_heads) * max_segments + number)
+                        write_part_0(acc, token_of, head_of, parts, e)
+                        if boxes > 1:
+                            write_part_1(acc, token_of, head_of, parts, e)
+                        if boxes > 2:
+                            write_part_2(acc, token_of, head_of, parts, e)
+                        if boxes > 3:
+                            write_part_3(acc, token_of, head_of, parts, e)
                     if segments > 1:
                         # Everything of this segment is written before it counts as done.
                         cuda.threadfence()

@@ -37,7 +37,7 @@ def simulated(tmp_path_factory):
         "RLNUMBA_RECORD_SIGNATURES": str(record),
         "RLNUMBA_DEVICE": "sim",
     }
-    command = [sys.executable, "-m", "pytest", "-m", "sim", "--durations=5", "-p", "no:cacheprovider", "tests/kernels"]
+    command = [sys.executable, "-m", "pytest", "-m", "sim", "--durations=5", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done, record
 

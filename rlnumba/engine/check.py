@@ -13,6 +13,7 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.llm import BLOCK_SIZE, LLM
 from rlnumba.engine.runner import PagedAttend
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.kernels.elementwise import gather_rows
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.transformer import Tape, pack, score
 
@@ -87,7 +88,7 @@ def _outputs(tape, hidden, slots=None):
         x, normed, _, qkv, q, k, v, _, attended = attention
         h, mlp_normed, _, gate_up, activated = mlp
         if slots is not None:
-            k, v = (cache.reshape(-1, *cache.shape[2:])[slots] for cache in (k, v))
+            k, v = (_rows_of(cache, slots) for cache in (k, v))
         found += [
             ("embedding" if index == 0 else f"layer {index - 1} down_proj", x),
             (f"layer {index} input rmsnorm", normed),
@@ -102,6 +103,14 @@ def _outputs(tape, hidden, slots=None):
             (f"layer {index} swiglu", activated),
         ]
     return [*found, (f"layer {len(tape.layers) - 1} down_proj", tape.last[0]), ("final rmsnorm", hidden)]
+
+
+def _rows_of(cache, slots):
+    """(M, HK * E): what lies in the slots (M,) int32 of a layer's k or v."""
+    rows = cache.reshape(cache.shape[0] * cache.shape[1], -1)
+    found = device.xp().empty((slots.shape[0], rows.shape[1]), rows.dtype)
+    gather_rows(rows, slots, found)
+    return found
 
 
 def _on_host(outputs, copies):

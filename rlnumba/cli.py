@@ -6,9 +6,11 @@ has it: 130 Ctrl-C, 143 SIGTERM. A failure is one line on stderr,
 command's input is validated before the model's weights are read. Imports that take time stand inside the commands.
 """
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -21,22 +23,42 @@ from rlnumba.errors import ConfigError, UserError
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 
-class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, its number the argument: the command ends as on Ctrl-C, and leaves no half-written file."""
+# The signal that ends the command, if one has come.
+_ended_by = None
 
 
 def main(arguments=None):
     """Runs the command line and exits the process."""
     if sys.stderr is None:  # closed by whoever started the process
         sys.stderr = open(os.devnull, "w")
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
             signal.signal(number, _end)
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    sys.unraisablehook = _unraisable
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if _ended_by is not None:
+        # What the signal broke into, the compiler for example, may not survive an orderly end of Python.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, AttributeError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _end(number, frame):
-    raise Ended(number)
+    """Unwinds the command, so that it leaves no half-written file."""
+    global _ended_by
+    _ended_by = signal.Signals(number)
+    raise KeyboardInterrupt
+
+
+def _unraisable(unraisable):
+    """An exception that nobody can catch: a signal that came in a callback of the compiler is sent once more."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        # Later, because raised from here it would be lost again.
+        threading.Timer(0.05, os.kill, (os.getpid(), _ended_by)).start()
+    elif _ended_by is None:
+        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments):
@@ -55,9 +77,6 @@ def run(arguments):
         return _fail(error, error.format_message(), error.exit_code, arguments)
     except UserError as error:
         return _fail(error, str(error), error.exit_code, arguments)
-    except Ended as error:
-        number = signal.Signals(error.args[0])
-        return _fail(error, f"ended by {number.name}", 128 + number, arguments)
     except KeyboardInterrupt as error:
         return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
@@ -74,6 +93,9 @@ def run(arguments):
 
 
 def _fail(error, message, code, arguments):
+    if _ended_by is not None:
+        message = "interrupted" if _ended_by == signal.SIGINT else f"ended by {_ended_by.name}"
+        code = 128 + _ended_by
     if "--debug" in arguments:
         traceback.print_exception(error)
     clear = "\r\033[K" if sys.stderr.isatty() else ""  # what a progress line left

@@ -29,7 +29,9 @@ def pytest_sessionstart():
         def note(kernel, types):
             function = kernel.py_func
             constants = function.made_with if "made_with" in function.__dict__ else None
-            _signatures.setdefault((function.__module__, function.__name__, constants, types))
+            # A kernel that a test defines within itself cannot be found again.
+            if constants is not None or "<locals>" not in function.__qualname__:
+                _signatures.setdefault((function.__module__, function.__name__, constants, types))
 
         launch.observers.append(note)
 

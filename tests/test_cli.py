@@ -424,17 +424,21 @@ def test_an_empty_variable_chooses_no_device(monkeypatch):
     assert device.name() in ("cuda", "numpy", "sim")
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "compiling"])
 @pytest.mark.parametrize(
     "number, code, message",
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
 )
-def test_signals_end_in_one_line_and_leave_nothing(tmp_path, number, code, message):
+def test_signals_end_in_one_line_and_leave_nothing(tmp_path, tmp_path_factory, number, code, message, compiled):
+    """In the middle of the work, and in the compiler, which calls Python and loses what is raised there."""
     source = write(tmp_path / "in.jsonl", [{"prompt_token_ids": [5]}] * 200)
     arguments = ["generate", "--model", MODEL, "--prompts", source, "--output", str(tmp_path / "out.jsonl")]
+    cache = {} if compiled else {"NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "rlnumba", *arguments, "--max-tokens", "250", "--n", "50", "--ignore-eos"],
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | cache,
     )
     try:
         # The device is named when work begins.

@@ -171,5 +171,5 @@ def test_gpu_sequences_do_not_meet(rng, tile):
     for start, end in zip(bounds(lengths)[:-1], bounds(lengths)[1:], strict=True):
         q, k, v, dout, out, lse = arrays
         alone = [x[start:end].copy() for x in (q, k, v, dout, out)] + [lse[:, start:end].copy()]
-        for actual, wanted in zip(backward(alone, [end - start], tile), whole, strict=True):
+        for actual, wanted in zip(backward(alone, [int(end - start)], tile), whole, strict=True):
             assert_same_bits(actual, wanted[start:end].copy(), f"rows {start} .. {end}")

@@ -439,6 +439,8 @@ def test_signals_end_in_one_line_and_leave_nothing(tmp_path, tmp_path_factory, n
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | cache,
+        # A shell's background jobs, and so the tests in one, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     try:
         # The device is named when work begins.

@@ -47,9 +47,20 @@ def test_rows_of_the_table_are_possible():
 
 
 def test_table(gpu):
-    families = {"product": {(7, 5): "simple", (8, 0): "tensor_core", (9, 0): "hopper", (12, 0): "tensor_core"}}
+    tensor_cores = {
+        (7, 5): "simple",
+        (8, 0): "tensor_core",
+        (8, 6): "tensor_core",
+        (9, 0): "hopper",
+        (12, 0): "tensor_core",
+    }
+    families = {
+        "product": tensor_cores,
+        "attention": tensor_cores,
+        "logprob": {(8, 6): "simple", (9, 0): "hopper", (12, 0): "simple"},
+    }
     for operator in choice.OFFERED:
-        for capability, expected in families.get(operator, {(8, 6): "simple", (9, 0): "simple"}).items():
+        for capability, expected in families[operator].items():
             gpu(*capability)
             assert choice.family(operator) == expected, (operator, capability)
             assert choice.describe(operator).startswith(expected)
@@ -63,13 +74,13 @@ def test_forcing(gpu):
             assert [choice.family(operator) for operator in choice.OFFERED] == ["hopper", "simple", "hopper"]
             assert choice.is_forced("attention") and not choice.is_forced("product")
         assert choice.family("attention") == "tensor_core"
-    assert choice.family("attention") == "simple"
+    assert choice.family("attention") == "hopper"
 
 
 def test_the_environment_forces(gpu, monkeypatch):
     monkeypatch.setattr(choice, "_forced", None)
-    monkeypatch.setenv("RLNUMBA_KERNELS", "attention=hopper")
-    assert choice.family("attention") == "hopper" and choice.family("logprob") == "simple"
+    monkeypatch.setenv("RLNUMBA_KERNELS", "attention=simple")
+    assert choice.family("attention") == "simple" and choice.family("logprob") == "hopper"
     monkeypatch.setattr(choice, "_forced", None)
     monkeypatch.setenv("RLNUMBA_KERNELS", "cutlass")
     with pytest.raises(

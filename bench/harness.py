@@ -20,34 +20,39 @@ def rows_of(array, rows):
 
 
 def time_us(function, repeats=9):
-    """Median microseconds of one call, by events around each."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
+    """Median microseconds of one call, by events around several calls in a row.
+
+    So many that they take 2 ms or more: what the host needs to launch the first would count otherwise.
+    """
+
+    def lap(calls):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record()
-        function()
+        for _ in range(calls):
+            function()
         end.record()
         end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3)
-    return statistics.median(times)
+        return cupy.cuda.get_elapsed_time(begin, end) * 1e3 / calls
+
+    calls = 1 + int(2000 / min(lap(1) for _ in range(3)))
+    return statistics.median(lap(calls) for _ in range(repeats))
 
 
-def torch_time_us(function, repeats=5):
+def torch_time_us(function, repeats=9):
     """time_us of what torch launches on its own stream. torch must be installed."""
     import torch
 
-    times = []
-    for lap in range(3 + repeats):
+    def lap(calls):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        function()
+        for _ in range(calls):
+            function()
         end.record()
         end.synchronize()
-        if lap >= 3:
-            times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+        return begin.elapsed_time(end) * 1e3 / calls
+
+    calls = 1 + int(2000 / min(lap(1) for _ in range(3)))
+    return statistics.median(lap(calls) for _ in range(repeats))
 
 
 def graph_time_us(functions, repeats=5):
@@ -55,6 +60,8 @@ def graph_time_us(functions, repeats=5):
 
     functions: calls on different data, together larger than the second-level cache where that matters.
     """
+    # This stream does not wait for arrays that are still being filled on the default one.
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         for function in functions:

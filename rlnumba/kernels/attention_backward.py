@@ -33,14 +33,9 @@ from rlnumba.kernels.attention import (
 from rlnumba.kernels.attention_backward_hopper import hopper_attention_backward
 from rlnumba.kernels.attention_backward_tensor_core import attend_backward
 from rlnumba.kernels.attention_delta import attention_delta
-from rlnumba.kernels.attention_dq_hopper import hopper_attention_backward_apart
 from rlnumba.kernels.check import F32, check, check_bounds, check_chunks
 from rlnumba.kernels.instructions import narrow, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
-
-# Whether dq has a kernel of its own on Hopper (attention_dq_hopper.py), for heads up to 128, instead of being added in
-# turns. Neither was ever measured.
-DQ_APART = False
 
 
 @kernel_factory
@@ -271,10 +266,7 @@ def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, d
     family = family_of(q, k)
     if family != "simple":
         check_chunks(op, dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
-        function = attend_backward
-        if family == "hopper":
-            apart = DQ_APART and head_dim <= 128
-            function = hopper_attention_backward_apart if apart else hopper_attention_backward
+        function = hopper_attention_backward if family == "hopper" else attend_backward
         function(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv)
         return
     tile = many_rows(head_dim, copies=2)

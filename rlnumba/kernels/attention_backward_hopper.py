@@ -14,8 +14,7 @@ the registers. dS goes through shared memory once, because dq sums over the keys
 whose sum runs over blocks. Weighed for 2 x 16384 tokens, 16 and 8 heads of 128 (5.5 TFLOP by the usual count of five
 products; an H200 does 750 TFLOP/s):
 
-    dq in a kernel of its own       7 products instead of 5, twice the exponentials: at best 5/7 of the peak, 535
-                                    (attention_dq_hopper.py)
+    dq in a kernel of its own       7 products instead of 5, twice the exponentials; measured 446, in turns 538
     partial dq of each block        17 GB of them, and 4 GB at 4 x 4096
     dq added by atomics             5 products; the order of the sum is chance
     dq added in turns (taken)       5 products; the same 17 GB are added to 0.27 GB of float32 sums, mostly in the
@@ -118,14 +117,13 @@ class Tile(NamedTuple):
 
     element: "float16" or "bfloat16". ahead: the scores of the next step are begun before dq of this one is taken
     (heads up to 128). chains: how many key heads of sequences are worked on at the same time; on 132 SMs, 32 of them
-    means four blocks of each. turns: dq is added in turns, else by a kernel of its own (heads up to 128).
+    means four blocks of each.
     """
 
     head_dim: int
     element: str
     ahead: bool = True
     chains: int = 32
-    turns: bool = True
 
     @property
     def wide(self):
@@ -150,7 +148,7 @@ class Tile(NamedTuple):
     @property
     def q_stages(self):
         """Tiles of q on their way."""
-        return 2 if self.wide else 4 // self.boxes if self.turns else 4
+        return 2 if self.wide else 4 // self.boxes
 
     @property
     def dout_stages(self):
@@ -209,8 +207,7 @@ def layout(tile):
     keys, queries = tile.boxes * tile.keys * LINE, tile.boxes * QUERY_BOX
     q_stages, dout_stages = tile.q_stages, tile.dout_stages
     sizes = [keys, keys, q_stages * queries, dout_stages * queries]
-    sizes += [2 * SCORE_BYTES, 4 * tile.run] if tile.turns else [0, 0]
-    sizes += [q_stages * ROW_BYTES, dout_stages * ROW_BYTES, 8, 8]
+    sizes += [2 * SCORE_BYTES, 4 * tile.run, q_stages * ROW_BYTES, dout_stages * ROW_BYTES, 8, 8]
     sizes += [8 * q_stages, 8 * q_stages, 8 * dout_stages, 8 * dout_stages, 16, 8]
     return Layout(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
@@ -459,7 +456,7 @@ def store_keys_function(tile, columns):
 @functools.cache
 def consume_function(tile):
     """The device function of a consumer that owns 64 keys of the block; heads up to 128."""
-    element, ahead, turns, columns, stages = tile.element, tile.ahead, tile.turns, tile.columns, tile.q_stages
+    element, ahead, columns, stages = tile.element, tile.ahead, tile.columns, tile.q_stages
     key_box, query_bytes = tile.keys * LINE, tile.boxes * QUERY_BOX
     # From the columns of K that the first consumer takes for dq to those of the second.
     dq_offset = key_box if tile.boxes > 1 else columns
@@ -476,8 +473,8 @@ def consume_function(tile):
     start_keys = group_product(columns, element, QUERIES // 16, "registers", "mn", True)
     start_dq = group_product(tile.dq_columns, element, tile.keys // 16, "mn", "mn", False)
     wait_scores_1, wait_scores = group_wait(score_count, 1), group_wait(score_count, 0)
-    # With dq, its products follow those for dk.
-    wait_dv, wait_dk = group_wait(accumulators, 1 + turns), group_wait(accumulators, int(turns))
+    # The products for dq follow those for dk.
+    wait_dv, wait_dk = group_wait(accumulators, 2), group_wait(accumulators, 1)
     wait_dq = group_wait(dq_accumulators, 1 if ahead else 0)
     probabilities, gradients = probabilities_functions(QUERIES, element)
     store_scores, store_keys = store_scores_function(QUERIES), store_keys_function(tile, columns)
@@ -530,15 +527,13 @@ def consume_function(tile):
             wait_scores(products)
             start_keys(dv_acc, p_words, dout_tile)
             gradients(scores, products, row_place + at_delta, ds_words)
-            if turns:
-                store_scores(own_ds + buffer, i32(0), line, lane, ds_words)
+            store_scores(own_ds + buffer, i32(0), line, lane, ds_words)
             start_keys(dk_acc, ds_words, q_tile)
-            if turns:
-                fence_shared_to_bulk()
-                # dS of both is there; and since none comes here before its last dq is done, the other buffer is free.
-                sync_group(1, 2 * WARPGROUP)
-                start_dq(dq_acc, operand(base + at_ds + buffer), dq_keys)
-                buffer ^= i32(SCORE_BYTES)
+            fence_shared_to_bulk()
+            # dS of both is there; and since none comes here before its last dq is done, the other buffer is free.
+            sync_group(1, 2 * WARPGROUP)
+            start_dq(dq_acc, operand(base + at_ds + buffer), dq_keys)
+            buffer ^= i32(SCORE_BYTES)
             wait_dv(dv_acc)
             if lane == 0:
                 barrier_arrive(base + dout_empty + stage * 8)
@@ -554,16 +549,13 @@ def consume_function(tile):
                 if step + 1 < steps:
                     barrier_wait(base + q_full + stage * 8, parity)
                 start_scores(scores, own_keys, operand(base + at_q + stage * query_bytes))
-            if turns:
-                wait_dq(dq_acc)
-                barrier_wait(base + dq_empty, dq_parity)
-                dq_parity ^= i32(1)
-                for i in range(dq_accumulators // 4):
-                    store_four(
-                        own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3]
-                    )
-                fence_shared_to_bulk()
-                barrier_arrive(base + dq_full + (step & 1) * 8)
+            wait_dq(dq_acc)
+            barrier_wait(base + dq_empty, dq_parity)
+            dq_parity ^= i32(1)
+            for i in range(dq_accumulators // 4):
+                store_four(own_dq + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3])
+            fence_shared_to_bulk()
+            barrier_arrive(base + dq_full + (step & 1) * 8)
             if ahead:
                 # Products in flight from one turn of the loop to the next make ptxas wait for each of them.
                 wait_scores(scores)
@@ -677,7 +669,7 @@ def consume_wide_function(tile):
 @kernel_factory
 def attention_products_kernel(tile):
     """The kernel of a Tile that computes dk, dv and the sums of dq."""
-    keys, chains_together, turns = tile.keys, tile.chains, tile.turns
+    keys, chains_together = tile.keys, tile.chains
     q_stages, dout_stages = tile.q_stages, tile.dout_stages
     places = layout(tile)
     k_full, v_full, q_full, q_empty = places.k_full, places.v_full, places.q_full, places.q_empty
@@ -746,7 +738,7 @@ def attention_products_kernel(tile):
                 q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
                 k, v = tensor_map_address(k_map), tensor_map_address(v_map)
                 bring(base, q, k, v, dout, rows, kv_head, group, i32(heads), first_row, query_tiles, place)
-            elif turns and (thread == 32 or thread == 64):
+            elif thread == 32 or thread == 64:
                 give(base, thread >> i32(6), dq_sums, counters, group, i32(heads), key_tile, query_tiles, place)
         else:
             more_registers()

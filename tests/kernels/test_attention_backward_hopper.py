@@ -12,7 +12,6 @@ from rlnumba.kernels.attention_backward_hopper import (
     hopper_attention_backward,
     supports,
 )
-from rlnumba.kernels.attention_dq_hopper import DqTile, attention_queries_kernel, hopper_attention_backward_apart
 from tests.close import assert_close, assert_same_bits
 
 
@@ -31,15 +30,12 @@ def packed(rng, lengths, heads, kv_heads, head_dim, element):
 
 
 def backward(arrays, lengths, tile):
-    """(dq, dk, dv) as the kernels write them; by a DqTile, with dq apart."""
+    """(dq, dk, dv) as the kernels write them."""
     q, k, v, dout, out, lse = (device.asarray(x) for x in arrays)
     gradients = [device.xp().full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     cu_seqlens, longest = device.asarray(bounds(lengths)), max(lengths, default=0)
     arguments = (dout, q, k, v, out, lse, cu_seqlens, longest, q.shape[2] ** -0.5, *gradients)
-    if isinstance(tile, DqTile):
-        hopper_attention_backward_apart(*arguments, dq_tile=tile)
-    else:
-        hopper_attention_backward(*arguments, tile=tile)
+    hopper_attention_backward(*arguments, tile=tile)
     return gradients
 
 
@@ -64,9 +60,6 @@ SIMULATED = [
     ([70], 2, 2, Tile(40, "bfloat16", ahead=False)),
     # The consumers share the keys, half of the columns each.
     ([70], 1, 1, Tile(136, "bfloat16")),
-    # dq apart: two heads share the keys; neighbouring queries do, of which the second see one tile more, or have none.
-    ([66], 2, 1, DqTile(72, "bfloat16", True)),
-    ([130], 1, 1, DqTile(16, "float16", False, 2, False)),
 ]
 
 
@@ -85,20 +78,14 @@ def test_nothing_to_do():
     hopper_attention_backward(q, q, q, q, q, lse, cu_seqlens, 0, 1.0, q, q, q)
 
 
-HEADS = (16, 48, 64, 72, 80, 96, 128)
-CANDIDATES = [Tile(head_dim, "bfloat16") for head_dim in (*HEADS, 192, 256)] + [
+CANDIDATES = [Tile(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96, 128, 192, 256)] + [
     Tile(128, "float16"),
     Tile(128, "bfloat16", ahead=False),
-]
-APART = [DqTile(head_dim, "bfloat16", False) for head_dim in HEADS] + [
-    DqTile(128, "float16", False),
-    DqTile(128, "bfloat16", True),
-    DqTile(128, "bfloat16", False, ahead=False),
 ]
 
 
 def test_candidates_fit_an_sm():
-    for tile in CANDIDATES + APART:
+    for tile in CANDIDATES:
         assert supports(tile.head_dim) and tile.shared_bytes <= 227 * 1024 - 64
     assert not supports(36) and not supports(264)
 
@@ -116,18 +103,6 @@ def test_kernels_compile(compile_offline, tile):
     assert not troubles, "\n".join(troubles)
 
 
-@pytest.mark.parametrize("tile", APART, ids=str)
-def test_kernels_compile_apart(compile_offline, tile):
-    if device.name() != "numpy":
-        pytest.skip("compiles without a GPU, from the numpy device")
-    x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
-    sizes = ["int64", "int64", "float32"]
-    products = attention_products_kernel(Tile(tile.head_dim, tile.element, turns=False))
-    troubles = compile_offline(products, [m, m, m, m, f, i, *sizes, i, i, f, x, x], (9, 0, "a"))
-    troubles += compile_offline(attention_queries_kernel(tile), [m, m, m, m, f, i, *sizes, x], (9, 0, "a"))
-    assert not troubles, "\n".join(troubles)
-
-
 GPU = [
     ([1], 1, 1),
     ([1, 31, 63, 64, 65, 0, 2], 6, 2),
@@ -140,8 +115,6 @@ REAL = ([1, 7, 64, 129, 500, 1000, 2395], 16, 8)
 
 def run_again(rng, lengths, heads, kv_heads, tile):
     """Against float64, and the same bits again, whoever was faster this time."""
-    if isinstance(tile, DqTile) and tile.pair and heads // kv_heads % 2:
-        pytest.skip("a pair of heads shares a key head")
     arrays, first = run(rng, lengths, heads, kv_heads, tile)
     for _ in range(5):
         for name, actual, wanted in zip(("dq", "dk", "dv"), backward(arrays, lengths, tile), first, strict=True):
@@ -149,23 +122,22 @@ def run_again(rng, lengths, heads, kv_heads, tile):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", CANDIDATES + APART, ids=str)
+@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
 @pytest.mark.parametrize("lengths, heads, kv_heads", GPU)
 def test_gpu(rng, lengths, heads, kv_heads, tile):
     run_again(rng, lengths, heads, kv_heads, tile)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile in CANDIDATES + APART if tile.head_dim == 128], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in CANDIDATES if tile.head_dim == 128], ids=str)
 def test_gpu_real(rng, tile):
     run_again(rng, *REAL, tile)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [Tile(128, "bfloat16"), DqTile(128, "bfloat16", True)], ids=str)
-def test_gpu_sequences_do_not_meet(rng, tile):
+def test_gpu_sequences_do_not_meet(rng):
     """A sequence has the bits it has alone, whatever stands beside it."""
-    lengths = [300, 1000, 77]
+    lengths, tile = [300, 1000, 77], Tile(128, "bfloat16")
     arrays = packed(rng, lengths, 4, 2, 128, "bfloat16")
     whole = backward(arrays, lengths, tile)
     for start, end in zip(bounds(lengths)[:-1], bounds(lengths)[1:], strict=True):

@@ -12,7 +12,6 @@ import pytest
 from rlnumba import device
 from rlnumba.kernels import logprob_hopper
 from rlnumba.kernels.attention_backward_hopper import Tile as GradientTile
-from rlnumba.kernels.attention_dq_hopper import DqTile
 from rlnumba.kernels.attention_hopper import Tile
 from rlnumba.kernels.logprob_hopper import HeadTile
 from tests.kernels import test_attention_backward_hopper as gradient
@@ -75,9 +74,6 @@ def test_groups(rng):
         ([270], 2, 1, GradientTile(48, F16, ahead=False)),
         ([200, 150], 2, 1, GradientTile(128, BF16)),
         ([200], 2, 2, GradientTile(136, BF16)),
-        ([300, 40], 4, 2, DqTile(64, BF16, True)),
-        ([330], 2, 1, DqTile(64, F16, False)),
-        ([270, 30], 2, 1, DqTile(128, BF16, False, ahead=False)),
     ],
     ids=str,
 )

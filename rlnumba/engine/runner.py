@@ -14,6 +14,7 @@ from rlnumba import device, memory
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
 from rlnumba.kernels.hopper import keep_tensor_maps
+from rlnumba.kernels.launch import overlapping
 from rlnumba.kernels.paged_attention import paged_attention, reserve_workspace, sharing
 from rlnumba.kernels.qkv import qkv_split_to_cache
 
@@ -304,7 +305,7 @@ class Runner:
         # This run computes the step; it also compiles what is missing, which a capture could not.
         self._compute(sent, bucket, 1, context, max_members)
         self.stream.begin_capture()
-        with keep_tensor_maps():
+        with keep_tensor_maps(), overlapping():
             self._compute(sent, bucket, 1, context, max_members)
         self.graphs[bucket, context, max_members] = self.stream.end_capture()
         self.graph_addresses = self._addresses()

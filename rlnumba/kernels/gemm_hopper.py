@@ -57,7 +57,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import device_function
+from rlnumba.kernels.instructions import device_function, let_next_kernel_start, wait_for_kernels_before
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.swiglu import sigmoid
 
@@ -171,6 +171,19 @@ def hopper_product_kernel(tile):
     add = output == "add"
 
     shares_registers, prefetches = tile.shares_registers, tile.prefetches_residual
+    # A weight as it lies in memory; the gradient of one has no such factor.
+    b_first = not b_mn
+
+    @device_function
+    def load_b(target, b, column, step, arrived, n):
+        """Ask for B's boxes of a tile and 64 steps."""
+        if b_mn:
+            for box in range(b_boxes):
+                bulk_load(target + box * BOX_BYTES, b, column * columns + box * 64, step, arrived)
+        else:
+            bulk_load(target, b, step, column * width, arrived)
+            if swiglu:
+                bulk_load(target + width * LINE, b, step, i32(n) + column * width, arrived)
 
     @device_function
     def stage_part(acc, part, place, warp, lane):
@@ -219,6 +232,7 @@ def hopper_product_kernel(tile):
                 barrier_init(empty + stages * 8 + consumer * 8, 1)
             barrier_init_fence()
         cuda.syncthreads()
+        let_next_kernel_start()
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + width - 1) // width)
         rounds = i32((k + STEPS - 1) // STEPS)
@@ -231,9 +245,23 @@ def hopper_product_kernel(tile):
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity = i32(1)
+                row, column = place(i32(cuda.blockIdx.x), tiles_down, tiles_across)
+                # Weights come while the kernel before still works on their factor.
+                ahead = min(rounds, i32(stages)) if b_first else i32(0)
+                for early in range(ahead):
+                    barrier_expect(full + early * 8, arriving)
+                    load_b(base + early * stage_bytes + a_bytes, b, column, early * i32(STEPS), full + early * 8, n)
+                wait_for_kernels_before()
+                for early in range(ahead):
+                    bulk_load(base + early * stage_bytes, a, early * i32(STEPS), row * rows, full + early * 8)
+                if ahead == stages:
+                    parity = i32(0)
+                else:
+                    stage = ahead
+                first = ahead * i32(STEPS)
                 for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                     row, column = place(i32(index), tiles_down, tiles_across)
-                    for step in range(i32(0), rounds * i32(STEPS), i32(STEPS)):
+                    for step in range(first, rounds * i32(STEPS), i32(STEPS)):
                         barrier_wait(empty + stage * 8, parity)
                         arrived = full + stage * 8
                         target = base + stage * stage_bytes
@@ -243,18 +271,12 @@ def hopper_product_kernel(tile):
                                 bulk_load(target + box * BOX_BYTES, a, row * rows + box * ROWS, step, arrived)
                         else:
                             bulk_load(target, a, step, row * rows, arrived)
-                        target += a_bytes
-                        if b_mn:
-                            for box in range(b_boxes):
-                                bulk_load(target + box * BOX_BYTES, b, column * columns + box * 64, step, arrived)
-                        else:
-                            bulk_load(target, b, step, column * width, arrived)
-                            if swiglu:
-                                bulk_load(target + width * LINE, b, step, i32(n) + column * width, arrived)
+                        load_b(target + a_bytes, b, column, step, arrived, n)
                         stage += i32(1)
                         if stage == stages:
                             stage = i32(0)
                             parity ^= i32(1)
+                    first = i32(0)
         else:
             if shares_registers:
                 more_registers()
@@ -267,6 +289,7 @@ def hopper_product_kernel(tile):
             for i in range(accumulators):
                 acc[i] = np.float32(0.0)
             parity = i32(0)
+            wait_for_kernels_before()
             for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                 row, column = place(i32(index), tiles_down, tiles_across)
                 if prefetches and first_thread:
@@ -422,16 +445,15 @@ def _none(dimensions):
 def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, swiglu=False):
     """The Tile that a simple model of time finds the fastest for C (m, n) with k steps; (m, 2 n) for swiglu.
 
-    A round of 64 steps takes as long as the tensor cores need for the tile, or the second-level cache to bring
-    it, or a round's own latency; blocks work through tiles in waves. The rates are fitted to an H200.
+    A round of 64 steps takes as long as the tensor cores need for the tile, shared memory to take it in and give it
+    out, or the second-level cache to bring it, or a round's own latency; blocks work through tiles in waves. The rates
+    are fitted to an H200.
     """
     fixed = (element, a_mn, b_mn, output, bias, residual, swiglu)
     best = None
     for groups in (1, 2):
-        for columns in (32, 64, 96, 128, 192, 256):
-            if (b_mn or output != "same") and columns % 64 or columns > 64 and groups == 1 and m > ROWS:
-                continue
-            if swiglu and columns in (96, 192):
+        for columns in (16, 32, 64, 96, 128, 192, 256):
+            if (b_mn or output != "same") and columns % 64 or swiglu and columns in (16, 96, 192):
                 continue
             tile = Tile(columns, groups, 2, *fixed)
             stages = min((SHARED_LIMIT - tile.shared_bytes) // tile.stage_bytes + 2, 12)
@@ -439,12 +461,15 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, 
             if stages < 3:
                 continue
             rows = tile.rows
-            round_us = max(rows * columns / 46000, (rows + columns) / 860, 0.13)
+            # Lines of shared memory that the copy engine writes, and that the warpgroups' four products read.
+            lines = rows + columns + groups * (ROWS + columns)
+            round_us = max(rows * columns / 46000, lines / 1440, (rows + columns) / 860, 0.13)
             tiles = -(-m // rows) * -(-n // tile.width)
             waves = -(-tiles // processors)
             time_us = waves * (-(-k // STEPS) * round_us + 0.8)
-            if best is None or time_us < best[0]:
-                best = time_us, tile
+            # Of equals, the one that brings less from memory.
+            if best is None or (time_us, rows + columns) < best[0]:
+                best = (time_us, rows + columns), tile
     return best[1]
 
 

@@ -10,6 +10,11 @@ Warps. `shuffle*` exchange a value among the 32 lanes; `warp_sum` and `warp_max`
 (lane distance 16, 8, 4, 2, 1) and give every lane the same bits; `block_sum` and `block_max` add the
 warps' results in the order of the warps. All lanes of a warp, or all threads of a block, must call them.
 
+Kernels one after the other. On Hopper and later a kernel that `launch` starts inside `overlapping` may begin while
+the one before it still runs: `wait_for_kernels_before` waits for the end of all earlier ones and for what they wrote.
+`let_next_kernel_start` allows the next one to begin, which happens once all blocks have called it or ended. What a
+kernel reads before it waits must be older than all overlapping kernels, as a model's weights are in decode.
+
 Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time. A kernel gives
 each thread `count` neighbouring elements at a time; `vector_access(count, access)` makes the load and the store
 for that, which move up to `access` of them at once. What a thread owns, and so the order of its sums, depends on
@@ -169,6 +174,12 @@ if device.name() == "sim":
     def sync_warp(lanes):
         """Wait for all lanes of the warp and make their writes visible to each other."""
         return [None] * WARP
+
+    def wait_for_kernels_before():
+        """Wait until all earlier kernels have ended and what they wrote is visible: here they have."""
+
+    def let_next_kernel_start():
+        """Allow the next kernel to begin."""
 
 else:
     from llvmlite import ir
@@ -450,6 +461,40 @@ else:
     def sync_warp():
         """Wait for all lanes of the warp and make their writes visible to each other."""
         cuda.syncwarp(FULL_WARP)
+
+    def _since_hopper(text, doc):
+        """An intrinsic without operands: PTX of compute capability 9.0, nothing on GPUs before."""
+
+        def define(typingctx):
+            def codegen(context, builder, signature, args):
+                module = builder.module
+                name = bytearray(b"__CUDA_ARCH\0")
+                kind = ir.ArrayType(ir.IntType(8), len(name))
+                constant = module.globals.get("rlnumba_architecture")
+                if constant is None:
+                    constant = ir.GlobalVariable(module, kind, "rlnumba_architecture")
+                    constant.global_constant, constant.linkage = True, "internal"
+                    constant.initializer = ir.Constant(kind, name)
+                pointer = ir.IntType(8).as_pointer()
+                # NVVM puts the architecture in place of this call, and drops the branch that it does not take.
+                reflect = module.globals.get("__nvvm_reflect")
+                if reflect is None:
+                    reflect = ir.Function(module, ir.FunctionType(_I32, [pointer]), "__nvvm_reflect")
+                architecture = builder.call(reflect, [builder.bitcast(constant, pointer)])
+                with builder.if_then(builder.icmp_signed(">=", architecture, ir.Constant(_I32, 900))):
+                    assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", side_effect=True)
+                    builder.call(assembly, [])
+                return context.get_dummy_value()
+
+            return types.void(), codegen
+
+        define.__doc__ = doc
+        return intrinsic(define)
+
+    wait_for_kernels_before = _since_hopper(
+        "griddepcontrol.wait;", "Wait until all earlier kernels have ended and what they wrote is visible."
+    )
+    let_next_kernel_start = _since_hopper("griddepcontrol.launch_dependents;", "Allow the next kernel to begin.")
 
 
 def access_length(columns, *arrays):

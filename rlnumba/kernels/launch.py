@@ -14,6 +14,8 @@ RLNUMBA_DEBUG=1 waits for each kernel and reports an error where it happened; 2 
 time, the bytes of its arguments, and the share of a plain copy's bandwidth that this makes.
 """
 
+import ast
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -39,6 +41,25 @@ _compiled = {}
 # Called with (kernel, type names) for each launch in the simulator; tests use it to learn every signature
 # that the operators use, and compile each for real GPUs without one.
 observers = []
+
+# A kernel that calls this function by name may begin before the one before it has ended.
+WAIT = "wait_for_kernels_before"
+_overlapping = False
+
+
+@contextlib.contextmanager
+def overlapping():
+    """Launches inside may begin while the kernel before them still runs, if they call wait_for_kernels_before.
+
+    Those kernels may read arrays ahead of that wait, such as weights, which nothing launched inside may write. Meant
+    for the capture of graphs of many short kernels. GPUs before Hopper run one kernel after the other, as outside.
+    """
+    global _overlapping
+    before, _overlapping = _overlapping, True
+    try:
+        yield
+    finally:
+        _overlapping = before
 
 
 def kernel_factory(make):
@@ -83,6 +104,7 @@ class Compiled:
     def __init__(self, kernel, type_names):
         self.name = kernel.py_func.__name__
         self.handle = _load(kernel, type_names)
+        self.waits = WAIT in kernel.py_func.__code__.co_names + kernel.py_func.__code__.co_freevars
         self.shared_limit = DEFAULT_SHARED_LIMIT
 
     def allow_shared(self, nbytes):
@@ -189,7 +211,10 @@ def _start(compiled, parameters, grid, block, shared, arguments):
 
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record(stream)
-    (error,) = launch_kernel(compiled.handle, *grid, *block, shared, stream.ptr, parameters.address, 0)
+    if _overlapping and compiled.waits:
+        error = _launch_early(compiled, parameters, grid, block, shared, stream)
+    else:
+        (error,) = launch_kernel(compiled.handle, *grid, *block, shared, stream.ptr, parameters.address, 0)
     if error == success and debug:
         from cuda.bindings import driver
 
@@ -203,6 +228,21 @@ def _start(compiled, parameters, grid, block, shared, arguments):
         nbytes = sum(a.nbytes for a in arguments if type(a) not in _SCALARS)
         share = nbytes / time_us / 1e3 / _copy_gbs()
         print(f"{compiled.name:36} {time_us:10.1f} us  {nbytes / 1e6:10.3f} MB  {share:6.1%} of a copy", flush=True)
+
+
+def _launch_early(compiled, parameters, grid, block, shared, stream):
+    """Launch a kernel that may begin before the one before it has ended; returns the driver's answer."""
+    from cuda.bindings import driver
+
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = shared, stream.ptr
+    config.attrs, config.numAttrs = [attribute], 1
+    (error,) = driver.cuLaunchKernelEx(config, compiled.handle, parameters.address, 0)
+    return error
 
 
 @functools.cache
@@ -281,11 +321,29 @@ def _write_once(path, content):
         return
 
 
+def _imported(source):
+    """The kernel modules that a Python file imports, as files."""
+    folder = pathlib.Path(__file__).resolve().parent
+    names = set()
+    for node in ast.walk(ast.parse(source.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    package = __name__.rpartition(".")[0] + "."
+    files = {folder / f"{name.removeprefix(package)}.py" for name in names if name.startswith(package)}
+    return {file for file in files if file.exists()}
+
+
 @functools.cache
 def _sources_digest(file_name):
-    """Of all kernel modules, and of the file that a kernel stands in, which may be a script of the user."""
+    """Of the file that a kernel stands in, and of the kernel modules that it imports, and those, and so on."""
+    sources, new = set(), {pathlib.Path(file_name).resolve()}
+    while new:
+        sources |= new
+        new = {file for source in new for file in _imported(source)} - sources
     digest = hashlib.sha256()
-    for source in sorted({*pathlib.Path(__file__).resolve().parent.glob("*.py"), pathlib.Path(file_name).resolve()}):
+    for source in sorted(sources):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 

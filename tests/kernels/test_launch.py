@@ -2,13 +2,15 @@
 
 import ctypes
 import importlib.util
+import pathlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.kernels.launch import Parameters, _cache_key
+from rlnumba.kernels import launch
+from rlnumba.kernels.launch import Parameters, _cache_key, _imported
 from rlnumba.kernels.reduce import group_mean_std_kernel
 
 if device.name() == "sim":
@@ -50,6 +52,13 @@ def test_a_kernel_that_was_typed_in_is_compiled_again():
 def test_types_and_architecture_are_part_of_the_key():
     keys = [(TYPES, (9, 0)), (["uint16[::1]"], (9, 0)), (TYPES, (8, 0))]
     assert len({_cache_key(group_mean_std_kernel, *key) for key in keys}) == 3
+
+
+def test_what_a_kernel_imports_is_part_of_its_key():
+    """An edit of another kernel's module leaves the compiled code of this one alone."""
+    names = {file.name for file in _imported(pathlib.Path(launch.__file__).with_name("gemm.py"))}
+    assert {"gemm_hopper.py", "instructions.py", "launch.py", "swiglu.py"} <= names
+    assert "sampling.py" not in names and "gemm.py" not in names
 
 
 def test_parameters_lie_where_the_driver_looks():

@@ -53,19 +53,24 @@ def with_backend(name, function):
 
 
 def tiles(rows, steps, output, a_mn=False, b_mn=False):
-    """Every tile worth trying: with many rows wide ones and all the stages that fit, with few rows several depths."""
+    """Every tile worth trying: with many rows wide ones and all the stages that fit.
+
+    With few rows as many stages as fit once or twice into an SM, and more or fewer products under way.
+    """
     few = rows <= 1024
     for groups in (1, 2) if few and rows > 64 else (1,) if few else (2,):
         for columns in (16, 32, 64, 96, 128, 192, 256):
-            if columns % 64 and (b_mn or output != "same") or not few and columns < 128:
+            if columns % 64 and (b_mn or output != "same") or columns < 128 and not few or columns in (96, 256) and few:
                 continue
-            fitting = [
-                tile
-                for stages in (3, 4, 5, 6, 8, 12, 16)
-                if (tile := Tile(columns, groups, stages, BF16, a_mn, b_mn, output)).shared_bytes <= SHARED_LIMIT + 1024
-                and stages <= max(3, steps // 64)
-            ]
-            yield from fitting[-3:] if few else fitting[-1:]
+            depths = set()
+            for share in (1, 2) if few else (1,):
+                room = (SHARED_LIMIT + 1024) // share - 1024 * (share > 1)
+                tile = Tile(columns, groups, 0, BF16, a_mn, b_mn, output)
+                depths.add(min((room - tile.shared_bytes) // (tile.stage_bytes + 16), 16, max(3, steps // 64)))
+            for stages in depths:
+                for running in (1, 3) if few else (1, 2):
+                    if stages > max(running, 2):
+                        yield Tile(columns, groups, stages, BF16, a_mn, b_mn, output, running=running)
 
 
 def compile_one(tile):
@@ -143,7 +148,7 @@ def decode(sweep):
     Ours run as the engine's graphs run them: a kernel brings its weights while the one before it ends.
     """
     if sweep:
-        compile_all({tile for m in DECODE_ROWS for output in ("same", "float32") for tile in tiles(m, 1024, output)})
+        compile_all({tile for m in DECODE_ROWS for k in (1024, 2048, 4096) for tile in tiles(m, k, "same")})
     by_rows = {m: [] for m in DECODE_ROWS}
     for name, (n, k) in WEIGHTS.items():
         output, dtype = ("float32", np.float32) if "lm_head" in name else ("same", None)
@@ -164,7 +169,7 @@ def decode(sweep):
                 ours_us = graph_time_us(calls)
             by_rows[m].append(peer_us / ours_us)
             report(f"{name} M={m}", 2 * m * n * k, 2 * n * k, peer_us, ours_us, error, f"{apart_us:.2f} us apart")
-            if sweep:
+            if sweep and n * k < 1 << 25:
                 found = []
                 for tile in tiles(m, k, output):
                     calls = [lambda w=w, t=tile: hopper_product(t, x, w, y) for w in weights]
@@ -207,9 +212,12 @@ def swiglu_times():
 
 def print_best(found, m, n, k, a_mn, b_mn, output):
     chosen = best_tile(m, n, k, BF16, a_mn, b_mn, output, False, False, processors())
-    for us, tile in sorted(found, key=lambda pair: pair[0])[:4]:
+    for us, tile in sorted(found, key=lambda pair: pair[0])[:5]:
         mark = " <- chosen" if tile == chosen else ""
-        print(f"      {us:9.2f} us  {tile.columns} columns, {tile.groups} groups, {tile.stages} stages{mark}")
+        print(
+            f"      {us:9.2f} us  {tile.columns} columns, {tile.groups} groups, {tile.stages} stages, "
+            f"{tile.running} under way{mark}"
+        )
 
 
 if __name__ == "__main__":

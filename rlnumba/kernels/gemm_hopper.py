@@ -81,7 +81,8 @@ class Tile(NamedTuple):
 
     a_mn, b_mn: the operand lies MN-major in memory. element: "float16" or "bfloat16". output: "same" as the
     inputs, "float32", or "add" to float32. bias, residual: added to C before it is rounded. swiglu: half of the tile's
-    columns are of the gate, half of what it gates; without bias and residual, output "same".
+    columns are of the gate, half of what it gates; without bias and residual, output "same". running: stages whose
+    products go on while those of the next one begin.
     """
 
     columns: int
@@ -94,6 +95,7 @@ class Tile(NamedTuple):
     bias: bool = False
     residual: bool = False
     swiglu: bool = False
+    running: int = 1
 
     @property
     def rows(self):
@@ -158,14 +160,14 @@ def place(index, tiles_down, tiles_across):
 @kernel_factory
 def hopper_product_kernel(tile):
     """The kernel of a Tile. Its width is a multiple of its staged columns, if it has any, else of 8."""
-    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu = tile
+    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, running = tile
     rows, width, box_columns, staged_columns = tile.rows, tile.width, tile.box_columns, tile.staged_columns
     a_bytes, stage_bytes, staged_bytes = rows * LINE, tile.stage_bytes, tile.staged_bytes
     accumulators = columns // 2
     b_boxes = columns // 64
     parts = columns // staged_columns if staged_columns else 0
     gated = accumulators // 2
-    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn)
+    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn, running=running)
     pack_two, unpack_two = pack(element), unpack(element)
     wide = output != "same"
     add = output == "add"
@@ -303,22 +305,29 @@ def hopper_product_kernel(tile):
                             row * rows + consumer * ROWS,
                             residual_here,
                         )
-                previous = i32(0)
+                released = stage
                 for done in range(rounds):
                     barrier_wait(full + stage * 8, parity)
                     target = base + stage * stage_bytes
                     start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(done != 0))
                     wait_all_but_latest(acc)
-                    if done != 0 and first_thread:
-                        barrier_arrive(empty + previous * 8)
-                    previous = stage
+                    if done >= running:
+                        if first_thread:
+                            barrier_arrive(empty + released * 8)
+                        released += i32(1)
+                        if released == stages:
+                            released = i32(0)
                     stage += i32(1)
                     if stage == stages:
                         stage = i32(0)
                         parity ^= i32(1)
                 wait_all(acc)
-                if first_thread:
-                    barrier_arrive(empty + previous * 8)
+                while released != stage:
+                    if first_thread:
+                        barrier_arrive(empty + released * 8)
+                    released += i32(1)
+                    if released == stages:
+                        released = i32(0)
                 # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
                 line = row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2))
                 pair = (column * width >> i32(1)) + (lane & i32(3))

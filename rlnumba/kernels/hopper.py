@@ -473,12 +473,14 @@ if device.name() == "sim":
         return address
 
     @functools.cache
-    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
+    def warpgroup_product(
+        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, running=1
+    ):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
-        operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
+        operands' memory may be touched. wait_all_but_latest(acc) leaves the last `running` starts running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
         int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
@@ -511,13 +513,13 @@ if device.name() == "sim":
                 results[:, block] = multiply_add(c, a[64 * block : 64 * block + 64], b)[row, column]
             note_products(accumulators, results.reshape(128, count), reads)
 
-        def wait_all_but_latest(acc, a=None):
-            wait_products(1)
+        def make_wait(running):
+            def wait(acc, a=None):
+                wait_products(running)
 
-        def wait_all(acc, a=None):
-            wait_products(0)
+            return wait
 
-        return warpgroup_start(read, compute), wait_all_but_latest, wait_all
+        return warpgroup_start(read, compute), make_wait(running), make_wait(0)
 
 else:
     from llvmlite import ir
@@ -767,12 +769,14 @@ else:
             builder.store(builder.extract_value(result, i), pointer)
 
     @functools.cache
-    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
+    def warpgroup_product(
+        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, running=1
+    ):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
-        operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
+        operands' memory may be touched. wait_all_but_latest(acc) leaves the last `running` starts running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
         int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
@@ -819,8 +823,8 @@ else:
 
             return types.void(acc, a if registers else types.int64, types.int64, types.int32), codegen
 
-        def make_wait(running):
-            text = f"wgmma.wait_group.sync.aligned {running};"
+        def make_wait(left):
+            text = f"wgmma.wait_group.sync.aligned {left};"
 
             # The registers pass through, so that no use of them moves above the wait.
             @intrinsic
@@ -844,7 +848,7 @@ else:
 
             return wait_with_operand if registers else wait
 
-        return start, make_wait(1), make_wait(0)
+        return start, make_wait(running), make_wait(0)
 
 
 class HostTensorMap:

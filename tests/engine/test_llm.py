@@ -455,7 +455,7 @@ def test_groups_change_nothing_on_the_gpu():
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 97, length).tolist() for length in (2100, 1500, 1025, 300)]
     params = SamplingParams(temperature=0.8, max_tokens=40, n=5, seed=2)
-    with choice.forced("attention=hopper"):
+    with choice.forced("hopper"):
         expected = generate(model, prompts, params, num_gpu_blocks_override=4000, enable_prefix_caching=False)
         graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=4000))
         assert drawn(graphs.generate(prompts, params)) == drawn(expected)

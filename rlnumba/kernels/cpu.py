@@ -479,9 +479,11 @@ def logp_rows(logits, rows, ids, temperature, out, lse, entropy, top1):
 def logp_backward_rows(logits, ids, temperature, lse, dlogp, dlogits):
     """dlogits = dlogp / temperature * (onehot(ids) - softmax(logits / temperature)), row by row.
 
-    logits, dlogits (N, V) float32, may be one array; ids (N,) int32 in range; lse, dlogp (N,) float32.
+    logits, dlogits (N, V) float32, may be one array; ids (N,) int32, of no column if not in [0, V); lse, dlogp (N,)
+    float32.
     """
     for i in numba.prange(logits.shape[0]):
         factor = dlogp[i] / temperature
         row_softmax(logits[i], temperature, lse[i], -factor, dlogits[i])
-        dlogits[i, ids[i]] += factor
+        if 0 <= ids[i] < logits.shape[1]:
+            dlogits[i, ids[i]] += factor

@@ -289,11 +289,12 @@ def linear_swiglu(x, weight, gate_up, out):
 def linear_backward_input(dout, weight, dx, accumulate=False):
     """dx = (or += if accumulate) dout weight: the gradient of linear's x.
 
-    dout (M, N), weight (N, K) and dx (M, K) of one floating dtype. Raises ValueError for others.
+    dout (M, N) and weight (N, K) of one floating dtype; dx (M, K) of that dtype or float32. Raises ValueError for
+    others.
     """
     m, n = check("linear_backward_input", "dout", dout, (None, None), FLOATS)
     _, k = check("linear_backward_input", "weight", weight, (n, None), (dout.dtype,))
-    check("linear_backward_input", "dx", dx, (m, k), (dout.dtype,))
+    check("linear_backward_input", "dx", dx, (m, k), (dout.dtype, *F32))
     if m == 0 or k == 0:
         return
     who = backend(dout.dtype)
@@ -305,7 +306,10 @@ def linear_backward_input(dout, weight, dx, accumulate=False):
     elif who == "cublas":
         _cublas_product(dout, False, weight, False, dx, accumulate)
     elif product := _fast_product(dout, weight, dx, n):
-        product(dout, weight, dx, b_mn=True, residual=dx if accumulate else None)
+        if accumulate and dx.dtype == np.float32:
+            product(dout, weight, dx, b_mn=True, add=True)
+        else:
+            product(dout, weight, dx, b_mn=True, residual=dx if accumulate else None)
     else:
         addend = dx if accumulate else dx[:0]
         _launch_product(dout, (n, 1), weight, (1, k), n, dx[0, :0], addend, dx)

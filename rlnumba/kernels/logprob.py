@@ -6,8 +6,10 @@
     dz = dlogp (onehot(id) - p) / T
 
 `logp` takes the logits. `linear_logp` takes the hidden states and the output matrix, z = hidden weight^T + bias,
-and makes the logits of CHUNK_LOGITS at a time; its backward makes them again, then dhidden = dz weight and
-dweight += dz^T hidden. A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
+and makes CHUNK_LOGITS of the logits at a time, those of some rows. Its backward, which knows lse, makes them again,
+those of some columns for as many rows as CHUNK_SUMS allows: then dweight += dz^T hidden reads and writes each row of
+dweight once, and dhidden += dz weight adds up in float32. A row whose id is IGNORED gives logp, lse and entropy 0,
+top1 -1 and no gradient.
 
 Whoever draws a token (kernels/sampling.py) and whoever scores it must get the same bits: row_sum.py has the order.
 16-bit arrays on Hopper may go through logprob_hopper.py, whose logits never leave the registers, if kernels/choice.py
@@ -22,15 +24,19 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import choice, cpu, logprob_hopper
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.elementwise import gather_rows, scatter_rows
+from rlnumba.kernels.elementwise import cast, gather_rows, scatter_rows
 from rlnumba.kernels.gemm import backend, bias_backward, linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.instructions import narrow, widen
+from rlnumba.kernels.instructions import exp2, narrow, widen
 from rlnumba.kernels.launch import DEBUG, launch
-from rlnumba.kernels.row_sum import GROUPS, ROW_THREADS, row_terms
+from rlnumba.kernels.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms
 
 IGNORED = -100
-# Float32 logits that exist at one time: 64 MiB.
-CHUNK_LOGITS = 1 << 24
+# Float32 logits that exist at one time, 128 MiB (and in the backward half of that again, for 16-bit gradients), and
+# float32 elements of the gradient of the hidden states, 32 MiB.
+CHUNK_LOGITS = 1 << 25
+CHUNK_SUMS = 1 << 23
+# Chunks are multiples of it, where they can be: products have tiles.
+CHUNK_TILE = 128
 
 
 @cuda.jit
@@ -60,8 +66,8 @@ def logp_kernel(logits, rows, ids, temperature, out, lse, entropy, top1):
 
 
 @cuda.jit
-def logp_backward_kernel(logits, ids, temperature, lse, dlogp, dlogits):
-    """A block owns a row: reads its logits, writes dlogits, which may be the same array."""
+def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, dlogits):
+    """A block owns a row: reads its logits, of ids from first_id on, writes dlogits, which may be the same array."""
     row = cuda.blockIdx.x
     token = ids[row]
     row_lse = lse[row]
@@ -69,8 +75,8 @@ def logp_backward_kernel(logits, ids, temperature, lse, dlogp, dlogits):
     for column in range(cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x):
         gradient = np.float32(0.0)
         if token != IGNORED:
-            gradient = -np.float32(math.exp(widen(logits[row, column]) / temperature - row_lse))
-            if column == token:
+            gradient = -exp2((widen(logits[row, column]) / temperature - row_lse) * LOG2_E)
+            if column + first_id == token:
                 gradient += np.float32(1.0)
             gradient *= factor
         dlogits[row, column] = narrow(gradient, dlogits)
@@ -194,7 +200,7 @@ def linear_logp_with_gradient(
     Where logprob_hopper.py serves the arrays, a row takes three products instead of four, or one if its dlogp is 0, and
     probabilities are rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES there, 256
     MiB (248 where D is 1,024 and V 151,936), and some numbers a row. Elsewhere this is linear_logp, then
-    linear_logp_backward, with their bits: CHUNK_LOGITS float32 logits, and their gradient.
+    linear_logp_backward, with their bits and their memory.
     """
     rows, vocabulary = _check_linear("linear_logp_with_gradient", hidden, weight, ids, temperature, None)
     outputs = (logp, lse, entropy, top1)
@@ -298,10 +304,13 @@ def _check_linear(op, hidden, weight, ids, temperature, bias):
     return rows, vocabulary
 
 
-def _chunks(rows, vocabulary):
-    """Slices of the rows whose logits exist at one time."""
-    step = max(1, min(rows, CHUNK_LOGITS // max(vocabulary, 1)))
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+def _whole(count, tile):
+    """count, or the largest multiple of `tile` that is not more."""
+    return count - count % tile if count > tile else count
+
+
+def _slices(count, step):
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 def _part(array, chunk):
@@ -309,11 +318,10 @@ def _part(array, chunk):
 
 
 def _linear_logp_chunks(hidden, weight, ids, temperature, bias, logp, lse, entropy, top1):
-    chunks = _chunks(hidden.shape[0], weight.shape[0])
-    if not chunks:
-        return
-    logits = device.xp().empty((chunks[0].stop, weight.shape[0]), np.float32)
-    for chunk in chunks:
+    rows, vocabulary = hidden.shape[0], weight.shape[0]
+    step = min(rows, _whole(max(1, CHUNK_LOGITS // max(vocabulary, 1)), CHUNK_TILE))
+    logits = device.xp().empty((step, vocabulary), np.float32)
+    for chunk in _slices(rows, max(step, 1)):
         part = logits[: chunk.stop - chunk.start]
         linear(hidden[chunk], weight, part, bias=bias)
         outputs = logp[chunk], lse[chunk], _part(entropy, chunk), _part(top1, chunk)
@@ -321,19 +329,28 @@ def _linear_logp_chunks(hidden, weight, ids, temperature, bias, logp, lse, entro
 
 
 def _linear_logp_backward_chunks(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, bias, dbias):
-    chunks = _chunks(hidden.shape[0], weight.shape[0])
-    if not chunks:
-        return
-    logits = device.xp().empty((chunks[0].stop, weight.shape[0]), np.float32)
-    dlogits = logits if hidden.dtype == np.float32 else device.xp().empty(logits.shape, hidden.dtype)
-    for chunk in chunks:
-        part, dpart = (array[: chunk.stop - chunk.start] for array in (logits, dlogits))
-        linear(hidden[chunk], weight, part, bias=bias)
-        _logp_backward_of_rows(part, ids[chunk], temperature, lse[chunk], dlogp[chunk], dpart)
-        linear_backward_input(dpart, weight, dhidden[chunk])
-        linear_backward_weight(dpart, hidden[chunk], dweight)
-        if dbias is not None:
-            bias_backward(dpart, dbias)
+    (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
+    row_step = min(rows, _whole(max(1, CHUNK_SUMS // max(width, 1)), CHUNK_TILE))
+    step = min(vocabulary, _whole(max(1, CHUNK_LOGITS // max(row_step, 1)), CHUNK_TILE))
+    is_wide = hidden.dtype == np.float32
+    memory = xp.empty(row_step * step, np.float32)
+    narrow_memory = memory if is_wide else xp.empty(memory.shape, hidden.dtype)
+    sums_memory = None if is_wide else xp.empty((row_step, width), np.float32)
+    for some in _slices(rows, max(row_step, 1)):
+        h, count = hidden[some], some.stop - some.start
+        sums = dhidden[some] if is_wide else sums_memory[:count]
+        sums.fill(0)
+        for chunk in _slices(vocabulary, max(step, 1)):
+            columns = chunk.stop - chunk.start
+            logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
+            linear(h, weight[chunk], logits, bias=_part(bias, chunk))
+            _logp_backward_of_rows(logits, ids[some], temperature, lse[some], dlogp[some], dlogits, chunk.start)
+            linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
+            linear_backward_weight(dlogits, h, dweight[chunk])
+            if dbias is not None:
+                bias_backward(dlogits, dbias[chunk])
+        if not is_wide:
+            cast(sums, dhidden[some])
 
 
 def _logp_of_rows(logits, row_idx, ids, temperature, out, lse, entropy, top1):
@@ -354,12 +371,14 @@ def _logp_of_rows(logits, row_idx, ids, temperature, out, lse, entropy, top1):
         array[ignored] = value
 
 
-def _logp_backward_of_rows(logits, ids, temperature, lse, dlogp, dlogits):
+def _logp_backward_of_rows(logits, ids, temperature, lse, dlogp, dlogits, first_id=0):
+    """first_id: the id of the first column."""
     if device.name() != "numpy":
-        launch(logp_backward_kernel, ids.shape[0], ROW_THREADS, logits, ids, float(temperature), lse, dlogp, dlogits)
+        arguments = ids, first_id, float(temperature), lse, dlogp, dlogits
+        launch(logp_backward_kernel, ids.shape[0], ROW_THREADS, logits, *arguments)
         return
     ignored = ids == IGNORED
-    cpu.logp_backward_rows(logits, np.where(ignored, 0, ids), np.float32(temperature), lse, dlogp, dlogits)
+    cpu.logp_backward_rows(logits, ids - np.int32(first_id), np.float32(temperature), lse, dlogp, dlogits)
     dlogits[ignored] = 0
 
 

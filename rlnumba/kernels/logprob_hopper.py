@@ -44,6 +44,7 @@ from rlnumba.kernels.hopper import (
     barrier_init,
     barrier_init_fence,
     barrier_wait,
+    bulk_add,
     bulk_commit,
     bulk_load,
     bulk_store,
@@ -63,7 +64,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import device_function, exp2, narrow, shuffle_xor, vector_access
+from rlnumba.kernels.instructions import device_function, exp2, narrow, shuffle_xor, vector_access, warp_sum, widen
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.row_sum import (
     CLASSES,
@@ -71,9 +72,10 @@ from rlnumba.kernels.row_sum import (
     LOG2_E,
     NONE,
     TILE_COLUMNS,
-    fold_sixteen,
+    exponentials_of_sixteen,
     join,
     join_classes,
+    largest_of_sixteen,
     lowest_of_best,
     row_results,
 )
@@ -96,13 +98,19 @@ MERGE_THREADS = CLASSES * MERGE_STEP
 FINISH_THREADS = 32 if device.name() == "sim" else 256
 # Elements that a thread of finish_kernel loads at once, 16 bytes, and has at a time.
 EIGHT, SIXTEEN = 8, 16
+# Powers of two by which an exponential may exceed 1: far below what bfloat16 holds, times what a row adds up. None in
+# float16, whose exponentials all are relative to their tile's largest logit.
+REACH = {"bfloat16": 64.0, "float16": -1e30}
+REFERENCE_ROWS = 4
 
 
 class HeadTile(NamedTuple):
     """One kernel of this module. element: "float16" or "bfloat16"; groups: consumer warpgroups, 64 rows each.
 
-    mode: "terms" (the forward), "gradient" (dz of a chunk), "exponentials" (the one-pass form's forward) or "slabs"
-    (dhidden in parts). lead: rounds by which the second consumer is late. entropy, top1: whether they are wanted.
+    mode: "terms" (the forward), "gradient" (dz of a chunk), "exponentials" (the one-pass form's forward), and three
+    plain products with B MN-major: "slabs" (A B in parts), "sum" (+= A B) and "weights" (+= A^T B). lead: rounds by
+    which the second consumer is late. boxes: of 8 KiB through which a consumer writes its output, at most 4.
+    entropy, top1: whether they are wanted.
     """
 
     element: str
@@ -110,6 +118,7 @@ class HeadTile(NamedTuple):
     groups: int = 2
     stages: int = 4
     lead: int = 2
+    boxes: int = 2
     entropy: bool = False
     top1: bool = False
 
@@ -118,13 +127,18 @@ class HeadTile(NamedTuple):
         return ROWS * self.groups
 
     @property
+    def plain(self):
+        """Whether it is a product and nothing else, in float32."""
+        return self.mode in ("slabs", "sum", "weights")
+
+    @property
     def box_columns(self):
         """Columns of the output in a 128-byte line."""
-        return 32 if self.mode == "slabs" else 64
+        return 32 if self.plain else 64
 
     @property
     def staged_bytes(self):
-        return 0 if self.mode == "terms" else 2 * BOX_BYTES
+        return 0 if self.mode == "terms" else self.boxes * BOX_BYTES
 
     @property
     def stage_bytes(self):
@@ -145,12 +159,13 @@ def may_lead(tile, rounds):
 
 
 @functools.cache
-def main_loop(tile, b_mn):
+def main_loop(tile):
     """(produce, multiply): what the copying warp and a consumer do for one tile; both return (stage, parity)."""
     stages, lead = tile.stages, tile.lead
     rows, stage_bytes = tile.rows, tile.stage_bytes
     a_bytes = rows * LINE
-    start, wait_all_but_latest, wait_all = warpgroup_product(TILE_COLUMNS, tile.element, False, b_mn)
+    groups, a_mn, b_mn = tile.groups, tile.mode == "weights", tile.plain
+    start, wait_all_but_latest, wait_all = warpgroup_product(TILE_COLUMNS, tile.element, a_mn, b_mn)
 
     @device_function
     def produce(a, b, base, full, empty, arriving, row_at, column_at, step, rounds, stage, parity):
@@ -161,7 +176,11 @@ def main_loop(tile, b_mn):
             target = base + stage * stage_bytes
             barrier_expect(arrived, arriving)
             at = step + i32(done) * i32(STEPS)
-            bulk_load(target, a, at, row_at, arrived)
+            if a_mn:
+                for box in range(groups):
+                    bulk_load(target + box * BOX_BYTES, a, row_at + box * ROWS, at, arrived)
+            else:
+                bulk_load(target, a, at, row_at, arrived)
             if b_mn:
                 for box in range(TILE_COLUMNS // 64):
                     bulk_load(target + a_bytes + box * BOX_BYTES, b, column_at + box * 64, at, arrived)
@@ -230,6 +249,25 @@ def fill_beyond(acc, column, n):
 
 
 @device_function
+def find_part(acc, begin, target, found):
+    """The logit of column `target` of a part, if that is a column of this lane; else `found`."""
+    for b in range(8):
+        for c in range(2):
+            if target == 8 * b + c:
+                found = acc[begin + 4 * b + c]
+    return found
+
+
+@device_function
+def find(acc, begin, target):
+    """The logit of column `target`, counted from this lane's first, of a row of a tile; 0 if it is another lane's."""
+    found = find_part(acc, begin, target, np.float32(0.0))
+    found = find_part(acc, begin + 32, i32(target - 64), found)
+    found = find_part(acc, begin + 64, i32(target - 128), found)
+    return find_part(acc, begin + 96, i32(target - 192), found)
+
+
+@device_function
 def differentiate_part(acc, begin, target, factor, shift, scale):
     """acc = scale (onehot(target) - 2^(acc factor + shift)); target: this lane's column of the part, if it has it."""
     for b in range(8):
@@ -243,39 +281,41 @@ def differentiate_part(acc, begin, target, factor, shift, scale):
 
 
 @device_function
-def differentiate_half(acc, begin, target, factor, shift, scale):
-    """differentiate_part for the columns of a tile."""
-    differentiate_part(acc, begin, target, factor, shift, scale)
-    differentiate_part(acc, begin + 32, i32(target - 64), factor, shift, scale)
-    differentiate_part(acc, begin + 64, i32(target - 128), factor, shift, scale)
-    differentiate_part(acc, begin + 96, i32(target - 192), factor, shift, scale)
-
-
-@device_function
 def scale_part(acc, begin, factor):
     for b in range(8):
         for c in range(2):
             acc[begin + 4 * b + c] *= factor
 
 
+@device_function
+def largest_of_row(acc, begin, largest, at):
+    """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
+    largest[at] = largest_of_sixteen(acc, begin, 4)
+    largest[at + 1] = largest_of_sixteen(acc, begin + 32, 4)
+    largest[at + 2] = largest_of_sixteen(acc, begin + 64, 4)
+    largest[at + 3] = largest_of_sixteen(acc, begin + 96, 4)
+    return max(max(largest[at], largest[at + 1]), max(largest[at + 2], largest[at + 3]))
+
+
+@device_function
+def base_of(largest, reference, factor, reach):
+    """The logit whose exponential is 1 in a tile with this largest one: the row's reference, if that is near enough."""
+    return reference if (largest - reference) * factor <= reach else largest
+
+
 @functools.cache
-def half_folder(entropy, top1, exponentials):
-    """fold_half: what the forward does with a thread's accumulators of one row."""
+def folders(entropy, top1, exponentials):
+    """(fold_part, finish_row): what the forward does with a thread's accumulators of one row."""
 
     @device_function
-    def fold_part(acc, begin, part, target, factor, sums, chosen, line):
-        """The sums (largest, total, weighted, top) of the parts before and this one; acc become exponentials."""
-        if i32(0) <= target < i32(64):
-            for b in range(8):
-                for c in range(2):
-                    if target == 8 * b + c:
-                        chosen[line] = acc[begin + 4 * b + c]
+    def fold_part(acc, begin, part, largest, base, factor, sums):
+        """The sums (largest, total, weighted, top) of the parts before and this one.
+
+        acc become exponentials, relative to `base` if they are wanted.
+        """
         top = sums[3]
         if top1:
-            largest, part_top = NONE, i32(0)
-            for b in range(8):
-                for c in range(2):
-                    largest = max(largest, acc[begin + 4 * b + c])
+            part_top = i32(0)
             for b in range(7, -1, -1):
                 for c in range(1, -1, -1):
                     if acc[begin + 4 * b + c] == largest:
@@ -283,9 +323,11 @@ def half_folder(entropy, top1, exponentials):
             # A lane's columns ascend: the first of equals stays.
             if largest > sums[0]:
                 top = part_top
-        one = fold_sixteen(acc, begin, 4, factor, entropy)
-        largest, total, weighted = join(sums[0], sums[1], sums[2], one[0], one[1], one[2], factor)
-        return (largest, total, weighted, top), one[0]
+        total, weighted = exponentials_of_sixteen(acc, begin, 4, largest, factor, entropy)
+        if exponentials:
+            scale_part(acc, begin, exp2((largest - base) * factor))
+        largest, total, weighted = join(sums[0], sums[1], sums[2], largest, total, weighted, factor)
+        return largest, total, weighted, top
 
     @device_function
     def fold_lanes(sums, distance, factor):
@@ -303,17 +345,8 @@ def half_folder(entropy, top1, exponentials):
         return largest, total, weighted, top
 
     @device_function
-    def fold_half(acc, begin, target, start_column, quad_lane, factor, results, at, chosen, line):
-        """Fold a row of a tile to results[at] (this lane's of the four; none if at < 0), its target to chosen[line].
-
-        acc become 2^((z - largest of the row in this tile) factor), if "exponentials".
-        """
-        target -= quad_lane * 2
-        sums = NONE, np.float32(0.0), np.float32(0.0), i32(0)
-        sums, largest0 = fold_part(acc, begin, 0, target, factor, sums, chosen, line)
-        sums, largest1 = fold_part(acc, begin + 32, 1, i32(target - 64), factor, sums, chosen, line)
-        sums, largest2 = fold_part(acc, begin + 64, 2, i32(target - 128), factor, sums, chosen, line)
-        sums, largest3 = fold_part(acc, begin + 96, 3, i32(target - 192), factor, sums, chosen, line)
+    def finish_row(sums, start_column, quad_lane, factor, results, at):
+        """Join the sums of a quad's lanes to results[at] (this lane's of the four; none if at < 0)."""
         sums = sums[0], sums[1], sums[2], i32(sums[3] + start_column + quad_lane * 2)
         sums = fold_lanes(sums, 1, factor)
         sums = fold_lanes(sums, 2, factor)
@@ -322,41 +355,107 @@ def half_folder(entropy, top1, exponentials):
             low = sums[1] if quad_lane == 1 else sums[0]
             high = np.float32(sums[3]) if quad_lane == 3 else sums[2]
             results[at] = high if quad_lane >= 2 else low
-        if exponentials:
-            scale_part(acc, begin, exp2((largest0 - sums[0]) * factor))
-            scale_part(acc, begin + 32, exp2((largest1 - sums[0]) * factor))
-            scale_part(acc, begin + 64, exp2((largest2 - sums[0]) * factor))
-            scale_part(acc, begin + 96, exp2((largest3 - sums[0]) * factor))
 
-    return fold_half
+    return fold_part, finish_row
+
+
+@functools.cache
+def sender(tile):
+    """(ready, send): how a consumer's accumulators leave, box by box, through shared memory.
+
+    The boxes go round; of each, a thread of another warp speaks to the copy engine and waits for it.
+    """
+    boxes, box_columns, plain, add = tile.boxes, tile.box_columns, tile.plain, tile.mode in ("sum", "weights")
+    pack_two = pack(tile.element)
+
+    @device_function
+    def ready(group, warp, lane):
+        """Begin a tile: its first box is free."""
+        if warp == 0 and lane == 0:
+            bulk_wait_read()
+        sync_group(group, WARPGROUP)
+
+    @device_function
+    def send(acc, piece, out_map, column, row, staged, group, warp, lane):
+        """Write the accumulators of the piece-th box_columns columns to (row, column) of the output, and free a box."""
+        here = staged + piece % boxes * BOX_BYTES
+        if plain:
+            line = warp * i32(16) + (lane >> i32(2))
+            for block in range(4):
+                i = (piece * 4 + block) * 4
+                chunk = i32(block * 2) + ((lane & i32(3)) >> i32(1))
+                target = here + line * i32(LINE)
+                target += ((chunk ^ (line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
+                store_pair(target, acc[i], acc[i + 1])
+                store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
+        else:
+            line = warp * i32(16) + (lane & i32(15))
+            for block in range(4):
+                i = (piece * 4 + block) * 8
+                chunk = i32(block * 2) + (lane >> i32(4))
+                store_matrices(
+                    here + line * i32(LINE) + ((chunk ^ (line & i32(7))) << i32(4)),
+                    pack_two(acc[i], acc[i + 1]),
+                    pack_two(acc[i + 2], acc[i + 3]),
+                    pack_two(acc[i + 4], acc[i + 5]),
+                    pack_two(acc[i + 6], acc[i + 7]),
+                )
+        fence_shared_to_bulk()
+        if warp == (piece + 1) % boxes and lane == 0:
+            bulk_wait_read()
+        sync_group(group, WARPGROUP)
+        if warp == piece % boxes and lane == 0:
+            if add:
+                bulk_add(tensor_map_address(out_map), column + piece * box_columns, row, here)
+            else:
+                bulk_store(tensor_map_address(out_map), column + piece * box_columns, row, here)
+            bulk_commit()
+
+    return ready, send
 
 
 @kernel_factory
 def head_kernel(tile):
     """The kernel of a HeadTile."""
     mode, groups, stages = tile.mode, tile.groups, tile.stages
-    entropy, top1 = tile.entropy, tile.top1
-    rows, stage_bytes, staged_bytes, box_columns = tile.rows, tile.stage_bytes, tile.staged_bytes, tile.box_columns
-    slabs, terms, writes = mode == "slabs", mode in ("terms", "exponentials"), mode != "terms"
-    gradient, exponentials = mode == "gradient", mode == "exponentials"
-    produce, multiply = main_loop(tile, slabs)
-    pack_two = pack(tile.element)
-    fold_half = half_folder(entropy, top1, exponentials)
+    rows, stage_bytes, staged_bytes = tile.rows, tile.stage_bytes, tile.staged_bytes
+    plain, slabs, gradient, exponentials = tile.plain, mode == "slabs", mode == "gradient", mode == "exponentials"
+    terms, writes, boxes = mode in ("terms", "exponentials"), mode != "terms", tile.boxes
+    produce, multiply = main_loop(tile)
+    fold_part, finish_row = folders(tile.entropy, tile.top1, exponentials)
+    ready, send = sender(tile)
     accumulators = TILE_COLUMNS // 2
-    staged_columns = 2 * box_columns
-    count = RESULTS
+    count, reach = RESULTS, REACH[tile.element]
+
+    @device_function
+    def fold_parts(acc, part, largest, base, factor, sums):
+        """A part of both rows of a thread."""
+        begin = 32 * part
+        return (
+            fold_part(acc, begin, part, largest[part], base[0], factor, sums[0]),
+            fold_part(acc, begin + 2, part, largest[part + 4], base[1], factor, sums[1]),
+        )
+
+    @device_function
+    def differentiate_parts(acc, part, targets, factor, shift, scale):
+        """A part of both rows of a thread."""
+        begin = 32 * part
+        differentiate_part(acc, begin, i32(targets[0] - 64 * part), factor, shift[0], scale[0])
+        differentiate_part(acc, begin + 2, i32(targets[1] - 64 * part), factor, shift[1], scale[1])
 
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
     def head_kernel(
         a_map, b_map, out_map, ids, lse, dlogp, temperature, results, chosen, m, n, k, first_id, slab_rounds, arriving
     ):
-        """Tiles of 64 rows a consumer x 256 columns of the product of A (m, k) and B (n, k), or B (k, n) for slabs.
+        """Tiles of 64 rows a consumer x 256 columns of a product with k steps of reduction.
 
-        A: hidden rows; B: rows of the output matrix from first_id on. ids, lse, dlogp (m,); results (m, tiles, 4) and
-        chosen (m,), the logits of ids, are written by "terms" and "exponentials"; the matrix of out_map by all but
-        "terms": dz, the exponentials, or with "slabs" the parts of A B, slab_rounds rounds each, one below the other,
-        m rounded up to whole tiles apart. What a mode does not use is one element long. arriving: bytes of a stage's
-        boxes. Shared memory: stages of [A | B], staged output, barriers: full and empty for every stage, ahead.
+        A (m, k), or (k, m) for "weights": hidden rows or dz; B (n, k): rows of the output matrix from first_id on, or
+        B (k, n) for plain products. ids, dlogp (m,); lse (m,), for "exponentials" the rows' references; results
+        (m, tiles, 4) and chosen (m,), the logits of ids, are written by "terms" and "exponentials"; the matrix of
+        out_map by all but "terms": dz, the exponentials, or the product, with "slabs" in parts of slab_rounds rounds
+        each, one below the other, m rounded up to whole tiles apart. What a mode does not use is one element long.
+        arriving: bytes of a stage's boxes. Shared memory: stages of [A | B], staged output, barriers: full and empty
+        for every stage, ahead.
         """
         thread = i32(cuda.threadIdx.x)
         group = warp_uniform(thread >> i32(7))
@@ -410,6 +509,7 @@ def head_kernel(tile):
             # What a thread knows of its two rows: the target, and for the gradient the logarithm and the factor.
             targets = cuda.local.array(2, np.int32)
             shift, scale = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
+            largest, bases = cuda.local.array(8, np.float32), cuda.local.array(2, np.float32)
             at = cuda.local.array(2, np.int64)
             parity, turn = i32(0), i32(0)
             for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
@@ -419,72 +519,71 @@ def head_kernel(tile):
                     slab_rows = slab * tiles_down * i32(rows)
                     here = min(i32(slab_rounds), i32(rounds - slab * slab_rounds))
                 row, column = place(i32(index) - slab * slab_tiles, tiles_down, tiles_across)
+                first_row = i32(slab_rows + row * rows + consumer * ROWS)
                 # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
                 line = i32(row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
                 start_column = i32(column * TILE_COLUMNS)
                 for half in range(2):
                     targets[half], shift[half], scale[half] = i32(-1), np.float32(0.0), np.float32(0.0)
-                    if not slabs and line + half * 8 < m:
-                        targets[half] = ids[line + half * 8] - i32(first_id) - start_column
+                    if not plain and line + half * 8 < m:
+                        targets[half] = i32(ids[line + half * 8] - i32(first_id) - start_column - quad_lane * 2)
                         if gradient:
                             shift[half] = -lse[line + half * 8] * LOG2_E
                             scale[half] = dlogp[line + half * 8] / temperature
+                        if exponentials:
+                            shift[half] = lse[line + half * 8]
                 stage, parity = multiply(acc, consumer, leader, base, full, empty, ahead, turn, here, stage, parity)
                 turn ^= i32(1)
                 # Columns beyond the vocabulary, in the last tile.
-                if (terms or gradient) and start_column + i32(TILE_COLUMNS) > n:
+                if not plain and start_column + i32(TILE_COLUMNS) > n:
                     fill_beyond(acc, start_column + quad_lane * 2, n)
+                if writes:
+                    ready(group, warp, lane)
                 if terms:
                     for half in range(2):
+                        at[half] = -1
                         if line + half * 8 < m:
                             at[half] = (np.int64(line + half * 8) * tiles_across + column) * count + quad_lane
-                        else:
-                            at[half] = -1
-                    fold_half(acc, 0, targets[0], start_column, quad_lane, factor, results, at[0], chosen, line)
-                    fold_half(acc, 2, targets[1], start_column, quad_lane, factor, results, at[1], chosen, line + 8)
+                    # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
+                    if i32(0) <= targets[0] < i32(TILE_COLUMNS) and targets[0] & i32(6) == 0:
+                        chosen[line] = find(acc, 0, targets[0])
+                    if i32(0) <= targets[1] < i32(TILE_COLUMNS) and targets[1] & i32(6) == 0:
+                        chosen[line + 8] = find(acc, 2, targets[1])
+                    bases[0] = largest_of_row(acc, 0, largest, 0)
+                    bases[1] = largest_of_row(acc, 2, largest, 4)
+                    if exponentials:
+                        for half in range(2):
+                            bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
+                            bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
+                            bases[half] = base_of(bases[half], shift[half], factor, reach)
+                    none = NONE, np.float32(0.0), np.float32(0.0), i32(0)
+                    sums = fold_parts(acc, 0, largest, bases, factor, (none, none))
+                    if exponentials:
+                        send(acc, 0, out_map, start_column, first_row, staged, group, warp, lane)
+                    sums = fold_parts(acc, 1, largest, bases, factor, sums)
+                    if exponentials:
+                        send(acc, 1, out_map, start_column, first_row, staged, group, warp, lane)
+                    sums = fold_parts(acc, 2, largest, bases, factor, sums)
+                    if exponentials:
+                        send(acc, 2, out_map, start_column, first_row, staged, group, warp, lane)
+                    sums = fold_parts(acc, 3, largest, bases, factor, sums)
+                    if exponentials:
+                        send(acc, 3, out_map, start_column, first_row, staged, group, warp, lane)
+                    finish_row(sums[0], start_column, quad_lane, factor, results, at[0])
+                    finish_row(sums[1], start_column, quad_lane, factor, results, at[1])
                 if gradient:
-                    for half in range(2):
-                        targets[half] -= quad_lane * 2
-                    differentiate_half(acc, 0, targets[0], factor, shift[0], scale[0])
-                    differentiate_half(acc, 2, targets[1], factor, shift[1], scale[1])
-                if writes:
-                    out = tensor_map_address(out_map)
-                    for part in range(TILE_COLUMNS // staged_columns):
-                        # The copy engine must have read the last part before this one overwrites it.
-                        if leader:
-                            bulk_wait_read()
-                        sync_group(group, WARPGROUP)
-                        if slabs:
-                            staged_line = warp * i32(16) + (lane >> i32(2))
-                            for block in range(staged_columns // 8):
-                                i = (part * staged_columns // 8 + block) * 4
-                                chunk = i32(block % 4 * 2) + (quad_lane >> i32(1))
-                                target = staged + block // 4 * BOX_BYTES + staged_line * i32(LINE)
-                                target += ((chunk ^ (staged_line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
-                                store_pair(target, acc[i], acc[i + 1])
-                                store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
-                        else:
-                            staged_line = warp * i32(16) + (lane & i32(15))
-                            for block in range(staged_columns // 16):
-                                i = (part * staged_columns // 16 + block) * 8
-                                chunk = i32(block % 4 * 2) + (lane >> i32(4))
-                                target = staged + block // 4 * BOX_BYTES + staged_line * i32(LINE)
-                                store_matrices(
-                                    target + ((chunk ^ (staged_line & i32(7))) << i32(4)),
-                                    pack_two(acc[i], acc[i + 1]),
-                                    pack_two(acc[i + 2], acc[i + 3]),
-                                    pack_two(acc[i + 4], acc[i + 5]),
-                                    pack_two(acc[i + 6], acc[i + 7]),
-                                )
-                        fence_shared_to_bulk()
-                        sync_group(group, WARPGROUP)
-                        if leader:
-                            for box in range(2):
-                                at_column = start_column + part * staged_columns + box * box_columns
-                                at_row = slab_rows + row * rows + consumer * ROWS
-                                bulk_store(out, at_column, at_row, staged + box * BOX_BYTES)
-                            bulk_commit()
-            if writes and leader:
+                    differentiate_parts(acc, 0, targets, factor, shift, scale)
+                    send(acc, 0, out_map, start_column, first_row, staged, group, warp, lane)
+                    differentiate_parts(acc, 1, targets, factor, shift, scale)
+                    send(acc, 1, out_map, start_column, first_row, staged, group, warp, lane)
+                    differentiate_parts(acc, 2, targets, factor, shift, scale)
+                    send(acc, 2, out_map, start_column, first_row, staged, group, warp, lane)
+                    differentiate_parts(acc, 3, targets, factor, shift, scale)
+                    send(acc, 3, out_map, start_column, first_row, staged, group, warp, lane)
+                if plain:
+                    for piece in range(TILE_COLUMNS // 32):
+                        send(acc, piece, out_map, start_column, first_row, staged, group, warp, lane)
+            if writes and warp < boxes and lane == 0:
                 bulk_wait()
 
     return head_kernel
@@ -533,51 +632,88 @@ def finish_eight(values, at, first, p, target, target_gradient):
 
 
 @cuda.jit
-def finish_kernel(exponentials, results, chosen, ids, temperature, lse, dlogp, dz):
-    """dz = dlogp / T (onehot(ids) - p) from e = 2^((z - m) factor) of "exponentials", m the largest of a tile.
+def reference_kernel(hidden, weight, ids, reference):
+    """reference[row] = hidden[row] . weight[ids[row]], about the logit of the row's id; NaN without such an id.
 
-    p = e 2^(m factor - lse log2(e)); the target's comes from its own float32 logit, so that a probability near 1
-    leaves an exact gradient. exponentials, dz (rows, pitch), may be one array; columns from the vocabulary's end on
-    are 0 in both. A block owns a row, a thread twice EIGHT neighbouring elements at a time, both loads under way.
+    A warp owns a row.
+    """
+    row = cuda.blockIdx.x * REFERENCE_ROWS + cuda.threadIdx.x // 32
+    if row < hidden.shape[0]:
+        token, total = ids[row], np.float32(math.nan)
+        if 0 <= token < weight.shape[0]:
+            total = np.float32(0.0)
+            for column in range(cuda.threadIdx.x % 32, hidden.shape[1], 32):
+                total += widen(hidden[row, column]) * widen(weight[token, column])
+        total = warp_sum(total)
+        if cuda.threadIdx.x % 32 == 0:
+            reference[row] = total
+
+
+@cuda.jit
+def finish_kernel(
+    exponentials, results, chosen, reference, ids, temperature, reach, lse, dlogp, hidden, scaled, factors
+):
+    """What is left to do for dz = dlogp / T (onehot(ids) - p) when "exponentials" has run and lse is known.
+
+    exponentials (rows, pitch) are e = 2^((z - base) factor), base the row's reference or, by base_of, the largest
+    logit of a tile. A row in which all have the reference keeps them: dz = c e with c = -dlogp / T 2^(reference
+    factor - lse log2(e)), and the factor c goes to factors[row] and to scaled[row] = c hidden[row]; only the target's
+    element becomes e - 1 / p. In any other row they become dz, scaled[row] = hidden[row] and factors[row] = 1. The
+    target's comes from its own float32 logit, so that a probability near 1 leaves an exact gradient. Columns from the
+    vocabulary's end on stay 0. A block owns a row, a thread twice EIGHT neighbouring elements at a time, both loads
+    under way.
     """
     row = cuda.blockIdx.x
-    pitch = exponentials.shape[1]
+    pitch, width = exponentials.shape[1], hidden.shape[1]
     tiles = results.shape[0] // (RESULTS * chosen.shape[0])
     factor = LOG2_E / temperature
     shift = -lse[row] * LOG2_E
     scale = dlogp[row] / temperature
     target = ids[row]
-    target_gradient = scale * (np.float32(1.0) - exp2(cuda.fma(chosen[row], factor, shift)))
-    values = cuda.local.array(SIXTEEN, np.float32)
-    source, out, first_result = exponentials[row], dz[row], np.int64(row) * tiles * RESULTS
-    apart = EIGHT * FINISH_THREADS
-    for first in range(EIGHT * cuda.threadIdx.x, pitch, 2 * apart):
-        second = first + apart
-        there = second if second < pitch else first
-        load_eight(source, first, values, 0)
-        load_eight(source, there, values, EIGHT)
-        largest = results[first_result + first // TILE_COLUMNS * RESULTS]
-        other_largest = results[first_result + there // TILE_COLUMNS * RESULTS]
-        p, other_p = exp2(cuda.fma(largest, factor, shift)), exp2(cuda.fma(other_largest, factor, shift))
-        finish_eight(values, 0, first, scale * p, target, target_gradient)
-        finish_eight(values, EIGHT, there, scale * other_p, target, target_gradient)
-        store_eight(out, first, values, 0)
-        if second < pitch:
-            store_eight(out, second, values, EIGHT)
+    rest = np.float32(1.0) - exp2(cuda.fma(chosen[row], factor, shift))
+    row_reference = reference[row]
+    above = -cuda.fma(row_reference, factor, shift)
+    own = np.float32(1.0)
+    # No logit of the row is above its lse: by less than 1 after rounding.
+    if above <= reach - np.float32(1.0):
+        own = -scale * exp2(-above)
+        if cuda.threadIdx.x == 0 and 0 <= target < pitch:
+            exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
+    else:
+        values = cuda.local.array(SIXTEEN, np.float32)
+        line, first_result = exponentials[row], np.int64(row) * tiles * RESULTS
+        apart = EIGHT * FINISH_THREADS
+        for first in range(EIGHT * cuda.threadIdx.x, pitch, 2 * apart):
+            second = first + apart
+            there = second if second < pitch else first
+            load_eight(line, first, values, 0)
+            load_eight(line, there, values, EIGHT)
+            base = base_of(results[first_result + first // TILE_COLUMNS * RESULTS], row_reference, factor, reach)
+            other = base_of(results[first_result + there // TILE_COLUMNS * RESULTS], row_reference, factor, reach)
+            p, other_p = exp2(cuda.fma(base, factor, shift)), exp2(cuda.fma(other, factor, shift))
+            finish_eight(values, 0, first, scale * p, target, scale * rest)
+            finish_eight(values, EIGHT, there, scale * other_p, target, scale * rest)
+            store_eight(line, first, values, 0)
+            if second < pitch:
+                store_eight(line, second, values, EIGHT)
+    if cuda.threadIdx.x == 0:
+        factors[row] = own
+    for column in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        scaled[row, column] = narrow(own * widen(hidden[row, column]), scaled)
 
 
 load_eight, store_eight = vector_access(EIGHT, EIGHT)
 
 
 @cuda.jit
-def add_slabs_kernel(parts, rows, out):
-    """out[row] = the sum of parts[row + slab * rows], slabs ascending; a block owns a row of out."""
+def add_slabs_kernel(parts, rows, factors, out):
+    """out[row] = factors[row] times the sum of parts[row + slab * rows], slabs ascending; a block owns a row of out."""
     row = cuda.blockIdx.x
     for column in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
         total = np.float32(0.0)
         for at in range(row, parts.shape[0], rows):
             total += parts[at, column]
-        out[row, column] = narrow(total, out)
+        out[row, column] = narrow(factors[row] * total, out)
 
 
 def takes(hidden, weight):
@@ -591,25 +727,25 @@ def _one(kind, dimensions):
     return device.xp().zeros((1,) * dimensions, kind)
 
 
-def _launch_head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_id=0, slab_rounds=0):
-    """Launch head_kernel; None for what the mode does not use."""
-    m, k = a.shape
-    slabs = tile.mode == "slabs"
-    n = b.shape[1] if slabs else b.shape[0]
-    a_rows = min(tile.rows, -(-m // 8) * 8)
-    b_map = tensor_map(b, 64, 64) if slabs else tensor_map(b, TILE_COLUMNS, 64)
+def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_id=0, slab_rounds=0, blocks=None):
+    """A function that launches head_kernel; None for what the mode does not use. blocks: of the grid, at most."""
+    m, k = a.shape[::-1] if tile.mode == "weights" else a.shape
+    n = b.shape[1] if tile.plain else b.shape[0]
+    a_rows = ROWS if tile.mode == "weights" else min(tile.rows, -(-m // 8) * 8)
+    b_map = tensor_map(b, 64, 64) if tile.plain else tensor_map(b, TILE_COLUMNS, 64)
     tiles = -(-m // tile.rows) * -(-n // TILE_COLUMNS)
     shortest = rounds = -(-k // STEPS)
-    if slabs:
+    if tile.mode == "slabs":
         parts = -(-rounds // slab_rounds)
         tiles *= parts
         shortest = rounds - (parts - 1) * slab_rounds
     if not may_lead(tile, shortest):
         tile = tile._replace(lead=0)
     none = _one(np.float32, 1)
-    launch(
+    return functools.partial(
+        launch,
         head_kernel(tile),
-        min(tiles, processors()),
+        min(tiles, blocks or processors()),
         (tile.groups + 1) * WARPGROUP,
         tensor_map(a, a_rows, 64),
         b_map,
@@ -625,9 +761,35 @@ def _launch_head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen,
         k,
         first_id,
         slab_rounds,
-        (a_rows + TILE_COLUMNS) * LINE,
+        ((tile.rows if tile.mode == "weights" else a_rows) + TILE_COLUMNS) * LINE,
         shared=tile.shared_bytes,
     )
+
+
+def _plain(tile, mode, a, b, out, slab_rounds=0, blocks=None):
+    """A function that launches a plain product of a HeadTile with the geometry of `tile`."""
+    tile = tile._replace(mode=mode, entropy=False, top1=False)
+    return _head(tile, a, b, out, None, None, None, 1.0, None, None, slab_rounds=slab_rounds, blocks=blocks)
+
+
+@functools.cache
+def _second_stream():
+    return device.xp().cuda.Stream(non_blocking=True)
+
+
+def _side_by_side(one, other):
+    """Launch what two functions launch; on a GPU so that they may run at one time, `other` on the current stream."""
+    if device.name() != "cuda":
+        one()
+        other()
+        return
+    cuda_module = device.xp().cuda
+    here, there = cuda_module.get_current_stream(), _second_stream()
+    there.wait_event(here.record(cuda_module.Event(disable_timing=True)))
+    with there:
+        one()
+    other()
+    here.wait_event(there.record(cuda_module.Event(disable_timing=True)))
 
 
 def _merge(results, chosen, ids, temperature, logp, lse, entropy, top1):
@@ -656,7 +818,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
         count = rows.stop - first
         results = memory[: count * tiles * RESULTS]
         chosen = xp.full(count, math.nan, np.float32)
-        _launch_head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)
+        _head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)()
         outputs = logp[rows], lse[rows], _part(entropy, rows), _part(top1, rows)
         _merge(results, chosen, ids[rows], temperature, *outputs)
 
@@ -690,7 +852,9 @@ def chunk_columns(rows, width, vocabulary, rows_of_tile=128, columns_of_tile=256
     return best[1]
 
 
-def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None, columns=None):
+def linear_logp_backward(
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None, columns=None, products=None, beside=None
+):
     """logprob.linear_logp_backward without a bias and without ignored rows, for arrays that takes() accepts.
 
     Whoever knows lse without a forward, a trainer whose rollout kept it, has the whole gradient for three products.
@@ -707,24 +871,44 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         rows = slice(first_row, min(first_row + step, hidden.shape[0]))
         count = rows.stop - first_row
         h, terms, wide = hidden[rows], (ids[rows], lse[rows], dlogp[rows]), sums[:count]
+        wide.fill(0)
         for first in range(0, vocabulary, columns):
             chunk = slice(first, min(first + columns, vocabulary))
             part = weight[chunk]
             pitch = part.shape[0] + -part.shape[0] % 8
             dz = memory[: count * pitch].reshape(count, pitch)
-            _launch_head(tile, h, part, dz, *terms, temperature, None, None, first)
-            gemm_hopper.product(dz, part, wide, b_mn=True, add=first > 0)
-            gemm_hopper.product(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
+            _head(tile, h, part, dz, *terms, temperature, None, None, first)()
+            others = None if beside is None else processors() - beside
+            for_hidden = _product(products, "sum", dz, part, wide, beside)
+            for_weight = _product(products, "weights", dz, h, dweight[chunk], others)
+            if beside is None:
+                for_hidden()
+                for_weight()
+            else:
+                _side_by_side(for_hidden, for_weight)
         cast(wide, dhidden[rows])
+
+
+def _product(tile, mode, a, b, out, blocks):
+    """A function that launches out += A B ("sum") or A^T B ("weights"), by head_kernel with the geometry of `tile`."""
+    if tile is not None:
+        return _plain(tile, mode, a, b, out, blocks=blocks)
+    a_mn = mode == "weights"
+    m, n = out.shape
+    chosen = gemm_hopper.best_tile(
+        m, n, a.shape[0 if a_mn else 1], a.dtype.name, a_mn, True, "add", False, False, blocks or processors()
+    )
+    return functools.partial(gemm_hopper.hopper_product, chosen, a, b, out, blocks=blocks)
 
 
 def block_rows(width, vocabulary, rows_of_tile=128):
     """(rows, slabs) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, slabs that fill the SMs.
 
-    A row has its exponentials, its tile results, a part of the gradient in each slab, and the copies.
+    A row has its exponentials, its tile results, its scaled hidden state, a part of the gradient in each slab, and the
+    copies.
     """
     pitch = vocabulary + -vocabulary % 8
-    a_row = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS) + COPIES * width
+    a_row = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS) + (2 + COPIES) * width
     best = None
     for slabs in range(1, 17):
         rows = EXTRA_BYTES // (a_row + 4 * slabs * width) // rows_of_tile * rows_of_tile
@@ -739,14 +923,14 @@ def block_rows(width, vocabulary, rows_of_tile=128):
 
 
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, tile=None, shape=None
-):
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None,
+    tile=None, shape=None, slab_tile=None, products=None, beside=None,
+):  # fmt: skip
     """logprob.linear_logp_with_gradient without ignored rows, in three products, for arrays that takes() accepts.
 
     tile: a HeadTile of mode "exponentials", shape: (rows, slabs) of a block, instead of the best.
     """
     tile = tile or HeadTile(hidden.dtype.name, "exponentials", entropy=entropy is not None, top1=top1 is not None)
-    parts_tile = HeadTile(tile.element, "slabs", tile.groups, tile.stages, tile.lead)
     xp = device.xp()
     vocabulary, width = weight.shape
     step, slabs = shape or block_rows(width, vocabulary)
@@ -758,19 +942,32 @@ def linear_logp_with_gradient(
     results_memory = xp.empty(step * tiles * RESULTS, np.float32)
     memory = xp.empty(step * pitch, hidden.dtype)
     parts_memory = xp.empty(slabs * step * width, np.float32)
+    scaled_memory = xp.empty((step, width), hidden.dtype)
+    factors, reference = xp.empty(step, np.float32), xp.empty(step, np.float32)
+    others = None if beside is None else processors() - beside
     for first in range(0, hidden.shape[0], step):
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
-        h, targets = hidden[rows], ids[rows]
+        h, targets, near, scaled = hidden[rows], ids[rows], reference[:count], scaled_memory[:count]
         results = results_memory[: count * tiles * RESULTS]
         chosen = xp.full(count, math.nan, np.float32)
         dz = memory[: count * pitch].reshape(count, pitch)
-        _launch_head(tile, h, weight, dz, targets, None, None, temperature, results, chosen)
+        launch(reference_kernel, -(-count // REFERENCE_ROWS), 32 * REFERENCE_ROWS, h, weight, targets, near)
+        _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)()
         _merge(results, chosen, targets, temperature, logp[rows], lse[rows], _part(entropy, rows), _part(top1, rows))
-        arguments = (results, chosen, targets, float(temperature), lse[rows], dlogp[rows])
-        launch(finish_kernel, count, FINISH_THREADS, dz, *arguments, dz)
+        terms = targets, float(temperature), REACH[tile.element], lse[rows], dlogp[rows]
+        launch(finish_kernel, count, FINISH_THREADS, dz, results, chosen, near, *terms, h, scaled, factors[:count])
         apart = -(-count // tile.rows) * tile.rows
         parts = parts_memory[: slabs * apart * width].reshape(slabs * apart, width)
-        _launch_head(parts_tile, dz, weight, parts, None, None, None, 1.0, None, None, slab_rounds=slab_rounds)
-        launch(add_slabs_kernel, count, FINISH_THREADS, parts, apart, dhidden[rows])
-        gemm_hopper.product(dz, h, dweight, a_mn=True, b_mn=True, add=True)
+        slab_sums = _plain(slab_tile or tile, "slabs", dz, weight, parts, slab_rounds, beside)
+
+        def for_hidden(count=count, apart=apart, parts=parts, rows=rows, slab_sums=slab_sums):
+            slab_sums()
+            launch(add_slabs_kernel, count, FINISH_THREADS, parts, apart, factors[:count], dhidden[rows])
+
+        for_weight = _product(products, "weights", dz, scaled, dweight, others)
+        if beside is None:
+            for_hidden()
+            for_weight()
+        else:
+            _side_by_side(for_hidden, for_weight)

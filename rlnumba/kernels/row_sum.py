@@ -40,15 +40,21 @@ FAR = np.float32(150.0)
 
 
 @device_function
-def fold_sixteen(values, first, stride, factor, weigh):
-    """(largest, total, weighted) of a lane's sixteen logits, which become e = 2^x, x = (z - largest) factor.
-
-    The logits are values[first + stride b + c], b < 8, c < 2. weighted: the sum of e x, 0 unless `weigh`.
-    """
+def largest_of_sixteen(values, first, stride):
+    """The largest of a lane's sixteen logits, values[first + stride b + c], b < 8, c < 2."""
     largest = NONE
     for b in range(8):
         for c in range(2):
             largest = max(largest, values[first + stride * b + c])
+    return largest
+
+
+@device_function
+def exponentials_of_sixteen(values, first, stride, largest, factor, weigh):
+    """(total, weighted) of a lane's sixteen logits, which become e = 2^x, x = (z - largest) factor.
+
+    weighted: the sum of e x, 0 unless `weigh`.
+    """
     sums = cuda.local.array(4, np.float32)
     weighted_sums = cuda.local.array(4, np.float32)
     for b in range(8):
@@ -68,6 +74,14 @@ def fold_sixteen(values, first, stride, factor, weigh):
                 weighted_sums[i] = cuda.fma(e, x, weighted_sums[i])
     total = (sums[0] + sums[1]) + (sums[2] + sums[3])
     weighted = (weighted_sums[0] + weighted_sums[1]) + (weighted_sums[2] + weighted_sums[3])
+    return total, weighted
+
+
+@device_function
+def fold_sixteen(values, first, stride, factor, weigh):
+    """(largest, total, weighted) of a lane's sixteen logits, which become exponentials."""
+    largest = largest_of_sixteen(values, first, stride)
+    total, weighted = exponentials_of_sixteen(values, first, stride, largest, factor, weigh)
     return largest, total, weighted
 
 

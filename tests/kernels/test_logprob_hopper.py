@@ -200,7 +200,7 @@ def test_memory_of_the_operators(monkeypatch, left_out):
     rows, vocabulary, width = QWEN3_06B
     monkeypatch.setattr(logprob, "_fused", lambda *arrays: True)
     monkeypatch.setattr(logprob_hopper, "processors", lambda: 132)
-    for name in ("_launch_head", "launch", "cast"):
+    for name in ("_head", "launch", "cast"):
         monkeypatch.setattr(logprob_hopper, name, lambda *arguments, **options: None)
     monkeypatch.setattr(logprob_hopper.gemm_hopper, "product", lambda *arguments, **options: None)
     # Empty arrays take no memory before they are written.

@@ -1,9 +1,11 @@
 """Log-probs of chosen tokens and their gradient, from hidden states, against torch's chunked cross-entropy.
 
     python bench/kernels/logprob.py                 check, then every way to do it
+    python bench/kernels/logprob.py compile         what the sweep launches, in several processes
     python bench/kernels/logprob.py check           against float32 on sampled rows
     python bench/kernels/logprob.py times           forward, forward + backward, one pass; memory beside the arguments
-    python bench/kernels/logprob.py sweep           tiles and shapes of the Hopper kernels
+    python bench/kernels/logprob.py stages          where their time goes, kernel by kernel
+    python bench/kernels/logprob.py sweep           tiles and shapes of the Hopper kernels, the ten best of each kind
 
 16,384 tokens, hidden 1024, vocabulary 151,936, bfloat16, as Qwen3-0.6B in training. The gradient takes four products
 (20 TFLOP) where it makes the logits again, three where dlogp is known beforehand. Bars: 40 and 30 ms, 256 MiB. torch
@@ -12,8 +14,12 @@ makes float32 logits of 2,048 rows at a time. Compiling is not timed.
 
 import argparse
 import contextlib
+import functools
+import multiprocessing
+import os
 import pathlib
 import sys
+import time
 
 import numpy as np
 
@@ -22,9 +28,9 @@ import cupy
 from harness import random_array, relative_error, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
-from rlnumba.kernels import choice, gemm, logprob_hopper
+from rlnumba.kernels import choice, elementwise, gemm, gemm_hopper, launch, logprob, logprob_hopper
 from rlnumba.kernels.logprob import linear_logp, linear_logp_backward, linear_logp_with_gradient
-from rlnumba.kernels.logprob_hopper import HeadTile
+from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns, head_kernel
 
 BF16 = "bfloat16"
 TEMPERATURE = 0.8
@@ -58,7 +64,8 @@ def ways():
 class Problem:
     """Random inputs on the GPU, whose logits are a few units, and room for the results."""
 
-    def __init__(self, rows, vocabulary, width):
+    def __init__(self, rows, vocabulary, width, with_torch=True):
+        self.with_torch = with_torch
         self.hidden = random_array(rows, width)
         self.weight = random_array(vocabulary, width, scale=3 * width**-0.5)
         self.ids = cupy.asarray(np.random.default_rng(0).integers(0, vocabulary, rows).astype(np.int32))
@@ -154,13 +161,13 @@ def check(problem):
 
 
 def extra_mib(run):
-    """MiB that the memory pool had to grow for a call: an upper bound of what it used beside its arguments."""
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
+    """MiB that a call needs beside its arguments: what a memory pool of its own asks the driver for."""
     run()
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        run()
     cupy.cuda.get_current_stream().synchronize()
-    return (pool.total_bytes() - before) / 2**20
+    return pool.total_bytes() / 2**20
 
 
 def torch_us(rows, vocabulary, width):
@@ -188,7 +195,7 @@ def torch_us(rows, vocabulary, width):
 def times(problem):
     rows, vocabulary, width = problem.shape
     product = 2 * rows * vocabulary * width
-    peer = torch_us(rows, vocabulary, width)
+    peer = torch_us(rows, vocabulary, width) if problem.with_torch else None
     now = "-" if peer is None else f"{peer / 1e3:.1f} ms"
     print(f"{rows} x {width} x {vocabulary}: torch, chunks of {TORCH_ROWS}, forward + backward {now}")
     for name in ways():
@@ -212,70 +219,204 @@ def times(problem):
                 row(f"log-prob {rows} x {width} x {vocabulary}, {what}, {name}", result, bar)
 
 
-def print_candidates(what, candidates, chosen, repeats=3):
-    """Time (name, function) pairs; what is chosen is marked."""
-    print(f"sweep, {what}")
+class Stages:
+    """Times each launch inside of it by events: the kernels run as they do without, one after the other in a stream."""
+
+    MODULES = (logprob, logprob_hopper, gemm_hopper, gemm, elementwise)
+    CUBLAS = {(False, True): "cuBLAS, logits", (False, False): "cuBLAS, dhidden", (True, False): "cuBLAS, dweight"}
+
+    def __init__(self):
+        self.found = {}
+
+    def timed(self, function, name):
+        def run(*arguments, **options):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record()
+            function(*arguments, **options)
+            end.record()
+            self.found.setdefault(name(*arguments), []).append((begin, end))
+
+        return run
+
+    @staticmethod
+    def name_of(kernel, *_):
+        made = getattr(kernel.py_func, "made_with", (None,))[0]
+        if isinstance(made, HeadTile):
+            return made.mode
+        if isinstance(made, gemm_hopper.Tile):
+            return "product, dweight" if made.a_mn else "product, dhidden" if made.b_mn else "product, logits"
+        return kernel.py_func.__name__
+
+    def __enter__(self):
+        self.kept = [module.launch for module in self.MODULES], gemm._cublas_product
+        for module in self.MODULES:
+            module.launch = self.timed(module.launch, self.name_of)
+        gemm._cublas_product = self.timed(gemm._cublas_product, lambda a, at, b, bt, *_: self.CUBLAS[at, bt])
+        return self
+
+    def __exit__(self, *_):
+        launches, gemm._cublas_product = self.kept
+        for module, function in zip(self.MODULES, launches, strict=True):
+            module.launch = function
+        cupy.cuda.Device().synchronize()
+
+    def lines(self, flop):
+        """(name, launches, ms, TFLOP/s of those that make one whole product of `flop`), the longest first."""
+        for name, pairs in self.found.items():
+            ms = sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs)
+            rate = 0 if name.endswith("_kernel") else flop / ms / 1e9
+            yield name, len(pairs), ms, rate
+
+
+def print_stages(what, run, flop):
+    run()
+    with Stages() as stages:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        run()
+        end.record()
+    whole = cupy.cuda.get_elapsed_time(begin, end)
+    print(f"stages, {what}: {whole:.2f} ms")
+    for name, count, ms, rate in sorted(stages.lines(flop), key=lambda line: -line[2]):
+        print(f"    {name:24} {count:4} launches {ms:8.2f} ms {f'{rate:5.0f} TFLOP/s' if rate else ''}", flush=True)
+
+
+def stages(problem):
+    rows, vocabulary, width = problem.shape
+    flop = 2 * rows * vocabulary * width
+    for name in ways():
+        with way(name):
+            print_stages(f"forward, {name}", problem.forward, flop)
+            print_stages(f"backward, {name}", problem.backward, flop)
+            if name == "in registers":
+                print_stages(f"one pass, {name}", problem.one_pass, flop)
+
+
+def print_candidates(what, candidates, repeats=3, most=10):
+    """Time (name, function) pairs, of which the first is what operators take, and print the fastest."""
+    candidates = list(candidates)
     found = [(time_us(run, repeats), name) for name, run in candidates]
-    for us, name in sorted(found, key=lambda pair: pair[0]):
-        print(f"    {us / 1e3:8.2f} ms  {name}{'  <- chosen' if name == chosen else ''}", flush=True)
+    print(f"sweep, {what}: {found[0][0] / 1e3:.2f} ms, {found[0][1]}")
+    for us, name in sorted(found)[:most]:
+        print(f"    {us / 1e3:8.2f} ms  {name}", flush=True)
 
 
-def head_tiles(mode, **wanted):
-    for stages in (4, 3):
-        for lead in (2, 0, 1, 3):
-            tile = HeadTile(BF16, mode, stages=stages, lead=lead, **wanted)
-            yield f"{stages} stages, lead {lead}", tile
+# (stages, lead, boxes) of head_kernel, the operators' first.
+GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2), (3, 1, 4), (3, 2, 4), (3, 0, 4)]
+FORWARD_GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2)]
+HEAD_TYPES = (
+    *["uint8[::1]"] * 3, "int32[::1]", "float32[::1]", "float32[::1]", "float32", "float32[::1]", "float32[::1]",
+    *["int64"] * 6,
+)  # fmt: skip
+
+
+def tiles(mode, geometries=GEOMETRIES, **wanted):
+    return {
+        f"{stages} stages, lead {lead}, {boxes} boxes": HeadTile(
+            BF16, mode, stages=stages, lead=lead, boxes=boxes, **wanted
+        )
+        for stages, lead, boxes in geometries
+    }
+
+
+def compile_tile(tile):
+    launch.Compiled(head_kernel(tile), HEAD_TYPES)
+
+
+@functools.cache
+def compile_tiles():
+    """Compile what the sweep launches, several tiles at a time."""
+    both = {"entropy": True, "top1": True}
+    wanted = [*tiles("terms", FORWARD_GEOMETRIES).values(), *tiles("terms", FORWARD_GEOMETRIES, **both).values()]
+    wanted += tiles("exponentials", **both).values()
+    for mode in ("gradient", "slabs", "sum", "weights"):
+        wanted += tiles(mode).values()
+    begin = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count())) as pool:
+        pool.map(compile_tile, wanted, chunksize=1)
+    print(f"compiled {len(wanted)} kernels in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def sweep(problem):
     if choice.architecture() != (9, 0):
         print("sweep: the kernels in registers need compute capability 9.0")
         return
+    compile_tiles()
     rows, vocabulary, width = problem.shape
-    chosen = "4 stages, lead 2"
     outputs = problem.logp, problem.lse, problem.entropy, problem.top1
     for what, wanted in (("logp and lse", outputs[:2]), ("with entropy and top1", outputs)):
-        tiles = head_tiles("terms", entropy=len(wanted) > 2, top1=len(wanted) > 2)
-        candidates = [
-            (name, lambda tile=tile: logprob_hopper.linear_logp(*problem.inputs, *wanted, tile=tile))
-            for name, tile in tiles
-        ]
-        print_candidates(f"forward, {what}", candidates, chosen)
+        both = {"entropy": len(wanted) > 2, "top1": len(wanted) > 2}
+        print_candidates(
+            f"forward, {what}",
+            (
+                (name, lambda tile=tile: logprob_hopper.linear_logp(*problem.inputs, *wanted, tile=tile))
+                for name, tile in tiles("terms", FORWARD_GEOMETRIES, **both).items()
+            ),
+        )
 
     gradients = problem.lse, problem.dlogp, problem.dhidden, problem.dweight
 
-    def backward(tile=None, columns=None):
-        return lambda: logprob_hopper.linear_logp_backward(*problem.inputs, *gradients, tile=tile, columns=columns)
+    def backward(**options):
+        return lambda: logprob_hopper.linear_logp_backward(*problem.inputs, *gradients, **options)
 
-    print_candidates("backward", [(name, backward(tile)) for name, tile in head_tiles("gradient")], chosen)
-    at_once = min(rows, logprob_hopper.QUARTER // (4 * width))
-    best = logprob_hopper.chunk_columns(at_once, width, vocabulary)
-    columns = sorted({best, *(n * best // 4 // 256 * 256 for n in (1, 2, 3)), *(best + n * 256 for n in (-2, -1))})
-    candidates = [(f"{n} columns a chunk", backward(columns=n)) for n in columns if n > 0]
-    print_candidates("backward", candidates, f"{best} columns a chunk")
+    print_candidates("backward", ((name, backward(tile=tile)) for name, tile in tiles("gradient").items()))
+    own = {"gemm_hopper": None} | tiles("sum")
+    candidates = {
+        f"products {name}, {'one after the other' if beside is None else f'{beside} SMs for dhidden'}": backward(
+            products=tile, beside=beside
+        )
+        for beside in (None, 64, 66, 68)
+        for name, tile in own.items()
+        if beside is None or name in list(own)[:2] + ["3 stages, lead 2, 4 boxes"]
+    }
+    print_candidates("backward", candidates.items())
+    best = chunk_columns(min(rows, logprob_hopper.backward_rows(width)), width, vocabulary)
+    columns = [best, *(n for n in (best // 4, best // 2, best * 3 // 4, best - 256, best - 512) if n > 0)]
+    print_candidates("backward", ((f"{n} columns a chunk", backward(columns=n)) for n in columns))
 
-    def one_pass(tile=None, shape=None):
+    def one_pass(**options):
         return lambda: logprob_hopper.linear_logp_with_gradient(
-            *problem.inputs, problem.dlogp, *outputs[:2], problem.dhidden, problem.dweight, *outputs[2:],
-            tile=tile, shape=shape,
-        )  # fmt: skip
+            *problem.inputs, problem.dlogp, *outputs[:2], problem.dhidden, problem.dweight, *outputs[2:], **options
+        )
 
-    tiles = head_tiles("exponentials", entropy=True, top1=True)
-    print_candidates("one pass", [(name, one_pass(tile)) for name, tile in tiles], chosen)
-    best = logprob_hopper.block_rows(width, vocabulary)
-    shapes = {best, (best[0], best[1] + 1), (best[0], max(best[1] - 1, 1)), *((best[0] - 128, n) for n in (4, 8, 16))}
-    shapes |= {(256, 8), (384, 8), (512, 4), (512, 8), (512, 16)}
-    candidates = [(f"{n} rows, {slabs} slabs", one_pass(shape=(n, slabs))) for n, slabs in sorted(shapes) if n > 0]
-    print_candidates("one pass", candidates, f"{best[0]} rows, {best[1]} slabs")
+    both = {"entropy": True, "top1": True}
+    named = tiles("exponentials", **both)
+    print_candidates("one pass, exponentials", ((name, one_pass(tile=tile)) for name, tile in named.items()))
+    named = tiles("slabs")
+    print_candidates("one pass, slabs", ((name, one_pass(slab_tile=tile)) for name, tile in named.items()))
+    own = {"gemm_hopper": None} | tiles("weights")
+    print_candidates("one pass, dweight", ((name, one_pass(products=tile)) for name, tile in own.items()))
+    best = block_rows(width, vocabulary)
+    shapes = [best, (768, 2), (768, 3), (768, 5), (768, 8), (640, 5), (640, 6), (640, 10), (512, 8), (512, 16)]
+    candidates = {f"{n} rows, {slabs} slabs": one_pass(shape=(n, slabs)) for n, slabs in shapes}
+    print_candidates("one pass, one after the other", candidates.items())
+    chosen = list(own.items())
+    candidates = {
+        f"{n} rows, {slabs} slabs, {beside} SMs for dhidden, {name}": one_pass(
+            shape=(n, slabs), beside=beside, products=tile
+        )
+        for n, slabs, besides in (
+            (768, 2, (48, 56)),
+            (768, 3, (72, 60, 48)),
+            (768, 5, (60, 64)),
+            (768, 8, (64, 48)),
+            (640, 3, (60,)),
+            (640, 5, (50, 60)),
+        )
+        for beside in besides
+        for name, tile in (chosen[0], chosen[1], ("3 stages, lead 2, 4 boxes", own["3 stages, lead 2, 4 boxes"]))
+    }
+    print_candidates("one pass, side by side", candidates.items(), repeats=2)
 
 
 def main():
-    parts = {"check": check, "times": times, "sweep": sweep}
+    parts = {"compile": lambda _: compile_tiles(), "check": check, "times": times, "stages": stages, "sweep": sweep}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts, ["check", "times"])
     parser.add_argument("--shape", type=int, nargs=3, default=[16_384, 151_936, 1024], metavar=("N", "V", "D"))
+    parser.add_argument("--no-torch", action="store_true", help="leave torch out, whose import takes long")
     options = parser.parse_args()
-    problem = Problem(*options.shape)
+    problem = Problem(*options.shape, with_torch=not options.no_torch)
     for name in options.parts:
         parts[name](problem)
 

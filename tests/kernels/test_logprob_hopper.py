@@ -200,9 +200,10 @@ def test_memory_of_the_operators(monkeypatch, left_out):
     rows, vocabulary, width = QWEN3_06B
     monkeypatch.setattr(logprob, "_fused", lambda *arrays: True)
     monkeypatch.setattr(logprob_hopper, "processors", lambda: 132)
-    for name in ("_head", "launch", "cast"):
+    for name in ("launch", "cast"):
         monkeypatch.setattr(logprob_hopper, name, lambda *arguments, **options: None)
-    monkeypatch.setattr(logprob_hopper.gemm_hopper, "product", lambda *arguments, **options: None)
+    monkeypatch.setattr(logprob_hopper, "_head", lambda *arguments, **options: lambda: None)
+    monkeypatch.setattr(logprob_hopper.gemm_hopper, "hopper_product", lambda *arguments, **options: None)
     # Empty arrays take no memory before they are written.
     hidden, dhidden = (np.empty((rows, width), np.float16) for _ in range(2))
     weight, dweight = np.empty((vocabulary, width), np.float16), np.empty((vocabulary, width), np.float32)

@@ -146,7 +146,10 @@ def test_simulator(rng, shape):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.sim
-def test_simulator_16_bit(rng, dtype):
+def test_simulator_16_bit(rng, monkeypatch, dtype):
+    """Three chunks of columns for two rows, then for one."""
+    monkeypatch.setattr(logprob, "CHUNK_LOGITS", 22)
+    monkeypatch.setattr(logprob, "CHUNK_SUMS", 8)
     run_logp(rng, 3, 66, dtype)
     run_linear(rng, (3, 30, 4), dtype, temperature=1.0, with_bias=True)
 
@@ -174,15 +177,22 @@ def test_chunks_give_the_same_rows(rng, monkeypatch):
     xp = device.xp()
     hidden, weight = (device.asarray(rng.standard_normal(s, np.float32)) for s in [(rows, width), (vocabulary, width)])
     ids = device.asarray(random_ids(rng, rows, vocabulary))
-    dlogp = device.asarray(rng.standard_normal(rows, np.float32))
+    dlogp, bias = (device.asarray(rng.standard_normal(count, np.float32)) for count in (rows, vocabulary))
     results = []
-    for chunk in (logprob.CHUNK_LOGITS, 3 * vocabulary, vocabulary - 1):
-        monkeypatch.setattr(logprob, "CHUNK_LOGITS", chunk)
+    # Logits at one time: all; three rows, or some columns of all; some columns of two rows.
+    for logits, sums in (
+        (logprob.CHUNK_LOGITS, logprob.CHUNK_SUMS),
+        (3 * vocabulary, logprob.CHUNK_SUMS),
+        (vocabulary - 1, 2 * width),
+    ):
+        monkeypatch.setattr(logprob, "CHUNK_LOGITS", logits)
+        monkeypatch.setattr(logprob, "CHUNK_SUMS", sums)
         out, lse, entropy = (xp.empty(rows, np.float32) for _ in range(3))
         top1, dhidden, dweight = xp.empty(rows, np.int32), xp.empty_like(hidden), xp.zeros_like(weight)
-        linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1)
-        linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight)
-        results.append((out, lse, entropy, top1, dhidden, dweight))
+        dbias = xp.zeros_like(bias)
+        linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1, bias=bias)
+        linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight, bias=bias, dbias=dbias)
+        results.append((out, lse, entropy, top1, dhidden, dweight, dbias))
     for other in results[1:]:
         for first, second in zip(results[0][:4], other[:4], strict=True):
             if device.name() != "cuda":  # cuBLAS may choose another order for fewer rows

@@ -126,19 +126,25 @@ def test_simulator_backward(rng, monkeypatch):
 
 
 @pytest.mark.sim
-def test_simulator_with_gradient(rng):
-    """Two blocks of rows, the second shorter; two slabs of a vocabulary that fills no tile."""
+@pytest.mark.parametrize("dtype, temperature", [("bfloat16", 1.3), ("bfloat16", 0.05), ("float16", 1.3)])
+def test_simulator_with_gradient(rng, dtype, temperature):
+    """Two blocks of rows, the second shorter; two slabs of a vocabulary of two tiles, the second ragged.
+
+    At a low temperature some rows have logits too far above their target's for one reference.
+    """
     no_gpu()
-    case = make(rng, 66, 100, 64, "bfloat16", ignored=False)
+    case = make(rng, 66, 300, 64, dtype, ignored=False)
     hidden, weight, ids, dlogp = case
     out = terms(66)
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
     logp, lse, entropy, top1 = out
-    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
-    tile = SIMULATED._replace(mode="exponentials")
+    arguments = (hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    tile = SIMULATED._replace(element=dtype, mode="exponentials")
     logprob_hopper.linear_logp_with_gradient(*arguments, tile=tile, shape=(64, 2))
-    check_terms(out, case, 1.3)
-    check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
+    check_terms(out, case, temperature)
+    check_gradient(dhidden, dweight, case, temperature, np.arange(66), lost=2)
+    far = -logp * np.log2(np.e) > logprob_hopper.REACH["bfloat16"]
+    assert far.any() == (temperature < 0.1) and not far.all()
 
 
 @pytest.mark.sim

@@ -148,13 +148,20 @@ class Tile(NamedTuple):
 
 
 @device_function
+def divide(number, by):
+    """The quotient of int32 numbers, not negative: unsigned ones are divided in 32 bits, without a branch."""
+    return i32(np.uint32(number) // np.uint32(by))
+
+
+@device_function
 def place(index, tiles_down, tiles_across):
     """(row, column) of a tile: bands of BAND tile rows, down the columns of a band first."""
-    band = index // (i32(BAND) * tiles_across)
-    first = band * i32(BAND)
-    height = min(tiles_down - first, i32(BAND))
-    within = index - first * tiles_across
-    return first + within % height, within // height
+    band = divide(index, i32(BAND) * tiles_across)
+    first = i32(band * i32(BAND))
+    height = min(i32(tiles_down - first), i32(BAND))
+    within = i32(index - first * tiles_across)
+    column = divide(within, height)
+    return i32(first + within - column * height), column
 
 
 @kernel_factory

@@ -34,7 +34,7 @@ from rlnumba.device import cuda
 from rlnumba.kernels import gemm_hopper
 from rlnumba.kernels.check import in_chunks
 from rlnumba.kernels.elementwise import cast
-from rlnumba.kernels.gemm_hopper import ROWS, WARPGROUP, place, processors
+from rlnumba.kernels.gemm_hopper import ROWS, WARPGROUP, divide, place, processors
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
     LINE,
@@ -488,7 +488,7 @@ def head_kernel(tile):
                 for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                     here = rounds
                     if slabs:
-                        slab = i32(index) // slab_tiles
+                        slab = divide(i32(index), slab_tiles)
                         step = i32(slab * slab_rounds) * i32(STEPS)
                         here = min(i32(slab_rounds), i32(rounds - slab * slab_rounds))
                     row, column = place(i32(index) - slab * slab_tiles, tiles_down, tiles_across)
@@ -515,7 +515,7 @@ def head_kernel(tile):
             for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                 here = rounds
                 if slabs:
-                    slab = i32(index) // slab_tiles
+                    slab = divide(i32(index), slab_tiles)
                     slab_rows = slab * tiles_down * i32(rows)
                     here = min(i32(slab_rounds), i32(rounds - slab * slab_rounds))
                 row, column = place(i32(index) - slab * slab_tiles, tiles_down, tiles_across)

@@ -72,7 +72,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import ballot, device_function, exp2, shuffle_xor, sync_warp
+from rlnumba.kernels.instructions import ballot, device_function, exp2, shuffle, shuffle_xor, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
 
 i32, f32 = np.int32, np.float32
@@ -104,7 +104,8 @@ class Tile(NamedTuple):
 
     paired: the two consumers take two query heads of a key head, else neighbouring tokens. paged: keys lie in
     the blocks of a cache. box: keys of one copy, a cache block's tokens or 64. ordered: consumers take turns at
-    the tensor cores. segment: SEGMENT, smaller in tests.
+    the tensor cores. segment: SEGMENT, smaller in tests. producers: warps that ask for tiles, 2: one for keys and one
+    for values.
     """
 
     head_dim: int
@@ -116,6 +117,7 @@ class Tile(NamedTuple):
     box: int = KEYS
     ordered: bool = False
     segment: int = SEGMENT
+    producers: int = 2
 
     @property
     def rows(self):
@@ -182,6 +184,23 @@ def longer_one(rank, tokens, cu_seqlens, contexts, sequences, group, few, paged,
         rank = i32(rank - cuda.popc(mask))
         first = i32(first + 32)
     return found
+
+
+@functools.cache
+def paged_row_function(box):
+    """The device function that looks up where a box of keys lies in the cache. A block is one box, or many of 64."""
+    shift = box.bit_length() - 1
+
+    @device_function
+    def paged_row(block_tables, block_size, sequence, key, context):
+        """The cache's row of a key that begins a box; beyond the last key, of the sequence's last box, to no use."""
+        inside = i32(min(key, i32(context - 1)) >> i32(shift))
+        if box < KEYS:
+            return i32(block_tables[sequence, inside] << i32(shift))
+        boxes = block_size >> i32(shift)
+        return i32(((block_tables[sequence, inside // boxes] * boxes) + inside % boxes) << i32(shift))
+
+    return paged_row
 
 
 @device_function
@@ -359,9 +378,12 @@ def score_functions(head_dim, element, in_registers):
 @kernel_factory
 def attention_hopper_kernel(tile):
     """The kernel of a Tile."""
-    head_dim, element, groups, stages, paired, paged, box, ordered, segment = tile
+    head_dim, element, groups, stages, paired, paged, box, ordered, segment, producers = tile
     rows, boxes, tile_bytes, kept_bytes = tile.rows, tile.boxes, tile.tile_bytes, tile.kept_bytes
     copies = KEYS // box
+    # Tiles of which 32 lanes know the cache's rows. Of boxes of 64 keys there is one a tile, looked up when due: a
+    # producer has no registers left for more.
+    tiles_known, several = 32 // copies, copies > 1
     segment_tiles = segment // KEYS
     accumulators, score_count, pair_count = head_dim // 2, KEYS // 2, KEYS // 4
     # More columns leave no registers for q.
@@ -372,7 +394,7 @@ def attention_hopper_kernel(tile):
     load_q, start_scores, wait_scores, wait_only_scores = score_functions(head_dim, element, in_registers)
     start_values, _, wait_values = warpgroup_product(head_dim, element, b_mn_major=True, registers=True)
     scale, keep, merge = accumulator_functions(head_dim)
-    zero_rows, pack_two = zero_function(boxes), pack(element)
+    zero_rows, pack_two, paged_row = zero_function(boxes), pack(element), paged_row_function(box)
 
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
     def attention_hopper_kernel(
@@ -409,7 +431,9 @@ def attention_hopper_kernel(tile):
         if warpgroup == 0:
             if groups > 1:
                 fewer_registers()
-            if thread < 32:
+            if thread < 32 * producers:
+                # Both producers, if there are two, find the same items in the same order.
+                brings_k, brings_v = thread < 32, thread >= 32 * (producers - 1)
                 q_source, k_source, v_source = (
                     tensor_map_address(q_map),
                     tensor_map_address(k_map),
@@ -440,7 +464,8 @@ def attention_hopper_kernel(tile):
                             alive = longer_than(
                                 i32(level * rows), cu_seqlens, contexts, sequences, group, few, paged, lane
                             )
-                    barrier_wait(q_empty, q_parity)
+                    if brings_k:
+                        barrier_wait(q_empty, q_parity)
                     q_parity ^= i32(1)
                     if level >= 0:
                         rank = i32(i32(index - passed) // units)
@@ -453,7 +478,7 @@ def attention_hopper_kernel(tile):
                         length = i32(cu_seqlens[sequence + 1] - start)
                         context = contexts[sequence] if paged else length
                         tiles = i32(i32(context - length + min(i32(first + rows), length) - 1) // i32(KEYS) + 1)
-                        if lane == 0:
+                        if brings_k and lane == 0:
                             info[0] = tiles
                             info[1] = head
                             info[2] = start + first
@@ -471,39 +496,49 @@ def attention_hopper_kernel(tile):
                                         start + first if paired else start + first + consumer * ROWS,
                                         q_full,
                                     )
-                        key = i32(part * box)
-                        last_key = i32(context - 1)
                         kv_head = i32(head // group)
+                        row, known, upcoming, at = i32(start + part * box), i32(0), i32(0), i32(part)
+                        key = i32(lane * box) if several else i32(0)
+                        if paged and several:
+                            upcoming = paged_row(block_tables, block_size, sequence, key, context)
                         while tiles > 0:
-                            row = i32(start + key)
-                            if paged:
-                                # Beyond the last key the box is some other one of the sequence; it is not used.
-                                inside = min(key, last_key)
-                                row = block_tables[sequence, inside // block_size] * block_size
-                                row = i32(row + inside % block_size // i32(box) * box)
-                            barrier_wait(Address(k_empty + stage * 8), parity)
-                            full = Address(k_full + stage * 8)
-                            if lane == 0:
-                                barrier_expect(full, tile_bytes)
-                            sync_warp()
-                            target = Address(k_target + stage * tile_bytes)
-                            if lane < boxes * copies:
-                                bulk_load_heads(target, k_source, column_box * i32(64), kv_head, row, full)
-                            barrier_wait(Address(v_empty + stage * 8), parity)
-                            full = Address(v_full + stage * 8)
-                            if lane == 0:
-                                barrier_expect(full, tile_bytes)
-                            sync_warp()
-                            target = Address(target + stages * tile_bytes)
-                            if lane < boxes * copies:
-                                bulk_load_heads(target, v_source, column_box * i32(64), kv_head, row, full)
+                            if paged and several:
+                                if at == part:
+                                    # The rows of the next tiles are looked up before they are needed.
+                                    known = upcoming
+                                    if tiles > tiles_known:
+                                        key = i32(key + 32 * box)
+                                        upcoming = paged_row(block_tables, block_size, sequence, key, context)
+                                row = i32(shuffle(known, at))
+                                at = i32((at + copies) & i32(31))
+                            elif paged:
+                                row = paged_row(block_tables, block_size, sequence, key, context)
+                                key = i32(key + KEYS)
+                            if brings_k:
+                                barrier_wait(Address(k_empty + stage * 8), parity)
+                                full = Address(k_full + stage * 8)
+                                if lane == 0:
+                                    barrier_expect(full, tile_bytes)
+                                sync_warp()
+                                target = Address(k_target + stage * tile_bytes)
+                                if lane < boxes * copies:
+                                    bulk_load_heads(target, k_source, column_box * i32(64), kv_head, row, full)
+                            if brings_v:
+                                barrier_wait(Address(v_empty + stage * 8), parity)
+                                full = Address(v_full + stage * 8)
+                                if lane == 0:
+                                    barrier_expect(full, tile_bytes)
+                                sync_warp()
+                                target = Address(k_target + (stages + stage) * tile_bytes)
+                                if lane < boxes * copies:
+                                    bulk_load_heads(target, v_source, column_box * i32(64), kv_head, row, full)
                             stage = i32(stage + 1)
                             if stage == stages:
                                 stage = i32(0)
                                 parity ^= i32(1)
-                            key = i32(key + KEYS)
+                            row = i32(row + KEYS)
                             tiles = i32(tiles - 1)
-                    elif lane == 0:
+                    elif brings_k and lane == 0:
                         info[0] = i32(0)
                         barrier_arrive(q_full)
         else:

@@ -1,4 +1,4 @@
-"""Further instructions of Hopper: several products in flight, flat copies, blocks that take turns.
+"""Further instructions of Hopper: several products in flight, flat copies, blocks that take turns or count.
 
 Continues kernels/hopper.py, whose docstring explains tiles, accumulators and a left operand in registers. Runs of
 consecutive float32 in global memory need no tensor map. Blocks take turns by counters in global memory.
@@ -55,6 +55,16 @@ if device.name() == "sim":
         """Set counters[index] for another block that waits in await_turn."""
         counters[index] = turn
         _gate(counters, index).open()
+
+    def count_up(counters, index):
+        """Add 1 to counters[index] and return what it was. What this thread, and threads it met, wrote before is
+        visible to whoever counts later; what was written before earlier counts, to this thread and to all it meets."""
+        before = counters[index]
+        counters[index] = before + 1
+        return before
+
+    def prefetch_tensor_map(tensor_map):
+        """Have a tensor map at hand before the first copy asks for it."""
 
     @functools.cache
     def set_registers(count, more):
@@ -176,6 +186,24 @@ else:
     def give_turn(counters, index, turn):
         """Set counters[index] for another block that waits in await_turn."""
         _give_turn(hopper.tensor_map_address(counters) + index * 4, turn)
+
+    @intrinsic
+    def _count_up(typingctx, address):
+        def codegen(context, builder, signature, args):
+            text = "atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;"
+            return hopper._assembly(builder, _I32, [_I64], text, "=r,l,~{memory}", args)
+
+        return types.int32(types.int64), codegen
+
+    @device_function
+    def count_up(counters, index):
+        """Add 1 to counters[index] and return what it was. What this thread, and threads it met, wrote before is
+        visible to whoever counts later; what was written before earlier counts, to this thread and to all it meets."""
+        return _count_up(hopper.tensor_map_address(counters) + index * 4)
+
+    prefetch_tensor_map = hopper._instruction(
+        "prefetch.tensormap [$0];", "l", "Have a tensor map at hand before the first copy asks for it."
+    )
 
     @functools.cache
     def set_registers(count, more):

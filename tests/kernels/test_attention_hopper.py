@@ -19,7 +19,7 @@ BF16, F16 = "bfloat16", "float16"
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
 DECODE = (
-    ["uint8[::1]"] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 4
+    ["uint8[::1]"] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 5
 )
 DECODE += ["float32[:,:,::1]", "float32[:,::1]", "float32[:,::1]", "int32[::1]", "float32"]
 
@@ -108,7 +108,7 @@ class Cache:
         spans = [self.starts[b] + np.arange(x, y) for b, x, y in zip(order, begins, ends, strict=True)]
         return np.concatenate(spans)
 
-    def paged(self, order, begins, ends, max_context=None, common=None, members=None, blocks=None):
+    def paged(self, order, begins, ends, max_context=None, common=None, members=None, blocks=None, run=None):
         """(out, lse), on the host, of positions begins[i] .. ends[i] of sequence order[i]; ends 0: one without keys."""
         tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
         rows = self.rows(order, begins, np.add(begins, tokens))
@@ -124,7 +124,7 @@ class Cache:
         paged_attention_hopper(
             q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out,
             common, members, most, lse,
-            tile._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks,
+            tile._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, run,
         )  # fmt: skip
         assert not any(device.to_host(x).any() for x in paged_form._workspace.counters.values())
         return device.to_host(out), device.to_host(lse)
@@ -191,6 +191,16 @@ def test_paged_bits_in_the_simulator(rng):
     cache = Cache(rng, [100, 20], 2, 1, 16, F16, segment=64, flat=70)
     cache.compare([0, 1, 0, 0], [98, 19, 5, 60], [100, 20, 0, 64], blocks=2)
     cache.compare([1, 0], [19, 59], [20, 100], max_context=112)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("run", [1, 2, 4])
+def test_runs_of_segments_in_the_simulator(rng, run):
+    """Units of as many segments as a sequence's first unit may have, more than it has, or fewer."""
+    if device.name() == "numpy":
+        pytest.skip("needs the kernels")
+    cache = Cache(rng, [290, 130, 70], 2, 1, 16, BF16, segment=64, flat=200)
+    cache.compare([0, 1, 2, 0, 0], [289, 127, 69, 60, 255], [290, 129, 70, 61, 257], blocks=2, run=run)
 
 
 @pytest.mark.sim

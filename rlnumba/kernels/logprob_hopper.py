@@ -603,7 +603,7 @@ def merge_kernel(results, chosen, ids, temperature, logp, lse, entropy, top1):
     values = cuda.local.array(RESULTS, np.float32)
     largest, total, weighted, top = NONE, np.float32(0.0), np.float32(0.0), i32(0)
     for tile in range(cuda.threadIdx.x // MERGE_STEP, tiles, CLASSES):
-        load_results(results, (np.int64(row) * tiles + tile) * RESULTS, values, 0)
+        load_four(results, (np.int64(row) * tiles + tile) * RESULTS, values, 0)
         if values[0] > largest:
             top = i32(values[3])
         largest, total, weighted = join(largest, total, weighted, values[0], values[1], values[2], factor)
@@ -619,7 +619,8 @@ def merge_kernel(results, chosen, ids, temperature, logp, lse, entropy, top1):
             top1[row] = top
 
 
-load_results, _ = vector_access(RESULTS, RESULTS)
+load_four, store_four = vector_access(4, 4)
+load_eight, store_eight = vector_access(EIGHT, EIGHT)
 
 
 @device_function
@@ -635,15 +636,19 @@ def finish_eight(values, at, first, p, target, target_gradient):
 def reference_kernel(hidden, weight, ids, reference):
     """reference[row] = hidden[row] . weight[ids[row]], about the logit of the row's id; NaN without such an id.
 
-    A warp owns a row.
+    A warp owns a row, a lane EIGHT neighbouring elements at a time.
     """
     row = cuda.blockIdx.x * REFERENCE_ROWS + cuda.threadIdx.x // 32
     if row < hidden.shape[0]:
         token, total = ids[row], np.float32(math.nan)
+        values = cuda.local.array(SIXTEEN, np.float32)
         if 0 <= token < weight.shape[0]:
             total = np.float32(0.0)
-            for column in range(cuda.threadIdx.x % 32, hidden.shape[1], 32):
-                total += widen(hidden[row, column]) * widen(weight[token, column])
+            for column in range(cuda.threadIdx.x % 32 * EIGHT, hidden.shape[1], 32 * EIGHT):
+                load_eight(hidden[row], column, values, 0)
+                load_eight(weight[token], column, values, EIGHT)
+                for i in range(EIGHT):
+                    total += values[i] * values[EIGHT + i]
         total = warp_sum(total)
         if cuda.threadIdx.x % 32 == 0:
             reference[row] = total
@@ -702,18 +707,24 @@ def finish_kernel(
         scaled[row, column] = narrow(own * widen(hidden[row, column]), scaled)
 
 
-load_eight, store_eight = vector_access(EIGHT, EIGHT)
-
-
 @cuda.jit
 def add_slabs_kernel(parts, rows, factors, out):
-    """out[row] = factors[row] times the sum of parts[row + slab * rows], slabs ascending; a block owns a row of out."""
+    """out[row] = factors[row] times the sum of parts[row + slab * rows], slabs ascending.
+
+    A block owns a row of out, a thread four neighbouring elements at a time.
+    """
     row = cuda.blockIdx.x
-    for column in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
-        total = np.float32(0.0)
+    values, total = cuda.local.array(4, np.float32), cuda.local.array(4, np.float32)
+    for column in range(4 * cuda.threadIdx.x, out.shape[1], 4 * cuda.blockDim.x):
+        for i in range(4):
+            total[i] = np.float32(0.0)
         for at in range(row, parts.shape[0], rows):
-            total += parts[at, column]
-        out[row, column] = narrow(factors[row] * total, out)
+            load_four(parts[at], column, values, 0)
+            for i in range(4):
+                total[i] += values[i]
+        for i in range(4):
+            total[i] *= factors[row]
+        store_four(out[row], column, total, 0)
 
 
 def takes(hidden, weight):
@@ -943,16 +954,16 @@ def linear_logp_with_gradient(
     memory = xp.empty(step * pitch, hidden.dtype)
     parts_memory = xp.empty(slabs * step * width, np.float32)
     scaled_memory = xp.empty((step, width), hidden.dtype)
-    factors, reference = xp.empty(step, np.float32), xp.empty(step, np.float32)
+    factors, reference = xp.empty(step, np.float32), xp.empty(ids.shape, np.float32)
+    launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference)
     others = None if beside is None else processors() - beside
     for first in range(0, hidden.shape[0], step):
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
-        h, targets, near, scaled = hidden[rows], ids[rows], reference[:count], scaled_memory[:count]
+        h, targets, near, scaled = hidden[rows], ids[rows], reference[rows], scaled_memory[:count]
         results = results_memory[: count * tiles * RESULTS]
         chosen = xp.full(count, math.nan, np.float32)
         dz = memory[: count * pitch].reshape(count, pitch)
-        launch(reference_kernel, -(-count // REFERENCE_ROWS), 32 * REFERENCE_ROWS, h, weight, targets, near)
         _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)()
         _merge(results, chosen, targets, temperature, logp[rows], lse[rows], _part(entropy, rows), _part(top1, rows))
         terms = targets, float(temperature), REACH[tile.element], lse[rows], dlogp[rows]

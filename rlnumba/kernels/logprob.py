@@ -26,14 +26,14 @@ from rlnumba.kernels import choice, cpu, logprob_hopper
 from rlnumba.kernels.check import F32, FLOATS, I32, check
 from rlnumba.kernels.elementwise import cast, gather_rows, scatter_rows
 from rlnumba.kernels.gemm import backend, bias_backward, linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.instructions import exp2, narrow, widen
-from rlnumba.kernels.launch import DEBUG, launch
+from rlnumba.kernels.instructions import device_function, exp2, vector_access, widen
+from rlnumba.kernels.launch import DEBUG, kernel_factory, launch
 from rlnumba.kernels.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms
 
 IGNORED = -100
-# Float32 logits that exist at one time, 128 MiB (and in the backward half of that again, for 16-bit gradients), and
-# float32 elements of the gradient of the hidden states, 32 MiB.
-CHUNK_LOGITS = 1 << 25
+# Float32 logits that exist at one time in the forward, 256 MiB. In the backward half of them do, with their gradient in
+# 16 bits, 64 MiB, and the float32 gradient of the hidden states of CHUNK_SUMS elements, 32 MiB.
+CHUNK_LOGITS = 1 << 26
 CHUNK_SUMS = 1 << 23
 # Chunks are multiples of it, where they can be: products have tiles.
 CHUNK_TILE = 128
@@ -65,21 +65,49 @@ def logp_kernel(logits, rows, ids, temperature, out, lse, entropy, top1):
             top1[i] = top
 
 
-@cuda.jit
-def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, dlogits):
-    """A block owns a row: reads its logits, of ids from first_id on, writes dlogits, which may be the same array."""
-    row = cuda.blockIdx.x
-    token = ids[row]
-    row_lse = lse[row]
-    factor = dlogp[row] / temperature if token != IGNORED else np.float32(0.0)
-    for column in range(cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x):
-        gradient = np.float32(0.0)
-        if token != IGNORED:
-            gradient = -exp2((widen(logits[row, column]) / temperature - row_lse) * LOG2_E)
-            if column + first_id == token:
-                gradient += np.float32(1.0)
-            gradient *= factor
-        dlogits[row, column] = narrow(gradient, dlogits)
+@kernel_factory
+def logp_backward_kernel(access):
+    """access: neighbouring elements that are moved at once, 4 where the rows' starts allow it, else 1."""
+    load, store = vector_access(access, access)
+    held = 2 * access
+
+    @device_function
+    def differentiate(values, at, first, target, factor, shift, scale):
+        """values[at + i], logits of columns first + i, become their gradient."""
+        for i in range(access):
+            gradient = np.float32(0.0)
+            if scale != 0:
+                gradient = -exp2(cuda.fma(values[at + i], factor, shift))
+                if first + i == target:
+                    gradient += np.float32(1.0)
+            values[at + i] = scale * gradient
+
+    @cuda.jit
+    def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, dlogits):
+        """A block owns a row: reads its logits, of ids from first_id on, writes dlogits, which may be the same array.
+
+        A thread has two pieces of `access` elements under way. Rows that are IGNORED, or whose dlogp is 0, give 0.
+        """
+        row = cuda.blockIdx.x
+        columns = logits.shape[1]
+        factor, shift = LOG2_E / temperature, -lse[row] * LOG2_E
+        scale = dlogp[row] / temperature if ids[row] != IGNORED else np.float32(0.0)
+        target = ids[row] - first_id
+        values = cuda.local.array(held, np.float32)
+        apart = access * cuda.blockDim.x
+        line, out = logits[row], dlogits[row]
+        for first in range(access * cuda.threadIdx.x, columns, 2 * apart):
+            second = first + apart
+            there = second if second < columns else first
+            load(line, first, values, 0)
+            load(line, there, values, access)
+            differentiate(values, 0, first, target, factor, shift, scale)
+            differentiate(values, access, there, target, factor, shift, scale)
+            store(out, first, values, 0)
+            if second < columns:
+                store(out, second, values, access)
+
+    return logp_backward_kernel
 
 
 def logp(logits, ids, out, lse):
@@ -331,7 +359,7 @@ def _linear_logp_chunks(hidden, weight, ids, temperature, bias, logp, lse, entro
 def _linear_logp_backward_chunks(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, bias, dbias):
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
     row_step = min(rows, _whole(max(1, CHUNK_SUMS // max(width, 1)), CHUNK_TILE))
-    step = min(vocabulary, _whole(max(1, CHUNK_LOGITS // max(row_step, 1)), CHUNK_TILE))
+    step = min(vocabulary, _whole(max(1, CHUNK_LOGITS // 2 // max(row_step, 1)), CHUNK_TILE))
     is_wide = hidden.dtype == np.float32
     memory = xp.empty(row_step * step, np.float32)
     narrow_memory = memory if is_wide else xp.empty(memory.shape, hidden.dtype)
@@ -375,7 +403,8 @@ def _logp_backward_of_rows(logits, ids, temperature, lse, dlogp, dlogits, first_
     """first_id: the id of the first column."""
     if device.name() != "numpy":
         arguments = ids, first_id, float(temperature), lse, dlogp, dlogits
-        launch(logp_backward_kernel, ids.shape[0], ROW_THREADS, logits, *arguments)
+        access = 4 if logits.shape[1] % 4 == 0 else 1
+        launch(logp_backward_kernel(access), ids.shape[0], ROW_THREADS, logits, *arguments)
         return
     ignored = ids == IGNORED
     cpu.logp_backward_rows(logits, ids - np.int32(first_id), np.float32(temperature), lse, dlogp, dlogits)

@@ -147,11 +147,19 @@ def test_simulator(rng, shape):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.sim
 def test_simulator_16_bit(rng, monkeypatch, dtype):
-    """Three chunks of columns for two rows, then for one."""
-    monkeypatch.setattr(logprob, "CHUNK_LOGITS", 22)
+    """Three chunks of columns for two rows, then for the third."""
+    monkeypatch.setattr(logprob, "CHUNK_LOGITS", 44)
     monkeypatch.setattr(logprob, "CHUNK_SUMS", 8)
     run_logp(rng, 3, 66, dtype)
     run_linear(rng, (3, 30, 4), dtype, temperature=1.0, with_bias=True)
+
+
+@pytest.mark.parametrize("columns", [1100, 4104])
+@pytest.mark.sim
+def test_simulator_long_rows(rng, columns):
+    """A thread has two pieces of a row, or three."""
+    run_logp(rng, 1, columns, "float32")
+    run_logp(rng, 1, columns - 1, "bfloat16")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -179,7 +187,7 @@ def test_chunks_give_the_same_rows(rng, monkeypatch):
     ids = device.asarray(random_ids(rng, rows, vocabulary))
     dlogp, bias = (device.asarray(rng.standard_normal(count, np.float32)) for count in (rows, vocabulary))
     results = []
-    # Logits at one time: all; three rows, or some columns of all; some columns of two rows.
+    # Logits at one time: all; those of three rows, in the backward some columns of all; one row, columns of two.
     for logits, sums in (
         (logprob.CHUNK_LOGITS, logprob.CHUNK_SUMS),
         (3 * vocabulary, logprob.CHUNK_SUMS),

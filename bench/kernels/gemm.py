@@ -55,7 +55,7 @@ def with_backend(name, function):
 def tiles(rows, steps, output, a_mn=False, b_mn=False):
     """Every tile worth trying: with many rows wide ones and all the stages that fit.
 
-    With few rows as many stages as fit once or twice into an SM, and more or fewer products under way.
+    With few rows as many stages as fit once or twice into an SM.
     """
     few = rows <= 1024
     for groups in (1, 2) if few and rows > 64 else (1,) if few else (2,):
@@ -68,9 +68,8 @@ def tiles(rows, steps, output, a_mn=False, b_mn=False):
                 tile = Tile(columns, groups, 0, BF16, a_mn, b_mn, output)
                 depths.add(min((room - tile.shared_bytes) // (tile.stage_bytes + 16), 16, max(3, steps // 64)))
             for stages in depths:
-                for running in (1, 3) if few else (1, 2):
-                    if stages > max(running, 2):
-                        yield Tile(columns, groups, stages, BF16, a_mn, b_mn, output, running=running)
+                if stages > 2:
+                    yield Tile(columns, groups, stages, BF16, a_mn, b_mn, output)
 
 
 def compile_one(tile):
@@ -214,10 +213,7 @@ def print_best(found, m, n, k, a_mn, b_mn, output):
     chosen = best_tile(m, n, k, BF16, a_mn, b_mn, output, False, False, processors())
     for us, tile in sorted(found, key=lambda pair: pair[0])[:5]:
         mark = " <- chosen" if tile == chosen else ""
-        print(
-            f"      {us:9.2f} us  {tile.columns} columns, {tile.groups} groups, {tile.stages} stages, "
-            f"{tile.running} under way{mark}"
-        )
+        print(f"      {us:9.2f} us  {tile.columns} columns, {tile.groups} groups, {tile.stages} stages{mark}")
 
 
 if __name__ == "__main__":

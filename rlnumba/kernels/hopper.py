@@ -473,14 +473,12 @@ if device.name() == "sim":
         return address
 
     @functools.cache
-    def warpgroup_product(
-        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, running=1
-    ):
+    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
-        operands' memory may be touched. wait_all_but_latest(acc) leaves the last `running` starts running.
+        operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
         int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
@@ -519,7 +517,7 @@ if device.name() == "sim":
 
             return wait
 
-        return warpgroup_start(read, compute), make_wait(running), make_wait(0)
+        return warpgroup_start(read, compute), make_wait(1), make_wait(0)
 
 else:
     from llvmlite import ir
@@ -769,14 +767,12 @@ else:
             builder.store(builder.extract_value(result, i), pointer)
 
     @functools.cache
-    def warpgroup_product(
-        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, running=1
-    ):
+    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
-        operands' memory may be touched. wait_all_but_latest(acc) leaves the last `running` starts running.
+        operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
         int32, not to be touched until the wait either, which is then wait_all(acc, a).
         """
@@ -848,7 +844,7 @@ else:
 
             return wait_with_operand if registers else wait
 
-        return start, make_wait(running), make_wait(0)
+        return start, make_wait(1), make_wait(0)
 
 
 class HostTensorMap:

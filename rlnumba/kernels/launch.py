@@ -169,12 +169,13 @@ def _prepare(kernel, key, arguments):
     return prepared
 
 
-def launch(kernel, grid, block, *arguments, shared=0):
+def launch(kernel, grid, block, *arguments, shared=0, early=True):
     """Run `kernel`, a @cuda.jit function, on a grid of blocks; returns at once on the GPU.
 
     grid, block: an int or a tuple of up to three. arguments: C-contiguous arrays of the device, Python int
     (int64 in the kernel), Python float (float32), np.int32, np.uint32, np.float32. shared: bytes of dynamic
-    shared memory. An empty grid launches nothing. Raises DeviceError with the kernel's name.
+    shared memory. early: whether the kernel may begin before its turn inside `overlapping`. An empty grid launches
+    nothing. Raises DeviceError with the kernel's name.
     """
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -189,7 +190,7 @@ def launch(kernel, grid, block, *arguments, shared=0):
     parameters.fill(arguments)
     if shared > compiled.shared_limit:
         compiled.allow_shared(shared)
-    _start(compiled, parameters, grid, block, shared, arguments)
+    _start(compiled, parameters, grid, block, shared, arguments, early and _overlapping and compiled.waits)
 
 
 @functools.cache
@@ -201,7 +202,7 @@ def _driver():
     return cupy.cuda.get_current_stream, driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
 
 
-def _start(compiled, parameters, grid, block, shared, arguments):
+def _start(compiled, parameters, grid, block, shared, arguments, early):
     current_stream, launch_kernel, success = _driver()
     stream = current_stream()
     # A stream that captures a graph does no work to wait for.
@@ -211,7 +212,7 @@ def _start(compiled, parameters, grid, block, shared, arguments):
 
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record(stream)
-    if _overlapping and compiled.waits:
+    if early:
         error = _launch_early(compiled, parameters, grid, block, shared, stream)
     else:
         (error,) = launch_kernel(compiled.handle, *grid, *block, shared, stream.ptr, parameters.address, 0)

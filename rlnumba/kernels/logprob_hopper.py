@@ -47,6 +47,7 @@ from rlnumba.kernels.hopper import (
     bulk_add,
     bulk_commit,
     bulk_load,
+    bulk_prefetch,
     bulk_store,
     bulk_wait,
     bulk_wait_read,
@@ -119,6 +120,7 @@ class HeadTile(NamedTuple):
     stages: int = 4
     lead: int = 2
     boxes: int = 2
+    ahead: bool = True
     entropy: bool = False
     top1: bool = False
 
@@ -419,8 +421,10 @@ def head_kernel(tile):
     """The kernel of a HeadTile."""
     mode, groups, stages = tile.mode, tile.groups, tile.stages
     rows, stage_bytes, staged_bytes = tile.rows, tile.stage_bytes, tile.staged_bytes
+    adds = mode in ("sum", "weights") and tile.ahead
     plain, slabs, gradient, exponentials = tile.plain, mode == "slabs", mode == "gradient", mode == "exponentials"
     terms, writes, boxes = mode in ("terms", "exponentials"), mode != "terms", tile.boxes
+    box_columns = tile.box_columns
     produce, multiply = main_loop(tile)
     fold_part, finish_row = folders(tile.entropy, tile.top1, exponentials)
     ready, send = sender(tile)
@@ -492,6 +496,15 @@ def head_kernel(tile):
                         step = i32(slab * slab_rounds) * i32(STEPS)
                         here = min(i32(slab_rounds), i32(rounds - slab * slab_rounds))
                     row, column = place(i32(index) - slab * slab_tiles, tiles_down, tiles_across)
+                    if adds:
+                        # What the tile will be added to comes while its products run.
+                        out = tensor_map_address(out_map)
+                        for box in range(groups * TILE_COLUMNS // box_columns):
+                            bulk_prefetch(
+                                out,
+                                column * TILE_COLUMNS + box % (TILE_COLUMNS // box_columns) * box_columns,
+                                row * rows + box // (TILE_COLUMNS // box_columns) * ROWS,
+                            )
                     stage, parity = produce(
                         a, b, base, full, empty, arriving, row * rows, column * TILE_COLUMNS, step, here, stage, parity
                     )

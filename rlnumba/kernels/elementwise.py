@@ -13,34 +13,31 @@ from rlnumba.kernels.embedding import check_rows, copy_rows
 from rlnumba.kernels.instructions import access_length, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
+# H200, sum of 2 x 16.8 million bfloat16: 25.1 us with one vector a thread, 25.3 with two, 25.6 with four. More threads
+# keep as many bytes on their way, and blocks then go through memory in order.
 THREADS = 256
-# Vectors that a thread owns, and loads before it uses the first.
-UNROLL = 4
 
 
-# The kernels see every array as one-dimensional. A block owns THREADS * UNROLL vectors, a thread every THREADS-th of
-# them. bounded: the last block has elements beyond the end.
+# The kernels see every array as one-dimensional. A thread owns a vector. bounded: the last block has elements beyond
+# the end.
 
 
 @kernel_factory
 def add_kernel(vector, access, bounded):
     """The kernel for vectors of `vector` elements, moved `access` at a time."""
     load, store = vector_access(vector, access, bounded)
-    count = UNROLL * vector
 
     @cuda.jit
     def add_kernel(x, y, out):
         """out = x + y."""
-        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(count, np.float32)
-        others = cuda.local.array(count, np.float32)
-        for i in range(UNROLL):
-            load(x, first + i * THREADS * vector, values, i * vector)
-            load(y, first + i * THREADS * vector, others, i * vector)
-        for i in range(UNROLL):
-            for j in range(i * vector, (i + 1) * vector):
-                values[j] += others[j]
-            store(out, first + i * THREADS * vector, values, i * vector)
+        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(vector, np.float32)
+        others = cuda.local.array(vector, np.float32)
+        load(x, first, values, 0)
+        load(y, first, others, 0)
+        for i in range(vector):
+            values[i] += others[i]
+        store(out, first, values, 0)
 
     return add_kernel
 
@@ -49,19 +46,16 @@ def add_kernel(vector, access, bounded):
 def scale_kernel(vector, access, bounded):
     """As add_kernel."""
     load, store = vector_access(vector, access, bounded)
-    count = UNROLL * vector
 
     @cuda.jit
     def scale_kernel(x, factor, out):
         """out = x * factor."""
-        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(count, np.float32)
-        for i in range(UNROLL):
-            load(x, first + i * THREADS * vector, values, i * vector)
-        for i in range(UNROLL):
-            for j in range(i * vector, (i + 1) * vector):
-                values[j] *= factor
-            store(out, first + i * THREADS * vector, values, i * vector)
+        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(vector, np.float32)
+        load(x, first, values, 0)
+        for i in range(vector):
+            values[i] *= factor
+        store(out, first, values, 0)
 
     return scale_kernel
 
@@ -70,17 +64,14 @@ def scale_kernel(vector, access, bounded):
 def cast_kernel(vector, access, bounded):
     """As add_kernel."""
     load, store = vector_access(vector, access, bounded)
-    count = UNROLL * vector
 
     @cuda.jit
     def cast_kernel(x, out):
         """out = x."""
-        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(count, np.float32)
-        for i in range(UNROLL):
-            load(x, first + i * THREADS * vector, values, i * vector)
-        for i in range(UNROLL):
-            store(out, first + i * THREADS * vector, values, i * vector)
+        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
+        values = cuda.local.array(vector, np.float32)
+        load(x, first, values, 0)
+        store(out, first, values, 0)
 
     return cast_kernel
 
@@ -93,12 +84,11 @@ def fill_kernel(vector, access, bounded):
     @cuda.jit
     def fill_kernel(value, out):
         """out = value."""
-        first = (cuda.blockIdx.x * UNROLL * THREADS + cuda.threadIdx.x) * vector
+        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
         values = cuda.local.array(vector, np.float32)
         for i in range(vector):
             values[i] = value
-        for i in range(UNROLL):
-            store(out, first + i * THREADS * vector, values, 0)
+        store(out, first, values, 0)
 
     return fill_kernel
 
@@ -112,7 +102,7 @@ def _launch_flat(factory, arguments, size):
         parts = [a if isinstance(a, float) else a[first:last] for a in flat]
         if first < last:
             access = access_length(last - first, *[a for a in parts if not isinstance(a, float)])
-            of_block = THREADS * UNROLL * vector
+            of_block = THREADS * vector
             kernel = factory(vector, access, (last - first) % of_block != 0)
             launch(kernel, -(-(last - first) // of_block), THREADS, *parts)
 

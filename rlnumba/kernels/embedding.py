@@ -3,10 +3,11 @@
     out[n] = weight[input_ids[n]]           dweight[v] += sum over n with input_ids[n] == v of dout[n]
 
 input_ids (N,) int32; weight (V, D), out and dout (N, D) in float32, float16 or bfloat16; dweight (V, D)
-float32. The sum runs in float32 over the tokens in their order: ids are sorted (stably), the sorted list is cut
-into segments of SEGMENT tokens, a block adds up the runs of equal ids in a segment, and where a run crosses a
-border, a second kernel adds its parts in their order: an id that fills half of the batch does not hold up the rest.
-With atomic additions instead, the sum's order, and so its last bits, would change from run to run.
+float32. The sum runs in float32 over the tokens in their order. Three kernels: the first lists the tokens so that
+those of one id stand together, in their order; the second cuts this list into segments of SEGMENT tokens, and a block
+adds up the runs of equal ids in a segment; where a run crosses a border, the third adds its parts in their order: an
+id that fills half of the batch does not hold up the rest. With atomic additions instead, the sum's order, and so its
+last bits, would change from run to run.
 """
 
 import numpy as np
@@ -14,20 +15,47 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import access_length, start_loads, vector_access
-from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.instructions import (
+    access_length,
+    ballot,
+    device_function,
+    let_next_kernel_start,
+    match,
+    prefetch,
+    shuffle,
+    shuffle_up,
+    shuffle_xor,
+    start_loads,
+    sync_warp,
+    vector_access,
+    wait_for_kernels_before,
+)
+from rlnumba.kernels.launch import kernel_factory, launch, overlapping
+
+i32 = np.int32
 
 # Rows that a block copies at a time, one a warp, and vectors that a lane loads before it stores the first.
 ROW_WARPS = 4
 ROW_UNROLL = 4
-# Threads that add up a run, and columns of each: 16 bytes of float32.
-THREADS = 128
+# Threads of a block that lists tokens, ids that each reads at a time, and chunks of 32 tokens that are put in their
+# places at a time.
+LISTERS = 512
+IDS_OF_LISTER = 32
+TILE = LISTERS * IDS_OF_LISTER
+CHUNKS_AT_ONCE = 4
+# Blocks that list tokens, at most, unless the vocabulary needs more: a block has a counter for each of its ids, and at
+# most MOST_COUNTERS.
+MOST_BUCKETS = 128
+TOKENS_OF_BUCKET = 128
+MOST_COUNTERS = 4096
+# Tokens of a part of a run. Part of the arithmetic.
+PART = 32
+# Threads of a block that adds up, and columns of each: 16 bytes of float32.
+THREADS = 256
 VECTOR = 4
-# Tokens of a segment. Part of the arithmetic.
-SEGMENT = 32
 # Rows of dout, and parts of a run, that are loaded before the first is added.
 ROWS_AT_ONCE = 4
-PARTS_AT_ONCE = 16
+PARTS_AT_ONCE = 8
 
 
 @kernel_factory
@@ -53,6 +81,8 @@ def copy_rows_kernel(element, access, bounded, scatter):
         if n >= rows.shape[0]:
             return
         first = cuda.blockIdx.y * part + cuda.threadIdx.x * vector
+        wait_for_kernels_before()
+        let_next_kernel_start()
         row = rows[n]
         kept = cuda.local.array(count, element)
         if scatter:
@@ -75,116 +105,232 @@ def copy_rows_kernel(element, access, bounded, scatter):
     return copy_rows_kernel
 
 
+@device_function
+def sum_of_warps(value, sums):
+    """(sum of value over the warps before this one, sum over all), each warp's value being in all of its lanes.
+
+    For blocks of LISTERS threads. value: int32; sums: shared int32 (32,), free again after the next barrier.
+    """
+    lane, warp = i32(cuda.threadIdx.x) % i32(32), i32(cuda.threadIdx.x) // i32(32)
+    if lane == 0:
+        sums[warp] = value
+    cuda.syncthreads()
+    total = i32(sums[lane] if lane < LISTERS // 32 else 0)
+    before = i32(total if lane < warp else 0)
+    for step in range(5):
+        before = i32(before + shuffle_xor(before, 1 << step))
+        total = i32(total + shuffle_xor(total, 1 << step))
+    return before, total
+
+
 @kernel_factory
-def embedding_backward_kernel(access, bounded):
-    """The kernel that moves `access` columns at a time; bounded: the last block has columns beyond the end."""
-    load, store = vector_access(VECTOR, access, bounded)
-    count = ROWS_AT_ONCE * VECTOR
-    places = SEGMENT + 2
+def list_tokens_kernel(buckets, access, prefetches, apart):
+    """The kernel for a power of two of buckets, which loads `access` ids at a time.
 
-    @cuda.jit
-    def embedding_backward_kernel(input_ids, order, dout, dweight, parts):
-        """A block owns THREADS * VECTOR columns of a segment of the sorted tokens, a thread VECTOR columns.
+    prefetches: how many pieces of dout a thread brings into the second-level cache, `apart` elements from each other.
+    """
+    load, _ = vector_access(4, access, True)
+    _, store_entry = vector_access(4, 4)
+    shift, of_bucket = i32(buckets.bit_length() - 1), i32(buckets - 1)
+    of_warp = 32 * IDS_OF_LISTER
+    loads = IDS_OF_LISTER // 4
 
-        The sum of a run of equal ids that lies within the segment is added to dweight. Of one that comes from
-        the segment before, the sum goes to parts[segment, 0]; of one that begins here and goes on in the next
-        segment, to parts[segment, 1]. parts: (segments, 2, D); what has no such run is not written.
+    @device_function
+    def counter_of(token_id, vocabulary, counters):
+        """The counter of an id, within its bucket; the last one is that of all ids outside the vocabulary."""
+        return i32(token_id >> shift if 0 <= token_id and token_id < vocabulary else counters - i32(1))
+
+    @cuda.jit(launch_bounds=(LISTERS, 1))
+    def list_tokens_kernel(input_ids, vocabulary, padding_idx, counters, dout, entries, order, arrived):
+        """order: the tokens by (id modulo buckets, id, token), so that those of an id, its run, are neighbours.
+
+        entries[token] = place in this list, id (-1 for what adds to no row), place in its run, length of its run.
+        arrived = 0. A block owns the ids of a bucket. It counts them, and the ids of lower buckets, which gives each
+        id its place; then it collects its tokens in shared memory, a tile of all tokens at a time, and one warp puts
+        them in their places, 32 in their order.
+        Dynamic shared memory: twice `counters` + 1 and TILE int32.
         """
-        # The ids of the segment, from the last one before it to the first one behind it.
-        ids = cuda.shared.array(places, np.int32)
-        tokens = cuda.shared.array(places, np.int32)
-        segment, begin = cuda.blockIdx.x, cuda.blockIdx.x * SEGMENT
-        length = min(SEGMENT, order.shape[0] - begin)
-        for place in range(cuda.threadIdx.x, length + 2, THREADS):
-            position = begin + place - 1
-            nearest = min(max(position, 0), order.shape[0] - 1)
-            tokens[place] = order[nearest]
-            token_id = input_ids[order[nearest]]
-            # Beyond the ends of the list stands what differs from the neighbour.
-            ids[place] = token_id if position == nearest else ~token_id
+        memory = cuda.shared.array(0, np.int32)
+        sums = cuda.shared.array((3, 32), np.int32)
+        ids = cuda.local.array(IDS_OF_LISTER, np.int32)
+        packed = cuda.local.array(CHUNKS_AT_ONCE, np.int32)
+        alike = cuda.local.array(CHUNKS_AT_ONCE, np.int32)
+        entry = cuda.local.array(4, np.int32)
+        thread, bucket = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
+        lane, warp = thread % i32(32), thread // i32(32)
+        vocabulary, padding_idx, counters = i32(vocabulary), i32(padding_idx), i32(counters)
+        tokens = i32(input_ids.shape[0])
+        # Where the runs begin, and the tokens of the bucket.
+        starts, members_at = counters, i32(counters + counters + i32(1))
+        mine = warp * i32(of_warp) + lane * i32(4)
+        let_next_kernel_start()
+        for i in range(thread, counters, LISTERS):
+            memory[i] = i32(0)
         cuda.syncthreads()
-        first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR
-        comes, goes = ids[0] == ids[1], ids[length] == ids[length + 1]
-        rows = cuda.local.array(count, np.float32)
-        before = cuda.local.array(count, np.float32)
-        total = cuda.local.array(VECTOR, np.float32)
-        for i in range(VECTOR):
-            total[i] = np.float32(0.0)
-        for top in range(1, length + 1, ROWS_AT_ONCE):
-            for j in range(ROWS_AT_ONCE):
-                place = min(top + j, length)
-                token_id = ids[place]
-                load(dout[tokens[place]], first, rows, j * VECTOR)
-                if token_id != ids[place + 1] and 0 <= token_id and token_id < dweight.shape[0]:
-                    load(dweight[token_id], first, before, j * VECTOR)
-            start_loads()
-            for j in range(ROWS_AT_ONCE):
-                place = top + j
-                if place <= length:
-                    token_id = ids[place]
-                    for i in range(VECTOR):
-                        total[i] += rows[j * VECTOR + i]
-                    if token_id != ids[place + 1]:
-                        if comes and token_id == ids[1]:
-                            store(parts[segment, 0], first, total, 0)
-                        elif 0 <= token_id and token_id < dweight.shape[0]:
-                            for i in range(VECTOR):
-                                total[i] += before[j * VECTOR + i]
-                            store(dweight[token_id], first, total, 0)
-                        for i in range(VECTOR):
-                            total[i] = np.float32(0.0)
-        if goes:
-            store(parts[segment, 0 if comes and ids[1] == ids[length] else 1], first, total, 0)
+        lower, top = i32(0), i32(0)
+        while top < tokens:
+            for i in range(loads):
+                load(input_ids, top + mine + 128 * i, ids, 4 * i)
+            if top == 0:
+                start_loads()
+                for i in range(prefetches):
+                    place = ((np.int64(i) * cuda.gridDim.x + bucket) * LISTERS + thread) * apart
+                    if place < dout.shape[0]:
+                        prefetch(dout, place)
+                for i in range(bucket * i32(LISTERS) + thread, arrived.shape[0], cuda.gridDim.x * LISTERS):
+                    arrived[i] = i32(0)
+            for i in range(IDS_OF_LISTER):
+                if top + mine + i32(128 * (i // 4) + i % 4) < tokens:
+                    if ids[i] & of_bucket < bucket:
+                        lower = i32(lower + i32(1))
+                    if ids[i] & of_bucket == bucket:
+                        cuda.atomic.add(memory, counter_of(ids[i], vocabulary, counters), i32(1))
+            top = i32(top + i32(TILE))
+        for step in range(5):
+            lower = i32(lower + shuffle_xor(lower, 1 << step))
+        # The barrier in it also ends the counting.
+        _, lower = sum_of_warps(lower, sums[0])
+        share = i32((counters + i32(LISTERS - 1)) // i32(LISTERS))
+        first, last = thread * share, min((thread + i32(1)) * share, counters)
+        count = i32(0)
+        for i in range(first, last):
+            count = i32(count + memory[i])
+        up_to = count
+        for step in range(5):
+            below = shuffle_up(up_to, 1 << step)
+            if lane >= 1 << step:
+                up_to = i32(up_to + below)
+        before, _ = sum_of_warps(shuffle(up_to, 31), sums[1])
+        # A counter becomes the place of the next token with its id.
+        place = i32(lower + before + up_to - count)
+        for i in range(first, last):
+            count = memory[i]
+            memory[i], memory[starts + i32(i)] = place, place
+            place = i32(place + count)
+            if i == counters - 1:
+                memory[starts + counters] = place
+        top = i32(0)
+        while top < tokens:
+            if tokens > TILE:
+                for i in range(loads):
+                    load(input_ids, top + mine + 128 * i, ids, 4 * i)
+            members = i32(0)
+            for i in range(IDS_OF_LISTER):
+                exists = top + mine + i32(128 * (i // 4) + i % 4) < tokens
+                members = i32(members + i32(cuda.popc(ballot(exists and ids[i] & of_bucket == bucket))))
+            # The barrier in it also ends the work on the counters.
+            member, members = sum_of_warps(members, sums[2])
+            for i in range(loads):
+                place = member
+                for j in range(4):
+                    exists = top + mine + i32(128 * i + j) < tokens
+                    votes = ballot(exists and ids[4 * i + j] & of_bucket == bucket)
+                    place = i32(place + i32(cuda.popc(votes & ~(i32(-1) << lane))))
+                    member = i32(member + i32(cuda.popc(votes)))
+                for j in range(4):
+                    exists = top + mine + i32(128 * i + j) < tokens
+                    if exists and ids[4 * i + j] & of_bucket == bucket:
+                        counter = counter_of(ids[4 * i + j], vocabulary, counters)
+                        memory[members_at + place] = counter * i32(TILE) + mine + i32(128 * i + j)
+                        place = i32(place + i32(1))
+            cuda.syncthreads()
+            if warp == 0:
+                base = i32(0)
+                while base < members:
+                    for j in range(CHUNKS_AT_ONCE):
+                        number = base + i32(32 * j) + lane
+                        packed[j] = memory[members_at + min(number, i32(members - i32(1)))]
+                        # Equal ids of 32 tokens follow each other.
+                        alike[j] = match(i32(packed[j] // i32(TILE) if number < members else -1))
+                    for j in range(CHUNKS_AT_ONCE):
+                        counter, rank = packed[j] // i32(TILE), i32(cuda.popc(alike[j] & ~(i32(-1) << lane)))
+                        place = i32(memory[counter] + rank)
+                        sync_warp()
+                        if base + i32(32 * j) + lane < members:
+                            if rank == 0:
+                                memory[counter] = i32(place + i32(cuda.popc(alike[j])))
+                            token = top + packed[j] % i32(TILE)
+                            token_id = i32((counter << shift) + bucket)
+                            counts = counter < counters - i32(1) and token_id != padding_idx
+                            start = memory[starts + counter]
+                            entry[0], entry[1] = place, i32(token_id if counts else -1)
+                            entry[2] = i32(place - start)
+                            entry[3] = i32(memory[starts + counter + i32(1)] - start)
+                            order[place] = token
+                            store_entry(entries[token], 0, entry, 0)
+                        sync_warp()
+                    base = i32(base + i32(32 * CHUNKS_AT_ONCE))
+            cuda.syncthreads()
+            top = i32(top + i32(TILE))
 
-    return embedding_backward_kernel
+    return list_tokens_kernel
 
 
 @kernel_factory
-def add_parts_kernel(access, bounded):
-    """As embedding_backward_kernel."""
-    load, store = vector_access(VECTOR, access, bounded)
-    count = PARTS_AT_ONCE * VECTOR
+def embedding_backward_kernel(vector, threads, access, bounded, resident):
+    """The kernel that moves `access` columns at a time; bounded: the last block has columns beyond the end."""
+    load, store = vector_access(vector, access, bounded)
+    load_entry, _ = vector_access(4, 4)
+    rows_count, parts_count = ROWS_AT_ONCE * vector, PARTS_AT_ONCE * vector
 
-    @cuda.jit
-    def add_parts_kernel(input_ids, order, parts, dweight):
-        """A block owns THREADS * VECTOR columns of the run that begins in a segment and goes on beyond its end.
+    @cuda.jit(launch_bounds=(threads, resident))
+    def embedding_backward_kernel(entries, order, dout, dweight, parts, arrived):
+        """A block owns threads * vector columns of a token, with which a part of a run begins, and of this part.
 
-        A block whose segment has no such run has nothing to do. The parts are added in their order.
+        A part is PART tokens of a run, the last one fewer. If it is all of the run, its sum is added to dweight. Else
+        it goes to parts (places / PART, 2, D): [place / PART, 1] if it is the run's first part, else [.., 0]. The
+        last block to come with a part of a run (arrived counts them) adds them up in their order.
         """
-        segment = cuda.blockIdx.x
-        begin, end = segment * SEGMENT, (segment + 1) * SEGMENT
-        token_id = input_ids[order[end - 1]]
-        if input_ids[order[end]] != token_id or token_id < 0 or token_id >= dweight.shape[0]:
+        number = cuda.shared.array(1, np.int32)
+        entry = cuda.local.array(4, np.int32)
+        rows = cuda.local.array(rows_count, np.float32)
+        total = cuda.local.array(vector, np.float32)
+        before = cuda.local.array(vector, np.float32)
+        following = cuda.local.array(parts_count, np.float32)
+        wait_for_kernels_before()
+        let_next_kernel_start()
+        token = cuda.blockIdx.x
+        first = (cuda.blockIdx.y * threads + cuda.threadIdx.x) * vector
+        load_entry(entries[token], 0, entry, 0)
+        place, token_id, index, run = entry[0], entry[1], entry[2], entry[3]
+        if token_id < 0 or index % PART > 0:
             return
-        if begin > 0 and input_ids[order[begin - 1]] == token_id:
-            return
-        first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR
-        total = cuda.local.array(VECTOR, np.float32)
-        before = cuda.local.array(VECTOR, np.float32)
-        following = cuda.local.array(count, np.float32)
-        belongs = cuda.local.array(PARTS_AT_ONCE, np.int32)
-        load(parts[segment, 1], first, total, 0)
+        load(dout[token], first, total, 0)
         load(dweight[token_id], first, before, 0)
-        segment += 1
-        goes_on = True
-        while goes_on:
-            for j in range(PARTS_AT_ONCE):
-                # What lies beyond the run is read, and not used, so that no load waits for an id.
-                part = min(segment + j, parts.shape[0] - 1)
-                belongs[j] = part == segment + j and input_ids[order[part * SEGMENT]] == token_id
-                load(parts[part, 0], first, following, j * VECTOR)
+        length = min(PART, run - index)
+        for top in range(1, length, ROWS_AT_ONCE):
+            for j in range(ROWS_AT_ONCE):
+                load(dout[order[place + min(top + j, length - 1)]], first, rows, j * vector)
             start_loads()
-            for j in range(PARTS_AT_ONCE):
-                if belongs[j]:
-                    for i in range(VECTOR):
-                        total[i] += following[j * VECTOR + i]
-            goes_on = belongs[PARTS_AT_ONCE - 1] != 0
-            segment += PARTS_AT_ONCE
-        for i in range(VECTOR):
+            for j in range(ROWS_AT_ONCE):
+                if top + j < length:
+                    for i in range(vector):
+                        total[i] += rows[j * vector + i]
+        if run > PART:
+            part, start, many = place // PART, (place - index) // PART, (run + PART - 1) // PART
+            store(parts[part, 1 if index == 0 else 0], first, total, 0)
+            cuda.threadfence()
+            cuda.syncthreads()
+            if cuda.threadIdx.x == 0:
+                number[0] = cuda.atomic.add(arrived, start * cuda.gridDim.y + cuda.blockIdx.y, i32(1))
+            cuda.syncthreads()
+            if number[0] < many - 1:
+                return
+            cuda.threadfence()
+            load(parts[start, 1], first, total, 0)
+            for top in range(1, many, PARTS_AT_ONCE):
+                for j in range(PARTS_AT_ONCE):
+                    load(parts[start + min(top + j, many - 1), 0], first, following, j * vector)
+                start_loads()
+                for j in range(PARTS_AT_ONCE):
+                    if top + j < many:
+                        for i in range(vector):
+                            total[i] += following[j * vector + i]
+        for i in range(vector):
             total[i] += before[i]
         store(dweight[token_id], first, total, 0)
 
-    return add_parts_kernel
+    return embedding_backward_kernel
 
 
 def copy_rows(x, rows, out, scatter):
@@ -221,6 +367,14 @@ def check_rows(op, name, rows, limit):
         raise ValueError(f"{op}: {name} must be in [0, {limit}), got {rows[wrong][0]}")
 
 
+def buckets_of(tokens, vocabulary):
+    """How many blocks list the tokens, a power of two."""
+    buckets = 1
+    while (buckets < MOST_BUCKETS and buckets * TOKENS_OF_BUCKET < tokens) or buckets * MOST_COUNTERS < vocabulary:
+        buckets *= 2
+    return buckets
+
+
 def embedding_backward(input_ids, dout, dweight, padding_idx=None):
     """dweight[input_ids[n]] += dout[n], the tokens of one id added up in their order.
 
@@ -233,24 +387,28 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None):
     vocabulary, _ = check("embedding_backward", "dweight", dweight, (None, columns), F32)
     if tokens == 0:
         return
-    order = device.xp().argsort(input_ids, kind="stable")
     if device.name() == "numpy":
         check_rows("embedding_backward", "input_ids", input_ids, vocabulary)
+        order = np.argsort(input_ids, kind="stable")
         if padding_idx is not None:
             order = order[input_ids[order] != padding_idx]
         sorted_ids = input_ids[order]
         starts = np.flatnonzero(np.diff(sorted_ids, prepend=-1))
         dweight[sorted_ids[starts]] += np.add.reduceat(dout[order], starts, axis=0)
         return
-    if padding_idx is not None:
-        input_ids = device.xp().where(input_ids == padding_idx, np.int32(-1), input_ids)
-    segments, of_block = -(-tokens // SEGMENT), THREADS * VECTOR
-    parts = device.xp().empty((segments, 2, columns), np.float32)
-    constants = access_length(columns, dout, dweight), columns % of_block != 0
-    column_blocks = -(-columns // of_block)
-    arguments = input_ids, order, dout, dweight, parts
-    launch(embedding_backward_kernel(*constants), (segments, column_blocks), THREADS, *arguments)
-    launch(add_parts_kernel(*constants), (segments - 1, column_blocks), THREADS, input_ids, order, parts, dweight)
+    xp, buckets, of_block = device.xp(), buckets_of(tokens, vocabulary), THREADS * VECTOR
+    column_blocks, counters = -(-columns // of_block), -(-vocabulary // buckets) + 1
+    entries, order = xp.empty((tokens, 4), np.int32), xp.empty(tokens, np.int32)
+    parts = xp.empty((-(-tokens // PART), 2, columns), np.float32)
+    arrived = xp.empty(len(parts) * column_blocks, np.int32)
+    ignored = -1 if padding_idx is None else padding_idx
+    kernel = list_tokens_kernel(buckets, access_length(tokens, input_ids), 0, 0)
+    arguments = input_ids, vocabulary, ignored, counters, dout.reshape(-1), entries, order, arrived
+    launch(kernel, buckets, LISTERS, *arguments, shared=4 * (2 * counters + 1 + TILE))
+    access, bounded = access_length(columns, dout, dweight), columns % of_block != 0
+    kernel = embedding_backward_kernel(VECTOR, THREADS, access, bounded, 4)
+    with overlapping():
+        launch(kernel, (tokens, column_blocks), THREADS, entries, order, dout, dweight, parts, arrived)
 
 
 def embedding_ref(input_ids, weight):

@@ -75,6 +75,10 @@ if device.name() == "sim":
         """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
         return np.float32(1.0) / np.float32(value)
 
+    def inverse_sqrt(value):
+        """1 / sqrt(value) of a positive float32, good to two units in the last place."""
+        return np.float32(1.0) / np.sqrt(np.float32(value))
+
     def multiply_wide(a, b):
         """(low, high) uint32 of the product of two uint32."""
         product = int(a) * int(b)
@@ -82,6 +86,11 @@ if device.name() == "sim":
 
     def start_loads():
         """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+
+    def prefetch(array, index):
+        """Bring the 32 bytes around array[index], an array with one axis in global memory, into the L2 cache."""
+        if not 0 <= index < len(array):
+            raise IndexError(f"prefetch: element {index} of {len(array)}")
 
     @functools.cache
     def vector_access(count, access, bounded=False):
@@ -153,6 +162,12 @@ if device.name() == "sim":
         """A 32-bit mask with bit i set if lane i's predicate holds."""
         mask = np.packbits([bool(predicate) for (predicate,) in lanes], bitorder="little").view(np.int32)[0]
         return [mask] * WARP
+
+    @warp_wide
+    def match(lanes):
+        """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
+        alike = [[value == other for (other,) in lanes] for (value,) in lanes]
+        return list(np.packbits(alike, axis=1, bitorder="little").view(np.int32)[:, 0])
 
     def _butterfly(lanes, combine):
         values = [value for (value,) in lanes]
@@ -267,6 +282,16 @@ else:
         return types.float32(types.float32), codegen
 
     @intrinsic
+    def inverse_sqrt(typingctx, value):
+        """1 / sqrt(value) of a positive float32, good to two units in the last place."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_F32, [_F32])
+            return builder.call(ir.InlineAsm(function, "rsqrt.approx.ftz.f32 $0, $1;", "=f,f"), args)
+
+        return types.float32(types.float32), codegen
+
+    @intrinsic
     def multiply_wide(typingctx, a, b):
         """(low, high) uint32 of the product of two uint32."""
 
@@ -291,6 +316,19 @@ else:
             return context.get_dummy_value()
 
         return types.void(), codegen
+
+    @intrinsic
+    def prefetch(typingctx, array, index):
+        """Bring the 32 bytes around array[index], an array with one axis in global memory, into the L2 cache."""
+
+        def codegen(context, builder, signature, args):
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            place = builder.ptrtoint(builder.gep(data, [args[1]]), _I64)
+            function = ir.FunctionType(ir.VoidType(), [_I64])
+            builder.call(ir.InlineAsm(function, "prefetch.global.L2 [$0];", "l", side_effect=True), [place])
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64), codegen
 
     def _unpack(builder, element, kept, word):
         """The elements in 32 bits, one or two, as they are kept: widened to float32, or integers as they are."""
@@ -436,6 +474,11 @@ else:
     def ballot(predicate):
         """A 32-bit mask with bit i set if lane i's predicate holds."""
         return cuda.ballot_sync(FULL_WARP, predicate)
+
+    @device_function
+    def match(value):
+        """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
+        return cuda.match_any_sync(FULL_WARP, value)
 
     @device_function
     def warp_sum(value):

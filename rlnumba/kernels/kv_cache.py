@@ -11,7 +11,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import FLOATS, I32, check
-from rlnumba.kernels.instructions import access_length, vector_access
+from rlnumba.kernels.instructions import access_length, sync_warp, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
 # Tokens of a block, one a warp, and vectors of k and of v that a lane loads before it stores the first.
@@ -33,15 +33,17 @@ def write_kv_kernel(element, access, bounded):
         token = cuda.blockIdx.x * WARPS + cuda.threadIdx.y
         if token >= slot_mapping.shape[0]:
             return
-        slot = slot_mapping[token]
-        if slot < 0:
-            return
         first = cuda.blockIdx.y * part + cuda.threadIdx.x * vector
         keys = cuda.local.array(count, element)
         values = cuda.local.array(count, element)
         for i in range(UNROLL):
             load(k[token], first + i * 32 * vector, keys, i * vector)
             load(v[token], first + i * 32 * vector, values, i * vector)
+        # Only now, or keys and values would wait for the slot.
+        sync_warp()
+        slot = slot_mapping[token]
+        if slot < 0:
+            return
         for i in range(UNROLL):
             store(k_cache[slot], first + i * 32 * vector, keys, i * vector)
             store(v_cache[slot], first + i * 32 * vector, values, i * vector)

@@ -47,11 +47,6 @@ RESIDENT = 4
 BACKWARD_BLOCKS = 528
 
 
-def blocks_of_sm(shape):
-    """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
-    return RESIDENT if shape.access == shape.vector and not shape.bounded else 1
-
-
 @kernel_factory
 def qkv_split_kernel(shape, heads, kv_heads, normed, cached):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
@@ -64,9 +59,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached):
     heads_of_group, warps_of_token = shape.share(all_heads)
     of_head, steps = 2 * vector, lanes.bit_length() - 1
     count = heads_of_group * of_head
-    load_head, store_head, load_angles = head_access(shape)
+    load_head, store_head, load_angles, _ = head_access(shape)
 
-    @cuda.jit(launch_bounds=(32 * WARPS, blocks_of_sm(shape)))
+    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
 
@@ -137,7 +132,7 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
     heads_of_group, warps_of_token = shape.share(all_heads)
     of_head = 2 * vector
     count = heads_of_group * of_head
-    load_head, store_head, load_angles = head_access(shape)
+    load_head, store_head, load_angles, _ = head_access(shape)
 
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
     def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
@@ -182,7 +177,7 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
     """
     width, vector, lanes = shape.width, shape.vector, shape.lanes
     of_head, steps = 2 * vector, lanes.bit_length() - 1
-    load_head, store_head, load_angles = head_access(shape)
+    load_head, store_head, load_angles, prefetch_head = head_access(shape)
 
     @device_function
     def of_tile(dout, head, qkv, weight, cos, sin, position_ids, rstd, dqkv, dweight):
@@ -210,8 +205,11 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
             load_angles(cos, sin, position, e, c, s)
             scale = rstd[np.uint64(row), first_head + head]
             row = np.int32(row + row_step)
-            # The next angles should not have to wait for their position.
-            position = position_ids[np.uint64(min(row, rows - 1))]
+            following = np.int32(min(row, rows - 1))
+            # The next angles should not have to wait for their position, nor the next heads for memory.
+            position = position_ids[np.uint64(following)]
+            prefetch_head(dout, following * heads + head, e)
+            prefetch_head(qkv, following * all_heads + first_head + head, e)
             start_loads()
             for i in range(vector):
                 s[i] = -s[i]
@@ -239,12 +237,12 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
     q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
     spread, of_head = groups.bit_length() - 1, 2 * vector
-    load_head, store_head, _ = head_access(shape)
-    _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
+    load_head, store_head, _, _ = head_access(shape)
+    _, store_partial, _, _ = head_access(shape._replace(access=shape.table_access))
     of_q = norm_backward_of_tile(shape, heads, 0, all_heads)
     of_k = norm_backward_of_tile(shape, kv_heads, heads, all_heads)
 
-    @cuda.jit(launch_bounds=(32 * WARPS, blocks_of_sm(shape)))
+    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def qkv_split_norm_backward_kernel(
         dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, partials
     ):

@@ -13,7 +13,6 @@ Every array is read or written once: a row stays in the registers of its threads
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +20,27 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, check
-from rlnumba.kernels.instructions import access_length, block_sum, device_function, vector_access, warp_sum
+from rlnumba.kernels.instructions import (
+    access_length,
+    device_function,
+    inverse_sqrt,
+    let_next_kernel_start,
+    vector_access,
+    wait_for_kernels_before,
+    warp_sum,
+)
 from rlnumba.kernels.launch import kernel_factory, launch
 
 # Columns that a thread owns, and threads that a row may have at most; the widest rows give a thread more columns.
 # Part of the arithmetic: it fixes who adds up which columns. The backward keeps five values a column.
-FORWARD = 32, 512
+FORWARD = 16, 1024
 BACKWARD = 8, 1024
 # Forward that is 32 columns a thread; backward 16, twice what fits into registers.
 MAX_COLUMNS = 16_384
 # Threads of a block where a row needs fewer: it has several rows then. Forward only beyond FEW_ROWS, so that few
 # rows spread over many SMs.
 FORWARD_BLOCK = 128
+FORWARD_RESIDENT = 1024
 BACKWARD_BLOCK = 256
 FEW_ROWS = 512
 # Blocks of the backward, each with a partial sum of dweight: four for each of 132 SMs; and threads of an SM for which
@@ -71,11 +79,14 @@ class Row(NamedTuple):
 
 @functools.cache
 def share_row(columns, itemsize, access, per_thread, max_threads):
-    """The Row of the fewest threads, 32 times a power of two, that leave each no more than per_thread columns."""
-    threads = 32
-    while threads < max_threads and threads * per_thread < columns:
-        threads *= 2
-    return Row(columns, 16 // itemsize, access, threads)
+    """The Row of the fewest threads, a multiple of 32, that leave each no more than per_thread columns.
+
+    Up to twice as many where these own the same number of columns each.
+    """
+    vector = 16 // itemsize
+    fewest = min(-(-columns // (32 * per_thread)) * 32, max_threads)
+    even = (t for t in range(fewest, min(2 * fewest, max_threads) + 1, 32) if columns % (t * vector) == 0)
+    return Row(columns, vector, access, next(even, fewest))
 
 
 @kernel_factory
@@ -85,17 +96,19 @@ def rmsnorm_kernel(row_shape, residual_too=False):
     Both versions have the same arguments; without residual_too the residual is not touched.
     """
     columns, vector, access, threads = row_shape
-    chunks, values_count = row_shape.chunks, row_shape.values
+    chunks, values_count, warps = row_shape.chunks, row_shape.values, threads // 32
     load, store = vector_access(vector, access, not row_shape.full)
+    # Narrow accesses need more registers for addresses, and are slow anyway.
+    resident = max(FORWARD_RESIDENT // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
 
-    @cuda.jit(launch_bounds=(max(threads, FORWARD_BLOCK), 1))
+    @cuda.jit(launch_bounds=(max(threads, FORWARD_BLOCK), resident))
     def rmsnorm_kernel(x, residual, weight, eps, out, rstd):
         """`threads` threads own a row, which they read once. A block owns blockDim.y rows.
 
-        Sum of squares: a thread over its columns, ascending; then a butterfly of each warp; then the warps in
-        their order.
+        Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then a butterfly of
+        each warp; then the warps in their order.
         """
-        scratch = cuda.shared.array(32, np.float32)
+        sums = cuda.shared.array(32, np.float32)
         row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         if row >= x.shape[0]:
             return
@@ -103,6 +116,13 @@ def rmsnorm_kernel(row_shape, residual_too=False):
         x_row, residual_row, out_row = x[row], residual[row], out[row]
         values = cuda.local.array(values_count, np.float32)
         others = cuda.local.array(values_count, np.float32)
+        weights = cuda.local.array(values_count, np.float32)
+        of_chunks = cuda.local.array(chunks, np.float32)
+        for chunk in range(chunks):
+            load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        # The weight is older than all kernels that may still run.
+        wait_for_kernels_before()
+        let_next_kernel_start()
         for chunk in range(chunks):
             load(x_row, first + chunk * threads * vector, values, chunk * vector)
         if residual_too:
@@ -113,18 +133,24 @@ def rmsnorm_kernel(row_shape, residual_too=False):
                     values[i] = others[i] + values[i]
                 store(residual_row, first + chunk * threads * vector, values, chunk * vector)
         for chunk in range(chunks):
-            load(weight, first + chunk * threads * vector, others, chunk * vector)
-        squares = np.float32(0.0)
-        for i in range(values_count):
-            squares += values[i] * values[i]
-        if threads == 32:
-            squares = warp_sum(squares)
-        else:
-            squares = block_sum(squares, scratch)
-        scale = np.float32(1.0) / math.sqrt(squares / np.float32(columns) + eps)
+            of_chunks[chunk] = np.float32(0.0)
+            for i in range(chunk * vector, (chunk + 1) * vector):
+                of_chunks[chunk] += values[i] * values[i]
+        squares = of_chunks[0]
+        for chunk in range(1, chunks):
+            squares += of_chunks[chunk]
+        squares = warp_sum(squares)
+        if warps > 1:
+            if cuda.threadIdx.x % 32 == 0:
+                sums[cuda.threadIdx.x // 32] = squares
+            cuda.syncthreads()
+            squares = sums[0]
+            for warp in range(1, warps):
+                squares += sums[warp]
+        scale = inverse_sqrt(squares / np.float32(columns) + eps)
         for chunk in range(chunks):
             for i in range(chunk * vector, (chunk + 1) * vector):
-                values[i] = values[i] * scale * others[i]
+                values[i] = values[i] * scale * weights[i]
             store(out_row, first + chunk * threads * vector, values, chunk * vector)
         if cuda.threadIdx.x == 0:
             rstd[row] = scale

@@ -19,7 +19,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import access_length, device_function, start_loads, vector_access
+from rlnumba.kernels.instructions import access_length, device_function, prefetch, sync_warp, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
 # With this width a half of a head of float32 has as many vectors as a warp has lanes.
@@ -29,6 +29,8 @@ MAX_HEADS = 4
 # Warps of a block, which share nothing; one where there are too few for WARPS on each of 132 SMs, as in decode.
 WARPS = 4
 FEW_WARPS = 528
+# Blocks of rope that an SM has at a time, which leaves 80 registers a thread.
+RESIDENT = 6
 
 _NEEDED = {
     "linear": ("factor",),
@@ -94,6 +96,10 @@ class HeadShape(NamedTuple):
         """Whether the last lanes have elements beyond the end of a half."""
         return self.half != self.lanes * self.vector
 
+    def blocks_of_sm(self, most):
+        """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
+        return most if self.access == self.vector and not self.bounded else 1
+
     def share(self, heads):
         """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most MAX_HEADS."""
         warps = -(-heads // (self.groups * MAX_HEADS))
@@ -119,13 +125,14 @@ def block_of(warps):
 
 @functools.cache
 def head_access(shape):
-    """(load_head, store_head, load_angles), by which lanes read and write their part of a head; e: its first element.
+    """(load_head, store_head, load_angles, prefetch_head), for a lane's part of a head; e: its first element.
 
     load_head(array, head, e, values, at): values[at : at + 2 * vector] = this lane's part of the first and of the
     second half. head: its number in all of the array. store_head(array, head, e, values, at): the reverse.
     load_angles(cos, sin, position, e, c, s): c[:vector], s[:vector] = its part of the tables.
+    prefetch_head(array, head, e): bring what load_head will read into the L2 cache.
     """
-    vector = shape.vector
+    vector, half_width = shape.vector, shape.half
     load, store = vector_access(vector, shape.access, shape.bounded)
     load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
 
@@ -144,12 +151,20 @@ def head_access(shape):
         store(array[half + np.uint64(1)], e, values, at + vector)
 
     @device_function
+    def prefetch_head(array, head, e):
+        # One lane of two asks for their 32 bytes.
+        if e % (2 * vector) == 0 and e < half_width:
+            half = np.uint64(2 * head)
+            prefetch(array[half], e)
+            prefetch(array[half + np.uint64(1)], e)
+
+    @device_function
     def load_angles(cos, sin, position, e, c, s):
         row = np.uint64(position)
         load_table(cos[row], e, c, 0)
         load_table(sin[row], e, s, 0)
 
-    return load_head, store_head, load_angles
+    return load_head, store_head, load_angles, prefetch_head
 
 
 @device_function
@@ -171,9 +186,9 @@ def rope_kernel(shape, heads):
     heads_of_group, warps_of_token = shape.share(heads)
     of_head = 2 * vector
     count = heads_of_group * of_head
-    load_head, store_head, load_angles = head_access(shape)
+    load_head, store_head, load_angles, _ = head_access(shape)
 
-    @cuda.jit(launch_bounds=(32 * WARPS, 1))
+    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def rope_kernel(x, cos, sin, position_ids, sign, out):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes.
 
@@ -189,13 +204,13 @@ def rope_kernel(shape, heads):
         values = cuda.local.array(count, np.float32)
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
-        position = position_ids[row]
         for i in range(heads_of_group):
             # A group without a head reads the last one.
             head = min(first_head + i * groups, heads - 1)
             load_head(x, row * heads + head, e, values, i * of_head)
-        # Angles wait for the position; heads do not.
-        start_loads()
+        # Angles wait for the position. ptxas would put that wait before the heads, which need not wait for it.
+        sync_warp()
+        position = position_ids[row]
         load_angles(cos, sin, position, e, c, s)
         for i in range(vector):
             s[i] *= sign

@@ -14,7 +14,15 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import FLOATS, check
-from rlnumba.kernels.instructions import access_length, device_function, exp2, reciprocal, vector_access
+from rlnumba.kernels.instructions import (
+    access_length,
+    device_function,
+    exp2,
+    let_next_kernel_start,
+    reciprocal,
+    vector_access,
+    wait_for_kernels_before,
+)
 from rlnumba.kernels.launch import kernel_factory, launch
 
 THREADS = 128
@@ -49,6 +57,8 @@ def swiglu_kernel(vector, access, bounded):
         gate_row, up_row, out_row = gate_up[row, 0], gate_up[row, 1], out[row]
         gate = cuda.local.array(count, np.float32)
         up = cuda.local.array(count, np.float32)
+        wait_for_kernels_before()
+        let_next_kernel_start()
         for i in range(UNROLL):
             load(gate_row, first + i * THREADS * vector, gate, i * vector)
             load(up_row, first + i * THREADS * vector, up, i * vector)

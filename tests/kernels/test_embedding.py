@@ -4,14 +4,16 @@ import pytest
 from rlnumba import device
 from rlnumba.kernels import embedding as embedding_module
 from rlnumba.kernels.embedding import (
-    add_parts_kernel,
     copy_rows_kernel,
     embedding,
     embedding_backward,
     embedding_backward_kernel,
     embedding_backward_ref,
     embedding_ref,
+    list_tokens_kernel,
 )
+from rlnumba.kernels.instructions import access_length
+from rlnumba.kernels.launch import launch
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, V, D)
@@ -62,11 +64,40 @@ def test_simulator(rng, dtype):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("segment", [1, 3])
-def test_simulator_with_short_segments(rng, monkeypatch, segment):
-    """Runs that end with a segment, that fill many, and that share one with others."""
-    monkeypatch.setattr(embedding_module, "SEGMENT", segment)
+@pytest.mark.parametrize("part", [1, 3])
+def test_simulator_with_short_parts(rng, monkeypatch, part):
+    """Runs that end with a part, and that have many."""
+    monkeypatch.setattr(embedding_module, "PART", part)
     run_all(rng, (40, 5, 4), "float32")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("tokens,vocabulary,buckets", [(5, 3, 1), (700, 900, 2), (33_001, 50, 1)])
+def test_tokens_are_listed(rng, monkeypatch, tokens, vocabulary, buckets):
+    """By their ids' buckets, ids and places; ids outside the vocabulary together, without a row."""
+    if device.name() == "cuda":
+        buckets, vocabulary = embedding_module.MOST_BUCKETS, 151_936
+    ids = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    ids[tokens // 3 :: 3], ids[1], ids[3::7] = ids[2], -1, vocabulary + 2
+    xp, counters = device.xp(), -(-vocabulary // buckets) + 1
+    entries, order, arrived = (xp.full(shape, -7, np.int32) for shape in ((tokens, 4), tokens, 5))
+    on_device, dout = device.asarray(ids), xp.zeros(64, np.float32)
+    arguments = on_device, vocabulary, int(ids[4]), counters, dout, entries, order, arrived
+    kernel = list_tokens_kernel(buckets, access_length(tokens, on_device), 1, 16)
+    shared = 4 * (2 * counters + 1 + embedding_module.TILE)
+    launch(kernel, buckets, embedding_module.LISTERS, *arguments, shared=shared)
+    known = (0 <= ids) & (ids < vocabulary)
+    alike = np.where(known, ids, vocabulary + buckets + ids % buckets)
+    expected = np.lexsort((alike, ids % buckets))
+    assert np.array_equal(device.to_host(order), expected)
+    assert np.all(device.to_host(arrived) == 0)
+    _, starts, runs = np.unique(alike[expected], return_index=True, return_counts=True)
+    place, token_id, index, run = device.to_host(entries)[expected].T
+    assert np.array_equal(place, np.arange(tokens))
+    assert np.array_equal(token_id, np.where(known & (ids != ids[4]), ids, -1)[expected])
+    for start, length in zip(starts, runs, strict=True):
+        assert np.array_equal(index[start : start + length], np.arange(length))
+        assert np.all(run[start : start + length] == length)
 
 
 @pytest.mark.gpu
@@ -81,12 +112,10 @@ def test_gpu_skewed(rng, repeated):
     embedding_backward(device.asarray(ids), device.asarray(dout), again)
     assert_same_bits(dweight, again, "a second run")
     expected = np.zeros(256, np.float32)
-    order = np.argsort(ids, kind="stable")
-    first, last = np.searchsorted(ids[order], [7, 8])
-    cuts = [first, *range(first - first % 32 + 32, last, 32), last]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    tokens = np.flatnonzero(ids == 7)
+    for begin in range(0, len(tokens), 32):
         part = np.zeros(256, np.float32)
-        for token in order[begin:end]:
+        for token in tokens[begin : begin + 32]:
             part += dout[token]
         expected += part
     assert_same_bits(dweight[7], expected, "the repeated id")
@@ -98,17 +127,19 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     """For rows that fill their blocks, as those of Qwen3 do."""
     if device.name() != "numpy":
         pytest.skip("compiles without a GPU")
-    rows, f32, ids, order = f"{element}[:,::1]", "float32[:,::1]", "int32[::1]", "int64[::1]"
+    rows, f32, ids = f"{element}[:,::1]", "float32[:,::1]", "int32[::1]"
     bits = np.uint16 if element == "uint16" else np.uint32
     words, troubles = f"{bits.__name__}[:,::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
         for scatter in (False, True):
             kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter)
             troubles += compile_offline(kernel, [words, ids, words], architecture)
-    types = [ids, order, rows, f32, "float32[:,:,::1]"]
-    for architecture in ((9, 0), (12, 0)):
-        troubles += compile_offline(embedding_backward_kernel(4, False), types, architecture)
-    troubles += compile_offline(add_parts_kernel(4, False), [ids, order, "float32[:,:,::1]", f32], (9, 0))
+    entries, flat = "int32[:,::1]", f"{element}[::1]"
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        types = [ids, *["int64"] * 3, flat, entries, ids, ids]
+        troubles += compile_offline(list_tokens_kernel(128, 4, 0, 0), types, architecture)
+        types = [entries, ids, rows, f32, "float32[:,:,::1]", ids]
+        troubles += compile_offline(embedding_backward_kernel(4, 256, 4, False, 4), types, architecture)
     assert not troubles, "\n".join(troubles)
 
 

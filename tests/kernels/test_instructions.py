@@ -5,7 +5,15 @@ import pytest
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels.instructions import access_length, exp2, reciprocal, vector_access
+from rlnumba.kernels.instructions import (
+    access_length,
+    exp2,
+    inverse_sqrt,
+    match,
+    prefetch,
+    reciprocal,
+    vector_access,
+)
 from rlnumba.kernels.launch import kernel_factory, launch
 from tests.close import assert_same_bits
 
@@ -54,10 +62,18 @@ def copy_bits_kernel(element, count):
 
 
 @cuda.jit
-def approximate_kernel(x, power, inverse):
+def approximate_kernel(x, power, inverse, inverse_root):
     i = cuda.grid(1)
+    prefetch(x, i)
     power[i] = exp2(x[i])
     inverse[i] = reciprocal(x[i])
+    inverse_root[i] = inverse_sqrt(abs(x[i]))
+
+
+@cuda.jit
+def match_kernel(x, masks):
+    i = cuda.grid(1)
+    masks[i] = match(x[i])
 
 
 def values_of(rng, size):
@@ -103,8 +119,8 @@ def test_integers_keep_their_bits(rng, element, count):
 def test_approximations(rng):
     x = rng.uniform(-100, 100, 4 * THREADS).astype(np.float32)
     x[:4] = -np.inf, np.inf, 130.0, -150.0
-    power, inverse = (device.xp().empty(x.size, np.float32) for _ in range(2))
-    launch(approximate_kernel, 4, THREADS, device.asarray(x), power, inverse)
+    power, inverse, inverse_root = (device.xp().empty(x.size, np.float32) for _ in range(3))
+    launch(approximate_kernel, 4, THREADS, device.asarray(x), power, inverse, inverse_root)
     with np.errstate(over="ignore"):
         expected = np.exp2(x.astype(np.float64)).astype(np.float32)
     expected[expected < np.finfo(np.float32).tiny] = 0
@@ -112,6 +128,17 @@ def test_approximations(rng):
     np.testing.assert_allclose(device.to_host(power)[:4], [0, np.inf, np.inf, 0])
     np.testing.assert_allclose(device.to_host(power), expected, rtol=4 * unit, atol=1e-37)
     np.testing.assert_allclose(device.to_host(inverse), 1 / x.astype(np.float64), rtol=2 * unit)
+    np.testing.assert_allclose(device.to_host(inverse_root), np.abs(x.astype(np.float64)) ** -0.5, rtol=2 * unit)
+
+
+@pytest.mark.sim
+def test_match(rng):
+    x = rng.integers(-2, 3, 2 * THREADS).astype(np.int32)
+    masks = device.xp().zeros(x.size, np.int32)
+    launch(match_kernel, 2, THREADS, device.asarray(x), masks)
+    alike = x.reshape(2, 1, THREADS) == x.reshape(2, THREADS, 1)
+    expected = (alike << np.arange(THREADS, dtype=np.int64)).sum(axis=2).astype(np.uint32).view(np.int32)
+    assert np.array_equal(device.to_host(masks), expected.reshape(-1))
 
 
 def test_access_length():

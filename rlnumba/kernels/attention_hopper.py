@@ -57,10 +57,8 @@ from rlnumba.kernels.hopper import (
     bulk_wait,
     bulk_wait_read,
     fence_shared_to_bulk,
-    fewer_registers,
     load_four,
     load_matrices,
-    more_registers,
     operand,
     pack,
     shared_address,
@@ -72,6 +70,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
+from rlnumba.kernels.hopper_registers import set_registers
 from rlnumba.kernels.instructions import ballot, device_function, exp2, shuffle, shuffle_xor, sync_warp
 from rlnumba.kernels.launch import kernel_factory, launch
 
@@ -92,6 +91,8 @@ ROWS_OF_UNIT = 32
 WARPGROUP = 128
 # Named barriers: 1 + consumer for its own threads, TURN + consumer for its turn at the tensor cores.
 TURN = 4
+# Of a thread of the producers, and of one that computes, where two warpgroups do.
+FEW_REGISTERS, MANY_REGISTERS = 56, 224
 # Shared memory that a block may use.
 SHARED_LIMIT = 227 * 1024 - 64
 MINUS_INFINITY = f32(-np.inf)
@@ -104,8 +105,8 @@ class Tile(NamedTuple):
 
     paired: the two consumers take two query heads of a key head, else neighbouring tokens. paged: keys lie in
     the blocks of a cache. box: keys of one copy, a cache block's tokens or 64. ordered: consumers take turns at
-    the tensor cores. segment: SEGMENT, smaller in tests. producers: warps that ask for tiles, 2: one for keys and one
-    for values.
+    the tensor cores. segment: SEGMENT, smaller in tests. producers: warps that ask for tiles, half of them for keys
+    and half for values.
     """
 
     head_dim: int
@@ -385,6 +386,8 @@ def attention_hopper_kernel(tile):
     # producer has no registers left for more.
     tiles_known, several = 32 // copies, copies > 1
     segment_tiles = segment // KEYS
+    # Boxes of a tile that a producer brings.
+    brought = -(-boxes * copies // (producers // 2))
     accumulators, score_count, pair_count = head_dim // 2, KEYS // 2, KEYS // 4
     # More columns leave no registers for q.
     in_registers = head_dim <= 128
@@ -394,6 +397,7 @@ def attention_hopper_kernel(tile):
     load_q, start_scores, wait_scores, wait_only_scores = score_functions(head_dim, element, in_registers)
     start_values, _, wait_values = warpgroup_product(head_dim, element, b_mn_major=True, registers=True)
     scale, keep, merge = accumulator_functions(head_dim)
+    fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
     zero_rows, pack_two, paged_row = zero_function(boxes), pack(element), paged_row_function(box)
 
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
@@ -422,9 +426,9 @@ def attention_hopper_kernel(tile):
             barrier_init(q_full, 1)
             barrier_init(q_empty, groups * 4)
             for stage in range(stages):
-                barrier_init(k_full + stage * 8, 1)
+                barrier_init(k_full + stage * 8, producers // 2)
                 barrier_init(k_empty + stage * 8, groups)
-                barrier_init(v_full + stage * 8, 1)
+                barrier_init(v_full + stage * 8, producers // 2)
                 barrier_init(v_empty + stage * 8, groups)
             barrier_init_fence()
         cuda.syncthreads()
@@ -432,8 +436,8 @@ def attention_hopper_kernel(tile):
             if groups > 1:
                 fewer_registers()
             if thread < 32 * producers:
-                # Both producers, if there are two, find the same items in the same order.
-                brings_k, brings_v = thread < 32, thread >= 32 * (producers - 1)
+                # The producers find the same items in the same order; the first one tells the consumers, and brings q.
+                is_first, is_value, half = thread < 32, (thread >> i32(5)) & i32(1), thread >> i32(6)
                 q_source, k_source, v_source = (
                     tensor_map_address(q_map),
                     tensor_map_address(k_map),
@@ -444,8 +448,15 @@ def attention_hopper_kernel(tile):
                 if paired:
                     units = units // i32(groups)
                 # Which box of a tile this lane brings.
-                part, column_box = lane % i32(copies), lane // i32(copies)
-                k_target = Address(k_place + column_box * BOX_BYTES + part * (box * LINE))
+                own = i32(half * brought + lane)
+                brings = lane < brought and own < boxes * copies
+                arriving = i32(min(brought, i32(boxes * copies - half * brought)) * (box * LINE))
+                part, column_box = own % i32(copies), own // i32(copies) % i32(boxes)
+                source = v_source if is_value == 1 else k_source
+                place_of_ring = Address(k_place + is_value * (stages * tile_bytes))
+                target_of_ring = Address(place_of_ring + column_box * BOX_BYTES + part * (box * LINE))
+                tile_full = Address(k_full + is_value * (2 * stages * 8))
+                tile_empty = Address(tile_full + stages * 8)
                 level = i32(levels - 1)
                 passed = i32(0)
                 alive = longer_than(i32(level * rows), cu_seqlens, contexts, sequences, group, few, paged, lane)
@@ -464,7 +475,7 @@ def attention_hopper_kernel(tile):
                             alive = longer_than(
                                 i32(level * rows), cu_seqlens, contexts, sequences, group, few, paged, lane
                             )
-                    if brings_k:
+                    if is_first:
                         barrier_wait(q_empty, q_parity)
                     q_parity ^= i32(1)
                     if level >= 0:
@@ -478,7 +489,7 @@ def attention_hopper_kernel(tile):
                         length = i32(cu_seqlens[sequence + 1] - start)
                         context = contexts[sequence] if paged else length
                         tiles = i32(i32(context - length + min(i32(first + rows), length) - 1) // i32(KEYS) + 1)
-                        if brings_k and lane == 0:
+                        if is_first and lane == 0:
                             info[0] = tiles
                             info[1] = head
                             info[2] = start + first
@@ -514,31 +525,21 @@ def attention_hopper_kernel(tile):
                             elif paged:
                                 row = paged_row(block_tables, block_size, sequence, key, context)
                                 key = i32(key + KEYS)
-                            if brings_k:
-                                barrier_wait(Address(k_empty + stage * 8), parity)
-                                full = Address(k_full + stage * 8)
-                                if lane == 0:
-                                    barrier_expect(full, tile_bytes)
-                                sync_warp()
-                                target = Address(k_target + stage * tile_bytes)
-                                if lane < boxes * copies:
-                                    bulk_load_heads(target, k_source, column_box * i32(64), kv_head, row, full)
-                            if brings_v:
-                                barrier_wait(Address(v_empty + stage * 8), parity)
-                                full = Address(v_full + stage * 8)
-                                if lane == 0:
-                                    barrier_expect(full, tile_bytes)
-                                sync_warp()
-                                target = Address(k_target + (stages + stage) * tile_bytes)
-                                if lane < boxes * copies:
-                                    bulk_load_heads(target, v_source, column_box * i32(64), kv_head, row, full)
+                            barrier_wait(Address(tile_empty + stage * 8), parity)
+                            full = Address(tile_full + stage * 8)
+                            if lane == 0:
+                                barrier_expect(full, arriving)
+                            sync_warp()
+                            if brings:
+                                target = Address(target_of_ring + stage * tile_bytes)
+                                bulk_load_heads(target, source, column_box * i32(64), kv_head, row, full)
                             stage = i32(stage + 1)
                             if stage == stages:
                                 stage = i32(0)
                                 parity ^= i32(1)
                             row = i32(row + KEYS)
                             tiles = i32(tiles - 1)
-                    elif brings_k and lane == 0:
+                    elif is_first and lane == 0:
                         info[0] = i32(0)
                         barrier_arrive(q_full)
         else:

@@ -67,7 +67,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.hopper_registers import count_up, prefetch_tensor_map
+from rlnumba.kernels.hopper_registers import count_up, prefetch_tensor_map, set_registers
 from rlnumba.kernels.instructions import (
     ballot,
     device_function,
@@ -78,6 +78,7 @@ from rlnumba.kernels.instructions import (
     shuffle_up,
     shuffle_xor,
     sync_warp,
+    vector_access,
     wait_for_kernels_before,
 )
 from rlnumba.kernels.launch import kernel_factory, launch
@@ -87,23 +88,23 @@ i32, f32 = np.int32, np.float32
 # Where the kernels of this module compile.
 ARCHITECTURES = [(9, 0, "a")]
 
-# Units whose queries may be in shared memory: the one that is worked on, and the next.
-SLOTS = 2
-# Partial results that a merging thread loads before it uses the first.
-AHEAD = 8
-# Tickets that the first producer may be ahead of the second: see there.
-TICKETS = 4
-# The four warps that compute meet at two named barriers in turn: at 1 before they read each other's maxima (or sums, or
-# the news who merges), at 2 before the tensor cores read the probabilities of all (or a counter vouches for the partial
-# results of all). What is read behind a meeting is written again only after the next.
+# Units that are known in shared memory: the one that is worked on, and the next; and those whose queries are there.
+SLOTS = 4
+QUERIES = 2
+# Units with partial results that wait for the merging warp.
+LETTERS = 2
+# Of a thread of the warps that serve, and of one that computes, where 128 for each are not enough.
+FEW_REGISTERS, MANY_REGISTERS = 88, 168
+# The four warps that compute meet at two named barriers in turn: at 1 before they read each other's maxima (or sums),
+# at 2 before the tensor cores read the probabilities of all. What is read behind a meeting is written again only after
+# the next.
 
 
 class Tile(NamedTuple):
     """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one copy, a cache block's tokens or 64.
 
-    stages: tiles of keys and values under way; blocks: of an SM; grouped: groups read common segments once. ahead: the
-    scores of the next tile are begun with the values of this one. producers: warps that ask for tiles, 2: one for keys
-    and one for values.
+    stages: tiles of keys and values under way; blocks: of an SM; grouped: groups read common segments once. producers:
+    warps that ask for tiles, half of them for keys and half for values.
     """
 
     head_dim: int
@@ -114,18 +115,27 @@ class Tile(NamedTuple):
     blocks: int = 2
     grouped: bool = False
     segment: int = SEGMENT
-    ahead: bool = True
     producers: int = 2
 
     @property
-    def runs(self):
-        """Whether a unit may have several segments: where a thread has registers for their total."""
-        return not self.grouped and self.rows <= 16
+    def most_run(self):
+        """Segments that a unit may have: several where a thread has registers for their total."""
+        return {8: 4, 16: 2}.get(self.rows, 1)
+
+    @property
+    def boxes_known(self):
+        """Boxes of keys of a unit."""
+        return self.most_run * self.segment // self.box
+
+    @property
+    def moves_registers(self):
+        """Whether the warps that serve give registers to those that compute: 128 for each are enough for 8 rows."""
+        return self.blocks > 1 and self.rows > 8
 
     @property
     def threads(self):
-        """Of a block: a warpgroup that computes, then the producers."""
-        return WARPGROUP + 32 * self.producers
+        """Of a block: a warpgroup that computes; then, in warpgroups too, who finds units, who merges, producers."""
+        return WARPGROUP + WARPGROUP * -(-(2 + self.producers) // 4)
 
     @property
     def boxes(self):
@@ -141,35 +151,74 @@ class Tile(NamedTuple):
     def shared_bytes(self):
         """Dynamic shared memory: tiles, queries, probabilities, maxima, sums, barriers, alignment."""
         tiles = 2 * self.stages * self.tile_bytes
-        rows = (SLOTS * self.boxes + 1) * self.rows * LINE
+        rows = (QUERIES * self.boxes + 1) * self.rows * LINE
         exchanged = (2 * 4 + 4 * 8) * self.rows * 4
-        return tiles + rows + exchanged + 16 * (self.stages + SLOTS) + 8 * TICKETS + 1024
+        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + QUERIES + LETTERS) + 1024
+
+    @property
+    def static_bytes(self):
+        """Static shared memory: what is known of units, and letters to the merging warp."""
+        return (SLOTS * (10 + self.boxes_known) + 5 * LETTERS) * 4 + 16
 
 
-@device_function
-def parts_of(context, run, segment):
-    """How many units, and so partial results, the keys of a sequence have without groups, for a key head."""
-    return max(i32((context + (segment - 1)) // segment - run + 1), i32(1))
+@functools.cache
+def division_functions(segment, grouped):
+    """(common_of, run_of, parts_of): the device functions that tell how a sequence is cut into units."""
+
+    @device_function
+    def common_of(sequence, common):
+        """Whole segments that a sequence has in common with its group."""
+        return i32(common[sequence] // segment) if grouped else i32(0)
+
+    @device_function
+    def run_of(sequence, contexts, common, run):
+        """Segments of the first unit: at most `run`, and all of the group's or of the sequence's own."""
+        several = common_of(sequence, common)
+        if several == 0:
+            several = max(i32((contexts[sequence] + (segment - 1)) // segment), i32(1))
+        return min(i32(run), several)
+
+    @device_function
+    def parts_of(sequence, contexts, common, run):
+        """How many units compute a sequence and key head: the run, and one for each segment behind it."""
+        segments = i32((contexts[sequence] + (segment - 1)) // segment)
+        return max(i32(segments - run_of(sequence, contexts, common, run) + 1), i32(1))
+
+    return common_of, run_of, parts_of
 
 
-@device_function
-def units_of(sequence, sequences, cu_seqlens, contexts, common, members, group, run, rows, segment, grouped):
-    """How many units a sequence has for a key head; beyond the last sequence none.
+@functools.cache
+def unit_functions(rows, segment, grouped):
+    """(shared_of, units_of): the device functions that count units of a sequence, for a key head."""
+    common_of, run_of, parts_of = division_functions(segment, grouped)
 
-    Sequences with more than `rows` queries are the other kernel's, except that those without keys get their
-    zeros here. A group's common segments count for its first sequence.
-    """
-    units = i32(0)
-    if sequence < sequences:
-        tokens = i32(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-        context = contexts[sequence]
-        if tokens > 0 and context == 0:
-            units = i32(1)
-        elif tokens > 0 and i32(tokens * group) <= rows:
-            units = parts_of(context, run, segment)
-            if grouped and members[sequence] == 0:
-                units = i32(units - common[sequence] // segment)
-    return units
+    @device_function
+    def shared_of(sequence, contexts, common, run):
+        """Units that a sequence has in common with its group."""
+        several = common_of(sequence, common)
+        return i32(several - run_of(sequence, contexts, common, run) + 1) if several > 0 else i32(0)
+
+    @device_function
+    def units_of(sequence, sequences, cu_seqlens, contexts, common, members, group, run, shared):
+        """Units of a group, which its first sequence stands for, if `shared`, else a sequence's own.
+
+        Beyond the last sequence none. Sequences with more than `rows` queries are the other kernel's, except that
+        those without keys get their zeros here.
+        """
+        units = i32(0)
+        if sequence < sequences:
+            tokens = i32(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+            if tokens > 0 and contexts[sequence] == 0:
+                units = i32(0) if shared else i32(1)
+            elif tokens > 0 and i32(tokens * group) <= rows:
+                in_common = shared_of(sequence, contexts, common, run)
+                if not shared:
+                    units = i32(parts_of(sequence, contexts, common, run) - in_common)
+                elif members[sequence] > 0:
+                    units = in_common
+        return units
+
+    return shared_of, units_of
 
 
 @device_function
@@ -192,21 +241,6 @@ def upper(word):
 def lower(word):
     """The 16-bit element in the lower half of a packed pair."""
     return np.uint16(word & i32(0xFFFF))
-
-
-@functools.cache
-def look_up_function(box, looked_up):
-    """The device function by which a warp looks up where the boxes of a segment's keys lie."""
-    paged_row = paged_row_function(box)
-
-    @device_function
-    def look_up(known, block_tables, block_size, sequence, first_key, context, lane):
-        """known[i]: the cache's row of the box at place 32 i + lane from first_key on."""
-        for i in range(looked_up):
-            key = i32(first_key + (i * 32 + lane) * box)
-            known[i] = paged_row(block_tables, block_size, sequence, key, context)
-
-    return look_up
 
 
 @functools.cache
@@ -279,51 +313,59 @@ def write_functions(box, head_dim, element, rows):
                         out[token_of[i], head_of[i], column] = lower(pack_two(value, value))
 
     @device_function
-    def write_part(acc, part_of, row_of, parts, e):
-        """parts[part, row, e + ...] = acc, where row is not -1."""
+    def write_part(acc, row_of, parts, e):
+        """The row_of-th row of parts (rows, E): acc from e on, where row_of is not -1."""
         for half in range(2):
             column = i32(e + box * 64 + half * 8)
             if column < head_dim:
                 for i in range(columns):
                     if row_of[i] >= 0:
-                        parts[part_of[i], row_of[i], column] = acc[first + i // 2 * 4 + half * 2 + i % 2]
+                        at = np.int64(row_of[i]) * head_dim + column
+                        parts[at] = acc[first + i // 2 * 4 + half * 2 + i % 2]
 
     return write_out, write_part
 
 
 @functools.cache
-def merge_function(head_dim, element):
-    """The device function that merges the segments of one sequence and key head and writes out."""
+def merge_function(head_dim, element, ahead):
+    """The device function that merges the parts of a sequence and key head, `ahead` of which are loaded at once."""
     pack_two = pack(element)
+    load_four, _ = vector_access(4, 4)
+    loaded = 4 * ahead
 
     @device_function
-    def merge(parts, references, sums, first, segments, rows, group, out, lse, token, head, thread):
-        """`rows` rows, of `group` heads from `head` on and tokens from `token` on, of which the warpgroup's threads
-        compute two columns each at a time. first: the first segment's place."""
-        low, high = cuda.local.array(AHEAD, np.float32), cuda.local.array(AHEAD, np.float32)
-        reference, total = cuda.local.array(AHEAD, np.float32), cuda.local.array(AHEAD, np.float32)
-        for index in range(thread, rows * (head_dim // 2), WARPGROUP):
-            row, column = i32(index // (head_dim // 2)), i32(index % (head_dim // 2) * 2)
-            kept_low, kept_high = f32(0.0), f32(0.0)
+    def merge(parts, references, sums, first, count, stride, rows, group, out, lse, token, head, lane):
+        """`rows` rows, of `group` heads from `head` on and tokens from `token` on, of which a warp's lanes compute four
+        columns each at a time. first: the place of the first of `count` parts; stride: rows of a place."""
+        some = cuda.local.array(loaded, np.float32)
+        reference, total = cuda.local.array(ahead, np.float32), cuda.local.array(ahead, np.float32)
+        kept = cuda.local.array(4, np.float32)
+        for index in range(lane, rows * (head_dim // 4), 32):
+            row, column = i32(index // (head_dim // 4)), i32(index % (head_dim // 4) * 4)
             kept_reference, kept_sum = MINUS_INFINITY, f32(0.0)
-            for start in range(0, segments, AHEAD):
-                for i in range(AHEAD):
-                    place = first + min(start + i, segments - 1)
-                    low[i], high[i] = parts[place, row, column], parts[place, row, column + 1]
-                    reference[i], total[i] = references[place, row], sums[place, row]
-                for i in range(AHEAD):
+            for j in range(4):
+                kept[j] = f32(0.0)
+            for start in range(0, count, ahead):
+                for i in range(ahead):
+                    place = np.int64(first + min(start + i, count - 1)) * stride + row
+                    load_four(parts, place * head_dim + column, some, 4 * i)
+                    reference[i], total[i] = references[place], sums[place]
+                for i in range(ahead):
                     if start + i == 0:
-                        kept_low, kept_high, kept_reference, kept_sum = low[i], high[i], reference[i], total[i]
-                    elif start + i < segments:
+                        kept_reference, kept_sum = reference[i], total[i]
+                        for j in range(4):
+                            kept[j] = some[4 * i + j]
+                    elif start + i < count:
                         largest, a, b = merge_weights(kept_reference, reference[i])
                         kept_reference = largest
                         kept_sum = cuda.fma(total[i], b, kept_sum * a)
-                        kept_low = cuda.fma(low[i], b, kept_low * a)
-                        kept_high = cuda.fma(high[i], b, kept_high * a)
+                        for j in range(4):
+                            kept[j] = cuda.fma(some[4 * i + j], b, kept[j] * a)
             inverse = f32(1.0) / kept_sum
-            word = pack_two(kept_low * inverse, kept_high * inverse)
-            out[token + row // group, head + row % group, column] = lower(word)
-            out[token + row // group, head + row % group, column + 1] = upper(word)
+            for j in range(0, 4, 2):
+                word = pack_two(kept[j] * inverse, kept[j + 1] * inverse)
+                out[token + row // group, head + row % group, column + j] = lower(word)
+                out[token + row // group, head + row % group, column + j + 1] = upper(word)
             if column == 0 and lse.shape[0] > 0:
                 lse[head + row % group, token + row // group] = log_sum(kept_reference, kept_sum)
 
@@ -333,21 +375,22 @@ def merge_function(head_dim, element):
 @kernel_factory
 def paged_attention_hopper_kernel(tile):
     """The kernel of a Tile."""
-    head_dim, element, rows, box, stages, blocks, grouped, segment, ahead, producers = tile
-    boxes, tile_bytes, runs = tile.boxes, tile.tile_bytes, tile.runs
+    head_dim, element, rows, box, stages, blocks, grouped, segment, producers = tile
+    boxes, tile_bytes, runs, boxes_known = tile.boxes, tile.tile_bytes, tile.most_run > 1, tile.boxes_known
+    moves_registers = tile.moves_registers
     copies, segment_tiles = KEYS // box, segment // KEYS
-    # Rows of the cache that a lane of a producer looks up for a segment, and tiles that 32 lanes know the rows of.
-    looked_up = -(-segment // (box * 32))
-    tiles_known = 32 // copies
-    # Lanes that bring the boxes of a tile's keys, and as many, here or in the other producer, for its values.
-    lanes = boxes * copies
+    # Boxes of a tile's keys that a lane looks up, and that a producer brings.
+    looked_up, brought = -(-boxes_known // 32), -(-boxes * copies // (producers // 2))
     query_bytes = boxes * rows * LINE
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     depth = -(-head_dim // 16) * 16
     start_scores, _, wait_scores = warpgroup_product(rows, element, depth=depth)
-    start_values, wait_values_first, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
-    column_sums, merge = column_sum_function(rows), merge_function(head_dim, element)
-    look_up, fold = look_up_function(box, looked_up), fold_function(acc_count, columns)
+    start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
+    column_sums, merge = column_sum_function(rows), merge_function(head_dim, element, 8 if rows == 8 else 4)
+    fold, paged_row = fold_function(acc_count, columns), paged_row_function(box)
+    _, run_of, parts_of = division_functions(segment, grouped)
+    shared_of, units_of = unit_functions(rows, segment, grouped)
+    fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
     # Functions of boxes that do not exist are not called.
     write_out_0, write_part_0 = write_functions(0, head_dim, element, rows)
     write_out_1, write_part_1 = write_functions(min(1, boxes - 1), head_dim, element, rows)
@@ -358,43 +401,52 @@ def paged_attention_hopper_kernel(tile):
     @cuda.jit(launch_bounds=(tile.threads, blocks))
     def paged_attention_hopper_kernel(
         q_map, k_map, v_map, out, lse, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
-        max_parts, run, parts, references, sums, counters, c,
+        max_parts, stride, run, parts, references, sums, counters, c,
     ):  # fmt: skip
         """A block works on units until none are left.
 
         out (N, H, E) as 16-bit words; lse (H, N), or empty if not wanted; common, members (B,), empty if not
-        grouped. group: H / HK; tokens: query tokens of a box of q; run: segments of a sequence's first unit, 1 unless
-        tile.runs. parts (B HK max_parts, R, E), references, sums (.., R): the workspace, R rows a sequence and key
-        head. counters: units drawn, blocks that are done, then the units done for each sequence and key head; all
-        zero, before and after. Shared memory: a ring of tiles of k and v, queries, probabilities, what warps exchange,
-        then the barriers.
+        grouped. group: H / HK; tokens: query tokens of a box of q; run: most segments of a sequence's first unit, up
+        to tile.most_run. parts (B HK max_parts R, E), flat, references, sums (B HK max_parts R,): the workspace, R =
+        `stride` rows a part. counters: units drawn, blocks that are done, then the units done for each sequence and
+        key head; all zero, before and after. Shared memory: a ring of tiles of k and v, queries, probabilities, what
+        warps exchange, then the barriers.
         """
-        info = cuda.shared.array((SLOTS, 8), np.int32)
-        tickets = cuda.shared.array(TICKETS, np.int32)
-        last_of = cuda.shared.array(ROWS_OF_UNIT, np.int32)
+        # Of a unit: tiles (-1: there are no more), sequence, part, first key, key head, first token, tokens, context,
+        # sequences that share it (0: not a group's), parts of its sequence; then the cache's rows of its boxes.
+        info = cuda.shared.array((SLOTS, 10), np.int32)
+        known = cuda.shared.array((SLOTS, boxes_known), np.int32)
+        # To the merging warp: sequence (-1: there is nothing more), key head, first token, sequences, rows of each.
+        letters = cuda.shared.array((LETTERS, 5), np.int32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & i32(31), warp_uniform(thread >> i32(5))
         ring = Address((shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024)
         queries = Address(ring + stages * (2 * tile_bytes))
-        weights = Address(queries + SLOTS * query_bytes)
+        weights = Address(queries + QUERIES * query_bytes)
         largest_place = Address(weights + rows * LINE)
         # The second of the two places for exchange: it is written to again in a unit's second tile at the earliest.
         total_place = Address(largest_place + 4 * rows * 4)
         sum_place = Address(largest_place + 2 * 4 * rows * 4)
         full = Address(sum_place + 4 * 8 * rows * 4)
-        empty, q_full = Address(full + stages * 8), Address(full + stages * 16)
-        q_empty = Address(q_full + SLOTS * 8)
-        told = Address(q_empty + SLOTS * 8)
+        empty, told = Address(full + stages * 8), Address(full + stages * 16)
+        read, q_full = Address(told + SLOTS * 8), Address(told + SLOTS * 16)
+        q_empty = Address(q_full + QUERIES * 8)
+        posted = Address(q_empty + QUERIES * 8)
+        merged = Address(posted + LETTERS * 8)
         kv_heads = i32(out.shape[1] // group)
         if thread == 0:
             for stage in range(stages):
                 barrier_init(full + stage * 8, producers)
                 barrier_init(empty + stage * 8, 1)
             for slot in range(SLOTS):
-                barrier_init(q_full + slot * 8, 1)
-                barrier_init(q_empty + slot * 8, producers)
-            for place in range(TICKETS):
-                barrier_init(told + place * 8, 1)
+                barrier_init(told + slot * 8, 1)
+                barrier_init(read + slot * 8, producers + 1)
+            for q_slot in range(QUERIES):
+                barrier_init(q_full + q_slot * 8, 1)
+                barrier_init(q_empty + q_slot * 8, 1)
+            for letter in range(LETTERS):
+                barrier_init(posted + letter * 8, WARPGROUP)
+                barrier_init(merged + letter * 8, 1)
             barrier_init_fence()
         if thread == WARPGROUP:
             prefetch_tensor_map(tensor_map_address(k_map))
@@ -403,146 +455,181 @@ def paged_attention_hopper_kernel(tile):
         cuda.syncthreads()
         let_next_kernel_start()
         wait_for_kernels_before()
-        stage, slot = i32(0), i32(0)
+        stage, slot, q_slot, parity, working = i32(0), i32(0), i32(0), i32(0), True
         if warp >= 4:
-            # Both producers, if there are two, find the same units in the same order; the first one draws the tickets.
-            first_producer = warp == 4
-            q_source, k_source, v_source = (
-                tensor_map_address(q_map),
-                tensor_map_address(k_map),
-                tensor_map_address(v_map),
-            )
-            known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
-            sequences = i32(cu_seqlens.shape[0] - 1)
-            is_value = lane // i32(lanes) if producers == 1 else warp - i32(4)
-            part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
-            place = Address(ring + is_value * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
-            chunk, passed, drawn_before = i32(0), i32(0), i32(0)
-            mine = units_of(lane, sequences, cu_seqlens, contexts, common, members, group, run, rows, segment, grouped)
-            up_to = summed_before(mine, lane)
-            ticket = i32(cuda.blockIdx.x)
-            parity, q_parity = i32(1), i32(1)
-            while chunk < sequences:
-                index = i32(ticket // kv_heads)
-                while chunk < sequences and index >= i32(passed + shuffle(up_to, 31)):
-                    passed = i32(passed + shuffle(up_to, 31))
-                    chunk = i32(chunk + 32)
-                    mine = units_of(
-                        i32(chunk + lane), sequences, cu_seqlens, contexts, common, members, group, run, rows,
-                        segment, grouped,
-                    )  # fmt: skip
-                    up_to = summed_before(mine, lane)
-                arrived = Address(q_full + slot * 8)
-                barrier_wait(Address(q_empty + slot * 8), q_parity)
-                if not first_producer:
-                    # This slot's ticket is read.
+            if moves_registers:
+                fewer_registers()
+            if warp == 4:
+                # Finds units and brings their queries.
+                q_source, sequences = tensor_map_address(q_map), i32(cu_seqlens.shape[0] - 1)
+                rows_known = cuda.local.array(looked_up, np.int32)
+                # What groups share comes first: it takes longer than what their members have alone.
+                shared, chunk, passed = grouped, i32(0), i32(0)
+                mine = units_of(lane, sequences, cu_seqlens, contexts, common, members, group, run, shared)
+                up_to = summed_before(mine, lane)
+                ticket = i32(cuda.blockIdx.x)
+                # Waiting for the parity opposite to a barrier's first phase returns at once: all is read.
+                parity, q_parity = i32(1), i32(1)
+                while working:
+                    index = i32(ticket // kv_heads)
+                    while chunk < sequences and index >= i32(passed + shuffle(up_to, 31)):
+                        passed = i32(passed + shuffle(up_to, 31))
+                        chunk = i32(chunk + 32)
+                        if grouped and shared and chunk >= sequences:
+                            shared, chunk = False, i32(0)
+                        mine = units_of(
+                            i32(chunk + lane), sequences, cu_seqlens, contexts, common, members, group, run, shared
+                        )
+                        up_to = summed_before(mine, lane)
+                    working = chunk < sequences
+                    drawn, tiles = i32(0), i32(-1)
+                    if working and lane == 0:
+                        drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
+                    barrier_wait(Address(read + slot * 8), parity)
+                    if working:
+                        rank = i32(index - passed)
+                        owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
+                        sequence = i32(chunk + owner)
+                        part = i32(rank - shuffle(i32(up_to - mine), owner))
+                        kv_head = i32(ticket % kv_heads)
+                        start, context = cu_seqlens[sequence], contexts[sequence]
+                        sharing = i32(0)
+                        if grouped and shared:
+                            sharing = members[sequence]
+                        elif grouped:
+                            part = i32(part + shared_of(sequence, contexts, common, run))
+                        own_run = run_of(sequence, contexts, common, run)
+                        first_key, keys = i32(0), i32(own_run * segment)
+                        if part > 0:
+                            first_key, keys = i32((part - 1 + own_run) * segment), i32(segment)
+                        keys = min(i32(context - first_key), keys)
+                        tiles = i32((keys + (KEYS - 1)) // KEYS)
+                        for i in range(looked_up):
+                            rows_known[i] = i32(0)
+                            key = i32((i * 32 + lane) * box)
+                            if key < keys:
+                                rows_known[i] = paged_row(
+                                    block_tables, block_size, sequence, i32(first_key + key), context
+                                )
+                        for i in range(looked_up):
+                            if i * 32 + lane < boxes_known:
+                                known[slot, i * 32 + lane] = rows_known[i]
+                        if lane == 0:
+                            info[slot, 1] = sequence
+                            info[slot, 2] = part
+                            info[slot, 3] = first_key
+                            info[slot, 4] = kv_head
+                            info[slot, 5] = start
+                            info[slot, 6] = i32(cu_seqlens[sequence + 1] - start)
+                            info[slot, 7] = context
+                            info[slot, 8] = sharing
+                            info[slot, 9] = parts_of(sequence, contexts, common, run)
+                    if lane == 0:
+                        info[slot, 0] = tiles
                     sync_warp()
                     if lane == 0:
-                        barrier_arrive(Address(q_empty + slot * 8))
-                if chunk >= sequences:
-                    if first_producer and lane == 0:
-                        info[slot, 0] = i32(-1)
-                        barrier_arrive(arrived)
-                else:
-                    rank = i32(index - passed)
-                    owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
-                    sequence = i32(chunk + owner)
-                    number = i32(rank - shuffle(i32(up_to - mine), owner))
-                    kv_head = i32(ticket % kv_heads)
-                    drawn = i32(0)
-                    if first_producer and lane == 0:
-                        drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
-                    start = cu_seqlens[sequence]
-                    length = i32(cu_seqlens[sequence + 1] - start)
-                    context = contexts[sequence]
-                    sharing = i32(0)
-                    if grouped and context > 0:
-                        if members[sequence] == 0:
-                            number = i32(number + common[sequence] // segment)
-                        elif number < common[sequence] // segment:
-                            sharing = members[sequence]
-                    keys = i32(run * segment)
-                    if number > 0:
-                        number, keys = i32(number + run - 1), i32(segment)
-                    first_key = i32(number * segment)
-                    keys = min(i32(context - first_key), keys)
-                    tiles = i32((keys + (KEYS - 1)) // KEYS)
-                    if tiles > 0:
-                        look_up(known, block_tables, block_size, sequence, first_key, context, lane)
-                    if first_producer and lane == 0:
-                        info[slot, 0] = tiles
-                        info[slot, 1] = sequence
-                        info[slot, 2] = number
-                        info[slot, 3] = kv_head
-                        info[slot, 4] = start
-                        info[slot, 5] = length
-                        info[slot, 6] = context
-                        info[slot, 7] = sharing
+                        barrier_arrive(Address(told + slot * 8))
+                    barrier_wait(Address(q_empty + q_slot * 8), q_parity)
+                    if lane == 0:
+                        arrived = Address(q_full + q_slot * 8)
                         if tiles > 0:
                             barrier_expect(arrived, boxes * tokens * group * LINE)
                             for b in range(boxes):
-                                bulk_load_heads(
-                                    queries + slot * query_bytes + b * (rows * LINE),
-                                    q_source,
-                                    b * 64,
-                                    kv_head * group,
-                                    start,
-                                    arrived,
-                                )
+                                target = Address(queries + q_slot * query_bytes + b * (rows * LINE))
+                                bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
                         else:
                             barrier_arrive(arrived)
-                    while tiles > 0:
-                        # The rows of the next segment, if the unit has one, are looked up before they are needed.
-                        if tiles > segment_tiles:
-                            first_key = i32(first_key + segment)
-                            look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
-                        for i in range(looked_up):
-                            for t in range(tiles_known):
-                                if i * tiles_known + t < tiles and i * tiles_known + t < segment_tiles:
-                                    row = shuffle(known[i], t * copies + part)
-                                    barrier_wait(Address(empty + stage * 8), parity)
-                                    arrived = Address(full + stage * 8)
-                                    if lane == 0:
-                                        barrier_expect(arrived, 2 // producers * tile_bytes)
-                                    sync_warp()
-                                    target = Address(place + stage * (2 * tile_bytes))
-                                    if producers == 1:
-                                        if lane < lanes:
-                                            bulk_load_heads(
-                                                target, k_source, column_box * i32(64), kv_head, row, arrived
-                                            )
-                                        elif lane < 2 * lanes:
-                                            bulk_load_heads(
-                                                target, v_source, column_box * i32(64), kv_head, row, arrived
-                                            )
-                                    elif lane < lanes:
-                                        source = k_source if first_producer else v_source
-                                        bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
-                                    stage = i32(stage + 1)
-                                    if stage == stages:
-                                        stage = i32(0)
-                                        parity ^= i32(1)
-                        tiles = i32(tiles - segment_tiles)
-                        for i in range(looked_up):
-                            known[i] = upcoming[i]
-                    if first_producer:
-                        ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
-                        if producers > 1 and lane == 0:
-                            tickets[drawn_before % TICKETS] = ticket
-                            barrier_arrive(Address(told + drawn_before % TICKETS * 8))
-                    else:
-                        barrier_wait(Address(told + drawn_before % TICKETS * 8), i32(drawn_before // TICKETS & 1))
-                        ticket = tickets[drawn_before % TICKETS]
-                    drawn_before = i32(drawn_before + 1)
+                    ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
+                    slot, q_slot = i32(slot + 1), i32(q_slot + 1)
+                    if slot == SLOTS:
+                        slot = i32(0)
+                        parity ^= i32(1)
+                    if q_slot == QUERIES:
+                        q_slot = i32(0)
+                        q_parity ^= i32(1)
+                # Whoever is the last block to draw nothing makes the counters ready for the next launch.
+                if lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
+                    counters[0] = i32(0)
+                    counters[1] = i32(0)
+            elif warp == 5:
+                # Merges the parts of a sequence and key head when the last is there.
+                while working:
+                    barrier_wait(Address(posted + slot * 8), parity)
+                    sequence, kv_head, start = letters[slot, 0], letters[slot, 1], letters[slot, 2]
+                    owners, owned = letters[slot, 3], letters[slot, 4]
+                    working = sequence >= 0
+                    if working:
+                        last = False
+                        if lane < owners:
+                            counter = i32(2 + (sequence + lane) * kv_heads + kv_head)
+                            parts_there = i32(count_up(counters, counter) + 1)
+                            last = parts_there == parts_of(i32(sequence + lane), contexts, common, run)
+                            if last:
+                                counters[counter] = i32(0)
+                        complete = ballot(last)
+                        sync_warp()
+                        for owner in range(owners):
+                            if (complete >> owner) & 1 != 0:
+                                merge(
+                                    parts,
+                                    references,
+                                    sums,
+                                    ((sequence + owner) * kv_heads + kv_head) * max_parts,
+                                    parts_of(i32(sequence + owner), contexts, common, run),
+                                    stride,
+                                    owned,
+                                    group,
+                                    out,
+                                    lse,
+                                    start + owner,
+                                    kv_head * group,
+                                    lane,
+                                )
+                        sync_warp()
+                        if lane == 0:
+                            barrier_arrive(Address(merged + slot * 8))
+                    slot = i32(slot + 1)
+                    if slot == LETTERS:
+                        slot = i32(0)
+                        parity ^= i32(1)
+            elif warp < 6 + producers:
+                # Brings tiles of keys or of values, or half of their boxes.
+                is_value, half = (warp - i32(6)) & i32(1), (warp - i32(6)) >> i32(1)
+                source = tensor_map_address(v_map) if is_value == 1 else tensor_map_address(k_map)
+                own = i32(half * brought + lane)
+                brings = lane < brought and own < boxes * copies
+                arriving = i32(min(brought, i32(boxes * copies - half * brought)) * (box * LINE))
+                part, column_box = own % i32(copies), own // i32(copies) % i32(boxes)
+                place = Address(ring + is_value * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
+                tile_parity = i32(1)
+                while working:
+                    barrier_wait(Address(told + slot * 8), parity)
+                    tiles, kv_head = info[slot, 0], info[slot, 4]
+                    working = tiles >= 0
+                    for index in range(tiles):
+                        row = known[slot, index * copies + part]
+                        barrier_wait(Address(empty + stage * 8), tile_parity)
+                        arrived = Address(full + stage * 8)
+                        if lane == 0:
+                            barrier_expect(arrived, arriving)
+                        sync_warp()
+                        if brings:
+                            target = Address(place + stage * (2 * tile_bytes))
+                            bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
+                        stage = i32(stage + 1)
+                        if stage == stages:
+                            stage = i32(0)
+                            tile_parity ^= i32(1)
+                    sync_warp()
+                    if lane == 0:
+                        barrier_arrive(Address(read + slot * 8))
                     slot = i32(slot + 1)
                     if slot == SLOTS:
                         slot = i32(0)
-                        q_parity ^= i32(1)
-            # Whoever is the last block to draw nothing makes the counters ready for the next launch.
-            if first_producer and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
-                counters[0] = i32(0)
-                counters[1] = i32(0)
+                        parity ^= i32(1)
         else:
+            if moves_registers:
+                more_registers()
             group_lane, pair = lane >> i32(2), i32(2) * (lane & i32(3))
             scores = cuda.local.array(score_count, np.float32)
             acc = cuda.local.array(acc_count, np.float32)
@@ -560,28 +647,26 @@ def paged_attention_hopper_kernel(tile):
             # Where this lane's column of a matrix of probabilities goes, see store_transposed.
             line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
             weight_target = Address(weights + line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
-            parity, q_parity = i32(0), i32(0)
-            working = True
+            q_parity, letter, letter_parity = i32(0), i32(0), i32(1)
             while working:
-                barrier_wait(Address(q_full + slot * 8), q_parity)
-                tiles, sequence, number, kv_head = info[slot, 0], info[slot, 1], info[slot, 2], info[slot, 3]
-                start, length, context, sharing = info[slot, 4], info[slot, 5], info[slot, 6], info[slot, 7]
+                barrier_wait(Address(q_full + q_slot * 8), q_parity)
+                tiles, sequence, own_part, first_key = info[slot, 0], info[slot, 1], info[slot, 2], info[slot, 3]
+                kv_head, start, length, context = info[slot, 4], info[slot, 5], info[slot, 6], info[slot, 7]
+                sharing, unit_parts = info[slot, 8], info[slot, 9]
                 working = tiles >= 0
+                sync_group(1, WARPGROUP)
+                if thread == 0:
+                    barrier_arrive(Address(read + slot * 8))
                 if tiles > 0:
-                    first_key = i32(number * segment)
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
                         position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
                         if grouped and sharing > 0:
-                            position[i] = i32(first_key + segment)
-                    place = Address(queries + slot * query_bytes)
+                            position[i] = i32(first_key + tiles * KEYS)
+                    place = Address(queries + q_slot * query_bytes)
                     lowest = i32(context - length)
                     if grouped and sharing > 0:
-                        lowest = i32(first_key + segment)
-                    if ahead:
-                        barrier_wait(Address(full + stage * 8), parity)
-                        start_scores(scores, operand(ring + stage * (2 * tile_bytes)), operand(place), i32(0))
-                        wait_scores(scores)
+                        lowest = i32(first_key + tiles * KEYS)
                     for index in range(tiles):
                         tile_key = i32(first_key + index * KEYS)
                         k_place = Address(ring + stage * (2 * tile_bytes))
@@ -591,10 +676,9 @@ def paged_attention_hopper_kernel(tile):
                             fold(acc, reference, running, total, total_reference, total_sum, index == segment_tiles)
                             for i in range(columns):
                                 reference[i], running[i] = MINUS_INFINITY, f32(0.0)
-                        if not ahead:
-                            barrier_wait(Address(full + stage * 8), parity)
-                            start_scores(scores, operand(k_place), operand(place), i32(0))
-                            wait_scores(scores)
+                        barrier_wait(Address(full + stage * 8), parity)
+                        start_scores(scores, operand(k_place), operand(place), i32(0))
+                        wait_scores(scores)
                         if i32(tile_key + (KEYS - 1)) > lowest:
                             key = i32(tile_key + warp * 16 + group_lane)
                             for i in range(columns):
@@ -642,23 +726,13 @@ def paged_attention_hopper_kernel(tile):
                                 acc[j + 2] *= shrink[i]
                         sync_group(2, WARPGROUP)
                         start_values(acc, operand(Address(k_place + tile_bytes)), operand(weights), i32(not begins))
-                        read = Address(empty + stage * 8)
+                        wait_values(acc)
+                        if thread == 0:
+                            barrier_arrive(Address(empty + stage * 8))
                         stage = i32(stage + 1)
                         if stage == stages:
                             stage = i32(0)
                             parity ^= i32(1)
-                        if ahead:
-                            # After the last tile its keys are multiplied again, for nothing.
-                            if index + 1 < tiles:
-                                barrier_wait(Address(full + stage * 8), parity)
-                                k_place = Address(ring + stage * (2 * tile_bytes))
-                            start_scores(scores, operand(k_place), operand(place), i32(0))
-                            wait_values_first(acc)
-                            wait_scores(scores)
-                        else:
-                            wait_values(acc)
-                        if thread == 0:
-                            barrier_arrive(read)
                     column_sums(running, sum_place, warp, group_lane, pair)
                     if runs and tiles > segment_tiles:
                         fold(acc, reference, running, total, total_reference, total_sum, False)
@@ -667,8 +741,7 @@ def paged_attention_hopper_kernel(tile):
                         for i in range(acc_count):
                             acc[i] = total[i]
                     if thread == 0:
-                        barrier_arrive(Address(q_empty + slot * 8))
-                    unit_parts = parts_of(context, run, segment)
+                        barrier_arrive(Address(q_empty + q_slot * 8))
                     alive = i32(length * group)
                     if grouped and sharing > 0:
                         alive = i32(sharing * group)
@@ -684,7 +757,6 @@ def paged_attention_hopper_kernel(tile):
                         head_of[i] = i32(column - column // group * group)
                     sync_group(1, WARPGROUP)
                     shared_segment = grouped and sharing > 0
-                    first_part, own_part = i32(sequence * kv_heads + kv_head), max(i32(number - run + 1), i32(0))
                     e = i32(warp * 16 + group_lane)
                     if unit_parts == 1:
                         if thread < alive and lse.shape[0] > 0:
@@ -704,73 +776,64 @@ def paged_attention_hopper_kernel(tile):
                         if boxes > 3:
                             write_out_3(acc, shrink, token_of, head_of, out, e)
                     else:
+                        # Where this unit's part of a sequence begins, and that of the next sequence.
+                        first_row = i32(((sequence * kv_heads + kv_head) * max_parts + own_part) * stride)
+                        next_row = i32(kv_heads * max_parts * stride)
                         if thread < alive:
-                            place = Address(total_place + thread * 4)
-                            row, owner = thread, i32(0)
+                            place, row = Address(total_place + thread * 4), i32(first_row + thread)
                             if shared_segment:
-                                row, owner = i32(thread % group), i32(thread // group)
-                            part = i32((first_part + owner * kv_heads) * max_parts + own_part)
-                            references[part, row], sums[part, row] = (
+                                row = i32(first_row + thread // group * next_row + thread % group)
+                            references[row], sums[row] = (
                                 int_as_float(load_word(place)),
                                 int_as_float(load_word(place + rows * 4)),
                             )
                         for i in range(columns):
-                            row, owner = i32(head_of[i] + token_of[i] * group), i32(0)
+                            row = i32(first_row + head_of[i] + token_of[i] * group)
                             if shared_segment:
-                                row, owner = head_of[i], token_of[i]
-                            head_of[i] = row if token_of[i] >= 0 else i32(-1)
-                            token_of[i] = i32((first_part + owner * kv_heads) * max_parts + own_part)
-                        write_part_0(acc, token_of, head_of, parts, e)
+                                row = i32(first_row + token_of[i] * next_row + head_of[i])
+                            token_of[i] = row if token_of[i] >= 0 else i32(-1)
+                        write_part_0(acc, token_of, parts, e)
                         if boxes > 1:
-                            write_part_1(acc, token_of, head_of, parts, e)
+                            write_part_1(acc, token_of, parts, e)
                         if boxes > 2:
-                            write_part_2(acc, token_of, head_of, parts, e)
+                            write_part_2(acc, token_of, parts, e)
                         if boxes > 3:
-                            write_part_3(acc, token_of, head_of, parts, e)
-                        # Everything of this unit is written before it counts as done.
-                        sync_group(2, WARPGROUP)
-                        owners = i32(1)
-                        if grouped and sharing > 0:
-                            owners = sharing
-                        if thread < owners:
-                            counter = i32(2 + (sequence + thread) * kv_heads + kv_head)
-                            mine_is_last = (
-                                count_up(counters, counter) == parts_of(contexts[sequence + thread], run, segment) - 1
-                            )
-                            last_of[thread] = i32(mine_is_last)
-                            if mine_is_last:
-                                counters[counter] = i32(0)
-                        sync_group(1, WARPGROUP)
-                        for owner in range(owners):
-                            if last_of[owner] != 0:
-                                first = ((sequence + owner) * kv_heads + kv_head) * max_parts
-                                merge(
-                                    parts,
-                                    references,
-                                    sums,
-                                    first,
-                                    parts_of(contexts[sequence + owner], run, segment),
-                                    i32(alive // owners),
-                                    group,
-                                    out,
-                                    lse,
-                                    start + owner,
-                                    kv_head * group,
-                                    thread,
-                                )
-                        sync_group(2, WARPGROUP)
+                            write_part_3(acc, token_of, parts, e)
+                        if thread == 0:
+                            barrier_wait(Address(merged + letter * 8), letter_parity)
+                            owners = i32(1)
+                            if shared_segment:
+                                owners = sharing
+                            letters[letter, 0] = sequence
+                            letters[letter, 1] = kv_head
+                            letters[letter, 2] = start
+                            letters[letter, 3] = owners
+                            letters[letter, 4] = i32(alive // owners)
+                        # What each thread wrote of the part is there before the letter is.
+                        barrier_arrive(Address(posted + letter * 8))
+                        letter = i32(letter + 1)
+                        if letter == LETTERS:
+                            letter = i32(0)
+                            letter_parity ^= i32(1)
                 elif tiles == 0:
                     # A sequence without keys, such as a slot of a graph that is not in use.
                     for i in range(thread, length * group * head_dim, WARPGROUP):
                         row = i // head_dim
                         out[start + row // group, kv_head * group + row % group, i % head_dim] = np.uint16(0)
-                    sync_group(1, WARPGROUP)
+                    sync_group(2, WARPGROUP)
                     if thread == 0:
-                        barrier_arrive(Address(q_empty + slot * 8))
+                        barrier_arrive(Address(q_empty + q_slot * 8))
                 slot = i32(slot + 1)
                 if slot == SLOTS:
                     slot = i32(0)
+                q_slot = i32(q_slot + 1)
+                if q_slot == QUERIES:
+                    q_slot = i32(0)
                     q_parity ^= i32(1)
+            if thread == 0:
+                barrier_wait(Address(merged + letter * 8), letter_parity)
+                letters[letter, 0] = i32(-1)
+            barrier_arrive(Address(posted + letter * 8))
 
     return paged_attention_hopper_kernel
 
@@ -780,7 +843,8 @@ def best_tile(head_dim, element, group, box, members=1):
     rows = -(-group * members // 8) * 8
     tile = Tile(head_dim, element, rows, box, 2, grouped=members > 1)
     for blocks in (2, 1):
-        stages = (SHARED_LIMIT // blocks - 2048 - tile.shared_bytes) // (2 * tile.tile_bytes + 16) + tile.stages
+        room = SHARED_LIMIT // blocks - 1024 - tile.static_bytes
+        stages = (room - tile.shared_bytes) // (2 * tile.tile_bytes + 16) + tile.stages
         if stages >= 2:
             break
     return tile._replace(stages=min(stages, 4), blocks=blocks)
@@ -791,7 +855,7 @@ def best_run(sequence_heads, blocks):
 
     They need no merging by way of memory; but a unit must not be too large a part of a block's work.
     """
-    return min(max(sequence_heads // blocks, 1), 4)
+    return max(sequence_heads // blocks, 1)
 
 
 def group_sizes(group):
@@ -816,12 +880,12 @@ class Workspace:
         return kept[largest]
 
     def arrays(self, places, rows, head_dim, counters):
-        """(parts (places, rows, head_dim), references, sums (places, rows), counters)."""
+        """(parts (places rows head_dim,), references, sums (places rows,), counters)."""
         count = places * rows
         floats = self._at_least(self.floats, count * (head_dim + 2), np.float32)
-        parts = floats[: count * head_dim].reshape(places, rows, head_dim)
-        references = floats[count * head_dim : count * (head_dim + 1)].reshape(places, rows)
-        sums = floats[count * (head_dim + 1) : count * (head_dim + 2)].reshape(places, rows)
+        parts = floats[: count * head_dim]
+        references = floats[count * head_dim : count * (head_dim + 1)]
+        sums = floats[count * (head_dim + 1) : count * (head_dim + 2)]
         return parts, references, sums, self._at_least(self.counters, counters, np.int32)
 
     def reserve(self, floats, counters):
@@ -891,15 +955,18 @@ def paged_attention_hopper(
     # Query tokens of a unit; a sequence with more is the other kernel's.
     at_once = min(tile.rows // group, max(max_seqlen_q, max_members))
     filled = blocks or processors() * tile.blocks
-    run = (run or best_run(sequences * kv_heads, filled)) if tile.runs else 1
-    units, places, rows = places_and_rows(tile, sequences, kv_heads, group, max_seqlen_q, max_context_len, run)
+    run = min(run or best_run(sequences * kv_heads, filled), tile.most_run)
+    # What a group has in common may be one segment, and then its run is no longer.
+    units, places, rows = places_and_rows(
+        tile, sequences, kv_heads, group, max_seqlen_q, max_context_len, 1 if tile.grouped else run
+    )
     parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
     launch(
         paged_attention_hopper_kernel(tile), min(filled, sequences * kv_heads * units), tile.threads,
         tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), lse, cu_seqlens, context_lens,
         common_lens if tile.grouped else nothing(1), members if tile.grouped else nothing(1), block_tables,
-        np.int32(block_size), np.int32(group), np.int32(at_once), np.int32(units), np.int32(run), parts, references,
-        sums, counters, c,
+        np.int32(block_size), np.int32(group), np.int32(at_once), np.int32(units), np.int32(rows), np.int32(run),
+        parts, references, sums, counters, c,
         shared=tile.shared_bytes,
     )  # fmt: skip
     if max_seqlen_q * group <= tile.rows:

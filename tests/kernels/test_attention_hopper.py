@@ -19,9 +19,9 @@ BF16, F16 = "bfloat16", "float16"
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
 DECODE = (
-    ["uint8[::1]"] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 5
+    ["uint8[::1]"] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 6
 )
-DECODE += ["float32[:,:,::1]", "float32[:,::1]", "float32[:,::1]", "int32[::1]", "float32"]
+DECODE += ["float32[::1]"] * 3 + ["int32[::1]", "float32"]
 
 
 def bounds(lengths):

@@ -254,8 +254,8 @@ def test_every_size_of_groups_has_a_kernel(compile_offline):
     if device.name() != "numpy":
         pytest.skip("compiles without a GPU, from the numpy device")
     lengths, tables, table = "int32[::1]", "int32[:,::1]", "uint8[::1]"
-    types = [table] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + [lengths] * 4 + [tables] + ["int32"] * 5
-    types += ["float32[:,:,::1]", "float32[:,::1]", "float32[:,::1]", lengths, "float32"]
+    types = [table] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + [lengths] * 4 + [tables] + ["int32"] * 6
+    types += ["float32[::1]"] * 3 + [lengths, "float32"]
     troubles = []
     # The widest is among those of test_attention_hopper.py.
     for members in paged_attention_hopper.group_sizes(2)[:-1]:

@@ -22,6 +22,8 @@ from rlnumba.kernels.qkv import qkv_split_to_cache
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
 SMALLEST_CONTEXT = 256
+# Shapes of steps that Upload remembers; those of graphs come again and again, those of prompts hardly ever.
+MOST_LAYOUTS = 512
 # What a padding row holds where it is not 0: no slot, and a group of its own.
 PADDING = {"slot_mapping": -1, "members": 1}
 
@@ -167,24 +169,40 @@ class Upload:
         self.host = cupyx.empty_pinned(words, np.int32)
         self.device = device.xp().empty(words, np.int32)
         self.generation += 1
+        # What was sent before: (words, pieces of the host's memory, views of the device's), by names and shapes.
+        self.layouts = {}
 
     def send(self, arrays):
         """{name: NumPy array} -> {name: array of the device}. The last send must have been computed with."""
         if device.name() != "cuda":
             return arrays
+        key = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
+        layout = self.layouts.get(key)
+        if layout is None:
+            layout = self._lay_out(arrays)
+            if len(self.layouts) == MOST_LAYOUTS:
+                self.layouts.clear()
+            self.layouts[key] = layout
+        words, pieces, views = layout
+        for piece, array in zip(pieces, arrays.values(), strict=True):
+            piece[...] = array
+        stream = device.xp().cuda.get_current_stream()
+        self.device[:words].set(self.host[:words], stream)
+        return views
+
+    def _lay_out(self, arrays):
         # 16-byte alignment for vector loads.
         sizes = {name: -(-array.size // 4) * 4 for name, array in arrays.items()}
         words = sum(sizes.values())
         if words > self.words:
             self._grow(2 * words)
-        views, offset = {}, 0
+        pieces, views, offset = [], {}, 0
         for name, array in arrays.items():
-            self.host[offset : offset + array.size] = array.reshape(-1).view(np.int32)
-            flat = self.device[offset : offset + array.size]
-            views[name] = flat.view(array.dtype).reshape(array.shape)
+            flat = slice(offset, offset + array.size)
+            pieces.append(self.host[flat].view(array.dtype).reshape(array.shape))
+            views[name] = self.device[flat].view(array.dtype).reshape(array.shape)
             offset += sizes[name]
-        self.device[:words].set(self.host[:words])
-        return views
+        return words, pieces, views
 
 
 class Runner:

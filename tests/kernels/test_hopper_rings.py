@@ -9,8 +9,8 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import logprob_hopper
+from rlnumba import device, simulator
+from rlnumba.kernels import logprob_hopper, paged_attention_hopper
 from rlnumba.kernels.attention_backward_hopper import Tile as GradientTile
 from rlnumba.kernels.attention_hopper import Tile
 from rlnumba.kernels.logprob_hopper import HeadTile
@@ -55,6 +55,33 @@ def test_paged_attention(rng):
     cache = forward.Cache(rng, [330, 130, 210], 4, 2, 32, F16, segment=256, flat=70)
     cache.compare([0, 1, 2, 0], [328, 129, 205, 260], [330, 130, 210, 264], blocks=3)
     cache.compare([2, 0], [100, 201], [210, 330], max_context=336)
+
+
+def late(function, latencies, warps):
+    """`function` of a kernel; in some warps after as long as so many copies take one after the other."""
+
+    def later(*arguments):
+        thread = simulator._thread
+        for _ in range(latencies if thread.index // 32 in warps else 0):
+            gate = simulator.Gate()
+            thread.block.grid.pending.append(gate.open)
+            gate.wait("a latency")
+        return function(*arguments)
+
+    return later
+
+
+@pytest.mark.parametrize("function, latencies, warps", [("count_up", 40, (5,)), ("barrier_wait", 10, (6, 7))])
+def test_slow_servants_of_decode(rng, monkeypatch, function, latencies, warps):
+    """Warps that merge, or copy, far behind those that compute and find units: nothing they read is overwritten."""
+    slow = late(getattr(paged_attention_hopper, function), latencies, warps)
+    monkeypatch.setattr(paged_attention_hopper, function, slow)
+    # A kernel is made once; this one is made of what is patched.
+    make = paged_attention_hopper.paged_attention_hopper_kernel.__wrapped__
+    monkeypatch.setattr(paged_attention_hopper, "paged_attention_hopper_kernel", make)
+    cache = forward.Cache(rng, [330, 130, 210, 20], 2, 1, 16, F16, segment=64, flat=70)
+    begins, ends = [328, 129, 5, 6, 7, 8, 9, 10, 205], [330, 130, 0, 0, 0, 0, 0, 0, 210]
+    cache.compare([0, 1, 3, 3, 3, 3, 3, 3, 2], begins, ends, blocks=1, run=1)
 
 
 def test_groups(rng):

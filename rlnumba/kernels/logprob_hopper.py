@@ -121,6 +121,7 @@ class HeadTile(NamedTuple):
     lead: int = 2
     boxes: int = 2
     ahead: bool = True
+    loads: bool = True
     entropy: bool = False
     top1: bool = False
 
@@ -132,6 +133,10 @@ class HeadTile(NamedTuple):
     def plain(self):
         """Whether it is a product and nothing else, in float32."""
         return self.mode in ("slabs", "sum", "weights")
+
+    @property
+    def adds(self):
+        return self.mode in ("sum", "weights")
 
     @property
     def box_columns(self):
@@ -163,11 +168,17 @@ def may_lead(tile, rounds):
 @functools.cache
 def main_loop(tile):
     """(produce, multiply): what the copying warp and a consumer do for one tile; both return (stage, parity)."""
-    stages, lead = tile.stages, tile.lead
+    stages, lead, adds = tile.stages, tile.lead, tile.adds and tile.loads
     rows, stage_bytes = tile.rows, tile.stage_bytes
     a_bytes = rows * LINE
     groups, a_mn, b_mn = tile.groups, tile.mode == "weights", tile.plain
     start, wait_all_but_latest, wait_all = warpgroup_product(TILE_COLUMNS, tile.element, a_mn, b_mn)
+
+    @device_function
+    def after(stage, parity):
+        """The next stage, and the parity of its turn."""
+        last = stage == i32(stages - 1)
+        return i32(0) if last else i32(stage + i32(1)), i32(parity ^ i32(last))
 
     @device_function
     def produce(a, b, base, full, empty, arriving, row_at, column_at, step, rounds, stage, parity):
@@ -188,36 +199,38 @@ def main_loop(tile):
                     bulk_load(target + a_bytes + box * BOX_BYTES, b, column_at + box * 64, at, arrived)
             else:
                 bulk_load(target + a_bytes, b, at, column_at, arrived)
-            stage += i32(1)
-            if stage == stages:
-                stage = i32(0)
-                parity ^= i32(1)
+            stage, parity = after(stage, parity)
         return stage, parity
 
     @device_function
     def multiply(acc, consumer, leader, base, full, empty, ahead, turn, rounds, stage, parity):
-        """acc = A B over `rounds` rounds. leader: whether this thread speaks for its warpgroup.
+        """acc = A B over `rounds` rounds, or += where the tile adds. leader: whether this thread speaks for its warpgroup.
 
         ahead: the barrier that the first consumer passes `lead` rounds into a tile, and the second waits for; turn: its
         phase.
         """
-        previous = i32(0)
         if lead > 0 and consumer == 1:
             barrier_wait(ahead, turn)
-        for done in range(rounds):
+        # The first round stands apart: where accumulators come from memory, the compiler must see that they do so
+        # before any product, or lets none run on.
+        barrier_wait(full + stage * 8, parity)
+        target = base + stage * stage_bytes
+        start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(adds))
+        if lead > 0 and consumer == 0 and leader and rounds == 1:
+            barrier_arrive(ahead)
+        previous = stage
+        stage, parity = after(stage, parity)
+        for done in range(1, rounds):
             barrier_wait(full + stage * 8, parity)
             target = base + stage * stage_bytes
-            start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(done != 0))
+            start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(1))
             wait_all_but_latest(acc)
-            if done != 0 and leader:
+            if leader:
                 barrier_arrive(empty + previous * 8)
             if lead > 0 and consumer == 0 and leader and done == min(lead, rounds - 1):
                 barrier_arrive(ahead)
             previous = stage
-            stage += i32(1)
-            if stage == stages:
-                stage = i32(0)
-                parity ^= i32(1)
+            stage, parity = after(stage, parity)
         wait_all(acc)
         if leader:
             barrier_arrive(empty + previous * 8)
@@ -361,13 +374,32 @@ def folders(entropy, top1, exponentials):
     return fold_part, finish_row
 
 
+load_two, _ = vector_access(2, 2)
+
+
+@device_function
+def load_tile(acc, matrix, line, column, m, n):
+    """This thread's accumulators from a float32 matrix (m, n), flat: rows line, line + 8, columns from `column` on.
+
+    Of rows and columns outside of it come any numbers.
+    """
+    for half in range(2):
+        at = np.int64(min(line + half * 8, m - 1)) * n
+        if column + i32(TILE_COLUMNS - 8) < n:
+            for block in range(TILE_COLUMNS // 8):
+                load_two(matrix, at + column + block * 8, acc, block * 4 + half * 2)
+        else:
+            for block in range(TILE_COLUMNS // 8):
+                load_two(matrix, at + min(column + block * 8, n - 2), acc, block * 4 + half * 2)
+
+
 @functools.cache
 def sender(tile):
     """(ready, send): how a consumer's accumulators leave, box by box, through shared memory.
 
     The boxes go round; of each, a thread of another warp speaks to the copy engine and waits for it.
     """
-    boxes, box_columns, plain, add = tile.boxes, tile.box_columns, tile.plain, tile.mode in ("sum", "weights")
+    boxes, box_columns, plain, add = tile.boxes, tile.box_columns, tile.plain, tile.adds and not tile.loads
     pack_two = pack(tile.element)
 
     @device_function
@@ -421,13 +453,14 @@ def head_kernel(tile):
     """The kernel of a HeadTile."""
     mode, groups, stages = tile.mode, tile.groups, tile.stages
     rows, stage_bytes, staged_bytes = tile.rows, tile.stage_bytes, tile.staged_bytes
-    adds = mode in ("sum", "weights") and tile.ahead
+    adds, ahead_of = tile.adds, tile.adds and tile.ahead
     plain, slabs, gradient, exponentials = tile.plain, mode == "slabs", mode == "gradient", mode == "exponentials"
     terms, writes, boxes = mode in ("terms", "exponentials"), mode != "terms", tile.boxes
     box_columns = tile.box_columns
     produce, multiply = main_loop(tile)
     fold_part, finish_row = folders(tile.entropy, tile.top1, exponentials)
     ready, send = sender(tile)
+    loads = tile.adds and tile.loads
     accumulators = TILE_COLUMNS // 2
     count, reach = RESULTS, REACH[tile.element]
 
@@ -496,7 +529,7 @@ def head_kernel(tile):
                         step = i32(slab * slab_rounds) * i32(STEPS)
                         here = min(i32(slab_rounds), i32(rounds - slab * slab_rounds))
                     row, column = place(i32(index) - slab * slab_tiles, tiles_down, tiles_across)
-                    if adds:
+                    if ahead_of:
                         # What the tile will be added to comes while its products run.
                         out = tensor_map_address(out_map)
                         for box in range(groups * TILE_COLUMNS // box_columns):
@@ -545,6 +578,8 @@ def head_kernel(tile):
                             scale[half] = dlogp[line + half * 8] / temperature
                         if exponentials:
                             shift[half] = lse[line + half * 8]
+                if loads:
+                    load_tile(acc, results, line, start_column + quad_lane * 2, m, n)
                 stage, parity = multiply(acc, consumer, leader, base, full, empty, ahead, turn, here, stage, parity)
                 turn ^= i32(1)
                 # Columns beyond the vocabulary, in the last tile.
@@ -793,7 +828,8 @@ def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_
 def _plain(tile, mode, a, b, out, slab_rounds=0, blocks=None):
     """A function that launches a plain product of a HeadTile with the geometry of `tile`."""
     tile = tile._replace(mode=mode, entropy=False, top1=False)
-    return _head(tile, a, b, out, None, None, None, 1.0, None, None, slab_rounds=slab_rounds, blocks=blocks)
+    flat = out.reshape(-1) if tile.adds else None
+    return _head(tile, a, b, out, None, None, None, 1.0, flat, None, slab_rounds=slab_rounds, blocks=blocks)
 
 
 @functools.cache

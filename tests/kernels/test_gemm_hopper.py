@@ -181,20 +181,44 @@ def test_gpu(rng, ours, dtype, m, n, k):
     assert_close(dweight, device.to_host(wide_dout.T @ wide_x) + 1, terms=m, what="dweight")
 
 
+# The weights of Qwen3-0.6B and Qwen3-8B.
+WEIGHTS = [
+    (4096, 1024),
+    (1024, 2048),
+    (6144, 1024),
+    (1024, 3072),
+    (6144, 4096),
+    (4096, 4096),
+    (24_576, 4096),
+    (4096, 12_288),
+    (151_936, 1024),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("n, k", [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)])
-def test_gpu_rows(rng, ours, n, k):
-    """The first rows of a product keep their bits, whatever M is; eager and in a graph."""
+@pytest.mark.parametrize("n, k", WEIGHTS)
+def test_gpu_rows(ours, n, k):
+    """The first rows of a product keep their bits, whatever M is; eager, in a graph, and with SwiGLU in the kernel."""
     import cupy
 
-    x, w = device.asarray(matrix(rng, (16_384, k), "bfloat16")), device.asarray(matrix(rng, (n, k), "bfloat16"))
-    whole = cupy.zeros((16_384, n), x.dtype)
+    def random(*shape):
+        return cupy.random.standard_normal(shape, dtype=np.float32).astype(device.dtype("bfloat16"))
+
+    head = n > 100_000
+    most = 4096 if head else 16_384
+    x, w = random(most, k), random(n, k)
+    whole = cupy.zeros((most, n), np.float32 if head else x.dtype)
     gemm.linear(x, w, whole)
     for m in (1, 2, 8, 63, 64, 65, 128, 200, 256, 1000, 4096):
-        part = cupy.zeros((m, n), x.dtype)
+        part = cupy.zeros((m, n), whole.dtype)
         gemm.linear(x[:m], w, part)
         assert_same_bits(part, whole[:m], f"M = {m}")
+        if not head:
+            part.fill(0)
+            gemm.linear_swiglu(x[:m], w, part, cupy.zeros((m, n // 2), x.dtype))
+            assert_same_bits(part, whole[:m], f"M = {m} with SwiGLU")
         stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
         with stream:
             stream.begin_capture()
             gemm.linear(x[:m], w, part)

@@ -21,7 +21,6 @@ from rlnumba.kernels.instructions import (
     device_function,
     let_next_kernel_start,
     match,
-    prefetch,
     shuffle,
     shuffle_up,
     shuffle_xor,
@@ -32,17 +31,15 @@ from rlnumba.kernels.instructions import (
 )
 from rlnumba.kernels.launch import kernel_factory, launch, overlapping
 
-i32 = np.int32
+i32, u32 = np.int32, np.uint32
 
 # Rows that a block copies at a time, one a warp, and vectors that a lane loads before it stores the first.
 ROW_WARPS = 4
 ROW_UNROLL = 4
-# Threads of a block that lists tokens, ids that each reads at a time, and chunks of 32 tokens that are put in their
-# places at a time.
+# Threads of a block that lists tokens, and ids that each reads at a time, one for each bit of an int32.
 LISTERS = 512
 IDS_OF_LISTER = 32
 TILE = LISTERS * IDS_OF_LISTER
-CHUNKS_AT_ONCE = 4
 # Blocks that list tokens, at most, unless the vocabulary needs more: a block has a counter for each of its ids, and at
 # most MOST_COUNTERS.
 MOST_BUCKETS = 128
@@ -125,15 +122,30 @@ def sum_of_warps(value, sums):
 
 @kernel_factory
 def list_tokens_kernel(buckets, access, prefetches, apart):
-    """The kernel for a power of two of buckets, which loads `access` ids at a time.
-
-    prefetches: how many pieces of dout a thread brings into the second-level cache, `apart` elements from each other.
-    """
+    """The kernel for a power of two of buckets, which loads `access` ids at a time."""
     load, _ = vector_access(4, access, True)
     _, store_entry = vector_access(4, 4)
     shift, of_bucket = i32(buckets.bit_length() - 1), i32(buckets - 1)
-    of_warp = 32 * IDS_OF_LISTER
-    loads = IDS_OF_LISTER // 4
+    of_warp, loads = 32 * IDS_OF_LISTER, IDS_OF_LISTER // 4
+
+    @device_function
+    def find(input_ids, first, bucket):
+        """(bits of this lane's ids from `first` on that are in the bucket, how many are in lower ones).
+
+        A lane has four ids, then the four 128 further on, and so on.
+        """
+        ids = cuda.local.array(IDS_OF_LISTER, np.int32)
+        left = i32(input_ids.shape[0] - first)
+        mine, lower = u32(0), i32(0)
+        for i in range(loads):
+            load(input_ids, first + 128 * i, ids, 4 * i)
+        for i in range(IDS_OF_LISTER):
+            other = i32(ids[i] & of_bucket if 128 * (i // 4) + i % 4 < left else buckets)
+            if other == bucket:
+                mine = u32(mine | u32(u32(1) << u32(i)))
+            if other < bucket:
+                lower = i32(lower + i32(1))
+        return mine, lower
 
     @device_function
     def counter_of(token_id, vocabulary, counters):
@@ -146,15 +158,12 @@ def list_tokens_kernel(buckets, access, prefetches, apart):
 
         entries[token] = place in this list, id (-1 for what adds to no row), place in its run, length of its run.
         arrived = 0. A block owns the ids of a bucket. It counts them, and the ids of lower buckets, which gives each
-        id its place; then it collects its tokens in shared memory, a tile of all tokens at a time, and one warp puts
-        them in their places, 32 in their order.
+        id its place; then it collects its tokens in shared memory, a tile of all tokens at a time, and puts them in
+        their places, 32 in a warp, the warps in their order.
         Dynamic shared memory: twice `counters` + 1 and TILE int32.
         """
         memory = cuda.shared.array(0, np.int32)
         sums = cuda.shared.array((3, 32), np.int32)
-        ids = cuda.local.array(IDS_OF_LISTER, np.int32)
-        packed = cuda.local.array(CHUNKS_AT_ONCE, np.int32)
-        alike = cuda.local.array(CHUNKS_AT_ONCE, np.int32)
         entry = cuda.local.array(4, np.int32)
         thread, bucket = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
         lane, warp = thread % i32(32), thread // i32(32)
@@ -162,29 +171,23 @@ def list_tokens_kernel(buckets, access, prefetches, apart):
         tokens = i32(input_ids.shape[0])
         # Where the runs begin, and the tokens of the bucket.
         starts, members_at = counters, i32(counters + counters + i32(1))
-        mine = warp * i32(of_warp) + lane * i32(4)
+        first_of_lane = warp * i32(of_warp) + lane * i32(4)
         let_next_kernel_start()
         for i in range(thread, counters, LISTERS):
             memory[i] = i32(0)
+        for i in range(bucket * i32(LISTERS) + thread, arrived.shape[0], cuda.gridDim.x * LISTERS):
+            arrived[i] = i32(0)
         cuda.syncthreads()
-        lower, top = i32(0), i32(0)
+        mine, lower, top = u32(0), i32(0), i32(0)
         while top < tokens:
-            for i in range(loads):
-                load(input_ids, top + mine + 128 * i, ids, 4 * i)
-            if top == 0:
-                start_loads()
-                for i in range(prefetches):
-                    place = ((np.int64(i) * cuda.gridDim.x + bucket) * LISTERS + thread) * apart
-                    if place < dout.shape[0]:
-                        prefetch(dout, place)
-                for i in range(bucket * i32(LISTERS) + thread, arrived.shape[0], cuda.gridDim.x * LISTERS):
-                    arrived[i] = i32(0)
-            for i in range(IDS_OF_LISTER):
-                if top + mine + i32(128 * (i // 4) + i % 4) < tokens:
-                    if ids[i] & of_bucket < bucket:
-                        lower = i32(lower + i32(1))
-                    if ids[i] & of_bucket == bucket:
-                        cuda.atomic.add(memory, counter_of(ids[i], vocabulary, counters), i32(1))
+            mine, found = find(input_ids, top + first_of_lane, bucket)
+            lower = i32(lower + found)
+            left = mine
+            while left != 0:
+                i = i32(cuda.ffs(left)) - i32(1)
+                left = u32(left & u32(left - u32(1)))
+                token_id = input_ids[top + first_of_lane + i32(128) * (i >> i32(2)) + (i & i32(3))]
+                cuda.atomic.add(memory, counter_of(token_id, vocabulary, counters), i32(1))
             top = i32(top + i32(TILE))
         for step in range(5):
             lower = i32(lower + shuffle_xor(lower, 1 << step))
@@ -212,54 +215,47 @@ def list_tokens_kernel(buckets, access, prefetches, apart):
         top = i32(0)
         while top < tokens:
             if tokens > TILE:
-                for i in range(loads):
-                    load(input_ids, top + mine + 128 * i, ids, 4 * i)
-            members = i32(0)
-            for i in range(IDS_OF_LISTER):
-                exists = top + mine + i32(128 * (i // 4) + i % 4) < tokens
-                members = i32(members + i32(cuda.popc(ballot(exists and ids[i] & of_bucket == bucket))))
+                mine, _ = find(input_ids, top + first_of_lane, bucket)
+            members = i32(cuda.popc(mine))
+            for step in range(5):
+                members = i32(members + shuffle_xor(members, 1 << step))
             # The barrier in it also ends the work on the counters.
             member, members = sum_of_warps(members, sums[2])
             for i in range(loads):
                 place = member
                 for j in range(4):
-                    exists = top + mine + i32(128 * i + j) < tokens
-                    votes = ballot(exists and ids[4 * i + j] & of_bucket == bucket)
+                    votes = ballot(u32(mine >> u32(4 * i + j)) & u32(1) != u32(0))
                     place = i32(place + i32(cuda.popc(votes & ~(i32(-1) << lane))))
                     member = i32(member + i32(cuda.popc(votes)))
                 for j in range(4):
-                    exists = top + mine + i32(128 * i + j) < tokens
-                    if exists and ids[4 * i + j] & of_bucket == bucket:
-                        counter = counter_of(ids[4 * i + j], vocabulary, counters)
-                        memory[members_at + place] = counter * i32(TILE) + mine + i32(128 * i + j)
+                    if u32(mine >> u32(4 * i + j)) & u32(1) != u32(0):
+                        memory[members_at + place] = first_of_lane + i32(128 * i + j)
                         place = i32(place + i32(1))
             cuda.syncthreads()
-            if warp == 0:
-                base = i32(0)
-                while base < members:
-                    for j in range(CHUNKS_AT_ONCE):
-                        number = base + i32(32 * j) + lane
-                        packed[j] = memory[members_at + min(number, i32(members - i32(1)))]
-                        # Equal ids of 32 tokens follow each other.
-                        alike[j] = match(i32(packed[j] // i32(TILE) if number < members else -1))
-                    for j in range(CHUNKS_AT_ONCE):
-                        counter, rank = packed[j] // i32(TILE), i32(cuda.popc(alike[j] & ~(i32(-1) << lane)))
+            base = i32(0)
+            while base < members:
+                exists = base + thread < members
+                token = top + memory[members_at + min(base + thread, members - i32(1))]
+                token_id = input_ids[token]
+                counter = counter_of(token_id, vocabulary, counters)
+                # Equal ids of 32 tokens follow each other.
+                alike = match(i32(counter if exists else -1))
+                rank, place = i32(cuda.popc(alike & ~(i32(-1) << lane))), i32(0)
+                for turn in range(min(i32(LISTERS // 32), (members - base + i32(31)) // i32(32))):
+                    if warp == turn:
                         place = i32(memory[counter] + rank)
                         sync_warp()
-                        if base + i32(32 * j) + lane < members:
-                            if rank == 0:
-                                memory[counter] = i32(place + i32(cuda.popc(alike[j])))
-                            token = top + packed[j] % i32(TILE)
-                            token_id = i32((counter << shift) + bucket)
-                            counts = counter < counters - i32(1) and token_id != padding_idx
-                            start = memory[starts + counter]
-                            entry[0], entry[1] = place, i32(token_id if counts else -1)
-                            entry[2] = i32(place - start)
-                            entry[3] = i32(memory[starts + counter + i32(1)] - start)
-                            order[place] = token
-                            store_entry(entries[token], 0, entry, 0)
-                        sync_warp()
-                    base = i32(base + i32(32 * CHUNKS_AT_ONCE))
+                        if exists and rank == 0:
+                            memory[counter] = i32(place + i32(cuda.popc(alike)))
+                    cuda.syncthreads()
+                if exists:
+                    counts = counter < counters - i32(1) and token_id != padding_idx
+                    start = memory[starts + counter]
+                    entry[0], entry[1], entry[2] = place, i32(token_id if counts else -1), i32(place - start)
+                    entry[3] = i32(memory[starts + counter + i32(1)] - start)
+                    order[place] = token
+                    store_entry(entries[token], 0, entry, 0)
+                base = i32(base + i32(LISTERS))
             cuda.syncthreads()
             top = i32(top + i32(TILE))
 

@@ -10,12 +10,11 @@ and for a value head out = x. Without norm weights y = x. Backward, with g = rop
 
 qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK)
 and dweight (E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a
-lane's, over its elements in their order, then a butterfly of the group. In inference k and v go straight to their
-slots of the block cache (kv_cache.py).
+lane's, over its part of either half in its order, then a butterfly of the group. In inference k and v go straight to
+their slots of the block cache (kv_cache.py).
 """
 
 import functools
-import math
 
 import numpy as np
 
@@ -23,7 +22,14 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import qkv_cpu
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import device_function, shuffle_xor, start_loads
+from rlnumba.kernels.instructions import (
+    device_function,
+    inverse_sqrt,
+    let_next_kernel_start,
+    shuffle_xor,
+    start_loads,
+    wait_for_kernels_before,
+)
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.rmsnorm import PARTIAL_WARPS, rmsnorm_backward_ref, rmsnorm_ref, sum_of_rows
 from rlnumba.kernels.rope import (
@@ -37,10 +43,17 @@ from rlnumba.kernels.rope import (
     rotate,
 )
 
+i32 = np.int32
+
 # What stands in for absent weights on the numpy device.
 _EMPTY = np.empty(0, np.float32)
 _EMPTY_ROWS = np.empty((0, 0), np.float32)
-# Blocks that an SM has at a time, which leaves 128 registers a thread. With five, ptxas spills.
+# Warps of a block that splits, and blocks that an SM has at a time; heads that a group of lanes owns at most, and one
+# where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 73.4 us
+# with two heads, 74.1 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us.
+SPLIT_WARPS, SPLIT_RESIDENT = 2, 10
+SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
+# Blocks of the backward with norm that an SM has at a time, which leaves 128 registers a thread.
 RESIDENT = 4
 # Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Part of
 # the arithmetic.
@@ -48,59 +61,65 @@ BACKWARD_BLOCKS = 528
 
 
 @kernel_factory
-def qkv_split_kernel(shape, heads, kv_heads, normed, cached):
+def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
 
     cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
     without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
+    most_heads: that a group of lanes owns; changes no bits.
     """
     width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
-    heads_of_group, warps_of_token = shape.share(all_heads)
+    heads_of_group, warps_of_token = shape.share(all_heads, most_heads)
     of_head, steps = 2 * vector, lanes.bit_length() - 1
     count = heads_of_group * of_head
     load_head, store_head, load_angles, _ = head_access(shape)
 
-    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
+    @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(SPLIT_RESIDENT)))
     def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
 
         At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
-        are read once for all of them.
+        are read once for all of them. 32 bits hold the number of a head of qkv.
         """
-        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-        row = warp // warps_of_token
+        warp = i32(cuda.blockIdx.x * SPLIT_WARPS + cuda.threadIdx.y)
+        row = i32(warp // i32(warps_of_token))
         if row >= position_ids.shape[0]:
             return
-        e = cuda.threadIdx.x % lanes * vector
-        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
+        wait_for_kernels_before()
+        let_next_kernel_start()
+        lane = i32(cuda.threadIdx.x)
+        e = lane % i32(lanes) * i32(vector)
+        first_head = i32(warp % i32(warps_of_token) * i32(heads_of_group * groups) + lane // i32(lanes))
         values = cuda.local.array(count, np.float32)
         scales = cuda.local.array(heads_of_group, np.float32)
         weights = cuda.local.array(of_head, np.float32)
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
-        position = position_ids[row]
+        position = position_ids[np.uint64(row)]
         place = np.int64(row)
         if cached:
-            place = np.int64(slot_mapping[row])
+            place = np.int64(slot_mapping[np.uint64(row)])
         for i in range(heads_of_group):
             # A group without a head reads the last one.
-            head = min(first_head + i * groups, all_heads - 1)
-            load_head(qkv, row * all_heads + head, e, values, i * of_head)
+            head = min(first_head + i32(i * groups), i32(all_heads - 1))
+            load_head(qkv, i32(row * i32(all_heads) + head), e, values, i * of_head)
         # Angles wait for the position; heads do not.
         start_loads()
         load_angles(cos, sin, position, e, c, s)
         if normed:
             for i in range(heads_of_group):
-                squares = np.float32(0.0)
-                for j in range(i * of_head, (i + 1) * of_head):
+                squares, others = np.float32(0.0), np.float32(0.0)
+                for j in range(i * of_head, i * of_head + vector):
                     squares = cuda.fma(values[j], values[j], squares)
+                    others = cuda.fma(values[j + vector], values[j + vector], others)
+                squares += others
                 for step in range(steps):
                     squares += shuffle_xor(squares, lanes >> (step + 1))
-                scales[i] = np.float32(1.0) / math.sqrt(squares / np.float32(width) + eps)
+                scales[i] = inverse_sqrt(squares / np.float32(width) + eps)
             # A loop of its own: NVVM unrolls short ones only, and values have to lie in registers.
             for i in range(heads_of_group):
-                head = first_head + i * groups
+                head = first_head + i32(i * groups)
                 if head < rotated:
                     if head < heads:
                         load_head(q_weight, 0, e, weights, 0)
@@ -109,13 +128,13 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached):
                     for j in range(of_head):
                         values[i * of_head + j] = values[i * of_head + j] * scales[i] * weights[j]
                     if not cached and e == 0:
-                        rstd[row, head] = scales[i]
+                        rstd[np.uint64(row), np.uint64(head)] = scales[i]
         for i in range(heads_of_group):
-            head = first_head + i * groups
+            head = first_head + i32(i * groups)
             if head < rotated:
                 rotate(values, i * of_head, vector, c, s)
             if head < heads:
-                store_head(q, row * heads + head, e, values, i * of_head)
+                store_head(q, i32(row * i32(heads) + head), e, values, i * of_head)
             elif place >= 0 and head < rotated:
                 store_head(k, place * kv_heads + head - heads, e, values, i * of_head)
             elif place >= 0 and head < all_heads:
@@ -331,14 +350,17 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
         return
     norm = (q_weight, k_weight) if normed else ()
     shape = head_shape(cos, sin, qkv, q, k, v, *norm)
-    _, warps_of_token = shape.share(heads + 2 * kv_heads)
-    blocks, warps = block_of(rows * warps_of_token)
+    # Few tokens are spread over more warps.
+    most_heads = 1 if rows * shape.share(heads + 2 * kv_heads, 1)[1] <= FEW_SPLIT_WARPS else SPLIT_HEADS
+    _, warps_of_token = shape.share(heads + 2 * kv_heads, most_heads)
+    blocks = -(-rows * warps_of_token // SPLIT_WARPS)
     # What a version does not use is some array of the right type.
     norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
     arguments = (qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd)
-    launch(qkv_split_kernel(shape, heads, kv_heads, normed, cached), blocks, (32, warps), *arguments)
+    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
+    launch(kernel, blocks, (32, SPLIT_WARPS), *arguments)
 
 
 def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):

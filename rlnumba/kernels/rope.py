@@ -100,9 +100,9 @@ class HeadShape(NamedTuple):
         """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
         return most if self.access == self.vector and not self.bounded else 1
 
-    def share(self, heads):
-        """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most MAX_HEADS."""
-        warps = -(-heads // (self.groups * MAX_HEADS))
+    def share(self, heads, most=MAX_HEADS):
+        """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most `most`."""
+        warps = -(-heads // (self.groups * most))
         return -(-heads // (self.groups * warps)), warps
 
 

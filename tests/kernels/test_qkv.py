@@ -163,6 +163,7 @@ def test_simulator_with_several_tokens_a_warp(rng, monkeypatch):
 @pytest.mark.parametrize("normed", [True, False])
 def test_simulator_with_several_warps_a_block(rng, monkeypatch, normed):
     monkeypatch.setattr(rope, "FEW_WARPS", 0)
+    monkeypatch.setattr(qkv, "FEW_SPLIT_WARPS", 0)
     run_all(rng, (3, 3, 1, 48), "float32", normed)
 
 
@@ -220,8 +221,9 @@ def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, wid
         for normed, cached in ((False, False), (True, False), (True, True)):
             weight = halves if normed else table
             types = [halves, weight, weight, "float32", table, table, ids, ids, halves, halves, halves, table]
-            kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached)
-            troubles += compile_offline(kernel, types, architecture)
+            for most_heads in (1, qkv.SPLIT_HEADS):
+                kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
+                troubles += compile_offline(kernel, types, architecture)
         kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
         troubles += compile_offline(kernel, [halves] * 3 + [table, table, ids, halves], architecture)
         kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads)

@@ -27,6 +27,7 @@ holds is read more often.
 """
 
 import math
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -35,21 +36,24 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import cpu
 from rlnumba.kernels.check import F32, I32, check
+from rlnumba.kernels.gemm_hopper import processors
+from rlnumba.kernels.hopper import Address, shared_address
 from rlnumba.kernels.instructions import (
     access_length,
     ballot,
-    block_max,
     block_sum,
     device_function,
     exp2,
     float_as_int,
     int_as_float,
+    let_next_kernel_start,
     shuffle,
+    shuffle_down,
     shuffle_up,
-    shuffle_xor,
+    start_loads,
     sync_warp,
     vector_access,
-    warp_max,
+    wait_for_kernels_before,
     warp_sum,
 )
 from rlnumba.kernels.launch import kernel_factory, launch
@@ -59,7 +63,6 @@ from rlnumba.kernels.row_sum import (
     GROUPS,
     LOG2_E,
     NONE,
-    ROW_THREADS,
     TILE_COLUMNS,
     fold_sixteen,
     join,
@@ -68,29 +71,55 @@ from rlnumba.kernels.row_sum import (
     lowest_of_best,
     row_results,
 )
+from rlnumba.kernels.tensor_core import address_of, copies_end, copies_wait, copy_chunk
 
 i32 = np.int32
 u32 = np.uint32
 
 U32 = (np.dtype(np.uint32),)
-WARPS = ROW_THREADS // 32
 PENALTY_THREADS = 128
+# Tokens that are drawn from together once it is known which of a row's segments the token comes from, and the last
+# words of the counters of segments' and of tokens' noise.
+SEGMENT = TILE_COLUMNS
+OF_TOKENS, OF_SEGMENTS = u32(0), u32(1)
 LOWEST = np.float32(np.finfo(np.float32).min)
-# Above every id, and exact as a float32; and above every number in the order of sortable().
+# Above every id, and exact as a float32.
 NOWHERE = i32(1 << 24)
-LAST_KEY = i32(0x7FFFFFFF)
-# The first pass of filtered_kernel: each thread has BINS float32 of its own in shared memory, 64 KiB in all. Half
-# as many tokens fit there as a list of (logit, id).
-BINS = 32
-LIST = BINS * ROW_THREADS // 2
-# Loads under way in each thread.
+# A warp reads a part of two tiles at a time, a quad of its threads 64 columns.
+PART_COLUMNS = 2 * TILE_COLUMNS
+QUAD_COLUMNS = 64
+# Lanes' sums of a part in shared memory, and what keeps the banks of four parts apart.
+PADDED_LANES = 36
+# Tokens of a row with filters that its list has room for, and how many are meant to be there.
+LIST = 8192
+LISTED = 4096
+# Maxima of sixteen logits each, from which a row's bound is guessed.
+MAXIMA = 128
+# Bins of a search in a list, and in a row.
+BINS_BITS, ROW_BINS_BITS = 8, 5
+BINS, ROW_BINS = 1 << BINS_BITS, 1 << ROW_BINS_BITS
+# Threads that finish a row: one for each token of a segment.
+FINISH_THREADS = SEGMENT
+WEIGHT_UNITS = np.float32(2.0**34)
+# Floats of shared memory for the list, or for the bins of a search in a row.
+ROOM = max(LIST, ROW_BINS * FINISH_THREADS)
+# Loads under way in each thread where a row is read again.
 BATCH = 16
-# Numbers at which one pass over a row cuts the interval of a threshold that keeps many tokens.
-CUTS = 7
-# On the CPU: tokens whose noise is made at a time; buckets of a threshold search, and how many a unit of s has.
-BLOCK = 256
+# A part in shared memory; the columns of a quad are followed by 32 bytes that keep banks apart.
+STAGED_QUAD_BYTES = 4 * QUAD_COLUMNS + 32
+STAGED_BYTES = 8 * STAGED_QUAD_BYTES
+# On the CPU: buckets of a threshold search, and how many a unit of s has.
 BUCKETS, BUCKETS_PER_UNIT = 1024, np.float32(16.0)
 _LOG_2 = np.float32(math.log(2.0))
+
+
+class Form(NamedTuple):
+    """How sample_kernel works. threads: of a block; resident: blocks of an SM; staged: parts of a warp that are
+    on their way through shared memory, 0 for registers."""
+
+    threads: int = 128
+    resident: int = 8
+    staged: int = 0
 
 
 @device_function
@@ -107,469 +136,603 @@ def from_sortable(key):
 
 
 @device_function
-def finish(scaled, column, place, completion, key0, key1):
-    """s + g of a token: where it ends in the race."""
-    w0, w1, w2, w3 = philox(u32(column >> 2), place, completion, u32(0), key0, key1)
-    low, high = (w1, w3) if column & 1 else (w0, w2)
-    word = high if column & 2 else low
-    return scaled - np.float32(math.log(-np.float32(math.log1p(-uniform(word)))))
+def distance(low, key):
+    """How far a key lies above another as uint32; huge if it lies below."""
+    return u32(np.int64(key) - np.int64(low))
+
+
+@device_function
+def gumbel(word):
+    """The noise g of a random word."""
+    return -np.float32(math.log(-np.float32(math.log1p(-uniform(word)))))
+
+
+@device_function
+def word_of(i, kind, noise):
+    """The random word of token or segment i. kind: the counter's last word; noise: (position, completion, two keys)."""
+    w0, w1, w2, w3 = philox(u32(i >> 2), noise[0], noise[1], kind, noise[2], noise[3])
+    low, high = (w1, w3) if i & 1 else (w0, w2)
+    return high if i & 2 else low
 
 
 @device_function
 def is_filtered(temperature, top_k, top_p, min_p, columns):
-    """Whether a row takes filtered_kernel."""
+    """Whether a row has filters."""
     on = min_p > np.float32(0.0) or 0 < top_k < columns or top_p < np.float32(1.0)
     return on and temperature != np.float32(0.0)
 
 
-@kernel_factory
-def sample_kernel(access):
-    """The kernel for logits that can be read `access` (1 or 2) at a time."""
-    load_two, _ = vector_access(2, access)
-
-    @cuda.jit(launch_bounds=(ROW_THREADS, 2))
-    def sample_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
-        """A block owns a row without filters and reads it once: log-sum-exp, noise and argmax together.
-
-        A quad owns a class of tiles, a lane sixteen logits at a time, in row_sum.py's order. Lanes 2 j and 2 j + 1
-        make the noise of one block of eight columns each, and give each other half of it. Most tokens lose the race
-        at once: -log1p(-u) >= u, so s + g can only exceed the best so far, `record`, if exp(s - record) >= u. Only
-        where that holds, with a margin for rounding, are the logarithms taken. record is the whole block's; how
-        soon a warp sees it changes which losers are looked at, not who wins.
-        """
-        scratch = cuda.shared.array(32, np.float32)
-        groups = cuda.shared.array((GROUPS, 3), np.float32)
-        record = cuda.shared.array(1, np.int32)
-        row = cuda.blockIdx.x
-        line = logits[row]
-        width = i32(logits.shape[1])
-        if is_filtered(temperature[row], top_k[row], top_p[row], min_p[row], width):
-            return
-        greedy = temperature[row] == np.float32(0.0)
-        divisor = np.float32(1.0) if greedy else temperature[row]
-        factor = LOG2_E / divisor
-        thread = i32(cuda.threadIdx.x)
-        lane = i32(thread & 31)
-        odd, upper = i32(lane & 1), i32((lane >> 1) & 1)
-        key0, key1 = keys[row, 0], keys[row, 1]
-        place, completion = u32(position[row]), u32(sample_index[row])
-        values = cuda.local.array(16, np.float32)
-        logit = cuda.local.array(1, np.float32)
-        words = cuda.local.array(4, np.uint32)
-        best, token = LOWEST, NOWHERE
-        largest, total = NONE, np.float32(0.0)
-        nothing = np.float32(0.0)
-        if not greedy:
-            # A record to begin with, of a token a thread.
-            if thread < width:
-                load_one(line, thread, logit, 0)
-                end = finish(logit[0] / divisor, thread, place, completion, key0, key1)
-                if end > best:
-                    best, token = end, thread
-            reached = block_max(best, scratch)
-            if thread == 0:
-                record[0] = sortable(reached)
-            cuda.syncthreads()
-        for base in range(i32((thread - lane) * (TILE_COLUMNS // 4)), width, i32(CLASSES * TILE_COLUMNS)):
-            tile_largest, tile_total = NONE, np.float32(0.0)
-            tile_start = i32(base + (lane >> 2) * TILE_COLUMNS)
-            for start in range(tile_start, i32(tile_start + TILE_COLUMNS), i32(64)):
-                start = i32(start)
-                # Of each pair of blocks of eight columns, this lane's own stands first: the odd one for odd lanes.
-                own = i32(start + odd * 8 + (lane & 3) * 2)
-                other = i32(start + 8 - odd * 8 + (lane & 3) * 2)
-                if i32(start + 64) <= width:
-                    for pair in range(4):
-                        load_two(line, own + 16 * pair, values, 4 * pair)
-                        load_two(line, other + 16 * pair, values, 4 * pair + 2)
-                else:
-                    for pair in range(4):
-                        for c in range(2):
-                            values[4 * pair + c] = values[4 * pair + 2 + c] = np.float32(-math.inf)
-                            if i32(own + 16 * pair + c) < width:
-                                load_one(line, own + (16 * pair + c), values, 4 * pair + c)
-                            if i32(other + 16 * pair + c) < width:
-                                load_one(line, other + (16 * pair + c), values, 4 * pair + 2 + c)
-                part_largest, part_total, _ = fold_sixteen(values, 0, 2, factor, False)
-                tile_largest, tile_total, _ = join(
-                    tile_largest, tile_total, nothing, part_largest, part_total, nothing, factor
-                )
-                if greedy:
-                    # A lane's parts ascend: the first of equals stays.
-                    if part_largest > best:
-                        best, token = part_largest, start
-                else:
-                    sync_warp()
-                    so_far = from_sortable(record[0])
-                    margin = abs(so_far) * np.float32(2.0**-20) + np.float32(1e-3)
-                    reach = exp2((so_far - margin) * LOG2_E - part_largest * factor - np.float32(32.0))
-                    # The largest noise, of u = 2^-33, does not help a logit so far below; reach is in units of 2^-32.
-                    if ballot(reach <= np.float32(2.0)) != 0:
-                        signs = i32(-1)
-                        for pair in range(4):
-                            counter = u32((start >> 2) + 4 * pair + odd * 2 + upper)
-                            w0, w1, w2, w3 = philox(counter, place, completion, u32(0), key0, key1)
-                            words[0], words[1] = (w2, w3) if odd else (w0, w1)
-                            sent0, sent1 = (w0, w1) if odd else (w2, w3)
-                            words[2], words[3] = u32(shuffle_xor(i32(sent0), 1)), u32(shuffle_xor(i32(sent1), 1))
-                            for i in range(4):
-                                values[4 * pair + i] = cuda.fma(-np.float32(words[i]), reach, values[4 * pair + i])
-                                signs &= float_as_int(values[4 * pair + i])
-                        if ballot(signs >= 0) != 0:
-                            hopeful = i32(0)
-                            for i in range(16):
-                                if float_as_int(values[i]) >= 0:
-                                    hopeful |= i32(1 << i)
-                            while hopeful != 0:
-                                i = i32(cuda.ffs(hopeful) - 1)
-                                hopeful = i32(hopeful & (hopeful - 1))
-                                # Of pair i // 4 the block that slot i belongs to, own or other.
-                                block = (i >> 2) * 2 + (odd ^ ((i >> 1) & 1))
-                                column = i32(start + block * 8 + (lane & 3) * 2 + (i & 1))
-                                if column < width:
-                                    load_one(line, column, logit, 0)
-                                    end = finish(logit[0] / temperature[row], column, place, completion, key0, key1)
-                                    if end > best or (end == best and column < token):
-                                        best, token = end, column
-                            reached = warp_max(best)
-                            if lane == 0:
-                                cuda.atomic.max(record, 0, sortable(reached))
-            tile_largest, tile_total, _ = join_lanes(tile_largest, tile_total, nothing, 1, factor)
-            tile_largest, tile_total, _ = join_lanes(tile_largest, tile_total, nothing, 2, factor)
-            largest, total, _ = join(largest, total, nothing, tile_largest, tile_total, nothing, factor)
-        largest, total, _ = join_classes(largest, total, nothing, 4, factor, groups)
-        if greedy and best == largest:
-            # token is where the part begins in which this lane met it.
-            start, token = i32(token + (lane & 3) * 2), NOWHERE
-            for i in range(15, -1, -1):
-                column = i32(start + i // 2 * 8 + i % 2)
-                if column < width and line[column] == largest:
-                    token = column
-        _, token = lowest_of_best(best, token, scratch)
-        if cuda.threadIdx.x == 0:
-            # Nothing has won if no logit is a number.
-            token = min(token, i32(width - 1))
-            divisor = np.float32(1.0) if greedy else temperature[row]
-            lse, _ = row_results(largest, total, nothing, divisor)
-            token_ids[row] = token
-            logprobs[row] = line[token] / divisor - lse
-
-    return sample_kernel
+load_one, _ = vector_access(1, 1)
+load_pair, _ = vector_access(2, 2)
 
 
 @device_function
-def first_interval(line, temperature, scratch):
-    """(low, scale) of a histogram: bin 0 lies below low + 1 / scale, all but the last below a sample's largest.
+def load_guarded(line, first, values):
+    """A lane's sixteen logits one by one, -inf for those outside the row."""
+    for b in range(8):
+        for c in range(2):
+            values[2 * b + c] = np.float32(-math.inf)
+            if i32(first + 8 * b + c) < i32(line.shape[0]):
+                load_one(line, first + (8 * b + c), values, 2 * b + c)
 
-    The sample is eight neighbouring logits a thread. low is the least of the threads' largest, so that some masked
-    logits (-inf) do not matter, but at most 40 units of s below the largest.
+
+@device_function
+def likely_bound(line, rank, maxima, scratch):
+    """A logit that about LISTED tokens of the row reach, in every thread: the guess from a sample.
+
+    MAXIMA threads take the largest of 16 logits each, two runs of neighbours; the bound is the one of this rank
+    among these. LOWEST if the list holds the whole row. maxima: shared float32 (MAXIMA,).
     """
-    columns = i32(line.shape[0])
-    start = i32(np.int64(columns) * cuda.threadIdx.x // ROW_THREADS)
+    width = i32(line.shape[0])
+    if width <= LIST:
+        return LOWEST
+    thread = i32(cuda.threadIdx.x)
     largest = NONE
-    for i in range(8):
-        largest = max(largest, line[min(i32(start + i), i32(columns - 1))])
-    high = block_max(largest, scratch)
-    low = -block_max(-largest, scratch)
-    low = min(max(low, high - np.float32(40.0) * temperature), high - np.float32(1e-6) * max(abs(high), temperature))
-    return low, np.float32(BINS - 2) / (high - low)
+    if thread < MAXIMA:
+        for run in range(2):
+            start = i32(np.int64(width) * (thread + run * MAXIMA) // (2 * MAXIMA))
+            for i in range(8):
+                largest = max(largest, line[min(i32(start + i), i32(width - 1))])
+        maxima[thread] = largest
+    cuda.syncthreads()
+    if thread < MAXIMA:
+        above, equal = i32(0), i32(0)
+        for other in range(MAXIMA):
+            above = i32(above + (maxima[other] > largest))
+            equal = i32(equal + (maxima[other] == largest))
+        if above <= rank < above + equal:
+            scratch[0] = max(largest, LOWEST)
+    cuda.syncthreads()
+    bound = scratch[0]
+    cuda.syncthreads()
+    return bound
 
 
-load_one, _ = vector_access(1, 1)
+@device_function
+def weight_of(logit, largest, factor):
+    """2^((z - largest) factor) in units of 2^-34, (high, low) of 17 bits each: their sums have no order."""
+    scaled = exp2((logit - largest) * factor) * np.float32(2.0**17)
+    high = i32(scaled)
+    return high, i32((scaled - np.float32(high)) * np.float32(2.0**17))
+
+
+@device_function
+def whole_weight(high, low):
+    """The int64 of a weight, or of a sum of weights, from its halves."""
+    return (np.int64(high) << 17) + np.int64(low)
+
+
+@device_function
+def block_total(value, partials):
+    """The sum of an int64 over the block, in every thread. partials: shared int64 (32,)."""
+    total = warp_sum(value)
+    if cuda.threadIdx.x % 32 == 0:
+        partials[cuda.threadIdx.x // 32] = total
+    cuda.syncthreads()
+    total = np.int64(0)
+    for warp in range(cuda.blockDim.x // 32):
+        total += partials[warp]
+    cuda.syncthreads()
+    return total
+
+
+@device_function
+def list_weight(listed, count, threshold, largest, factor, by_mass, partials):
+    """The weight of a list's entries >= threshold, int64, in every thread: units of 2^-34 if by_mass, else entries."""
+    total = np.int64(0)
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        logit = listed[i]
+        if logit >= threshold:
+            if by_mass:
+                high, low = weight_of(logit, largest, factor)
+                total += whole_weight(high, low)
+            else:
+                total += np.int64(1)
+    return block_total(total, partials)
+
+
+@device_function
+def list_threshold(listed, count, floor, largest, factor, by_mass, target, bins, partials):
+    """The largest z of a list of which the tail {z' >= z} weighs at least target > 0, int64, in every thread.
+
+    All entries >= floor weigh at least that; weights as in list_weight. An interval of float32, in their order as
+    integers, is cut in BINS; integers are added, so the order in which the entries came does not matter.
+    bins: shared int32 (2, BINS).
+    """
+    thread, lane = i32(cuda.threadIdx.x), i32(cuda.threadIdx.x & 31)
+    low = sortable(floor)
+    span = distance(low, sortable(largest))
+    above = np.int64(0)
+    shift = i32(0)
+    while span >> u32(shift) >= u32(BINS):
+        shift += i32(1)
+    while True:
+        for i in range(thread, BINS, cuda.blockDim.x):
+            bins[0, i] = bins[1, i] = i32(0)
+        cuda.syncthreads()
+        for i in range(thread, count, cuda.blockDim.x):
+            logit = listed[i]
+            far = distance(low, sortable(logit))
+            if far <= span:
+                at = i32(far >> u32(shift))
+                if by_mass:
+                    halves = weight_of(logit, largest, factor)
+                    if halves[0] != 0:
+                        cuda.atomic.add(bins, (0, at), halves[0])
+                    if halves[1] != 0:
+                        cuda.atomic.add(bins, (1, at), halves[1])
+                else:
+                    cuda.atomic.add(bins, (1, at), i32(1))
+        cuda.syncthreads()
+        if thread < 32:
+            # A lane has BINS / 32 bins, the highest lane the highest.
+            own = np.int64(0)
+            for i in range(BINS // 32):
+                at = lane * (BINS // 32) + i
+                own += whole_weight(bins[0, at], bins[1, at])
+            tail = own
+            for doubling in range(5):
+                higher = shuffle_down(tail, 1 << doubling)
+                if lane + (1 << doubling) < 32:
+                    tail += higher
+            before = above + tail - own
+            if before < target and target <= above + tail:
+                i = BINS // 32 - 1
+                while True:
+                    at = lane * (BINS // 32) + i
+                    weight = whole_weight(bins[0, at], bins[1, at])
+                    if i == 0 or before + weight >= target:
+                        break
+                    before += weight
+                    i -= 1
+                partials[0], partials[1] = before, np.int64(at)
+        cuda.syncthreads()
+        above = partials[0]
+        low = i32(low + (partials[1] << shift))
+        span = (u32(1) << u32(shift)) - u32(1)
+        cuda.syncthreads()
+        if shift == 0:
+            break
+        shift = max(i32(shift - BINS_BITS), i32(0))
+    return from_sortable(low)
 
 
 @device_function
 def load_batch(line, base, values):
-    """BATCH logits a thread, ROW_THREADS apart from base + thread on; -inf for those outside the row."""
-    columns = i32(line.shape[0])
+    """BATCH logits a thread, a block's threads apart from base + thread on; -inf for those outside the row."""
+    columns, threads = i32(line.shape[0]), i32(cuda.blockDim.x)
     first = i32(base + cuda.threadIdx.x)
-    if base + ROW_THREADS * BATCH <= columns:
+    if i32(base + threads * BATCH) <= columns:
         for i in range(BATCH):
-            load_one(line, np.int64(first) + i * ROW_THREADS, values, i)
+            load_one(line, np.int64(first) + i * threads, values, i)
     else:
         for i in range(BATCH):
             values[i] = np.float32(-math.inf)
-            if i32(first + i * ROW_THREADS) < columns:
-                load_one(line, np.int64(first) + i * ROW_THREADS, values, i)
+            if i32(first + i * threads) < columns:
+                load_one(line, np.int64(first) + i * threads, values, i)
 
 
 @device_function
-def kept_mass(line, threshold, largest, factor, scratch):
-    """The sum of 2^((z - largest) factor) over z >= threshold, in every thread."""
+def row_weight(line, threshold, largest, factor, values, scratch):
+    """The sum of 2^((z - largest) factor) over a row's z >= threshold, in every thread. values: local, for BATCH."""
     total = np.float32(0.0)
-    for column in range(cuda.threadIdx.x, line.shape[0], ROW_THREADS):
-        if line[column] >= threshold:
-            total += exp2((line[column] - largest) * factor)
+    for base in range(0, line.shape[0], BATCH * cuda.blockDim.x):
+        load_batch(line, i32(base), values)
+        for i in range(BATCH):
+            if values[i] >= threshold:
+                total += exp2((values[i] - largest) * factor)
     return block_sum(total, scratch)
 
 
 @device_function
-def tail_threshold(line, floor, largest, factor, by_mass, target, partials):
-    """The largest z >= floor of which the tail {z' >= z} weighs at least target; floor if there is none.
+def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, tails):
+    """The largest z >= floor of a row of which the tail {z' >= z} weighs at least target; floor if there is none.
 
-    A token weighs 2^((z - largest) factor) if by_mass, else 1. The weight of a tail falls as z rises, so an
-    interval of float32, in their order as integers, is narrowed to one number; each of up to 11 passes over the
-    row weighs the tails of CUTS numbers in it. partials: shared float32 (CUTS, WARPS).
+    A token weighs 2^((z - largest) factor) if by_mass, else 1. An interval of float32, in their order as integers, is
+    cut in ROW_BINS again and again, at most seven times, with a pass over the row each. Every thread adds to bins of
+    its own, so the sums have one order. bins: shared float32, ROW_BINS a thread; tails: shared float32 (ROW_BINS,).
     """
-    bounds = cuda.local.array(CUTS, np.float32)
-    sums = cuda.local.array(CUTS, np.float32)
-    warp = cuda.threadIdx.x // 32
-    low = np.int64(sortable(floor))
-    high = np.int64(sortable(largest))
-    while low < high:
-        step = (high - low + CUTS + 1) // (CUTS + 1)
-        for i in range(CUTS):
-            key = min(low + (i + 1) * step, np.int64(LAST_KEY))
-            bounds[i] = from_sortable(i32(key))
-            sums[i] = np.float32(0.0)
-        for column in range(cuda.threadIdx.x, line.shape[0], ROW_THREADS):
-            logit = line[column]
-            weight = np.float32(1.0)
-            if by_mass:
-                weight = exp2((logit - largest) * factor)
-            for i in range(CUTS):
-                if logit >= bounds[i]:
-                    sums[i] += weight
-        for i in range(CUTS):
-            total = warp_sum(sums[i])
-            if cuda.threadIdx.x % 32 == 0:
-                partials[i, warp] = total
+    thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
+    low = sortable(floor)
+    span = distance(low, sortable(largest))
+    above = np.float32(0.0)
+    shift = i32(0)
+    while span >> u32(shift) >= u32(ROW_BINS):
+        shift += i32(1)
+    while True:
+        for i in range(ROW_BINS):
+            bins[i * threads + thread] = np.float32(0.0)
+        for base in range(0, line.shape[0], BATCH * threads):
+            load_batch(line, i32(base), values)
+            for i in range(BATCH):
+                far = distance(low, sortable(values[i]))
+                if far <= span:
+                    weight = np.float32(1.0)
+                    if by_mass:
+                        weight = exp2((values[i] - largest) * factor)
+                    bins[i32(i32(far >> u32(shift)) * threads + thread)] += weight
         cuda.syncthreads()
-        reached = np.int64(0)
-        for i in range(CUTS):
-            total = partials[i, 0]
-            for other in range(1, WARPS):
-                total += partials[i, other]
-            if total >= target:
-                reached += np.int64(1)
-        # The next pass may write partials while a slow thread still reads them.
+        for i in range(thread // 32, ROW_BINS, threads // 32):
+            total = np.float32(0.0)
+            for other in range(thread % 32, threads, 32):
+                total += bins[i * threads + other]
+            total = warp_sum(total)
+            if thread % 32 == 0:
+                tails[i] = total
         cuda.syncthreads()
-        low += reached * step
-        high = min(high, low + step - np.int64(1))
-    return from_sortable(i32(low))
+        chosen = i32(ROW_BINS - 1)
+        while chosen > 0 and above + tails[chosen] < target:
+            above += tails[chosen]
+            chosen -= i32(1)
+        low = i32(low + (np.int64(chosen) << shift))
+        span = (u32(1) << u32(shift)) - u32(1)
+        # The next pass writes tails.
+        cuda.syncthreads()
+        if shift == 0:
+            break
+        shift = max(i32(shift - ROW_BINS_BITS), i32(0))
+    return from_sortable(low)
 
 
 @device_function
-def sort_list(logits, ids, offset, count):
-    """Sort `count` entries, descending by logit, then ascending by id: a bitonic sort by the whole block.
+def head_start(key):
+    """From the best end so far, as a key: b, such that a token of logit z and word w can only win if
+    w <= 2^(z factor + b).
 
-    An entry is (logits[i], ids[offset + i]), in shared memory; those up to the next power of two are filled up.
+    It ends at s + g <= s - log u = s - log w + 32 log 2. A margin covers the rounding.
     """
-    size = i32(2)
-    while size < count:
-        size *= i32(2)
-    for i in range(count + i32(cuda.threadIdx.x), size, ROW_THREADS):
-        logits[i], ids[offset + i] = np.float32(-math.inf), NOWHERE
-    run = i32(2)
-    while run <= size:
-        distance = run >> 1
-        while distance > 0:
-            cuda.syncthreads()
-            for i in range(cuda.threadIdx.x, size >> 1, ROW_THREADS):
-                a = ((i & ~(distance - 1)) << 1) | (i & (distance - 1))
-                b = a + distance
-                falls = logits[a] > logits[b] or (logits[a] == logits[b] and ids[offset + a] < ids[offset + b])
-                if falls != ((a & run) == 0):
-                    logits[a], logits[b] = logits[b], logits[a]
-                    ids[offset + a], ids[offset + b] = ids[offset + b], ids[offset + a]
-            distance >>= 1
-        run *= i32(2)
-    cuda.syncthreads()
+    so_far = from_sortable(key)
+    margin = abs(so_far) * np.float32(2.0**-20) + np.float32(1e-3)
+    return np.float32(32.0) - (so_far - margin) * LOG2_E
 
 
 @device_function
-def entries_from(logits, count, lowest, found, slot):
-    """How many of `count` descending logits are >= lowest, at least one, in every thread.
+def race_of_segments(line, sums, tiles, greedy, divisor, noise, values, scratch):
+    """(end, token) of a thread's token in the segment that wins the race of segments, a thread a segment.
 
-    found: shared int32, of which found[slot] is for this call alone.
+    greedy: without noise, and then the winner is the first segment that has the row's largest logit.
     """
-    for i in range(cuda.threadIdx.x, count, ROW_THREADS):
-        if logits[i] >= lowest and (i + 1 == count or logits[i + 1] < lowest):
-            found[slot] = i32(i + 1)
-    cuda.syncthreads()
-    return found[slot]
+    thread = i32(cuda.threadIdx.x)
+    best, segment = LOWEST, i32(tiles - 1)
+    for tile in range(thread, tiles, FINISH_THREADS):
+        load_pair(sums, 2 * np.int64(tile), values, 0)
+        end = values[0]
+        if not greedy and values[1] > np.float32(0.0):
+            word = word_of(i32(tile), OF_SEGMENTS, noise)
+            end = values[0] / divisor + (np.float32(math.log(values[1])) + gumbel(word))
+        # A thread's segments ascend: the first of equals stays.
+        if end > best:
+            best, segment = end, i32(tile)
+    _, segment = lowest_of_best(best, segment, scratch)
+    best, token = LOWEST, NOWHERE
+    column = i32(segment * SEGMENT + thread)
+    if column < i32(line.shape[0]):
+        end = line[column]
+        if not greedy:
+            end = end / divisor + gumbel(word_of(column, OF_TOKENS, noise))
+        if end > best:
+            best, token = end, column
+    return best, token
 
 
 @device_function
-def list_mass(logits, count, largest, factor, scratch):
-    """The sum of 2^((z - largest) factor) over a list, in every thread."""
-    total = np.float32(0.0)
-    for i in range(cuda.threadIdx.x, count, ROW_THREADS):
-        total += exp2((logits[i] - largest) * factor)
-    return block_sum(total, scratch)
+def race_of_list(listed, listed_ids, count, threshold, divisor, factor, noise, record):
+    """(end, token) of a thread's best among a list's entries >= threshold. record: as in sample_kernel."""
+    best, token = LOWEST, NOWHERE
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        logit, column = listed[i], listed_ids[i]
+        if logit >= threshold:
+            word = word_of(column, OF_TOKENS, noise)
+            if np.float32(word) <= exp2(cuda.fma(logit, factor, head_start(record[0]))):
+                end = logit / divisor + gumbel(word)
+                if end > best or (end == best and column < token):
+                    best, token = end, column
+                    cuda.atomic.max(record, 0, sortable(best))
+    return best, token
 
 
 @device_function
-def first_to_reach(logits, count, largest, factor, target, scratch, found, slot):
-    """The first entry up to which a list's weights add up to target, else the last; in every thread.
-
-    found, slot as in entries_from. Sums: over lanes by doubling distance, over warps in their order, over rounds of
-    ROW_THREADS entries in theirs.
-    """
-    lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
-    if cuda.threadIdx.x == 0:
-        found[slot] = count - i32(1)
-    before = np.float32(0.0)
-    for base in range(0, count, ROW_THREADS):
-        i = i32(base + cuda.threadIdx.x)
-        weight = np.float32(0.0)
-        if i < count:
-            weight = exp2((logits[i] - largest) * factor)
-        for doubling in range(5):
-            lower = shuffle_up(weight, 1 << doubling)
-            if lane >= 1 << doubling:
-                weight += lower
-        if lane == 31:
-            scratch[warp] = weight
-        cuda.syncthreads()
-        below = before
-        for other in range(WARPS):
-            if other == warp:
-                below = before
-            before += scratch[other]
-        if i < count and below + weight >= target:
-            cuda.atomic.min(found, slot, i)
-        cuda.syncthreads()
-    return found[slot]
+def race_of_row(line, threshold, divisor, factor, noise, record):
+    """race_of_list of a row's tokens."""
+    width, threads = i32(line.shape[0]), i32(cuda.blockDim.x)
+    words = cuda.local.array(4, np.uint32)
+    best, token = LOWEST, NOWHERE
+    for first in range(i32(4 * cuda.threadIdx.x), width, i32(4 * threads)):
+        first = i32(first)
+        block = u32(first >> 2)
+        words[0], words[1], words[2], words[3] = philox(block, noise[0], noise[1], OF_TOKENS, noise[2], noise[3])
+        reach = head_start(record[0])
+        for i in range(4):
+            column = i32(first + i)
+            if column < width and line[column] >= threshold:
+                if np.float32(words[i]) <= exp2(cuda.fma(line[column], factor, reach)):
+                    end = line[column] / divisor + gumbel(words[i])
+                    # A thread's columns ascend: the first of equals stays.
+                    if end > best:
+                        best, token = end, column
+                        cuda.atomic.max(record, 0, sortable(best))
+    return best, token
 
 
-@cuda.jit(launch_bounds=(ROW_THREADS, 2))
-def filtered_kernel(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
-    """A block owns a row with filters and reads it twice, or more often if it keeps more than LIST tokens.
+@device_function
+def join_tiles(sums, tiles, step, factor, values, groups):
+    """(largest, total) of a row from those of its tiles, by the whole block, `step` threads a class."""
+    largest, total, nothing = NONE, np.float32(0.0), np.float32(0.0)
+    first = i32(cuda.threadIdx.x // step)
+    for base in range(first, tiles, 8 * CLASSES):
+        # Eight at a time are on their way; tiles beyond the row add nothing.
+        for i in range(8):
+            values[2 * i], values[2 * i + 1] = NONE, nothing
+            tile = i32(base + i * CLASSES)
+            if tile < tiles:
+                load_pair(sums, 2 * np.int64(tile), values, 2 * i)
+        for i in range(8):
+            if i32(base + i * CLASSES) < tiles:
+                largest, total, _ = join(largest, total, nothing, values[2 * i], values[2 * i + 1], nothing, factor)
+    largest, total, _ = join_classes(largest, total, nothing, step, factor, groups)
+    return largest, total
 
-    First pass: the largest logit, and a histogram over BINS intervals of the logit: of how many, if there is a
-    top-k or min-p, else of their mass. Every thread adds to bins of its own, so sums have a fixed order. Second
-    pass: all tokens of the lowest bin that can hold the threshold, and of those above, go to a list. The order in
-    which they arrive depends on timing; sorting makes it one.
 
-    Shared memory: (BINS, ROW_THREADS) float32, later the list: LIST logits, LIST ids.
-    """
+@kernel_factory
+def sample_kernel(access, form):
+    """The kernel for logits that can be read `access` (1, 2 or, if form.staged, 4) at a time."""
+    load_two, _ = vector_access(2, min(access, 2))
+    threads, staged, stages = form.threads, form.staged > 0, form.staged
+    warps = threads // 32
+    room = warps * 4 * PADDED_LANES
+    all_but_latest = copies_wait(max(stages - 1, 0))
+
+    @device_function
+    def load_part(flat, where, line, at, lane_column, values):
+        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[where] is the first."""
+        if i32((at | (PART_COLUMNS - 1)) + 1) <= i32(line.shape[0]):
+            for b in range(8):
+                load_two(flat, where + 8 * b, values, 2 * b)
+        else:
+            load_guarded(line, i32(at + lane_column), values)
+
+    @device_function
+    def copy_part(line_address, width, at, place, lane):
+        """Begin to copy a part to shared memory."""
+        for i in range(4):
+            chunk = i32(lane + 32 * i)
+            column = i32(at + chunk * 4)
+            inside = column < width
+            source = line_address + 4 * np.int64(column if inside else i32(0))
+            to = Address(place + (chunk >> 4) * STAGED_QUAD_BYTES + (chunk & 15) * 16)
+            copy_chunk(to, source, i32(16 if inside else 0))
+        copies_end()
+
+    @device_function
+    def read_part(staging, first, at, lane_column, width, values):
+        """load_part, of what was copied; first: where this lane's columns begin."""
+        for b in range(8):
+            load_pair(staging, first + 8 * b, values, 2 * b)
+        if i32((at | (PART_COLUMNS - 1)) + 1) > width:
+            for b in range(8):
+                for c in range(2):
+                    if i32(at + lane_column + 8 * b + c) >= width:
+                        values[2 * b + c] = np.float32(-math.inf)
+
+    @cuda.jit(launch_bounds=(threads, form.resident))
+    def sample_kernel(
+        logits, flat, temperature, top_k, top_p, min_p, blocks, rank, sums, bounds, entries, listed, listed_ids
+    ):
+        """`blocks` blocks share a row and read it once: the sums of its tiles, and the list of a row with filters."""
+        let_next_kernel_start()
+        wait_for_kernels_before()
+        scratch = cuda.shared.array(32, np.float32)
+        maxima = cuda.shared.array(MAXIMA, np.float32)
+        largests = cuda.shared.array(room, np.float32)
+        totals = cuda.shared.array(room, np.float32)
+        staging = cuda.shared.array(0, np.float32)
+        row = i32(cuda.blockIdx.x // blocks)
+        part = i32(cuda.blockIdx.x - row * blocks)
+        line = logits[row]
+        width = i32(logits.shape[1])
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = i32(thread & 31), i32(thread >> 5)
+        values = cuda.local.array(16, np.float32)
+        at = i32((part * warps + warp) * PART_COLUMNS)
+        stride = i32(blocks * (warps * PART_COLUMNS))
+        lane_column = i32((lane >> 2) * QUAD_COLUMNS + (lane & 3) * 2)
+        where = np.int64(row) * width + (at + lane_column)
+        if staged:
+            place = Address(shared_address(staging) + warp * (stages * STAGED_BYTES))
+            line_address = address_of(logits) + 4 * np.int64(width) * np.int64(row)
+            ahead, slot = at, i32(0)
+            for i in range(stages):
+                copy_part(line_address, width, ahead, Address(place + i * STAGED_BYTES), lane)
+                ahead = i32(ahead + stride)
+        else:
+            load_part(flat, where, line, at, lane_column, values)
+            start_loads()
+        greedy = temperature[row] == np.float32(0.0)
+        filtered = is_filtered(temperature[row], top_k[row], top_p[row], min_p[row], width)
+        factor = LOG2_E / (np.float32(1.0) if greedy else temperature[row])
+        nothing = np.float32(0.0)
+        tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
+        bound = LOWEST
+        if filtered:
+            bound = likely_bound(line, rank, maxima, scratch)
+            if part == 0 and thread == 0:
+                bounds[row] = bound
+        mine = i32(warp * (4 * PADDED_LANES))
+        taken = i32(0)
+        while at < width:
+            if staged:
+                all_but_latest()
+                sync_warp()
+                first = (warp * stages + slot) * (STAGED_BYTES // 4) + (lane >> 2) * (STAGED_QUAD_BYTES // 4)
+                read_part(staging, i32(first + (lane & 3) * 2), at, lane_column, width, values)
+                sync_warp()
+                copy_part(line_address, width, ahead, Address(place + slot * STAGED_BYTES), lane)
+                ahead = i32(ahead + stride)
+                slot = i32(slot + 1 if slot < stages - 1 else 0)
+            hopeful = i32(0)
+            if filtered:
+                for i in range(16):
+                    if values[i] >= bound:
+                        hopeful = i32(hopeful | (1 << i))
+            part_largest, part_total, _ = fold_sixteen(values, 0, 2, factor, False)
+            largests[mine + taken * PADDED_LANES + lane] = part_largest
+            totals[mine + taken * PADDED_LANES + lane] = part_total
+            next_at = i32(at + stride)
+            where += stride
+            if not staged:
+                load_part(flat, where, line, next_at, lane_column, values)
+                start_loads()
+            if filtered and ballot(hopeful) != 0:
+                # Each lane's entries follow those of the lanes below it.
+                number = i32(cuda.popc(hopeful))
+                below = number
+                for doubling in range(5):
+                    lower = shuffle_up(below, 1 << doubling)
+                    if lane >= 1 << doubling:
+                        below = i32(below + lower)
+                entry = i32(0)
+                if lane == 31:
+                    entry = i32(cuda.atomic.add(entries, row, below))
+                entry = i32(shuffle(entry, 31) + below - number)
+                while hopeful != 0:
+                    i = i32(cuda.ffs(hopeful) - 1)
+                    hopeful = i32(hopeful & (hopeful - 1))
+                    column = i32(at + lane_column + (i >> 1) * 8 + (i & 1))
+                    if entry < LIST:
+                        listed[row, entry], listed_ids[row, entry] = line[column], column
+                    entry = i32(entry + 1)
+            if taken == 3 or next_at >= width:
+                # Of each of four parts, two tiles: lane (t, k, i) joins four lanes' sums of tile t of the k-th part.
+                sync_warp()
+                largest, total = NONE, nothing
+                spot = i32(mine + ((lane >> 2) & 3) * PADDED_LANES + (lane & 16) + (lane & 3))
+                for quad in range(4):
+                    other = i32(spot + 4 * quad)
+                    largest, total, _ = join(largest, total, nothing, largests[other], totals[other], nothing, factor)
+                largest, total, _ = join_lanes(largest, total, nothing, 1, factor)
+                largest, total, _ = join_lanes(largest, total, nothing, 2, factor)
+                later = i32(((lane >> 2) & 3) - taken)
+                tile = i32((at + later * stride) // TILE_COLUMNS + (lane >> 4))
+                if (lane & 3) == 0 and later <= 0 and tile < tiles:
+                    sums[row, 2 * tile], sums[row, 2 * tile + 1] = largest, total
+                sync_warp()
+                taken = i32(-1)
+            taken = i32(taken + 1)
+            at = next_at
+
+    return sample_kernel
+
+
+@cuda.jit(launch_bounds=(FINISH_THREADS, 2))
+def finish_kernel(
+    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs,
+    sums, bounds, entries, listed, listed_ids,
+):  # fmt: skip
+    """A block finishes a row: joins the sums of its tiles, applies the filters, draws."""
+    let_next_kernel_start()
+    wait_for_kernels_before()
     scratch = cuda.shared.array(32, np.float32)
-    partials = cuda.shared.array((CUTS, WARPS), np.float32)
-    tails = cuda.shared.array(BINS, np.float32)
-    found = cuda.shared.array(5, np.int32)
-    floats = cuda.shared.array(0, np.float32)
-    ids = cuda.shared.array(0, np.int32)
+    partials = cuda.shared.array(32, np.int64)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
+    record = cuda.shared.array(1, np.int32)
+    bins = cuda.shared.array((2, BINS), np.int32)
+    tails = cuda.shared.array(ROW_BINS, np.float32)
+    room = cuda.shared.array(ROOM, np.float32)
     row = cuda.blockIdx.x
     line = logits[row]
-    columns = i32(logits.shape[1])
-    divisor = temperature[row]
-    top, share, least = top_k[row], top_p[row], min_p[row]
-    if not is_filtered(divisor, top, share, least, columns):
-        return
-    thread = i32(cuda.threadIdx.x)
-    lane, warp = i32(thread & 31), i32(thread >> 5)
+    width = i32(line.shape[0])
+    tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
+    greedy = temperature[row] == np.float32(0.0)
+    divisor = np.float32(1.0) if greedy else temperature[row]
     factor = LOG2_E / divisor
-    by_count = 0 < top < columns or least > np.float32(0.0)
+    top, share, least = top_k[row], top_p[row], min_p[row]
+    filtered = is_filtered(temperature[row], top, share, least, width)
+    noise = u32(position[row]), u32(sample_index[row]), keys[row, 0], keys[row, 1]
     values = cuda.local.array(BATCH, np.float32)
-    low, scale = first_interval(line, divisor, scratch)
-    high = low + np.float32(BINS - 2) / scale
-    for bin in range(BINS):
-        floats[bin * ROW_THREADS + thread] = np.float32(0.0)
-    if thread == 0:
-        found[0] = found[1] = i32(0)
-    largest, broken = NONE, False
-    for base in range(0, columns, ROW_THREADS * BATCH):
-        load_batch(line, i32(base), values)
-        for i in range(BATCH):
-            largest = max(largest, values[i])
-            broken = broken or values[i] != values[i]
-            bin = i32(min(max((values[i] - low) * scale, np.float32(0.0)), np.float32(BINS - 1)))
-            if by_count:
-                weight = np.float32(1.0) if values[i] >= LOWEST else np.float32(0.0)
-            else:
-                # The sample may have missed the largest by far; 2^100 outweighs other bins, and sums stay finite.
-                weight = exp2(min((values[i] - high) * factor, np.float32(100.0)))
-            floats[np.uint32(bin * ROW_THREADS + thread)] += weight
-    largest = block_max(largest, scratch)
-    if broken:
-        found[1] = i32(1)
-    for bin in range(warp, BINS, WARPS):
-        total = np.float32(0.0)
-        for i in range(lane, ROW_THREADS, 32):
-            total += floats[bin * ROW_THREADS + i]
-        total = warp_sum(total)
-        if lane == 0:
-            tails[bin] = total
-    cuda.syncthreads()
-    if thread == 0:
-        for bin in range(BINS - 2, -1, -1):
-            tails[bin] += tails[bin + 1]
-    cuda.syncthreads()
-
-    floor = LOWEST
-    if least > np.float32(0.0):
-        floor = largest + divisor * np.float32(math.log(least))
-    lowest_bin = BINS - 1
-    target = share * tails[0]
-    if by_count:
-        target = np.float32(top) if 0 < top < columns else np.float32(columns)
-    while lowest_bin > 0 and tails[lowest_bin] < target:
-        lowest_bin -= 1
-    # The mass below what is listed; with a top-k or min-p that is dropped before top-p looks.
-    below = np.float32(0.0)
-    if not by_count:
-        for bin in range(lowest_bin):
-            below += tails[bin] - tails[bin + 1]
-        below *= exp2((high - largest) * factor)
-    bound = np.float32(lowest_bin) if lowest_bin > 0 else LOWEST
-    for base in range(0, columns, ROW_THREADS * BATCH):
-        load_batch(line, i32(base), values)
-        hopeful = i32(0)
-        for i in range(BATCH):
-            if (values[i] - low) * scale >= bound and values[i] >= floor:
-                hopeful |= i32(1 << i)
-        if ballot(hopeful) != 0:
-            for i in range(BATCH):
-                listed = (hopeful >> i) & 1
-                votes = i32(ballot(listed))
-                if votes != 0:
-                    place = i32(0)
-                    if lane == 0:
-                        place = i32(cuda.atomic.add(found, 0, i32(cuda.popc(votes))))
-                    place = i32(shuffle(place, 0) + cuda.popc(votes & ~(i32(-1) << lane)))
-                    if listed != 0 and place < LIST:
-                        floats[np.uint32(place)] = values[i]
-                        ids[np.uint32(LIST + place)] = i32(base + i * ROW_THREADS + thread)
-    cuda.syncthreads()
-
-    count = found[0]
-    key0, key1 = keys[row, 0], keys[row, 1]
-    place, completion = u32(position[row]), u32(sample_index[row])
+    thread = i32(cuda.threadIdx.x)
+    bound, count = bounds[row], i32(entries[row])
+    if filtered:
+        for i in range(thread, min(count, i32(LIST)), FINISH_THREADS):
+            room[i] = listed[row, i]
+        if thread == 0:
+            record[0] = sortable(NONE)
+    largest, total = join_tiles(sums[row], tiles, FINISH_THREADS // CLASSES, factor, values, groups)
+    lse, _ = row_results(largest, total, np.float32(0.0), divisor)
     best, token = LOWEST, NOWHERE
-    if count <= LIST:
-        sort_list(floats, ids, LIST, count)
-        if 0 < top < count:
-            count = entries_from(floats, count, floats[top - 1], found, 2)
-        # Without a finite logit the list is empty, its mass 0, the log-prob NaN.
-        if share < np.float32(1.0) and count > 0:
-            target = share * (below + list_mass(floats, count, largest, factor, scratch))
-            last = first_to_reach(floats, count, largest, factor, target, scratch, found, 3)
-            count = entries_from(floats, count, floats[last], found, 4)
-        mass = list_mass(floats, count, largest, factor, scratch)
-        for i in range(thread, count, ROW_THREADS):
-            end = finish(floats[i] / divisor, ids[LIST + i], place, completion, key0, key1)
-            if end > best or (end == best and ids[LIST + i] < token):
-                best, token = end, ids[LIST + i]
-    else:
-        if 0 < top < columns:
-            floor = tail_threshold(line, floor, largest, factor, False, np.float32(top), partials)
-        if share < np.float32(1.0):
-            target = share * kept_mass(line, floor, largest, factor, scratch)
-            floor = tail_threshold(line, floor, largest, factor, True, target, partials)
-        mass = kept_mass(line, floor, largest, factor, scratch)
-        for column in range(thread, columns, i32(ROW_THREADS)):
-            if line[column] >= floor:
-                end = finish(line[column] / divisor, column, place, completion, key0, key1)
-                # A thread's columns ascend: the first of equals stays.
-                if end > best:
-                    best, token = end, i32(column)
+    if not filtered:
+        best, token = race_of_segments(line, sums[row], tiles, greedy, divisor, noise, values, scratch)
+    elif total > np.float32(0.0):
+        floor = LOWEST
+        if least > np.float32(0.0):
+            floor = largest + divisor * np.float32(math.log(least))
+        limited, fits = 0 < top < width, count <= LIST
+        # Whether the list holds all tokens that are kept so far.
+        complete = floor >= bound
+        threshold = max(floor, bound)
+        if fits and limited:
+            number = np.int64(count)
+            if floor > bound:
+                number = list_weight(room, count, threshold, largest, factor, False, partials)
+            if number >= top:
+                complete = True
+                threshold = list_threshold(
+                    room, count, threshold, largest, factor, False, np.int64(top), bins, partials
+                )
+        if fits and share < np.float32(1.0) and (complete or not (limited or least > np.float32(0.0))):
+            mass = list_weight(room, count, threshold, largest, factor, True, partials)
+            # The mass of what is kept so far: of the whole row if no other filter is on.
+            whole = np.float32(mass) if complete else total * WEIGHT_UNITS
+            target = max(np.int64(share * whole), np.int64(1))
+            if complete or target <= mass:
+                complete = True
+                threshold = list_threshold(
+                    room, count, threshold, largest, factor, True, min(target, mass), bins, partials
+                )
+        if fits and complete:
+            mass = list_weight(room, count, threshold, largest, factor, True, partials)
+            total = np.float32(mass) / WEIGHT_UNITS
+            best, token = race_of_list(room, listed_ids[row], count, threshold, divisor, factor, noise, record)
+        else:
+            threshold = floor
+            if limited:
+                target = np.float32(top)
+                threshold = row_threshold(line, threshold, largest, factor, False, target, values, room, tails)
+            if share < np.float32(1.0):
+                target = share * total
+                if limited or least > np.float32(0.0):
+                    target = share * row_weight(line, threshold, largest, factor, values, scratch)
+                threshold = row_threshold(line, threshold, largest, factor, True, target, values, room, tails)
+            total = row_weight(line, threshold, largest, factor, values, scratch)
+            best, token = race_of_row(line, threshold, divisor, factor, noise, record)
+        lse = largest / divisor + np.float32(math.log(total))
     _, token = lowest_of_best(best, token, scratch)
     if thread == 0:
-        token = min(token, i32(columns - 1))
-        lse = largest / divisor + np.float32(math.log(mass))
+        # Nothing has won if no logit is a number.
+        token = min(token, i32(width - 1))
         token_ids[row] = token
-        logprobs[row] = np.float32(math.nan) if found[1] != 0 else line[token] / divisor - lse
+        logprobs[row] = line[token] / divisor - lse
+        # For the next launch.
+        entries[row] = i32(0)
 
 
 @cuda.jit
@@ -579,6 +742,8 @@ def repetition_penalty_kernel(logits, penalty, history):
     A bit a token in shared memory says whose turn has passed: the one thread that sets it applies the penalty.
     Which thread that is makes no difference.
     """
+    let_next_kernel_start()
+    wait_for_kernels_before()
     seen = cuda.shared.array(0, np.int32)
     row = cuda.blockIdx.x
     columns = logits.shape[1]
@@ -622,9 +787,60 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     if device.name() == "numpy":
         sample_rows(*arguments)
         return
-    access = min(2, access_length(columns, logits))
-    launch(sample_kernel(access), rows, ROW_THREADS, *arguments)
-    launch(filtered_kernel, rows, ROW_THREADS, *arguments, shared=4 * BINS * ROW_THREADS)
+    draw(arguments, Form())
+
+
+class Workspace:
+    """What sample_kernel leaves for finish_kernel. Grows with what is asked of it; what graphs know stays."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def arrays(self, rows, tiles):
+        """sums, bounds, entries, listed and listed_ids of at least so many rows."""
+        kept = self.kept.setdefault(tiles, [])
+        if not kept or len(kept[-1][0]) < rows:
+            xp, rows = device.xp(), 1 << (rows - 1).bit_length()
+            kept.append((
+                xp.zeros((rows, 2 * tiles), np.float32), xp.zeros(rows, np.float32), xp.zeros(rows, np.int32),
+                xp.zeros((rows, LIST), np.float32), xp.zeros((rows, LIST), np.int32),
+            ))  # fmt: skip
+        return kept[-1]
+
+
+_workspace = Workspace()
+
+
+def blocks_of_row(rows, columns, form):
+    """How many blocks share a row: as many as keep the GPU busy at one time, but no more than bring it nearer."""
+    parts, warps = -(-columns // PART_COLUMNS), form.threads // 32
+    most = max(form.resident * processors() // rows, 1)
+    rounds = -(-parts // (warps * most))
+    return -(-parts // (warps * rounds))
+
+
+def sample_rank(columns):
+    """How many of MAXIMA groups of sixteen hold one of the row's LISTED largest tokens."""
+    return min(round(MAXIMA * (1 - (1 - min(LISTED / columns, 1)) ** 16)), MAXIMA - 1)
+
+
+def draw(arguments, form, blocks=None):
+    """sample on a GPU, with a form of sample_kernel and a number of blocks that share a row."""
+    logits, *filters = arguments[:5]
+    rows, columns = logits.shape
+    if not rows:
+        return
+    blocks = int(blocks or blocks_of_row(rows, columns, form))
+    access = access_length(columns, logits)
+    if access < 4:
+        form = form._replace(staged=0)
+    workspace = _workspace.arrays(rows, -(-columns // TILE_COLUMNS))
+    launch(
+        sample_kernel(access if form.staged else min(access, 2), form), rows * blocks, form.threads,
+        logits, logits.reshape(-1), *filters, np.int32(blocks), np.int32(sample_rank(columns)), *workspace,
+        shared=form.staged * STAGED_BYTES * form.threads // 32,
+    )  # fmt: skip
+    launch(finish_kernel, rows, FINISH_THREADS, *arguments, *workspace)
 
 
 def apply_repetition_penalty(logits, penalty, history):
@@ -645,11 +861,11 @@ def apply_repetition_penalty(logits, penalty, history):
 
 
 @numba.njit(cache=True, fastmath={"contract"})
-def _noise_words(words, first, position, sample_index, key0, key1):
-    """The random words of tokens first, first + 1, ...: first a multiple of 4, words of BLOCK."""
-    for i in range(BLOCK // 4):
+def _noise_words(words, first, kind, position, sample_index, key0, key1):
+    """The random words (n,) of tokens or segments first, first + 1, ...: first and n multiples of 4."""
+    for i in range(words.shape[0] // 4):
         counter = np.uint32(first // 4 + i)
-        a, b, c, d = philox_cpu(counter, position, sample_index, np.uint32(0), key0, key1)
+        a, b, c, d = philox_cpu(counter, position, sample_index, kind, key0, key1)
         words[4 * i] = a
         words[4 * i + 1] = b
         words[4 * i + 2] = c
@@ -668,18 +884,26 @@ def _noise_ceiling(word):
 
 
 @numba.njit(cache=True, fastmath={"contract"})
-def _race(row, temperature, threshold, key0, key1, sample_index, position):
-    """argmax of s + g over s >= threshold. Most tokens lose by _noise_ceiling, so few logarithms are taken."""
-    words = np.empty(BLOCK, np.uint32)
+def _gumbel_cpu(word):
+    return -np.float32(math.log(-np.float32(math.log1p(-uniform_cpu(word)))))
+
+
+@numba.njit(cache=True, fastmath={"contract"})
+def _race(row, temperature, threshold, begin, key0, key1, sample_index, position):
+    """argmax of s + g over s >= threshold. Most tokens lose by _noise_ceiling, so few logarithms are taken.
+
+    row[0] is token `begin`, a multiple of 4.
+    """
+    words = np.empty(SEGMENT, np.uint32)
     best, token = np.float32(-np.inf), 0
-    for first in range(0, row.shape[0], BLOCK):
-        part = row[first : first + BLOCK]
+    for first in range(0, row.shape[0], SEGMENT):
+        part = row[first : first + SEGMENT]
         kept = 0
         for i in range(part.shape[0]):
             kept += part[i] / temperature >= threshold
         if kept == 0:
             continue
-        _noise_words(words, first, position, sample_index, key0, key1)
+        _noise_words(words, begin + first, OF_TOKENS, position, sample_index, key0, key1)
         hopeful = 0
         for i in range(part.shape[0]):
             hopeful += part[i] / temperature + _noise_ceiling(words[i]) > best
@@ -688,10 +912,30 @@ def _race(row, temperature, threshold, key0, key1, sample_index, position):
         for i in range(part.shape[0]):
             scaled = part[i] / temperature
             if scaled >= threshold and scaled + _noise_ceiling(words[i]) > best:
-                value = scaled - np.float32(math.log(-np.float32(math.log1p(-uniform_cpu(words[i])))))
+                value = scaled + _gumbel_cpu(words[i])
                 if value > best:
                     best, token = value, first + i
     return token
+
+
+@numba.njit(cache=True)
+def _race_of_segments(row, temperature, largest, weights, key0, key1, sample_index, position):
+    """The token of a row without filters: a race of segments, then one in the winner. weights: room (V,) float32."""
+    cpu.row_softmax(row, temperature, largest, np.float32(1.0), weights)
+    segments = -(-row.shape[0] // SEGMENT)
+    words = np.empty(-(-segments // 4) * 4, np.uint32)
+    _noise_words(words, 0, OF_SEGMENTS, position, sample_index, key0, key1)
+    best, segment = np.float32(-np.inf), 0
+    for i in range(segments):
+        total = np.float32(0.0)
+        for weight in weights[i * SEGMENT : (i + 1) * SEGMENT]:
+            total += weight
+        if total > 0:
+            end = largest + (np.float32(math.log(total)) + _gumbel_cpu(words[i]))
+            if end > best:
+                best, segment = end, i
+    first = segment * SEGMENT
+    return first + _race(row[first : first + SEGMENT], temperature, LOWEST, first, key0, key1, sample_index, position)
 
 
 @numba.njit(cache=True)
@@ -754,13 +998,15 @@ def sample_rows(logits, temperature, top_k, top_p, min_p, keys, sample_index, po
         lse, _, top = cpu.row_terms(row, divisor)
         token = int(top)
         if not greedy:
-            threshold = LOWEST
+            noise = keys[b, 0], keys[b, 1], np.uint32(sample_index[b]), np.uint32(position[b])
+            largest = row[top] / divisor
             filtered = min_p[b] > 0 or 0 < top_k[b] < row.shape[0] or top_p[b] < 1
             # A row with a NaN or an infinity has no buckets.
             if filtered and not math.isnan(lse):
-                threshold, lse = _filter(row, divisor, top_k[b], top_p[b], min_p[b], row[top] / divisor)
-            noise = keys[b, 0], keys[b, 1], np.uint32(sample_index[b]), np.uint32(position[b])
-            token = _race(row, divisor, threshold, *noise)
+                threshold, lse = _filter(row, divisor, top_k[b], top_p[b], min_p[b], largest)
+                token = _race(row, divisor, threshold, 0, *noise)
+            else:
+                token = _race_of_segments(row, divisor, largest, np.empty_like(row), *noise)
         token_ids[b] = token
         logprobs[b] = row[token] / divisor - lse
 
@@ -783,24 +1029,36 @@ def sample_ref(logits, temperature, top_k, top_p, min_p, keys, sample_index, pos
     """(token_ids, logprobs) of sample, in float64, row by row."""
     token_ids, logprobs = np.empty(len(logits), np.int32), np.empty(len(logits))
     for b, row in enumerate(logits.astype(np.float64)):
-        greedy = temperature[b] == 0
-        scaled = row if greedy else row / temperature[b]
-        if not greedy:
+        name = keys[b], sample_index[b], position[b]
+        scaled = row / (temperature[b] or 1.0)
+        if not temperature[b]:
+            token_ids[b] = np.argmax(row)
+        elif min_p[b] > 0 or 0 < top_k[b] < len(row) or top_p[b] < 1:
             scaled = np.where(kept_ref(row, temperature[b], top_k[b], top_p[b], min_p[b]), scaled, -np.inf)
-        words = noise_words_ref(len(row), keys[b], sample_index[b], position[b])
-        u = np.minimum((words + 0.5) / 2**32, 1 - 2.0**-24)
-        noise = 0.0 if greedy else -np.log(-np.log1p(-u))
-        token_ids[b] = np.argmax(scaled + noise)
+            token_ids[b] = np.argmax(scaled + noise_ref(len(row), *name))
+        else:
+            weights = np.exp(scaled - scaled.max())
+            with np.errstate(divide="ignore"):
+                of_segments = np.log(np.add.reduceat(weights, np.arange(0, len(row), SEGMENT)))
+            segment = np.argmax(of_segments + noise_ref(len(of_segments), *name, OF_SEGMENTS))
+            own = slice(segment * SEGMENT, (segment + 1) * SEGMENT)
+            token_ids[b] = own.start + np.argmax(scaled[own] + noise_ref(len(row), *name)[own])
         logprobs[b] = scaled[token_ids[b]] - scaled.max() - np.log(np.sum(np.exp(scaled - scaled.max())))
     return token_ids, logprobs
 
 
-def noise_words_ref(columns, key, sample_index, position):
-    """The random words (columns,) uint32 of the tokens of one row."""
-    counters = np.zeros((-(-columns // 4), 4), np.uint32)
+def noise_ref(count, key, sample_index, position, kind=OF_TOKENS):
+    """The Gumbel noise (count,) of the tokens or segments of one row."""
+    u = np.minimum((noise_words_ref(count, key, sample_index, position, kind) + 0.5) / 2**32, 1 - 2.0**-24)
+    return -np.log(-np.log1p(-u))
+
+
+def noise_words_ref(count, key, sample_index, position, kind=OF_TOKENS):
+    """The random words (count,) uint32 of the tokens or segments of one row."""
+    counters = np.zeros((-(-count // 4), 4), np.uint32)
     counters[:, 0] = np.arange(len(counters))
-    counters[:, 1], counters[:, 2] = position, sample_index
-    return philox_ref(counters, key).reshape(-1)[:columns]
+    counters[:, 1], counters[:, 2], counters[:, 3] = position, sample_index, kind
+    return philox_ref(counters, key).reshape(-1)[:count]
 
 
 def apply_repetition_penalty_ref(logits, penalty, history):

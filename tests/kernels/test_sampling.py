@@ -126,7 +126,7 @@ def test_simulator_few_columns_and_greedy(rng):
 
 @pytest.mark.sim
 def test_simulator_several_tiles_of_a_quad(rng):
-    """A quad has more than one tile, and the last is ragged; logits are read two at a time."""
+    """A class has more than one tile, and the last is ragged; logits are read two at a time."""
     check_against_reference(make(rng, 1, sampling.CLASSES * sampling.TILE_COLUMNS + 300))
 
 
@@ -147,6 +147,40 @@ def test_simulator_more_tokens_than_the_list_holds(rng, monkeypatch, options):
     searched = draw(arguments)
     assert listed[0] == searched[0]
     assert_close(searched[1], listed[1], terms=90, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "options, listed",
+    [({"top_p": 0.99}, 50), ({"top_k": 300}, 50), ({"min_p": 1e-3}, 50), ({"top_p": 0.9}, 600), ({"top_k": 20}, 600)],
+)
+@pytest.mark.sim
+def test_simulator_a_list_of_a_guess(rng, monkeypatch, options, listed):
+    """Of 1,500 tokens some are listed: too few with 50, so that the row is read again, and enough with 600."""
+    if device.name() == "cuda":
+        pytest.skip("test_gpu has this")
+    monkeypatch.setattr(sampling, "LIST", 1024)
+    monkeypatch.setattr(sampling, "LISTED", listed)
+    found = []
+    original = sampling.race_of_row
+    monkeypatch.setattr(sampling, "race_of_row", lambda *arguments: found.append(True) or original(*arguments))
+    check_against_reference(make(rng, 1, 1500, **options))
+    assert bool(found) == (listed == 50)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.9}], ids=["none", "greedy", "top_p"])
+@pytest.mark.sim
+def test_simulator_blocks_that_share_a_row(rng, monkeypatch, options):
+    """However many blocks read a row, the draw has the same bits."""
+    if device.name() == "cuda":
+        pytest.skip("the number of processors cannot be chosen")
+    arguments = make(rng, 2, 9001, **options)
+    alone = draw(arguments)
+    for processors in (2, 5):
+        monkeypatch.setattr(sampling, "processors", lambda: processors)  # noqa: B023
+        shared = draw(arguments)
+        assert np.array_equal(shared[0], alone[0])
+        assert_same_bits(shared[1], alone[1])
+    check_against_reference(arguments)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}], ids=["top_k", "top_p", "min_p"])
@@ -201,6 +235,16 @@ def test_gpu(rng, shape, options):
 def test_distribution(rng, options):
     if device.name() != "sim":
         check_draws(zipf(rng, 400, 1.1), 5000, 24, **options)
+
+
+def test_distribution_across_segments(rng):
+    """Few tokens beside the borders of segments: the first race and the second one must agree on their weights."""
+    if device.name() == "sim":
+        pytest.skip("needs many draws")
+    row = np.full(1100, -np.inf, np.float32)
+    row[[0, 255, 256, 257, 511, 512, 767, 1024, 1099]] = rng.standard_normal(9)
+    check_draws(row, 5000, 24)
+    check_draws(row, 5000, 24, temperature=0.5)
 
 
 @pytest.mark.parametrize("options", [FILTERS["none"], FILTERS["top_p"]], ids=["none", "top_p"])
@@ -276,7 +320,7 @@ def test_noise_depends_on_its_name_alone(rng):
 
 
 def test_filters_do_not_change_the_noise(rng):
-    """Where the winner of the whole race is kept, it wins the filtered race too."""
+    """Where the winner of the whole race is kept, it wins the filtered race too: in a row of one segment."""
     rows = 2 if device.name() == "sim" else 200
     arguments = make(rng, rows, 40)
     free, _ = draw(arguments)
@@ -390,7 +434,7 @@ def test_equal_keys_go_to_the_lowest_index(rng):
 
 @pytest.mark.sim
 def test_a_peak_that_the_sample_missed(rng):
-    """Top-p of a row whose largest logits are far above all of which filtered_kernel makes its bins."""
+    """Top-p of a row whose largest logits are far above all that the bound is guessed from."""
     arguments = make(rng, 1, 2048 if device.name() == "sim" else 16_384, temperature=0.3, top_p=0.5)
     arguments["logits"][:] = 0
     arguments["logits"][0, 20:22] = 30.0, 29.8
@@ -415,7 +459,8 @@ def test_not_a_number_shows_in_the_log_prob(rng):
 
 def test_reference_noise_is_a_word_of_the_tokens_own_counter():
     words = noise_words_ref(10, noise_key(1, [2]), 3, 4)
-    assert len(set(words.tolist())) == 10
+    of_segments = noise_words_ref(10, noise_key(1, [2]), 3, 4, sampling.OF_SEGMENTS)
+    assert len({*words.tolist(), *of_segments.tolist()}) == 20
     assert np.array_equal(words[:6], noise_words_ref(6, noise_key(1, [2]), 3, 4))
 
 

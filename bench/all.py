@@ -41,7 +41,6 @@ class Bench(NamedTuple):
     kernels: str = ""
 
 
-HOPPER = "hopper"
 BENCHES = (
     Bench("gemm", "bench/kernels/gemm.py", 120),
     Bench("attention", "bench/kernels/attention.py", 150),
@@ -50,20 +49,15 @@ BENCHES = (
     Bench("sampling", "bench/kernels/sampling.py", 60),
     Bench("memory", "bench/kernels/memory.py", 90),
     Bench("launch", "bench/kernels/launch.py", 30),
-    Bench("engine_hopper", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120, HOPPER),
-    Bench("train_hopper", "bench/train.py", 90, HOPPER),
-    Bench("grpo_hopper", "bench/grpo.py", 120, HOPPER),
-    Bench("tensor_core", "bench/kernels/tensor_core.py", 150),
-    Bench("gemm_sweep", "bench/kernels/gemm.py --only decode --sweep", 200),
-    Bench("logprob_sweep", "bench/kernels/logprob.py sweep", 200),
-    Bench("attention_backward_sweep", "bench/kernels/attention_backward.py --sweep", 200),
     Bench("engine", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120),
     Bench("train", "bench/train.py", 90),
     Bench("grpo", "bench/grpo.py", 120),
+    Bench("tensor_core", "bench/kernels/tensor_core.py", 150),
+    Bench("engine_mixed", "bench/engine.py --workloads mixed,fixed\\ 8", 120),
+    Bench("engine_groups", "bench/engine.py --workloads groups --repeat 1", 120),
+    Bench("engine_no_groups", "bench/engine.py --workloads groups --no-groups --repeat 1", 120),
     Bench("train_tensor_core", "bench/train.py", 120, "tensor_core"),
-    Bench("engine_groups_hopper", "bench/engine.py --workloads groups --repeat 1", 120, HOPPER),
-    Bench("engine_no_groups_hopper", "bench/engine.py --workloads groups --no-groups --repeat 1", 120, HOPPER),
-    Bench("engine_mixed_hopper", "bench/engine.py --workloads mixed,fixed\\ 8", 200, HOPPER),
+    Bench("gemm_sweep", "bench/kernels/gemm.py --only decode --sweep", 200),
 )
 
 
@@ -221,7 +215,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--tests-seconds", type=float, help="for the tests; by default 0.4 of all")
     parser.add_argument("--test-seconds", type=float, default=200, help="for one test file")
-    parser.add_argument("--jobs", type=int, default=8, help="test files at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="test files at a time")
     parser.add_argument("--only", type=lambda text: chosen(text.split(",")), help="benches, by commas; no tests then")
     parser.add_argument("--list", action="store_true", help="print the benches and do nothing")
     options = parser.parse_args()

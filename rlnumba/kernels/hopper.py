@@ -232,9 +232,6 @@ if device.name() == "sim":
         """As bulk_store, adding to a float32 matrix."""
         _store(source, tensor_map, (int(row), int(column)), add=True)
 
-    def bulk_prefetch(tensor_map, column, row):
-        """Bring the box at (row, column) of a matrix to the second-level cache, where bulk_add will need it."""
-
     def fence_shared_to_bulk():
         """Make this thread's ordinary writes of shared memory visible to copy engine and tensor cores."""
         this_thread().notes.pop("unfenced", None)
@@ -619,11 +616,6 @@ else:
         "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$1, $2}], [$3];",
         "lrrr",
         "As bulk_store, adding to a float32 matrix.",
-    )
-    bulk_prefetch = _instruction(
-        "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];",
-        "lrr",
-        "Bring the box at (row, column) of a matrix to the second-level cache, where bulk_add will need it.",
     )
     bulk_commit = _instruction("cp.async.bulk.commit_group;", "", "End a group of bulk stores of this thread.")
     bulk_wait_read = _instruction(

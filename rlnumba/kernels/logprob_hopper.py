@@ -44,10 +44,8 @@ from rlnumba.kernels.hopper import (
     barrier_init,
     barrier_init_fence,
     barrier_wait,
-    bulk_add,
     bulk_commit,
     bulk_load,
-    bulk_prefetch,
     bulk_store,
     bulk_wait,
     bulk_wait_read,
@@ -65,7 +63,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import device_function, exp2, narrow, shuffle_xor, vector_access, warp_sum, widen
+from rlnumba.kernels.instructions import device_function, exp2, narrow, shuffle_xor, vector_access, warp_sum
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.row_sum import (
     CLASSES,
@@ -96,7 +94,7 @@ RESULTS = 4
 # A class has one thread of merge_kernel, or several if a warp has more threads than there are classes.
 MERGE_STEP = max(1, 32 // CLASSES)
 MERGE_THREADS = CLASSES * MERGE_STEP
-FINISH_THREADS = 32 if device.name() == "sim" else 256
+SLAB_THREADS = 32 if device.name() == "sim" else 256
 # Elements that a thread of finish_kernel loads at once, 16 bytes, and has at a time.
 EIGHT, SIXTEEN = 8, 16
 # Powers of two by which an exponential may exceed 1: far below what bfloat16 holds, times what a row adds up. None in
@@ -108,10 +106,9 @@ REFERENCE_ROWS = 4
 class HeadTile(NamedTuple):
     """One kernel of this module. element: "float16" or "bfloat16"; groups: consumer warpgroups, 64 rows each.
 
-    mode: "terms" (the forward), "gradient" (dz of a chunk), "exponentials" (the one-pass form's forward), and three
-    plain products with B MN-major: "slabs" (A B in parts), "sum" (+= A B) and "weights" (+= A^T B). lead: rounds by
-    which the second consumer is late. boxes: of 8 KiB through which a consumer writes its output, at most 4.
-    entropy, top1: whether they are wanted.
+    mode: "terms" (the forward), "gradient" (dz of a chunk), "exponentials" (the one-pass form's forward) or "slabs"
+    (dhidden in parts, A B with B MN-major). lead: rounds by which the second consumer is late. boxes: of 8 KiB through
+    which a consumer writes its output, at most 4. entropy, top1: whether they are wanted.
     """
 
     element: str
@@ -120,8 +117,6 @@ class HeadTile(NamedTuple):
     stages: int = 4
     lead: int = 2
     boxes: int = 2
-    ahead: bool = True
-    loads: bool = True
     entropy: bool = False
     top1: bool = False
 
@@ -130,18 +125,9 @@ class HeadTile(NamedTuple):
         return ROWS * self.groups
 
     @property
-    def plain(self):
-        """Whether it is a product and nothing else, in float32."""
-        return self.mode in ("slabs", "sum", "weights")
-
-    @property
-    def adds(self):
-        return self.mode in ("sum", "weights")
-
-    @property
     def box_columns(self):
         """Columns of the output in a 128-byte line."""
-        return 32 if self.plain else 64
+        return 32 if self.mode == "slabs" else 64
 
     @property
     def staged_bytes(self):
@@ -168,11 +154,10 @@ def may_lead(tile, rounds):
 @functools.cache
 def main_loop(tile):
     """(produce, multiply): what the copying warp and a consumer do for one tile; both return (stage, parity)."""
-    stages, lead, adds = tile.stages, tile.lead, tile.adds and tile.loads
+    stages, lead, b_mn = tile.stages, tile.lead, tile.mode == "slabs"
     rows, stage_bytes = tile.rows, tile.stage_bytes
     a_bytes = rows * LINE
-    groups, a_mn, b_mn = tile.groups, tile.mode == "weights", tile.plain
-    start, wait_all_but_latest, wait_all = warpgroup_product(TILE_COLUMNS, tile.element, a_mn, b_mn)
+    start, wait_all_but_latest, wait_all = warpgroup_product(TILE_COLUMNS, tile.element, False, b_mn)
 
     @device_function
     def after(stage, parity):
@@ -189,11 +174,7 @@ def main_loop(tile):
             target = base + stage * stage_bytes
             barrier_expect(arrived, arriving)
             at = step + i32(done) * i32(STEPS)
-            if a_mn:
-                for box in range(groups):
-                    bulk_load(target + box * BOX_BYTES, a, row_at + box * ROWS, at, arrived)
-            else:
-                bulk_load(target, a, at, row_at, arrived)
+            bulk_load(target, a, at, row_at, arrived)
             if b_mn:
                 for box in range(TILE_COLUMNS // 64):
                     bulk_load(target + a_bytes + box * BOX_BYTES, b, column_at + box * 64, at, arrived)
@@ -204,28 +185,20 @@ def main_loop(tile):
 
     @device_function
     def multiply(acc, consumer, leader, base, full, empty, ahead, turn, rounds, stage, parity):
-        """acc = A B over `rounds` rounds, or += where the tile adds. leader: whether this thread speaks for its warpgroup.
+        """acc = A B over `rounds` rounds. leader: whether this thread speaks for its warpgroup.
 
         ahead: the barrier that the first consumer passes `lead` rounds into a tile, and the second waits for; turn: its
         phase.
         """
+        previous = i32(0)
         if lead > 0 and consumer == 1:
             barrier_wait(ahead, turn)
-        # The first round stands apart: where accumulators come from memory, the compiler must see that they do so
-        # before any product, or lets none run on.
-        barrier_wait(full + stage * 8, parity)
-        target = base + stage * stage_bytes
-        start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(adds))
-        if lead > 0 and consumer == 0 and leader and rounds == 1:
-            barrier_arrive(ahead)
-        previous = stage
-        stage, parity = after(stage, parity)
-        for done in range(1, rounds):
+        for done in range(rounds):
             barrier_wait(full + stage * 8, parity)
             target = base + stage * stage_bytes
-            start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(1))
+            start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(done != 0))
             wait_all_but_latest(acc)
-            if leader:
+            if done != 0 and leader:
                 barrier_arrive(empty + previous * 8)
             if lead > 0 and consumer == 0 and leader and done == min(lead, rounds - 1):
                 barrier_arrive(ahead)
@@ -374,32 +347,13 @@ def folders(entropy, top1, exponentials):
     return fold_part, finish_row
 
 
-load_two, _ = vector_access(2, 2)
-
-
-@device_function
-def load_tile(acc, matrix, line, column, m, n):
-    """This thread's accumulators from a float32 matrix (m, n), flat: rows line, line + 8, columns from `column` on.
-
-    Of rows and columns outside of it come any numbers.
-    """
-    for half in range(2):
-        at = np.int64(min(line + half * 8, m - 1)) * n
-        if column + i32(TILE_COLUMNS - 8) < n:
-            for block in range(TILE_COLUMNS // 8):
-                load_two(matrix, at + column + block * 8, acc, block * 4 + half * 2)
-        else:
-            for block in range(TILE_COLUMNS // 8):
-                load_two(matrix, at + min(column + block * 8, n - 2), acc, block * 4 + half * 2)
-
-
 @functools.cache
 def sender(tile):
     """(ready, send): how a consumer's accumulators leave, box by box, through shared memory.
 
     The boxes go round; of each, a thread of another warp speaks to the copy engine and waits for it.
     """
-    boxes, box_columns, plain, add = tile.boxes, tile.box_columns, tile.plain, tile.adds and not tile.loads
+    boxes, box_columns, wide = tile.boxes, tile.box_columns, tile.mode == "slabs"
     pack_two = pack(tile.element)
 
     @device_function
@@ -413,7 +367,7 @@ def sender(tile):
     def send(acc, piece, out_map, column, row, staged, group, warp, lane):
         """Write the accumulators of the piece-th box_columns columns to (row, column) of the output, and free a box."""
         here = staged + piece % boxes * BOX_BYTES
-        if plain:
+        if wide:
             line = warp * i32(16) + (lane >> i32(2))
             for block in range(4):
                 i = (piece * 4 + block) * 4
@@ -439,10 +393,7 @@ def sender(tile):
             bulk_wait_read()
         sync_group(group, WARPGROUP)
         if warp == piece % boxes and lane == 0:
-            if add:
-                bulk_add(tensor_map_address(out_map), column + piece * box_columns, row, here)
-            else:
-                bulk_store(tensor_map_address(out_map), column + piece * box_columns, row, here)
+            bulk_store(tensor_map_address(out_map), column + piece * box_columns, row, here)
             bulk_commit()
 
     return ready, send
@@ -453,14 +404,11 @@ def head_kernel(tile):
     """The kernel of a HeadTile."""
     mode, groups, stages = tile.mode, tile.groups, tile.stages
     rows, stage_bytes, staged_bytes = tile.rows, tile.stage_bytes, tile.staged_bytes
-    adds, ahead_of = tile.adds, tile.adds and tile.ahead
-    plain, slabs, gradient, exponentials = tile.plain, mode == "slabs", mode == "gradient", mode == "exponentials"
+    slabs, gradient, exponentials = mode == "slabs", mode == "gradient", mode == "exponentials"
     terms, writes, boxes = mode in ("terms", "exponentials"), mode != "terms", tile.boxes
-    box_columns = tile.box_columns
     produce, multiply = main_loop(tile)
     fold_part, finish_row = folders(tile.entropy, tile.top1, exponentials)
     ready, send = sender(tile)
-    loads = tile.adds and tile.loads
     accumulators = TILE_COLUMNS // 2
     count, reach = RESULTS, REACH[tile.element]
 
@@ -486,13 +434,12 @@ def head_kernel(tile):
     ):
         """Tiles of 64 rows a consumer x 256 columns of a product with k steps of reduction.
 
-        A (m, k), or (k, m) for "weights": hidden rows or dz; B (n, k): rows of the output matrix from first_id on, or
-        B (k, n) for plain products. ids, dlogp (m,); lse (m,), for "exponentials" the rows' references; results
-        (m, tiles, 4) and chosen (m,), the logits of ids, are written by "terms" and "exponentials"; the matrix of
-        out_map by all but "terms": dz, the exponentials, or the product, with "slabs" in parts of slab_rounds rounds
-        each, one below the other, m rounded up to whole tiles apart. What a mode does not use is one element long.
-        arriving: bytes of a stage's boxes. Shared memory: stages of [A | B], staged output, barriers: full and empty
-        for every stage, ahead.
+        A (m, k): hidden rows or dz; B (n, k), or (k, n) for "slabs": rows of the output matrix from first_id on. ids,
+        dlogp (m,); lse (m,), for "exponentials" the rows' references; results (m, tiles, 4) and chosen (m,), the logits
+        of ids, are written by "terms" and "exponentials"; the matrix of out_map by all but "terms": dz, the
+        exponentials, or with "slabs" the parts of A B, slab_rounds rounds each, one below the other, m rounded up to
+        whole tiles apart. What a mode does not use is one element long. arriving: bytes of a stage's boxes. Shared
+        memory: stages of [A | B], staged output, barriers: full and empty for every stage, ahead.
         """
         thread = i32(cuda.threadIdx.x)
         group = warp_uniform(thread >> i32(7))
@@ -529,15 +476,6 @@ def head_kernel(tile):
                         step = i32(slab * slab_rounds) * i32(STEPS)
                         here = min(i32(slab_rounds), i32(rounds - slab * slab_rounds))
                     row, column = place(i32(index) - slab * slab_tiles, tiles_down, tiles_across)
-                    if ahead_of:
-                        # What the tile will be added to comes while its products run.
-                        out = tensor_map_address(out_map)
-                        for box in range(groups * TILE_COLUMNS // box_columns):
-                            bulk_prefetch(
-                                out,
-                                column * TILE_COLUMNS + box % (TILE_COLUMNS // box_columns) * box_columns,
-                                row * rows + box // (TILE_COLUMNS // box_columns) * ROWS,
-                            )
                     stage, parity = produce(
                         a, b, base, full, empty, arriving, row * rows, column * TILE_COLUMNS, step, here, stage, parity
                     )
@@ -571,19 +509,17 @@ def head_kernel(tile):
                 start_column = i32(column * TILE_COLUMNS)
                 for half in range(2):
                     targets[half], shift[half], scale[half] = i32(-1), np.float32(0.0), np.float32(0.0)
-                    if not plain and line + half * 8 < m:
+                    if not slabs and line + half * 8 < m:
                         targets[half] = i32(ids[line + half * 8] - i32(first_id) - start_column - quad_lane * 2)
                         if gradient:
                             shift[half] = -lse[line + half * 8] * LOG2_E
                             scale[half] = dlogp[line + half * 8] / temperature
                         if exponentials:
                             shift[half] = lse[line + half * 8]
-                if loads:
-                    load_tile(acc, results, line, start_column + quad_lane * 2, m, n)
                 stage, parity = multiply(acc, consumer, leader, base, full, empty, ahead, turn, here, stage, parity)
                 turn ^= i32(1)
                 # Columns beyond the vocabulary, in the last tile.
-                if not plain and start_column + i32(TILE_COLUMNS) > n:
+                if not slabs and start_column + i32(TILE_COLUMNS) > n:
                     fill_beyond(acc, start_column + quad_lane * 2, n)
                 if writes:
                     ready(group, warp, lane)
@@ -628,7 +564,7 @@ def head_kernel(tile):
                     send(acc, 2, out_map, start_column, first_row, staged, group, warp, lane)
                     differentiate_parts(acc, 3, targets, factor, shift, scale)
                     send(acc, 3, out_map, start_column, first_row, staged, group, warp, lane)
-                if plain:
+                if slabs:
                     for piece in range(TILE_COLUMNS // 32):
                         send(acc, piece, out_map, start_column, first_row, staged, group, warp, lane)
             if writes and warp < boxes and lane == 0:
@@ -637,17 +573,12 @@ def head_kernel(tile):
     return head_kernel
 
 
-@cuda.jit
-def merge_kernel(results, chosen, ids, temperature, logp, lse, entropy, top1):
-    """A block owns a row, MERGE_STEP threads a class of its tiles: the last two steps of row_sum.py's order.
+@device_function
+def merge(results, tiles, row, factor, scratch, groups):
+    """(largest, total, weighted, top) of a row, the same in all MERGE_THREADS threads: the last steps of row_sum.py.
 
-    results (N, tiles, 4), flat. entropy and top1 without elements are left out. An id outside the vocabulary gives NaN.
+    results (N, tiles, 4), flat. MERGE_STEP threads own a class of tiles.
     """
-    scratch = cuda.shared.array(32, np.float32)
-    groups = cuda.shared.array((GROUPS, 3), np.float32)
-    row = cuda.blockIdx.x
-    tiles = results.shape[0] // (RESULTS * chosen.shape[0])
-    factor = LOG2_E / temperature
     values = cuda.local.array(RESULTS, np.float32)
     largest, total, weighted, top = NONE, np.float32(0.0), np.float32(0.0), i32(0)
     for tile in range(cuda.threadIdx.x // MERGE_STEP, tiles, CLASSES):
@@ -657,6 +588,17 @@ def merge_kernel(results, chosen, ids, temperature, logp, lse, entropy, top1):
         largest, total, weighted = join(largest, total, weighted, values[0], values[1], values[2], factor)
     _, top = lowest_of_best(largest, top, scratch)
     largest, total, weighted = join_classes(largest, total, weighted, MERGE_STEP, factor, groups)
+    return largest, total, weighted, top
+
+
+@cuda.jit
+def merge_kernel(results, chosen, temperature, logp, lse, entropy, top1):
+    """A block owns a row. entropy and top1 without elements are left out. An id outside the vocabulary gives NaN."""
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
+    row = cuda.blockIdx.x
+    tiles = results.shape[0] // (RESULTS * chosen.shape[0])
+    largest, total, weighted, top = merge(results, tiles, row, LOG2_E / temperature, scratch, groups)
     if cuda.threadIdx.x == 0:
         row_lse, row_entropy = row_results(largest, total, weighted, temperature)
         logp[row] = chosen[row] / temperature - row_lse
@@ -704,9 +646,10 @@ def reference_kernel(hidden, weight, ids, reference):
 
 @cuda.jit
 def finish_kernel(
-    exponentials, results, chosen, reference, ids, temperature, reach, lse, dlogp, hidden, scaled, factors
-):
-    """What is left to do for dz = dlogp / T (onehot(ids) - p) when "exponentials" has run and lse is known.
+    exponentials, results, chosen, reference, ids, temperature, reach, dlogp, hidden,
+    logp, lse, entropy, top1, scaled, factors,
+):  # fmt: skip
+    """merge_kernel, and what is left to do for dz = dlogp / T (onehot(ids) - p) when "exponentials" has run.
 
     exponentials (rows, pitch) are e = 2^((z - base) factor), base the row's reference or, by base_of, the largest
     logit of a tile. A row in which all have the reference keeps them: dz = c e with c = -dlogp / T 2^(reference
@@ -716,11 +659,15 @@ def finish_kernel(
     vocabulary's end on stay 0. A block owns a row, a thread twice EIGHT neighbouring elements at a time, both loads
     under way.
     """
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
     row = cuda.blockIdx.x
     pitch, width = exponentials.shape[1], hidden.shape[1]
     tiles = results.shape[0] // (RESULTS * chosen.shape[0])
     factor = LOG2_E / temperature
-    shift = -lse[row] * LOG2_E
+    largest, total, weighted, top = merge(results, tiles, row, factor, scratch, groups)
+    row_lse, row_entropy = row_results(largest, total, weighted, temperature)
+    shift = -row_lse * LOG2_E
     scale = dlogp[row] / temperature
     target = ids[row]
     rest = np.float32(1.0) - exp2(cuda.fma(chosen[row], factor, shift))
@@ -728,14 +675,13 @@ def finish_kernel(
     above = -cuda.fma(row_reference, factor, shift)
     own = np.float32(1.0)
     # No logit of the row is above its lse: by less than 1 after rounding.
-    if above <= reach - np.float32(1.0):
+    plain = above <= reach - np.float32(1.0)
+    if plain:
         own = -scale * exp2(-above)
-        if cuda.threadIdx.x == 0 and 0 <= target < pitch:
-            exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
     else:
         values = cuda.local.array(SIXTEEN, np.float32)
         line, first_result = exponentials[row], np.int64(row) * tiles * RESULTS
-        apart = EIGHT * FINISH_THREADS
+        apart = EIGHT * MERGE_THREADS
         for first in range(EIGHT * cuda.threadIdx.x, pitch, 2 * apart):
             second = first + apart
             there = second if second < pitch else first
@@ -750,9 +696,21 @@ def finish_kernel(
             if second < pitch:
                 store_eight(line, second, values, EIGHT)
     if cuda.threadIdx.x == 0:
+        if plain and 0 <= target < pitch:
+            exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
         factors[row] = own
-    for column in range(cuda.threadIdx.x, width, cuda.blockDim.x):
-        scaled[row, column] = narrow(own * widen(hidden[row, column]), scaled)
+        logp[row] = chosen[row] / temperature - row_lse
+        lse[row] = row_lse
+        if entropy.shape[0] > 0:
+            entropy[row] = row_entropy
+        if top1.shape[0] > 0:
+            top1[row] = top
+    for column in range(EIGHT * cuda.threadIdx.x, width, EIGHT * MERGE_THREADS):
+        eight = cuda.local.array(EIGHT, np.float32)
+        load_eight(hidden[row], column, eight, 0)
+        for i in range(EIGHT):
+            eight[i] *= own
+        store_eight(scaled[row], column, eight, 0)
 
 
 @cuda.jit
@@ -788,13 +746,14 @@ def _one(kind, dimensions):
 
 def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_id=0, slab_rounds=0, blocks=None):
     """A function that launches head_kernel; None for what the mode does not use. blocks: of the grid, at most."""
-    m, k = a.shape[::-1] if tile.mode == "weights" else a.shape
-    n = b.shape[1] if tile.plain else b.shape[0]
-    a_rows = ROWS if tile.mode == "weights" else min(tile.rows, -(-m // 8) * 8)
-    b_map = tensor_map(b, 64, 64) if tile.plain else tensor_map(b, TILE_COLUMNS, 64)
+    m, k = a.shape
+    slabs = tile.mode == "slabs"
+    n = b.shape[1] if slabs else b.shape[0]
+    a_rows = min(tile.rows, -(-m // 8) * 8)
+    b_map = tensor_map(b, 64, 64) if slabs else tensor_map(b, TILE_COLUMNS, 64)
     tiles = -(-m // tile.rows) * -(-n // TILE_COLUMNS)
     shortest = rounds = -(-k // STEPS)
-    if tile.mode == "slabs":
+    if slabs:
         parts = -(-rounds // slab_rounds)
         tiles *= parts
         shortest = rounds - (parts - 1) * slab_rounds
@@ -820,16 +779,9 @@ def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_
         k,
         first_id,
         slab_rounds,
-        ((tile.rows if tile.mode == "weights" else a_rows) + TILE_COLUMNS) * LINE,
+        (a_rows + TILE_COLUMNS) * LINE,
         shared=tile.shared_bytes,
     )
-
-
-def _plain(tile, mode, a, b, out, slab_rounds=0, blocks=None):
-    """A function that launches a plain product of a HeadTile with the geometry of `tile`."""
-    tile = tile._replace(mode=mode, entropy=False, top1=False)
-    flat = out.reshape(-1) if tile.adds else None
-    return _head(tile, a, b, out, None, None, None, 1.0, flat, None, slab_rounds=slab_rounds, blocks=blocks)
 
 
 @functools.cache
@@ -852,11 +804,9 @@ def _side_by_side(one, other):
     here.wait_event(there.record(cuda_module.Event(disable_timing=True)))
 
 
-def _merge(results, chosen, ids, temperature, logp, lse, entropy, top1):
-    entropy = logp[:0] if entropy is None else entropy
-    top1 = ids[:0] if top1 is None else top1
-    arguments = (results, chosen, ids, float(temperature), logp, lse, entropy, top1)
-    launch(merge_kernel, chosen.shape[0], MERGE_THREADS, *arguments)
+def _optional(logp, ids, entropy, top1):
+    """entropy and top1 as kernels take them: arrays without elements for what is left out."""
+    return logp[:0] if entropy is None else entropy, ids[:0] if top1 is None else top1
 
 
 def _part(array, rows):
@@ -879,8 +829,8 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
         results = memory[: count * tiles * RESULTS]
         chosen = xp.full(count, math.nan, np.float32)
         _head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)()
-        outputs = logp[rows], lse[rows], _part(entropy, rows), _part(top1, rows)
-        _merge(results, chosen, ids[rows], temperature, *outputs)
+        outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
+        launch(merge_kernel, count, MERGE_THREADS, results, chosen, float(temperature), *outputs)
 
 
 def forward_rows(vocabulary, rows_of_tile=128):
@@ -912,9 +862,7 @@ def chunk_columns(rows, width, vocabulary, rows_of_tile=128, columns_of_tile=256
     return best[1]
 
 
-def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None, columns=None, products=None, beside=None
-):
+def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None, columns=None):
     """logprob.linear_logp_backward without a bias and without ignored rows, for arrays that takes() accepts.
 
     Whoever knows lse without a forward, a trainer whose rollout kept it, has the whole gradient for three products.
@@ -931,34 +879,15 @@ def linear_logp_backward(
         rows = slice(first_row, min(first_row + step, hidden.shape[0]))
         count = rows.stop - first_row
         h, terms, wide = hidden[rows], (ids[rows], lse[rows], dlogp[rows]), sums[:count]
-        wide.fill(0)
         for first in range(0, vocabulary, columns):
             chunk = slice(first, min(first + columns, vocabulary))
             part = weight[chunk]
             pitch = part.shape[0] + -part.shape[0] % 8
             dz = memory[: count * pitch].reshape(count, pitch)
             _head(tile, h, part, dz, *terms, temperature, None, None, first)()
-            others = None if beside is None else processors() - beside
-            for_hidden = _product(products, "sum", dz, part, wide, beside)
-            for_weight = _product(products, "weights", dz, h, dweight[chunk], others)
-            if beside is None:
-                for_hidden()
-                for_weight()
-            else:
-                _side_by_side(for_hidden, for_weight)
+            gemm_hopper.product(dz, part, wide, b_mn=True, add=first > 0)
+            gemm_hopper.product(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
         cast(wide, dhidden[rows])
-
-
-def _product(tile, mode, a, b, out, blocks):
-    """A function that launches out += A B ("sum") or A^T B ("weights"), by head_kernel with the geometry of `tile`."""
-    if tile is not None:
-        return _plain(tile, mode, a, b, out, blocks=blocks)
-    a_mn = mode == "weights"
-    m, n = out.shape
-    chosen = gemm_hopper.best_tile(
-        m, n, a.shape[0 if a_mn else 1], a.dtype.name, a_mn, True, "add", False, False, blocks or processors()
-    )
-    return functools.partial(gemm_hopper.hopper_product, chosen, a, b, out, blocks=blocks)
 
 
 def block_rows(width, vocabulary, rows_of_tile=128):
@@ -984,13 +913,14 @@ def block_rows(width, vocabulary, rows_of_tile=128):
 
 def linear_logp_with_gradient(
     hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None,
-    tile=None, shape=None, slab_tile=None, products=None, beside=None,
+    tile=None, shape=None, slab_tile=None, beside=None,
 ):  # fmt: skip
     """logprob.linear_logp_with_gradient without ignored rows, in three products, for arrays that takes() accepts.
 
     tile: a HeadTile of mode "exponentials", shape: (rows, slabs) of a block, instead of the best.
     """
     tile = tile or HeadTile(hidden.dtype.name, "exponentials", entropy=entropy is not None, top1=top1 is not None)
+    parts_tile = slab_tile or HeadTile(tile.element, "slabs", tile.groups, tile.stages, tile.lead, tile.boxes)
     xp = device.xp()
     vocabulary, width = weight.shape
     step, slabs = shape or block_rows(width, vocabulary)
@@ -1005,7 +935,9 @@ def linear_logp_with_gradient(
     scaled_memory = xp.empty((step, width), hidden.dtype)
     factors, reference = xp.empty(step, np.float32), xp.empty(ids.shape, np.float32)
     launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference)
-    others = None if beside is None else processors() - beside
+    weight_tile = gemm_hopper.best_tile(
+        *dweight.shape, step, tile.element, True, True, "add", False, False, processors() - (beside or 0)
+    )
     for first in range(0, hidden.shape[0], step):
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
@@ -1014,18 +946,24 @@ def linear_logp_with_gradient(
         chosen = xp.full(count, math.nan, np.float32)
         dz = memory[: count * pitch].reshape(count, pitch)
         _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)()
-        _merge(results, chosen, targets, temperature, logp[rows], lse[rows], _part(entropy, rows), _part(top1, rows))
-        terms = targets, float(temperature), REACH[tile.element], lse[rows], dlogp[rows]
-        launch(finish_kernel, count, FINISH_THREADS, dz, results, chosen, near, *terms, h, scaled, factors[:count])
+        outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
+        inputs = targets, float(temperature), REACH[tile.element], dlogp[rows], h
+        launch(
+            finish_kernel, count, MERGE_THREADS, dz, results, chosen, near, *inputs, *outputs, scaled, factors[:count]
+        )
         apart = -(-count // tile.rows) * tile.rows
         parts = parts_memory[: slabs * apart * width].reshape(slabs * apart, width)
-        slab_sums = _plain(slab_tile or tile, "slabs", dz, weight, parts, slab_rounds, beside)
+        make_parts = _head(
+            parts_tile, dz, weight, parts, None, None, None, 1.0, None, None, slab_rounds=slab_rounds, blocks=beside
+        )
 
-        def for_hidden(count=count, apart=apart, parts=parts, rows=rows, slab_sums=slab_sums):
-            slab_sums()
-            launch(add_slabs_kernel, count, FINISH_THREADS, parts, apart, factors[:count], dhidden[rows])
+        def for_hidden(make_parts=make_parts, count=count, apart=apart, parts=parts, rows=rows):
+            make_parts()
+            launch(add_slabs_kernel, count, SLAB_THREADS, parts, apart, factors[:count], dhidden[rows])
 
-        for_weight = _product(products, "weights", dz, scaled, dweight, others)
+        for_weight = functools.partial(
+            gemm_hopper.hopper_product, weight_tile, dz, scaled, dweight, blocks=processors() - (beside or 0)
+        )
         if beside is None:
             for_hidden()
             for_weight()

@@ -95,11 +95,9 @@ def flops(lengths):
 def forward_tiles():
     best = packed_form.best_tile(E, BF16, H // HK)
     yield "best", best
-    yield "in turns", best._replace(ordered=True)
     yield "3 stages", best._replace(stages=3)
     yield "2 stages", best._replace(stages=2)
     yield "neighbours", best._replace(paired=False)
-    yield "in turns, neighbours", best._replace(paired=False, ordered=True)
     yield "one segment", best._replace(segment=1 << 20)
 
 
@@ -196,8 +194,6 @@ def decode_tiles(members=1):
     best = paged_form.best_tile(E, BF16, H // HK, BLOCK, members)
     yield "best", best
     yield "2 stages", best._replace(stages=2)
-    yield "2 stages, 3 blocks", best._replace(stages=2, blocks=3)
-    yield "3 stages, 1 block", best._replace(stages=3, blocks=1)
     yield "5 stages, 1 block", best._replace(stages=5, blocks=1)
 
 
@@ -258,8 +254,8 @@ def prefill():
     for sequences, context, tokens in ((8, 2048, 2048), (8, 4096, 512), (64, 640, 128)):
         work = Decode(sequences, context, copies=1, tokens=tokens)
         pairs = sum(2 * context - tokens + 1 for _ in range(sequences)) * tokens / 2
-        for label, ordered in (("best", False), ("in turns", True)):
-            tile = packed_form.best_tile(E, BF16, H // HK, True, BLOCK)._replace(ordered=ordered)
+        best = packed_form.best_tile(E, BF16, H // HK, True, BLOCK)
+        for label, tile in (("best", None), ("two heads", best), ("neighbours", best._replace(paired=False))):
             calls = work.calls(prefill_tile=tile)
             same = work.check(calls)
             us = time_us(calls[0])

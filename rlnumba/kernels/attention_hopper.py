@@ -26,8 +26,8 @@ of rows may visit more tiles than one of their rows needs.
 
 A block stays on its SM and works through items, the ones with the most keys first. An item is 64 tokens for
 each of one or two consumer warpgroups, which take two query heads of one key head where their number is even,
-else neighbouring tokens. A producer warp finds the items and brings q, k and v by the copy engine, `stages`
-tiles of keys and of values ahead. While a consumer's scores of one tile become probabilities, the tensor cores
+else neighbouring tokens. Two producer warps find the items; one brings q and k, one v, by the copy engine, `stages`
+tiles ahead. While a consumer's scores of one tile become probabilities, the tensor cores
 work on its next scores and its last values, and on the other consumer's.
 Sources: Dao et al. 2022; Shah et al. 2024 (FlashAttention-3).
 """
@@ -45,7 +45,6 @@ from rlnumba.kernels.hopper import (
     ELEMENTS,
     LINE,
     Address,
-    arrive_group,
     barrier_arrive,
     barrier_expect,
     barrier_init,
@@ -89,8 +88,6 @@ ROWS = 64
 # Most query rows of a unit of decode: more take more registers than a thread has.
 ROWS_OF_UNIT = 32
 WARPGROUP = 128
-# Named barriers: 1 + consumer for its own threads, TURN + consumer for its turn at the tensor cores.
-TURN = 4
 # Of a thread of the producers, and of one that computes, where two warpgroups do.
 FEW_REGISTERS, MANY_REGISTERS = 56, 224
 # Shared memory that a block may use.
@@ -104,9 +101,7 @@ class Tile(NamedTuple):
     """One kernel. element: "float16" or "bfloat16"; groups: consumer warpgroups; stages: tiles of keys under way.
 
     paired: the two consumers take two query heads of a key head, else neighbouring tokens. paged: keys lie in
-    the blocks of a cache. box: keys of one copy, a cache block's tokens or 64. ordered: consumers take turns at
-    the tensor cores. segment: SEGMENT, smaller in tests. producers: warps that ask for tiles, half of them for keys
-    and half for values.
+    the blocks of a cache. box: keys of one copy, a cache block's tokens or 64. segment: SEGMENT, smaller in tests.
     """
 
     head_dim: int
@@ -116,9 +111,7 @@ class Tile(NamedTuple):
     paired: bool = True
     paged: bool = False
     box: int = KEYS
-    ordered: bool = False
     segment: int = SEGMENT
-    producers: int = 2
 
     @property
     def rows(self):
@@ -379,15 +372,13 @@ def score_functions(head_dim, element, in_registers):
 @kernel_factory
 def attention_hopper_kernel(tile):
     """The kernel of a Tile."""
-    head_dim, element, groups, stages, paired, paged, box, ordered, segment, producers = tile
+    head_dim, element, groups, stages, paired, paged, box, segment = tile
     rows, boxes, tile_bytes, kept_bytes = tile.rows, tile.boxes, tile.tile_bytes, tile.kept_bytes
     copies = KEYS // box
     # Tiles of which 32 lanes know the cache's rows. Of boxes of 64 keys there is one a tile, looked up when due: a
     # producer has no registers left for more.
     tiles_known, several = 32 // copies, copies > 1
     segment_tiles = segment // KEYS
-    # Boxes of a tile that a producer brings.
-    brought = -(-boxes * copies // (producers // 2))
     accumulators, score_count, pair_count = head_dim // 2, KEYS // 2, KEYS // 4
     # More columns leave no registers for q.
     in_registers = head_dim <= 128
@@ -426,18 +417,19 @@ def attention_hopper_kernel(tile):
             barrier_init(q_full, 1)
             barrier_init(q_empty, groups * 4)
             for stage in range(stages):
-                barrier_init(k_full + stage * 8, producers // 2)
+                barrier_init(k_full + stage * 8, 1)
                 barrier_init(k_empty + stage * 8, groups)
-                barrier_init(v_full + stage * 8, producers // 2)
+                barrier_init(v_full + stage * 8, 1)
                 barrier_init(v_empty + stage * 8, groups)
             barrier_init_fence()
         cuda.syncthreads()
         if warpgroup == 0:
             if groups > 1:
                 fewer_registers()
-            if thread < 32 * producers:
-                # The producers find the same items in the same order; the first one tells the consumers, and brings q.
-                is_first, is_value, half = thread < 32, (thread >> i32(5)) & i32(1), thread >> i32(6)
+            if thread < 64:
+                # Two producers, of keys and of values, find the same items in the same order. The first tells the
+                # consumers, and brings q.
+                brings_k, is_value = thread < 32, thread >> i32(5)
                 q_source, k_source, v_source = (
                     tensor_map_address(q_map),
                     tensor_map_address(k_map),
@@ -448,11 +440,8 @@ def attention_hopper_kernel(tile):
                 if paired:
                     units = units // i32(groups)
                 # Which box of a tile this lane brings.
-                own = i32(half * brought + lane)
-                brings = lane < brought and own < boxes * copies
-                arriving = i32(min(brought, i32(boxes * copies - half * brought)) * (box * LINE))
-                part, column_box = own % i32(copies), own // i32(copies) % i32(boxes)
-                source = v_source if is_value == 1 else k_source
+                part, column_box = lane % i32(copies), lane // i32(copies)
+                source = k_source if brings_k else v_source
                 place_of_ring = Address(k_place + is_value * (stages * tile_bytes))
                 target_of_ring = Address(place_of_ring + column_box * BOX_BYTES + part * (box * LINE))
                 tile_full = Address(k_full + is_value * (2 * stages * 8))
@@ -475,7 +464,7 @@ def attention_hopper_kernel(tile):
                             alive = longer_than(
                                 i32(level * rows), cu_seqlens, contexts, sequences, group, few, paged, lane
                             )
-                    if is_first:
+                    if brings_k:
                         barrier_wait(q_empty, q_parity)
                     q_parity ^= i32(1)
                     if level >= 0:
@@ -489,7 +478,7 @@ def attention_hopper_kernel(tile):
                         length = i32(cu_seqlens[sequence + 1] - start)
                         context = contexts[sequence] if paged else length
                         tiles = i32(i32(context - length + min(i32(first + rows), length) - 1) // i32(KEYS) + 1)
-                        if is_first and lane == 0:
+                        if brings_k and lane == 0:
                             info[0] = tiles
                             info[1] = head
                             info[2] = start + first
@@ -528,9 +517,9 @@ def attention_hopper_kernel(tile):
                             barrier_wait(Address(tile_empty + stage * 8), parity)
                             full = Address(tile_full + stage * 8)
                             if lane == 0:
-                                barrier_expect(full, arriving)
+                                barrier_expect(full, tile_bytes)
                             sync_warp()
-                            if brings:
+                            if lane < boxes * copies:
                                 target = Address(target_of_ring + stage * tile_bytes)
                                 bulk_load_heads(target, source, column_box * i32(64), kv_head, row, full)
                             stage = i32(stage + 1)
@@ -539,7 +528,7 @@ def attention_hopper_kernel(tile):
                                 parity ^= i32(1)
                             row = i32(row + KEYS)
                             tiles = i32(tiles - 1)
-                    elif is_first and lane == 0:
+                    elif brings_k and lane == 0:
                         info[0] = i32(0)
                         barrier_arrive(q_full)
         else:
@@ -564,8 +553,6 @@ def attention_hopper_kernel(tile):
                 acc[i] = f32(0.0)
             for i in range(score_count):
                 scores[i] = f32(0.0)
-            if ordered and consumer == 1:
-                arrive_group(TURN, 2 * WARPGROUP)
             with_lse = lse.shape[0] > 0
             k_stage, k_parity, v_stage, v_parity, q_parity = i32(0), i32(0), i32(0), i32(0), i32(0)
             working = True
@@ -614,13 +601,9 @@ def attention_hopper_kernel(tile):
                         barrier_wait(Address(k_full + k_stage * 8), k_parity)
                     while index < tiles:
                         # Scores of this tile and values of the one before go to the tensor cores together.
-                        if ordered:
-                            sync_group(TURN + consumer, 2 * WARPGROUP)
                         start_scores(scores, q, q_place, Address(k_place + k_stage * tile_bytes))
                         barrier_wait(Address(v_full + v_stage * 8), v_parity)
                         start_values(acc, p, operand(Address(v_place + v_stage * tile_bytes)), keep_acc)
-                        if ordered:
-                            arrive_group(TURN + (consumer ^ i32(1)), 2 * WARPGROUP)
                         wait_scores(scores, q)
                         if first_thread:
                             barrier_arrive(Address(k_empty + k_stage * 8))

@@ -7,14 +7,16 @@ tensor cores want 64. So keys and queries change places: S^T = K Q^T has 64 keys
 of them with padding, for columns, and O^T = V^T P^T the columns of v for rows. A row of scores lies across the
 warps: its maximum goes through shared memory, and so does P^T on its way to be an operand.
 
-A unit of work is a sequence, a key head and a segment of SEGMENT keys. Blocks stay on their SM and draw units from
-a common counter; a producer warp draws the next while the copy engine still brings the last tiles of this one.
-Where a sequence has more than one segment, each writes (m, l, acc) to a workspace, and whoever finishes last
-merges them, in the order of the segments. All of it follows arrays on the device, so a captured graph stays
-valid.
+A unit of work is a sequence, a key head and a segment of SEGMENT keys; a sequence's first unit may have several, a run.
+Blocks stay on their SM. In each, a warpgroup computes, and three warps serve it. Two bring keys and values: they draw
+units from a common counter, the next one while the copy engine still brings the last tiles of this. Where a sequence
+has more than one unit, each writes (m, l, acc) to a workspace, and the third warp of whichever block is last merges
+them, in the order of the segments; a run is added up in registers, in the same order. All of it follows arrays on the
+device, so a captured graph stays valid.
 
 Sequences with a common beginning, such as the completions of one prompt, may be declared a group: the segments that
-lie wholly in the common beginning are read once for all members, whose queries then share the columns of a unit.
+lie wholly in the common beginning are read once for all members, whose queries then share the columns of a unit. These
+units are drawn first.
 """
 
 import functools
@@ -88,9 +90,12 @@ i32, f32 = np.int32, np.float32
 # Where the kernels of this module compile.
 ARCHITECTURES = [(9, 0, "a")]
 
-# Units that are known in shared memory: the one that is worked on, and the next; and those whose queries are there.
-SLOTS = 4
-QUERIES = 2
+# Units whose queries may be in shared memory: the one that is worked on, and the next.
+SLOTS = 2
+# Tickets that may have been drawn before the producer of values reads the first of them: see there.
+TICKETS = 4
+# Two warpgroups: the first computes; of the second, two warps bring keys and values, one merges, one is idle.
+THREADS = 2 * WARPGROUP
 # Units with partial results that wait for the merging warp.
 LETTERS = 2
 # Of a thread of the warps that serve, and of one that computes, where 128 for each are not enough.
@@ -103,8 +108,7 @@ FEW_REGISTERS, MANY_REGISTERS = 88, 168
 class Tile(NamedTuple):
     """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one copy, a cache block's tokens or 64.
 
-    stages: tiles of keys and values under way; blocks: of an SM; grouped: groups read common segments once. producers:
-    warps that ask for tiles, half of them for keys and half for values.
+    stages: tiles of keys and values under way; blocks: of an SM; grouped: groups read common segments once.
     """
 
     head_dim: int
@@ -115,7 +119,6 @@ class Tile(NamedTuple):
     blocks: int = 2
     grouped: bool = False
     segment: int = SEGMENT
-    producers: int = 2
 
     @property
     def most_run(self):
@@ -123,19 +126,9 @@ class Tile(NamedTuple):
         return {8: 4, 16: 2}.get(self.rows, 1)
 
     @property
-    def boxes_known(self):
-        """Boxes of keys of a unit."""
-        return self.most_run * self.segment // self.box
-
-    @property
     def moves_registers(self):
         """Whether the warps that serve give registers to those that compute: 128 for each are enough for 8 rows."""
         return self.blocks > 1 and self.rows > 8
-
-    @property
-    def threads(self):
-        """Of a block: a warpgroup that computes; then, in warpgroups too, who finds units, who merges, producers."""
-        return WARPGROUP + WARPGROUP * -(-(2 + self.producers) // 4)
 
     @property
     def boxes(self):
@@ -151,14 +144,9 @@ class Tile(NamedTuple):
     def shared_bytes(self):
         """Dynamic shared memory: tiles, queries, probabilities, maxima, sums, barriers, alignment."""
         tiles = 2 * self.stages * self.tile_bytes
-        rows = (QUERIES * self.boxes + 1) * self.rows * LINE
+        rows = (SLOTS * self.boxes + 1) * self.rows * LINE
         exchanged = (2 * 4 + 4 * 8) * self.rows * 4
-        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + QUERIES + LETTERS) + 1024
-
-    @property
-    def static_bytes(self):
-        """Static shared memory: what is known of units, and letters to the merging warp."""
-        return (SLOTS * (10 + self.boxes_known) + 5 * LETTERS) * 4 + 16
+        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + LETTERS) + 8 * TICKETS + 1024
 
 
 @functools.cache
@@ -241,6 +229,21 @@ def upper(word):
 def lower(word):
     """The 16-bit element in the lower half of a packed pair."""
     return np.uint16(word & i32(0xFFFF))
+
+
+@functools.cache
+def look_up_function(box, looked_up):
+    """The device function by which a warp looks up where the boxes of a segment's keys lie."""
+    paged_row = paged_row_function(box)
+
+    @device_function
+    def look_up(known, block_tables, block_size, sequence, first_key, context, lane):
+        """known[i]: the cache's row of the box at place 32 i + lane from first_key on."""
+        for i in range(looked_up):
+            key = i32(first_key + (i * 32 + lane) * box)
+            known[i] = paged_row(block_tables, block_size, sequence, key, context)
+
+    return look_up
 
 
 @functools.cache
@@ -375,19 +378,18 @@ def merge_function(head_dim, element, ahead):
 @kernel_factory
 def paged_attention_hopper_kernel(tile):
     """The kernel of a Tile."""
-    head_dim, element, rows, box, stages, blocks, grouped, segment, producers = tile
-    boxes, tile_bytes, runs, boxes_known = tile.boxes, tile.tile_bytes, tile.most_run > 1, tile.boxes_known
-    moves_registers = tile.moves_registers
+    head_dim, element, rows, box, stages, blocks, grouped, segment = tile
+    boxes, tile_bytes, runs, moves_registers = tile.boxes, tile.tile_bytes, tile.most_run > 1, tile.moves_registers
     copies, segment_tiles = KEYS // box, segment // KEYS
-    # Boxes of a tile's keys that a lane looks up, and that a producer brings.
-    looked_up, brought = -(-boxes_known // 32), -(-boxes * copies // (producers // 2))
+    # Rows of the cache that a lane of a producer looks up for a segment, and tiles that 32 lanes know the rows of.
+    looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
     query_bytes = boxes * rows * LINE
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     depth = -(-head_dim // 16) * 16
     start_scores, _, wait_scores = warpgroup_product(rows, element, depth=depth)
     start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
     column_sums, merge = column_sum_function(rows), merge_function(head_dim, element, 8 if rows == 8 else 4)
-    fold, paged_row = fold_function(acc_count, columns), paged_row_function(box)
+    fold, look_up = fold_function(acc_count, columns), look_up_function(box, looked_up)
     _, run_of, parts_of = division_functions(segment, grouped)
     shared_of, units_of = unit_functions(rows, segment, grouped)
     fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
@@ -398,7 +400,7 @@ def paged_attention_hopper_kernel(tile):
     write_out_3, write_part_3 = write_functions(min(3, boxes - 1), head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
 
-    @cuda.jit(launch_bounds=(tile.threads, blocks))
+    @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
         q_map, k_map, v_map, out, lse, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
         max_parts, stride, run, parts, references, sums, counters, c,
@@ -413,37 +415,35 @@ def paged_attention_hopper_kernel(tile):
         warps exchange, then the barriers.
         """
         # Of a unit: tiles (-1: there are no more), sequence, part, first key, key head, first token, tokens, context,
-        # sequences that share it (0: not a group's), parts of its sequence; then the cache's rows of its boxes.
+        # sequences that share it (0: not a group's), parts of its sequence.
         info = cuda.shared.array((SLOTS, 10), np.int32)
-        known = cuda.shared.array((SLOTS, boxes_known), np.int32)
+        tickets = cuda.shared.array(TICKETS, np.int32)
         # To the merging warp: sequence (-1: there is nothing more), key head, first token, sequences, rows of each.
         letters = cuda.shared.array((LETTERS, 5), np.int32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & i32(31), warp_uniform(thread >> i32(5))
         ring = Address((shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024)
         queries = Address(ring + stages * (2 * tile_bytes))
-        weights = Address(queries + QUERIES * query_bytes)
+        weights = Address(queries + SLOTS * query_bytes)
         largest_place = Address(weights + rows * LINE)
         # The second of the two places for exchange: it is written to again in a unit's second tile at the earliest.
         total_place = Address(largest_place + 4 * rows * 4)
         sum_place = Address(largest_place + 2 * 4 * rows * 4)
         full = Address(sum_place + 4 * 8 * rows * 4)
-        empty, told = Address(full + stages * 8), Address(full + stages * 16)
-        read, q_full = Address(told + SLOTS * 8), Address(told + SLOTS * 16)
-        q_empty = Address(q_full + QUERIES * 8)
-        posted = Address(q_empty + QUERIES * 8)
+        empty, q_full = Address(full + stages * 8), Address(full + stages * 16)
+        q_empty, told = Address(q_full + SLOTS * 8), Address(q_full + SLOTS * 16)
+        posted = Address(told + TICKETS * 8)
         merged = Address(posted + LETTERS * 8)
         kv_heads = i32(out.shape[1] // group)
         if thread == 0:
             for stage in range(stages):
-                barrier_init(full + stage * 8, producers)
+                barrier_init(full + stage * 8, 2)
                 barrier_init(empty + stage * 8, 1)
             for slot in range(SLOTS):
-                barrier_init(told + slot * 8, 1)
-                barrier_init(read + slot * 8, producers + 1)
-            for q_slot in range(QUERIES):
-                barrier_init(q_full + q_slot * 8, 1)
-                barrier_init(q_empty + q_slot * 8, 1)
+                barrier_init(q_full + slot * 8, 1)
+                barrier_init(q_empty + slot * 8, 2)
+            for place in range(TICKETS):
+                barrier_init(told + place * 8, 1)
             for letter in range(LETTERS):
                 barrier_init(posted + letter * 8, WARPGROUP)
                 barrier_init(merged + letter * 8, 1)
@@ -455,22 +455,32 @@ def paged_attention_hopper_kernel(tile):
         cuda.syncthreads()
         let_next_kernel_start()
         wait_for_kernels_before()
-        stage, slot, q_slot, parity, working = i32(0), i32(0), i32(0), i32(0), True
+        stage, slot, parity, working = i32(0), i32(0), i32(0), True
         if warp >= 4:
             if moves_registers:
                 fewer_registers()
-            if warp == 4:
-                # Finds units and brings their queries.
-                q_source, sequences = tensor_map_address(q_map), i32(cu_seqlens.shape[0] - 1)
-                rows_known = cuda.local.array(looked_up, np.int32)
+            if warp < 6:
+                # Two producers, of keys and of values, find the same units in the same order. The first draws tickets,
+                # and tells the consumers.
+                brings_k = warp == 4
+                q_source, k_source, v_source = (
+                    tensor_map_address(q_map),
+                    tensor_map_address(k_map),
+                    tensor_map_address(v_map),
+                )
+                source = k_source if brings_k else v_source
+                known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
+                sequences = i32(cu_seqlens.shape[0] - 1)
+                part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
+                place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
                 # What groups share comes first: it takes longer than what their members have alone.
-                shared, chunk, passed = grouped, i32(0), i32(0)
+                shared, chunk, passed, drawn_before = grouped, i32(0), i32(0), i32(0)
                 mine = units_of(lane, sequences, cu_seqlens, contexts, common, members, group, run, shared)
                 up_to = summed_before(mine, lane)
                 ticket = i32(cuda.blockIdx.x)
-                # Waiting for the parity opposite to a barrier's first phase returns at once: all is read.
+                # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity, q_parity = i32(1), i32(1)
-                while working:
+                while chunk < sequences:
                     index = i32(ticket // kv_heads)
                     while chunk < sequences and index >= i32(passed + shuffle(up_to, 31)):
                         passed = i32(passed + shuffle(up_to, 31))
@@ -481,42 +491,44 @@ def paged_attention_hopper_kernel(tile):
                             i32(chunk + lane), sequences, cu_seqlens, contexts, common, members, group, run, shared
                         )
                         up_to = summed_before(mine, lane)
-                    working = chunk < sequences
-                    drawn, tiles = i32(0), i32(-1)
-                    if working and lane == 0:
-                        drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
-                    barrier_wait(Address(read + slot * 8), parity)
-                    if working:
+                    arrived = Address(q_full + slot * 8)
+                    barrier_wait(Address(q_empty + slot * 8), q_parity)
+                    if not brings_k:
+                        # This unit's ticket is read.
+                        sync_warp()
+                        if lane == 0:
+                            barrier_arrive(Address(q_empty + slot * 8))
+                    if chunk >= sequences:
+                        if brings_k and lane == 0:
+                            info[slot, 0] = i32(-1)
+                            barrier_arrive(arrived)
+                    else:
                         rank = i32(index - passed)
                         owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
                         sequence = i32(chunk + owner)
-                        part = i32(rank - shuffle(i32(up_to - mine), owner))
+                        number = i32(rank - shuffle(i32(up_to - mine), owner))
                         kv_head = i32(ticket % kv_heads)
+                        drawn = i32(0)
+                        if brings_k and lane == 0:
+                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                         start, context = cu_seqlens[sequence], contexts[sequence]
                         sharing = i32(0)
                         if grouped and shared:
                             sharing = members[sequence]
                         elif grouped:
-                            part = i32(part + shared_of(sequence, contexts, common, run))
+                            number = i32(number + shared_of(sequence, contexts, common, run))
                         own_run = run_of(sequence, contexts, common, run)
                         first_key, keys = i32(0), i32(own_run * segment)
-                        if part > 0:
-                            first_key, keys = i32((part - 1 + own_run) * segment), i32(segment)
+                        if number > 0:
+                            first_key, keys = i32((number - 1 + own_run) * segment), i32(segment)
                         keys = min(i32(context - first_key), keys)
                         tiles = i32((keys + (KEYS - 1)) // KEYS)
-                        for i in range(looked_up):
-                            rows_known[i] = i32(0)
-                            key = i32((i * 32 + lane) * box)
-                            if key < keys:
-                                rows_known[i] = paged_row(
-                                    block_tables, block_size, sequence, i32(first_key + key), context
-                                )
-                        for i in range(looked_up):
-                            if i * 32 + lane < boxes_known:
-                                known[slot, i * 32 + lane] = rows_known[i]
-                        if lane == 0:
+                        if tiles > 0:
+                            look_up(known, block_tables, block_size, sequence, first_key, context, lane)
+                        if brings_k and lane == 0:
+                            info[slot, 0] = tiles
                             info[slot, 1] = sequence
-                            info[slot, 2] = part
+                            info[slot, 2] = number
                             info[slot, 3] = first_key
                             info[slot, 4] = kv_head
                             info[slot, 5] = start
@@ -524,34 +536,56 @@ def paged_attention_hopper_kernel(tile):
                             info[slot, 7] = context
                             info[slot, 8] = sharing
                             info[slot, 9] = parts_of(sequence, contexts, common, run)
-                    if lane == 0:
-                        info[slot, 0] = tiles
-                    sync_warp()
-                    if lane == 0:
-                        barrier_arrive(Address(told + slot * 8))
-                    barrier_wait(Address(q_empty + q_slot * 8), q_parity)
-                    if lane == 0:
-                        arrived = Address(q_full + q_slot * 8)
-                        if tiles > 0:
-                            barrier_expect(arrived, boxes * tokens * group * LINE)
-                            for b in range(boxes):
-                                target = Address(queries + q_slot * query_bytes + b * (rows * LINE))
-                                bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
+                            if tiles > 0:
+                                barrier_expect(arrived, boxes * tokens * group * LINE)
+                                for b in range(boxes):
+                                    target = Address(queries + slot * query_bytes + b * (rows * LINE))
+                                    bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
+                            else:
+                                barrier_arrive(arrived)
+                        while tiles > 0:
+                            # The rows of the next segment, if the unit has one, are looked up before they are needed.
+                            if runs and tiles > segment_tiles:
+                                first_key = i32(first_key + segment)
+                                look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
+                            for i in range(looked_up):
+                                for t in range(tiles_known):
+                                    if i * tiles_known + t < min(tiles, i32(segment_tiles)):
+                                        row = shuffle(known[i], t * copies + part)
+                                        barrier_wait(Address(empty + stage * 8), parity)
+                                        arrived = Address(full + stage * 8)
+                                        if lane == 0:
+                                            barrier_expect(arrived, tile_bytes)
+                                        sync_warp()
+                                        if lane < boxes * copies:
+                                            target = Address(place + stage * (2 * tile_bytes))
+                                            bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
+                                        stage = i32(stage + 1)
+                                        if stage == stages:
+                                            stage = i32(0)
+                                            parity ^= i32(1)
+                            tiles = i32(tiles - segment_tiles)
+                            for i in range(looked_up):
+                                known[i] = upcoming[i]
+                        at = i32(drawn_before & (TICKETS - 1))
+                        if brings_k:
+                            ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
+                            if lane == 0:
+                                tickets[at] = ticket
+                                barrier_arrive(Address(told + at * 8))
                         else:
-                            barrier_arrive(arrived)
-                    ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
-                    slot, q_slot = i32(slot + 1), i32(q_slot + 1)
-                    if slot == SLOTS:
-                        slot = i32(0)
-                        parity ^= i32(1)
-                    if q_slot == QUERIES:
-                        q_slot = i32(0)
-                        q_parity ^= i32(1)
+                            barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
+                            ticket = tickets[at]
+                        drawn_before = i32(drawn_before + 1)
+                        slot = i32(slot + 1)
+                        if slot == SLOTS:
+                            slot = i32(0)
+                            q_parity ^= i32(1)
                 # Whoever is the last block to draw nothing makes the counters ready for the next launch.
-                if lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
+                if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
                     counters[0] = i32(0)
                     counters[1] = i32(0)
-            elif warp == 5:
+            elif warp == 6:
                 # Merges the parts of a sequence and key head when the last is there.
                 while working:
                     barrier_wait(Address(posted + slot * 8), parity)
@@ -592,41 +626,6 @@ def paged_attention_hopper_kernel(tile):
                     if slot == LETTERS:
                         slot = i32(0)
                         parity ^= i32(1)
-            elif warp < 6 + producers:
-                # Brings tiles of keys or of values, or half of their boxes.
-                is_value, half = (warp - i32(6)) & i32(1), (warp - i32(6)) >> i32(1)
-                source = tensor_map_address(v_map) if is_value == 1 else tensor_map_address(k_map)
-                own = i32(half * brought + lane)
-                brings = lane < brought and own < boxes * copies
-                arriving = i32(min(brought, i32(boxes * copies - half * brought)) * (box * LINE))
-                part, column_box = own % i32(copies), own // i32(copies) % i32(boxes)
-                place = Address(ring + is_value * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
-                tile_parity = i32(1)
-                while working:
-                    barrier_wait(Address(told + slot * 8), parity)
-                    tiles, kv_head = info[slot, 0], info[slot, 4]
-                    working = tiles >= 0
-                    for index in range(tiles):
-                        row = known[slot, index * copies + part]
-                        barrier_wait(Address(empty + stage * 8), tile_parity)
-                        arrived = Address(full + stage * 8)
-                        if lane == 0:
-                            barrier_expect(arrived, arriving)
-                        sync_warp()
-                        if brings:
-                            target = Address(place + stage * (2 * tile_bytes))
-                            bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
-                        stage = i32(stage + 1)
-                        if stage == stages:
-                            stage = i32(0)
-                            tile_parity ^= i32(1)
-                    sync_warp()
-                    if lane == 0:
-                        barrier_arrive(Address(read + slot * 8))
-                    slot = i32(slot + 1)
-                    if slot == SLOTS:
-                        slot = i32(0)
-                        parity ^= i32(1)
         else:
             if moves_registers:
                 more_registers()
@@ -649,21 +648,18 @@ def paged_attention_hopper_kernel(tile):
             weight_target = Address(weights + line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
             q_parity, letter, letter_parity = i32(0), i32(0), i32(1)
             while working:
-                barrier_wait(Address(q_full + q_slot * 8), q_parity)
+                barrier_wait(Address(q_full + slot * 8), q_parity)
                 tiles, sequence, own_part, first_key = info[slot, 0], info[slot, 1], info[slot, 2], info[slot, 3]
                 kv_head, start, length, context = info[slot, 4], info[slot, 5], info[slot, 6], info[slot, 7]
                 sharing, unit_parts = info[slot, 8], info[slot, 9]
                 working = tiles >= 0
-                sync_group(1, WARPGROUP)
-                if thread == 0:
-                    barrier_arrive(Address(read + slot * 8))
                 if tiles > 0:
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
                         position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
                         if grouped and sharing > 0:
                             position[i] = i32(first_key + tiles * KEYS)
-                    place = Address(queries + q_slot * query_bytes)
+                    place = Address(queries + slot * query_bytes)
                     lowest = i32(context - length)
                     if grouped and sharing > 0:
                         lowest = i32(first_key + tiles * KEYS)
@@ -741,7 +737,7 @@ def paged_attention_hopper_kernel(tile):
                         for i in range(acc_count):
                             acc[i] = total[i]
                     if thread == 0:
-                        barrier_arrive(Address(q_empty + q_slot * 8))
+                        barrier_arrive(Address(q_empty + slot * 8))
                     alive = i32(length * group)
                     if grouped and sharing > 0:
                         alive = i32(sharing * group)
@@ -822,13 +818,10 @@ def paged_attention_hopper_kernel(tile):
                         out[start + row // group, kv_head * group + row % group, i % head_dim] = np.uint16(0)
                     sync_group(2, WARPGROUP)
                     if thread == 0:
-                        barrier_arrive(Address(q_empty + q_slot * 8))
+                        barrier_arrive(Address(q_empty + slot * 8))
                 slot = i32(slot + 1)
                 if slot == SLOTS:
                     slot = i32(0)
-                q_slot = i32(q_slot + 1)
-                if q_slot == QUERIES:
-                    q_slot = i32(0)
                     q_parity ^= i32(1)
             if thread == 0:
                 barrier_wait(Address(merged + letter * 8), letter_parity)
@@ -843,7 +836,7 @@ def best_tile(head_dim, element, group, box, members=1):
     rows = -(-group * members // 8) * 8
     tile = Tile(head_dim, element, rows, box, 2, grouped=members > 1)
     for blocks in (2, 1):
-        room = SHARED_LIMIT // blocks - 1024 - tile.static_bytes
+        room = SHARED_LIMIT // blocks - 1536
         stages = (room - tile.shared_bytes) // (2 * tile.tile_bytes + 16) + tile.stages
         if stages >= 2:
             break
@@ -962,7 +955,7 @@ def paged_attention_hopper(
     )
     parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
     launch(
-        paged_attention_hopper_kernel(tile), min(filled, sequences * kv_heads * units), tile.threads,
+        paged_attention_hopper_kernel(tile), min(filled, sequences * kv_heads * units), THREADS,
         tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), lse, cu_seqlens, context_lens,
         common_lens if tile.grouped else nothing(1), members if tile.grouped else nothing(1), block_tables,
         np.int32(block_size), np.int32(group), np.int32(at_once), np.int32(units), np.int32(rows), np.int32(run),

@@ -58,8 +58,8 @@ def check_forward(q, k, v, lengths, tile=None):
     [
         # Two segments, rows that end inside a tile, two heads side by side.
         ([70, 0, 3], 2, 1, 16, Tile(16, BF16, stages=2, segment=64)),
-        # Three segments for one of two neighbouring blocks of tokens, consumers that take turns, and 80 columns.
-        ([130], 1, 1, 80, Tile(80, F16, stages=2, paired=False, ordered=True, segment=64)),
+        # Three segments for one of two neighbouring blocks of tokens, and 80 columns.
+        ([130], 1, 1, 80, Tile(80, F16, stages=2, paired=False, segment=64)),
     ],
     ids=["paired", "neighbours"],
 )

@@ -823,11 +823,11 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     tiles = -(-weight.shape[0] // TILE_COLUMNS)
     step = forward_rows(weight.shape[0], tile.rows)
     memory = xp.empty(min(step, hidden.shape[0]) * tiles * RESULTS, np.float32)
+    all_chosen = xp.full(ids.shape, math.nan, np.float32)
     for first in range(0, hidden.shape[0], step):
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
-        results = memory[: count * tiles * RESULTS]
-        chosen = xp.full(count, math.nan, np.float32)
+        results, chosen = memory[: count * tiles * RESULTS], all_chosen[rows]
         _head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)()
         outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
         launch(merge_kernel, count, MERGE_THREADS, results, chosen, float(temperature), *outputs)
@@ -924,16 +924,16 @@ def linear_logp_with_gradient(
     xp = device.xp()
     vocabulary, width = weight.shape
     step, slabs = shape or block_rows(width, vocabulary)
+    most_parts = slabs * step
     step = min(step, -(-hidden.shape[0] // tile.rows) * tile.rows)
     tiles, pitch = -(-vocabulary // TILE_COLUMNS), vocabulary + -vocabulary % 8
     rounds = -(-pitch // STEPS)
-    slab_rounds = -(-rounds // slabs)
-    slabs = -(-rounds // slab_rounds)
     results_memory = xp.empty(step * tiles * RESULTS, np.float32)
     memory = xp.empty(step * pitch, hidden.dtype)
-    parts_memory = xp.empty(slabs * step * width, np.float32)
+    parts_memory = xp.empty(most_parts * width, np.float32)
     scaled_memory = xp.empty((step, width), hidden.dtype)
     factors, reference = xp.empty(step, np.float32), xp.empty(ids.shape, np.float32)
+    all_chosen = xp.full(ids.shape, math.nan, np.float32)
     launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference)
     weight_tile = gemm_hopper.best_tile(
         *dweight.shape, step, tile.element, True, True, "add", False, False, processors() - (beside or 0)
@@ -942,8 +942,7 @@ def linear_logp_with_gradient(
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
         h, targets, near, scaled = hidden[rows], ids[rows], reference[rows], scaled_memory[:count]
-        results = results_memory[: count * tiles * RESULTS]
-        chosen = xp.full(count, math.nan, np.float32)
+        results, chosen = results_memory[: count * tiles * RESULTS], all_chosen[rows]
         dz = memory[: count * pitch].reshape(count, pitch)
         _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)()
         outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
@@ -952,7 +951,10 @@ def linear_logp_with_gradient(
             finish_kernel, count, MERGE_THREADS, dz, results, chosen, near, *inputs, *outputs, scaled, factors[:count]
         )
         apart = -(-count // tile.rows) * tile.rows
-        parts = parts_memory[: slabs * apart * width].reshape(slabs * apart, width)
+        # A block that is shorter than others has as many tiles, in more slabs.
+        slab_rounds = -(-rounds // (most_parts // apart))
+        height = -(-rounds // slab_rounds) * apart
+        parts = parts_memory[: height * width].reshape(height, width)
         make_parts = _head(
             parts_tile, dz, weight, parts, None, None, None, 1.0, None, None, slab_rounds=slab_rounds, blocks=beside
         )

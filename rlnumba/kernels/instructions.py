@@ -87,11 +87,6 @@ if device.name() == "sim":
     def start_loads():
         """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
 
-    def prefetch(array, index):
-        """Bring the 32 bytes around array[index], an array with one axis in global memory, into the L2 cache."""
-        if not 0 <= index < len(array):
-            raise IndexError(f"prefetch: element {index} of {len(array)}")
-
     @functools.cache
     def vector_access(count, access, bounded=False):
         """(load, store) of `count` neighbouring elements of an array with one axis.
@@ -316,19 +311,6 @@ else:
             return context.get_dummy_value()
 
         return types.void(), codegen
-
-    @intrinsic
-    def prefetch(typingctx, array, index):
-        """Bring the 32 bytes around array[index], an array with one axis in global memory, into the L2 cache."""
-
-        def codegen(context, builder, signature, args):
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            place = builder.ptrtoint(builder.gep(data, [args[1]]), _I64)
-            function = ir.FunctionType(ir.VoidType(), [_I64])
-            builder.call(ir.InlineAsm(function, "prefetch.global.L2 [$0];", "l", side_effect=True), [place])
-            return context.get_dummy_value()
-
-        return types.void(array, types.int64), codegen
 
     def _unpack(builder, element, kept, word):
         """The elements in 32 bits, one or two, as they are kept: widened to float32, or integers as they are."""

@@ -30,8 +30,8 @@ from rlnumba.kernels.instructions import (
     start_loads,
     wait_for_kernels_before,
 )
-from rlnumba.kernels.launch import kernel_factory, launch
-from rlnumba.kernels.rmsnorm import PARTIAL_WARPS, rmsnorm_backward_ref, rmsnorm_ref, sum_of_rows
+from rlnumba.kernels.launch import kernel_factory, launch, overlapping
+from rlnumba.kernels.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, rmsnorm_backward_ref, rmsnorm_ref, sum_of_rows
 from rlnumba.kernels.rope import (
     WARPS,
     block_of,
@@ -49,45 +49,49 @@ i32 = np.int32
 _EMPTY = np.empty(0, np.float32)
 _EMPTY_ROWS = np.empty((0, 0), np.float32)
 # Warps of a block that splits, and blocks that an SM has at a time; heads that a group of lanes owns at most, and one
-# where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 73.4 us
-# with two heads, 74.1 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us.
+# where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
+# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us.
 SPLIT_WARPS, SPLIT_RESIDENT = 2, 10
 SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
-# Blocks of the backward with norm that an SM has at a time, which leaves 128 registers a thread.
-RESIDENT = 4
+# Blocks of the backward with norm that an SM has at a time, which leaves 96 registers a thread.
+RESIDENT = 5
 # Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Part of
 # the arithmetic.
-BACKWARD_BLOCKS = 528
+BACKWARD_BLOCKS = 660
+# Heads of an array of heads, which kernels count in 32 bits.
+MOST_HEADS = 1 << 31
 
 
 @kernel_factory
-def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
+def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
 
     cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
     without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
-    most_heads: that a group of lanes owns; changes no bits.
+    most_heads: that a group of lanes owns; changes no bits. early: for few tokens, whose kernel may begin before the
+    one ahead has ended; of many it costs each block some 20 ns.
     """
     width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
     heads_of_group, warps_of_token = shape.share(all_heads, most_heads)
     of_head, steps = 2 * vector, lanes.bit_length() - 1
     count = heads_of_group * of_head
-    load_head, store_head, load_angles, _ = head_access(shape)
+    load_head, store_head, load_angles = head_access(shape)
 
     @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(SPLIT_RESIDENT)))
     def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
 
         At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
-        are read once for all of them. 32 bits hold the number of a head of qkv.
+        are read once for all of them. Heads are counted in 32 bits: 64 take one more instruction out of five.
         """
         warp = i32(cuda.blockIdx.x * SPLIT_WARPS + cuda.threadIdx.y)
         row = i32(warp // i32(warps_of_token))
         if row >= position_ids.shape[0]:
             return
-        wait_for_kernels_before()
-        let_next_kernel_start()
+        if early:
+            wait_for_kernels_before()
+            let_next_kernel_start()
         lane = i32(cuda.threadIdx.x)
         e = lane % i32(lanes) * i32(vector)
         first_head = i32(warp % i32(warps_of_token) * i32(heads_of_group * groups) + lane // i32(lanes))
@@ -97,9 +101,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
         position = position_ids[np.uint64(row)]
-        place = np.int64(row)
+        place = row
         if cached:
-            place = np.int64(slot_mapping[np.uint64(row)])
+            place = slot_mapping[np.uint64(row)]
         for i in range(heads_of_group):
             # A group without a head reads the last one.
             head = min(first_head + i32(i * groups), i32(all_heads - 1))
@@ -136,9 +140,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
             if head < heads:
                 store_head(q, i32(row * i32(heads) + head), e, values, i * of_head)
             elif place >= 0 and head < rotated:
-                store_head(k, place * kv_heads + head - heads, e, values, i * of_head)
+                store_head(k, i32(place * i32(kv_heads) + head - i32(heads)), e, values, i * of_head)
             elif place >= 0 and head < all_heads:
-                store_head(v, place * kv_heads + head - rotated, e, values, i * of_head)
+                store_head(v, i32(place * i32(kv_heads) + head - i32(rotated)), e, values, i * of_head)
 
     return qkv_split_kernel
 
@@ -151,7 +155,7 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
     heads_of_group, warps_of_token = shape.share(all_heads)
     of_head = 2 * vector
     count = heads_of_group * of_head
-    load_head, store_head, load_angles, _ = head_access(shape)
+    load_head, store_head, load_angles = head_access(shape)
 
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
     def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
@@ -196,40 +200,39 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
     """
     width, vector, lanes = shape.width, shape.vector, shape.lanes
     of_head, steps = 2 * vector, lanes.bit_length() - 1
-    load_head, store_head, load_angles, prefetch_head = head_access(shape)
+    load_head, store_head, load_angles = head_access(shape)
 
     @device_function
     def of_tile(dout, head, qkv, weight, cos, sin, position_ids, rstd, dqkv, dweight):
         """dqkv of head `head` of dout, of none beyond the last; dweight: this lane's sums of g x^ over its tokens."""
-        rows, row_step = position_ids.shape[0], cuda.gridDim.x * WARPS
-        e = cuda.threadIdx.x % lanes * vector
+        # 64 bits would need more registers than there are.
+        rows, row_step = i32(position_ids.shape[0]), i32(cuda.gridDim.x * WARPS)
+        e = i32(cuda.threadIdx.x) % i32(lanes) * i32(vector)
         # A group without a head works on the last one and keeps nothing.
         exists = head < heads
-        head = min(head, heads - 1)
+        head = i32(min(head, heads - 1))
         weights = cuda.local.array(of_head, np.float32)
         x = cuda.local.array(of_head, np.float32)
         g = cuda.local.array(of_head, np.float32)
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
-        load_head(weight, 0, e, weights, 0)
         for i in range(of_head):
             dweight[i] = np.float32(0.0)
-        # 64 bits would need more registers than there are.
-        row = np.int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
-        position = position_ids[np.uint64(min(row, rows - 1))]
+        row = i32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
+        from_place = i32(row * i32(heads) + head)
+        place = i32(row * i32(all_heads) + i32(first_head) + head)
+        position = position_ids[np.uint64(min(row, rows - i32(1)))]
         while row < rows:
-            place = row * all_heads + first_head + head
-            load_head(dout, row * heads + head, e, g, 0)
+            load_head(dout, from_place, e, g, 0)
             load_head(qkv, place, e, x, 0)
             load_angles(cos, sin, position, e, c, s)
-            scale = rstd[np.uint64(row), first_head + head]
-            row = np.int32(row + row_step)
-            following = np.int32(min(row, rows - 1))
-            # The next angles should not have to wait for their position, nor the next heads for memory.
-            position = position_ids[np.uint64(following)]
-            prefetch_head(dout, following * heads + head, e)
-            prefetch_head(qkv, following * all_heads + first_head + head, e)
+            scale = rstd[np.uint64(row), np.uint64(i32(first_head) + head)]
+            row = i32(row + row_step)
+            # The next angles should not have to wait for their position.
+            position = position_ids[np.uint64(min(row, rows - i32(1)))]
             start_loads()
+            # Each time from the first-level cache: the registers that hold it meanwhile are worth a block more.
+            load_head(weight, 0, e, weights, 0)
             for i in range(vector):
                 s[i] = -s[i]
             rotate(g, 0, vector, c, s)
@@ -245,6 +248,8 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
                     dweight[i] += g[i] * x[i]
                     x[i] = scale * (g[i] * weights[i] - x[i] * projection)
                 store_head(dqkv, place, e, x, 0)
+            from_place = i32(from_place + row_step * i32(heads))
+            place = i32(place + row_step * i32(all_heads))
 
     return of_tile
 
@@ -256,8 +261,8 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
     q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
     spread, of_head = groups.bit_length() - 1, 2 * vector
-    load_head, store_head, _, _ = head_access(shape)
-    _, store_partial, _, _ = head_access(shape._replace(access=shape.table_access))
+    load_head, store_head, _ = head_access(shape)
+    _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
     of_q = norm_backward_of_tile(shape, heads, 0, all_heads)
     of_k = norm_backward_of_tile(shape, kv_heads, heads, all_heads)
 
@@ -287,6 +292,7 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
                     load_head(dv, row * kv_heads + head, e, dweight, 0)
                     store_head(dqkv, row * all_heads + rotated + head, e, dweight, 0)
             return
+        let_next_kernel_start()
         for step in range(spread):
             for i in range(of_head):
                 dweight[i] += shuffle_xor(dweight[i], lanes << step)
@@ -304,17 +310,22 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     return qkv_split_norm_backward_kernel
 
 
-@cuda.jit
+@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
 def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
-    """dq_weight, dk_weight += sums of the rows of their partials; a block owns 32 columns of one of the two."""
-    sums = cuda.shared.array((PARTIAL_WARPS, 32), np.float32)
-    column = cuda.blockIdx.x * 32 + cuda.threadIdx.x
+    """dq_weight, dk_weight += sums of the rows of their partials; a block owns PARTIAL_COLUMNS of one of the two."""
+    sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
+    column = cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x
     partials, dweight = q_partials, dq_weight
     if cuda.blockIdx.y == 1:
         partials, dweight = k_partials, dk_weight
-    value = sum_of_rows(partials, column, sums)
-    if cuda.threadIdx.y == 0 and column < dweight.shape[0]:
-        dweight[column] += value
+    wait_for_kernels_before()
+    mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < dweight.shape[0]
+    before = np.float32(0.0)
+    if mine:
+        before = dweight[column]
+    value = sum_of_rows(partials, sums)
+    if mine:
+        dweight[column] = before + value
 
 
 def tiles_of(shape, heads, kv_heads):
@@ -326,6 +337,8 @@ def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, positi
     """Check what all operators share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
     check(op, "qkv", qkv, (rows, (heads + 2 * kv_heads) * width), (q.dtype,))
+    if rows * (heads + 2 * kv_heads) >= MOST_HEADS:
+        raise ValueError(f"{op}: qkv must have fewer than {MOST_HEADS} heads, got {rows * (heads + 2 * kv_heads)}")
     check_tables(op, width, cos, sin)
     check(op, "position_ids", position_ids, (rows,), I32)
     if (q_weight is None) != (k_weight is None):
@@ -351,7 +364,8 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
     norm = (q_weight, k_weight) if normed else ()
     shape = head_shape(cos, sin, qkv, q, k, v, *norm)
     # Few tokens are spread over more warps.
-    most_heads = 1 if rows * shape.share(heads + 2 * kv_heads, 1)[1] <= FEW_SPLIT_WARPS else SPLIT_HEADS
+    few = rows * shape.share(heads + 2 * kv_heads, 1)[1] <= FEW_SPLIT_WARPS
+    most_heads = 1 if few else SPLIT_HEADS
     _, warps_of_token = shape.share(heads + 2 * kv_heads, most_heads)
     blocks = -(-rows * warps_of_token // SPLIT_WARPS)
     # What a version does not use is some array of the right type.
@@ -359,8 +373,8 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
     arguments = (qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd)
-    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
-    launch(kernel, blocks, (32, SPLIT_WARPS), *arguments)
+    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, few)
+    launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, early=few)
 
 
 def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
@@ -444,8 +458,9 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
     q_rows = 2 * q_tiles * blocks
     parts = (part.reshape(-1, width) for part in (partials[:q_rows], partials[q_rows:]))
-    grid = -(-width // 32), 2
-    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight)
+    grid = -(-width // PARTIAL_COLUMNS), 2
+    with overlapping():
+        launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):

@@ -19,7 +19,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.instructions import access_length, device_function, prefetch, sync_warp, vector_access
+from rlnumba.kernels.instructions import access_length, device_function, sync_warp, vector_access
 from rlnumba.kernels.launch import kernel_factory, launch
 
 # With this width a half of a head of float32 has as many vectors as a warp has lanes.
@@ -125,14 +125,13 @@ def block_of(warps):
 
 @functools.cache
 def head_access(shape):
-    """(load_head, store_head, load_angles, prefetch_head), for a lane's part of a head; e: its first element.
+    """(load_head, store_head, load_angles), by which lanes read and write their part of a head; e: its first element.
 
     load_head(array, head, e, values, at): values[at : at + 2 * vector] = this lane's part of the first and of the
     second half. head: its number in all of the array. store_head(array, head, e, values, at): the reverse.
     load_angles(cos, sin, position, e, c, s): c[:vector], s[:vector] = its part of the tables.
-    prefetch_head(array, head, e): bring what load_head will read into the L2 cache.
     """
-    vector, half_width = shape.vector, shape.half
+    vector = shape.vector
     load, store = vector_access(vector, shape.access, shape.bounded)
     load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
 
@@ -151,20 +150,12 @@ def head_access(shape):
         store(array[half + np.uint64(1)], e, values, at + vector)
 
     @device_function
-    def prefetch_head(array, head, e):
-        # One lane of two asks for their 32 bytes.
-        if e % (2 * vector) == 0 and e < half_width:
-            half = np.uint64(2 * head)
-            prefetch(array[half], e)
-            prefetch(array[half + np.uint64(1)], e)
-
-    @device_function
     def load_angles(cos, sin, position, e, c, s):
         row = np.uint64(position)
         load_table(cos[row], e, c, 0)
         load_table(sin[row], e, s, 0)
 
-    return load_head, store_head, load_angles, prefetch_head
+    return load_head, store_head, load_angles
 
 
 @device_function
@@ -186,7 +177,7 @@ def rope_kernel(shape, heads):
     heads_of_group, warps_of_token = shape.share(heads)
     of_head = 2 * vector
     count = heads_of_group * of_head
-    load_head, store_head, load_angles, _ = head_access(shape)
+    load_head, store_head, load_angles = head_access(shape)
 
     @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def rope_kernel(x, cos, sin, position_ids, sign, out):

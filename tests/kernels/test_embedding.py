@@ -81,9 +81,9 @@ def test_tokens_are_listed(rng, monkeypatch, tokens, vocabulary, buckets):
     ids[tokens // 3 :: 3], ids[1], ids[3::7] = ids[2], -1, vocabulary + 2
     xp, counters = device.xp(), -(-vocabulary // buckets) + 1
     entries, order, arrived = (xp.full(shape, -7, np.int32) for shape in ((tokens, 4), tokens, 5))
-    on_device, dout = device.asarray(ids), xp.zeros(64, np.float32)
-    arguments = on_device, vocabulary, int(ids[4]), counters, dout, entries, order, arrived
-    kernel = list_tokens_kernel(buckets, access_length(tokens, on_device), 1, 16)
+    on_device = device.asarray(ids)
+    arguments = on_device, vocabulary, int(ids[4]), counters, entries, order, arrived
+    kernel = list_tokens_kernel(buckets, access_length(tokens, on_device))
     shared = 4 * (2 * counters + 1 + embedding_module.TILE)
     launch(kernel, buckets, embedding_module.LISTERS, *arguments, shared=shared)
     known = (0 <= ids) & (ids < vocabulary)
@@ -132,14 +132,14 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     words, troubles = f"{bits.__name__}[:,::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
         for scatter in (False, True):
-            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter)
+            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter, False)
             troubles += compile_offline(kernel, [words, ids, words], architecture)
-    entries, flat = "int32[:,::1]", f"{element}[::1]"
+    entries = "int32[:,::1]"
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        types = [ids, *["int64"] * 3, flat, entries, ids, ids]
-        troubles += compile_offline(list_tokens_kernel(128, 4, 0, 0), types, architecture)
+        types = [ids, *["int64"] * 3, entries, ids, ids]
+        troubles += compile_offline(list_tokens_kernel(128, 4), types, architecture)
         types = [entries, ids, rows, f32, "float32[:,:,::1]", ids]
-        troubles += compile_offline(embedding_backward_kernel(4, 256, 4, False, 4), types, architecture)
+        troubles += compile_offline(embedding_backward_kernel(4, False), types, architecture)
     assert not troubles, "\n".join(troubles)
 
 

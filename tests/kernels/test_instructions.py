@@ -10,7 +10,6 @@ from rlnumba.kernels.instructions import (
     exp2,
     inverse_sqrt,
     match,
-    prefetch,
     reciprocal,
     vector_access,
 )
@@ -64,7 +63,6 @@ def copy_bits_kernel(element, count):
 @cuda.jit
 def approximate_kernel(x, power, inverse, inverse_root):
     i = cuda.grid(1)
-    prefetch(x, i)
     power[i] = exp2(x[i])
     inverse[i] = reciprocal(x[i])
     inverse_root[i] = inverse_sqrt(abs(x[i]))

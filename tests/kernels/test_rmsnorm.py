@@ -72,7 +72,7 @@ def test_simulator_16_bit(rng, monkeypatch, dtype, columns):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("rows", [1, 255, 257, 528])
+@pytest.mark.parametrize("rows", [1, 255, 640, 641])
 def test_partial_rows_are_added(rng, rows):
     """By warps that load several rows at a time: fewer than they could, and more than once."""
     partials, total = rng.standard_normal((rows, 33), np.float32), device.xp().ones(33, np.float32)
@@ -186,11 +186,11 @@ def test_simulator_with_several_warps_a_row(rng, monkeypatch):
     """And several chunks, the last one cut off; several rows for each line of a block."""
     for budget in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(rmsnorm_module, budget, (4, 64))
-    monkeypatch.setattr(rmsnorm_module, "BACKWARD_BLOCKS", 1)
+    monkeypatch.setattr(rmsnorm_module, "PROCESSORS", 1)
     run_all(rng, (5, 300), "float32")
 
 
-@pytest.mark.parametrize("element,columns", [("uint16", 1024), ("float32", 4096)])
+@pytest.mark.parametrize("element,columns", [("uint16", 1024), ("float32", 4096), ("float32", 5120), ("uint16", 2560)])
 def test_kernels_compile_for_gpus(compile_offline, element, columns):
     """At the shapes of Qwen3, where rows fill the registers."""
     if device.name() != "numpy":
@@ -202,11 +202,11 @@ def test_kernels_compile_for_gpus(compile_offline, element, columns):
     )
     x, weight, f32 = f"{element}[:,::1]", f"{element}[::1]", "float32[::1]"
     troubles = []
-    for residual_too in (False, True):
-        kernel = rmsnorm_module.rmsnorm_kernel(forward, residual_too)
-        troubles += compile_offline(kernel, [x, x, weight, "float32", x, f32], (9, 0))
     kernel = rmsnorm_module.rmsnorm_backward_kernel(backward, max(1, 256 // backward.threads))
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        for residual_too, early in ((False, False), (False, True), (True, False)):
+            forward_kernel = rmsnorm_module.rmsnorm_kernel(forward, residual_too, early)
+            troubles += compile_offline(forward_kernel, [x, x, weight, "float32", x, f32], architecture)
         troubles += compile_offline(kernel, [x, x, weight, f32, "int64", x, "float32[:,::1]"], architecture)
     assert not troubles, "\n".join(troubles)
 

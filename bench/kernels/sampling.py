@@ -5,8 +5,9 @@
 
 Each kind is checked before it is timed: tokens and log-probs of some rows against float64 with the same noise. Times
 are of a graph over several copies of the logits, together larger than the second-level cache, as decode finds them
-after the lm_head's product. share: of a copy's bandwidth, for one reading of the logits. Bars: 0.06 ms with
-temperature alone, 0.12 ms with top-k and top-p.
+after the lm_head's product. share: of a copy's bandwidth, for one reading of the logits. The floor is a kernel that
+reads the logits and does nothing else but keep the largest. Bars: 0.06 ms with temperature alone, 0.12 ms with top-k
+and top-p.
 """
 
 import argparse
@@ -23,15 +24,19 @@ from report import add_parts, row
 
 from rlnumba import device
 from rlnumba.device import cuda
-from rlnumba.kernels import sampling
 from rlnumba.kernels.instructions import block_max, vector_access
-from rlnumba.kernels.launch import kernel_factory, launch, overlapping
-from rlnumba.kernels.sampling import Form, sample, sample_ref
+from rlnumba.kernels.launch import launch, overlapping
+from rlnumba.kernels.sampling import sample, sample_ref
 
 CHECKED_ROWS = 8
 CACHE_BYTES = 60 << 20
 MOST_COPIES = 128
 FEWER_ROWS = (1, 8, 64)
+
+
+# Logits that a warp of read_kernel has under way: sixteen a lane, four loads of 16 bytes.
+READ_COLUMNS = 512
+load_four, _ = vector_access(4, 4)
 
 
 class Kind(NamedTuple):
@@ -77,22 +82,8 @@ class Problem:
         self.noise = [cupy.asarray(keys), cupy.arange(rows, dtype=np.int32), full(7, np.int32)]
         self.token_ids, self.logprobs = full(-1, np.int32), full(np.nan, np.float32)
 
-    def arguments(self, copy=0):
-        return self.logits[copy], *self.filters, *self.noise, self.token_ids, self.logprobs
-
     def draw(self, copy=0):
-        sample(*self.arguments(copy))
-
-    def results(self, form, blocks=None):
-        self.token_ids.fill(-1)
-        sampling.draw(self.arguments(), form, blocks)
-        return device.to_host(self.token_ids), device.to_host(self.logprobs)
-
-    def form_us(self, form, blocks=None):
-        calls = [
-            lambda copy=copy: sampling.draw(self.arguments(copy), form, blocks) for copy in range(len(self.logits))
-        ]
-        return graph_time_us(calls)
+        sample(self.logits[copy], *self.filters, *self.noise, self.token_ids, self.logprobs)
 
     def errors(self):
         """(rows whose token differs, largest difference of their log-probs) among the first rows, against float64."""
@@ -106,6 +97,39 @@ class Problem:
 
     def time_us(self):
         return graph_time_us([lambda copy=copy: self.draw(copy) for copy in range(len(self.logits))])
+
+
+@cuda.jit
+def read_kernel(logits, blocks, out):
+    """The largest of what each block reads of a row, `blocks` of them a row; what is left of the row's end is not read.
+
+    A row's length is a multiple of four.
+    """
+    scratch = cuda.shared.array(32, np.float32)
+    row = cuda.blockIdx.x // blocks
+    line = logits[row]
+    lane, warp, warps = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32, cuda.blockDim.x // 32
+    values = cuda.local.array(16, np.float32)
+    largest = np.float32(-1e30)
+    first = ((cuda.blockIdx.x - row * blocks) * warps + warp) * READ_COLUMNS
+    for column in range(first, line.shape[0] - READ_COLUMNS + 1, blocks * warps * READ_COLUMNS):
+        for i in range(4):
+            load_four(line, column + 128 * i + 4 * lane, values, 4 * i)
+        for i in range(16):
+            largest = max(largest, values[i])
+    largest = block_max(largest, scratch)
+    if cuda.threadIdx.x == 0:
+        out[cuda.blockIdx.x] = largest
+
+
+def read_us(problem, blocks=4, threads=128):
+    """Microseconds to read the logits."""
+    out = cupy.empty(len(problem.token_ids) * blocks, np.float32)
+
+    def read(logits):
+        launch(read_kernel, len(out), threads, logits, blocks, out)
+
+    return graph_time_us([lambda logits=logits: read(logits) for logits in problem.logits])
 
 
 def torch_us(rows, vocabulary, kind):
@@ -132,128 +156,6 @@ def torch_us(rows, vocabulary, kind):
     return torch_time_us(draw)
 
 
-@kernel_factory
-def read_kernel(quads):
-    """Nothing but a reading: the largest of each block's part of a row."""
-    load_four, _ = vector_access(4, 4)
-    load_two, _ = vector_access(2, 2)
-
-    @cuda.jit
-    def read_kernel(logits, blocks, out):
-        scratch = cuda.shared.array(32, np.float32)
-        row = cuda.blockIdx.x // blocks
-        part = np.int32(cuda.blockIdx.x - row * blocks)
-        line = logits[row]
-        width = np.int32(line.shape[0])
-        thread = np.int32(cuda.threadIdx.x)
-        lane, warp = np.int32(thread & 31), np.int32(thread >> 5)
-        warps = np.int32(cuda.blockDim.x // 32)
-        values = cuda.local.array(16, np.float32)
-        largest = np.float32(-1e30)
-        if quads:
-            # Sixteen logits a lane as sample_kernel reads them.
-            for strip in range((part * warps + warp) * 512, width - 511, blocks * warps * 512):
-                first = np.int32(strip + (lane >> 2) * 64 + (lane & 3) * 2)
-                for b in range(8):
-                    load_two(line, first + 8 * b, values, 2 * b)
-                for i in range(16):
-                    largest = max(largest, values[i])
-        else:
-            for strip in range((part * warps + warp) * 512, width - 511, blocks * warps * 512):
-                first = np.int32(strip + lane * 4)
-                for b in range(4):
-                    load_four(line, first + 128 * b, values, 4 * b)
-                for i in range(16):
-                    largest = max(largest, values[i])
-        largest = block_max(largest, scratch)
-        if thread == 0:
-            out[cuda.blockIdx.x] = largest
-
-    return read_kernel
-
-
-FORMS = [
-    Form(), Form(resident=10), Form(resident=12), Form(256, 4), Form(256, 6), Form(512, 2), Form(512, 3),
-    Form(128, 9, 2), Form(128, 6, 3), Form(128, 5, 4), Form(256, 3, 3),
-]  # fmt: skip
-
-
-def compiled(rows, vocabulary, index):
-    """Compile one form, for the others' cache."""
-    Problem(1, vocabulary, KINDS["greedy"], 1).results(FORMS[index])
-
-
-def variants(rows, vocabulary):
-    """Every form, all draws the same."""
-    kinds = ("temperature 0.8", "greedy", "top-p 0.9", "top-k 50, top-p 0.9", "top-p 0.9 of flat logits")
-    problems = {name: Problem(rows, vocabulary, KINDS[name]) for name in kinds}
-    logits = problems["greedy"].logits
-    out = cupy.zeros(1 << 16, np.float32)
-    for quads in (False, True):
-        for threads, blocks in ((128, 4), (128, 16), (256, 4), (256, 8), (512, 2), (512, 4), (1024, 1)):
-            calls = [
-                lambda z=z, blocks=blocks, threads=threads, quads=quads: launch(
-                    read_kernel(quads), rows * blocks, threads, z, np.int32(blocks), out
-                )
-                for z in logits
-            ]
-            print(f"read, quads {quads}, {threads} x {blocks}: {graph_time_us(calls):.1f} us", flush=True)
-    expected = {name: problem.results(FORMS[0]) for name, problem in problems.items()}
-    for name, problem in problems.items():
-        wrong, difference = problem.errors()
-        print(f"{name}: {wrong} of {CHECKED_ROWS} tokens differ from float64, log-probs by {difference:.1e}")
-    print("microseconds: " + ", ".join(kinds))
-    for form in FORMS:
-        times, same = [], True
-        for name, problem in problems.items():
-            results = problem.results(form)
-            same &= all(
-                np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in zip(results, expected[name], strict=True)
-            )
-            if form in (FORMS[0], FORMS[2], FORMS[8]) or name in kinds[:3]:
-                times.append(f"{problem.form_us(form):7.1f}")
-        print(" ".join(times), "" if same else "DIFFERS", tuple(form), flush=True)
-    for blocks in (2, 3, 4, 5, 6, 8, 10, 15, 19, 25):
-        each = [f"{problems[name].form_us(FORMS[0], blocks):7.1f}" for name in kinds[:4]]
-        print(" ".join(each), f"{blocks} blocks a row", flush=True)
-    with overlapping():
-        each = [f"{problems[name].form_us(FORMS[0]):7.1f}" for name in kinds[:4]]
-    print(" ".join(each), "overlapping", flush=True)
-    original = sampling.launch
-
-    def without_finish(kernel, *arguments, **options):
-        if kernel is not sampling.finish_kernel:
-            original(kernel, *arguments, **options)
-
-    sampling.launch = without_finish
-    for form in FORMS:
-        each = [f"{problems[name].form_us(form):7.1f}" for name in kinds[:4]]
-        print(" ".join(each), "sample_kernel alone", tuple(form), flush=True)
-    sampling.launch = original
-    for entries in [arrays[2] for kept in sampling._workspace.kept.values() for arrays in kept]:
-        entries.fill(0)
-    cached = {name: Problem(64, vocabulary, KINDS[name], 1) for name in kinds[:4]}
-    for form in (FORMS[0], FORMS[2], FORMS[4], FORMS[8]):
-        each = [f"{problem.form_us(form):7.1f}" for problem in cached.values()]
-        print(" ".join(each), "64 rows from the cache", tuple(form), flush=True)
-    z = cached["greedy"].logits[0]
-    for quads in (False, True):
-        us = graph_time_us([lambda: launch(read_kernel(quads), 64 * 16, 128, z, np.int32(16), out)] * 4)  # noqa: B023
-        print(f"read, quads {quads}: 64 rows from the cache {us:.1f} us")
-    for few in FEWER_ROWS:
-        problems = {name: Problem(few, vocabulary, KINDS[name]) for name in kinds[:4]}
-        for form in (FORMS[0], FORMS[2], FORMS[8]):
-            each = [f"{problem.form_us(form):7.1f}" for problem in problems.values()]
-            print(f"{few} rows:", " ".join(each), tuple(form), flush=True)
-        with overlapping():
-            each = [f"{problem.form_us(FORMS[0]):7.1f}" for problem in problems.values()]
-        print(f"{few} rows:", " ".join(each), "overlapping", flush=True)
-        if few == 1:
-            for blocks in (19, 25, 38):
-                each = [f"{problem.form_us(FORMS[0], blocks):7.1f}" for problem in problems.values()]
-                print(f"{few} rows:", " ".join(each), f"{blocks} blocks a row", flush=True)
-
-
 def check(rows, vocabulary):
     for name, kind in KINDS.items():
         wrong, difference = Problem(min(rows, CHECKED_ROWS), vocabulary, kind, 1).errors()
@@ -264,7 +166,9 @@ def check(rows, vocabulary):
 
 def times(rows, vocabulary):
     ceiling = copy_gbs()
-    print(f"{rows} x {vocabulary}; a copy: {ceiling:.0f} GB/s")
+    floor = read_us(Problem(rows, vocabulary, KINDS["greedy"])) / 1e3
+    print(f"{rows} x {vocabulary}; a copy: {ceiling:.0f} GB/s; the logits are read in {floor:.4f} ms")
+    row(f"sampling {rows} x {vocabulary}, the logits read and nothing else", f"{floor:.4f} ms")
     for name, kind in KINDS.items():
         problem = Problem(rows, vocabulary, kind)
         wrong, difference = problem.errors()
@@ -284,13 +188,17 @@ def times(rows, vocabulary):
         if few < rows:
             each = []
             for name in ("temperature 0.8", "greedy", "top-k 50, top-p 0.9"):
-                each.append(f"{name} {Problem(few, vocabulary, KINDS[name]).time_us() / 1e3:.4f} ms")
-            print(f"{few:4} rows: {', '.join(each)}", flush=True)
+                problem = Problem(few, vocabulary, KINDS[name])
+                alone = problem.time_us() / 1e3
+                # As in the graph of a decode step, where a kernel may begin before the one ahead of it has ended.
+                with overlapping():
+                    each.append(f"{name} {alone:.4f}, overlapping {problem.time_us() / 1e3:.4f} ms")
+            print(f"{few:4} rows: {'; '.join(each)}", flush=True)
+            row(f"sampling {few} x {vocabulary}", "; ".join(each))
 
 
 def main():
-    parts = {"check": check, "times": times, "variants": variants}
-    parts |= {f"compile{i}": lambda rows, vocabulary, i=i: compiled(rows, vocabulary, i) for i in range(len(FORMS))}
+    parts = {"check": check, "times": times}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts, ["times"])
     parser.add_argument("--rows", type=int, default=256)

@@ -12,22 +12,26 @@ Each filter works on what the one before left, renormalised. All are thresholds,
 are all kept, and the largest always is. Temperature 0 takes the lowest index of the largest logit, without
 filters, and gives the log-prob of the untempered model.
 
-g is Gumbel noise, so the argmax is a draw from softmax(s) over the kept (Gumbel 1954; Maddison et al. 2014). The
-uniform u of token i is word i % 4 of Philox with counter (i // 4, position, sample_index, 0) and a key of seed and
-prompt (philox.noise_key): it depends on nothing else, not on the row, the filters or what else runs. A token of
-probability p wins by a u of about p, so the small u count; their step of 2^-32 is fine enough down to p of 1e-9.
+g is Gumbel noise, so the argmax is a draw from softmax(s) over the kept (Gumbel 1954; Maddison et al. 2014). And the
+largest s + g of a set of tokens is distributed as log sum exp(s) over the set plus one g. So a row without filters
+draws twice: first one of its segments, SEGMENT neighbouring tokens, by their log-sum-exps with a noise each, then a
+token of the winner by the tokens' noise. That needs V / SEGMENT + SEGMENT noises instead of V, and is as exact.
+
+The uniform u of token i is word i % 4 of Philox with counter (i // 4, position, sample_index, 0) and a key of seed and
+prompt (philox.noise_key); a segment's counter ends with 1 instead. It depends on nothing else, not on the row, the
+filters or what else runs. What has probability p wins by a u of about p, so the small u count; their step of 2^-32 is
+fine enough down to p of 1e-9.
 
 The log-prob of an unfiltered draw has the bits of logprob.linear_logp. Sources: vLLM's sampler (order of filters);
 Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al. 2019 (repetition penalty).
 
-On a GPU two kernels share the rows. `sample_kernel` reads a row without filters once. `filtered_kernel` reads a
-filtered row twice: first a histogram, which says above which logit the threshold must lie, then the few tokens above
-that go to a list, which is sorted, and everything else is done there. A row that keeps more tokens than the list
-holds is read more often.
+On a GPU `sample_kernel` reads each row once, a few blocks a row. It writes the sums of the row's tiles, which are its
+segments, and lists the tokens of a row with filters that reach a bound guessed from a sample. `finish_kernel`, a block
+a row, draws. What a row keeps is found in the list, which is exact, as the list itself shows; if it shows that tokens
+are missing, or too many reached the bound, the row is read again, several times.
 """
 
 import math
-from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -37,7 +41,6 @@ from rlnumba.device import cuda
 from rlnumba.kernels import cpu
 from rlnumba.kernels.check import F32, I32, check
 from rlnumba.kernels.gemm_hopper import processors
-from rlnumba.kernels.hopper import Address, shared_address
 from rlnumba.kernels.instructions import (
     access_length,
     ballot,
@@ -54,6 +57,7 @@ from rlnumba.kernels.instructions import (
     sync_warp,
     vector_access,
     wait_for_kernels_before,
+    warp_max,
     warp_sum,
 )
 from rlnumba.kernels.launch import kernel_factory, launch
@@ -71,7 +75,6 @@ from rlnumba.kernels.row_sum import (
     lowest_of_best,
     row_results,
 )
-from rlnumba.kernels.tensor_core import address_of, copies_end, copies_wait, copy_chunk
 
 i32 = np.int32
 u32 = np.uint32
@@ -85,16 +88,24 @@ OF_TOKENS, OF_SEGMENTS = u32(0), u32(1)
 LOWEST = np.float32(np.finfo(np.float32).min)
 # Above every id, and exact as a float32.
 NOWHERE = i32(1 << 24)
-# A warp reads a part of two tiles at a time, a quad of its threads 64 columns.
+# Threads that read a row, and how many such blocks an SM has: 32 warps with 2 KB under way each are 64 KB, and more
+# are no faster. H200, 256 x 151,936: 41.9 us; 10 blocks 43.9, 12 blocks 44.3, 4 of 256 threads 42.4, 2 of 512 42.1.
+READ_THREADS, READ_BLOCKS = 128, 8
+READ_WARPS = READ_THREADS // 32
+# A warp reads a part of two tiles at a time, a quad of its threads 64 columns. H200: with a quad a tile, so that a warp
+# reads at eight places, no form of the kernel was faster than 50 us.
 PART_COLUMNS = 2 * TILE_COLUMNS
 QUAD_COLUMNS = 64
 # Lanes' sums of a part in shared memory, and what keeps the banks of four parts apart.
 PADDED_LANES = 36
-# Tokens of a row with filters that its list has room for, and how many are meant to be there.
+LANES_OF_PARTS = READ_WARPS * 4 * PADDED_LANES
+# Tokens of a row with filters that its list has room for, and how many are meant to be there: few where a top-k of at
+# most FEW or a min-p is on.
 LIST = 8192
-LISTED = 4096
-# Maxima of sixteen logits each, from which a row's bound is guessed.
-MAXIMA = 128
+LISTED, LISTED_IF_FEW, FEW = 4096, 1024, 128
+# Maxima of sixteen logits each, from which a row's bound is guessed, and how often an interval is halved for it.
+MAXIMA, HALVINGS = 128, 12
+LANE_MAXIMA = MAXIMA // 32
 # Bins of a search in a list, and in a row.
 BINS_BITS, ROW_BINS_BITS = 8, 5
 BINS, ROW_BINS = 1 << BINS_BITS, 1 << ROW_BINS_BITS
@@ -103,23 +114,11 @@ FINISH_THREADS = SEGMENT
 WEIGHT_UNITS = np.float32(2.0**34)
 # Floats of shared memory for the list, or for the bins of a search in a row.
 ROOM = max(LIST, ROW_BINS * FINISH_THREADS)
-# Loads under way in each thread where a row is read again.
-BATCH = 16
-# A part in shared memory; the columns of a quad are followed by 32 bytes that keep banks apart.
-STAGED_QUAD_BYTES = 4 * QUAD_COLUMNS + 32
-STAGED_BYTES = 8 * STAGED_QUAD_BYTES
+# Loads under way in each thread where a row is read again, and where a list is.
+BATCH, AT_ONCE = 16, 8
 # On the CPU: buckets of a threshold search, and how many a unit of s has.
 BUCKETS, BUCKETS_PER_UNIT = 1024, np.float32(16.0)
 _LOG_2 = np.float32(math.log(2.0))
-
-
-class Form(NamedTuple):
-    """How sample_kernel works. threads: of a block; resident: blocks of an SM; staged: parts of a warp that are
-    on their way through shared memory, 0 for registers."""
-
-    threads: int = 128
-    resident: int = 8
-    staged: int = 0
 
 
 @device_function
@@ -177,35 +176,42 @@ def load_guarded(line, first, values):
 
 
 @device_function
-def likely_bound(line, rank, maxima, scratch):
-    """A logit that about LISTED tokens of the row reach, in every thread: the guess from a sample.
+def likely_bound(line, temperature, rank, maxima):
+    """A logit that a certain number of the row's tokens reach, in every thread: the guess from a sample.
 
-    MAXIMA threads take the largest of 16 logits each, two runs of neighbours; the bound is the one of this rank
-    among these. LOWEST if the list holds the whole row. maxima: shared float32 (MAXIMA,).
+    MAXIMA threads take the largest of 16 logits each, two runs of neighbours; about `rank` of these reach the bound,
+    which lies at most 64 units of s below the largest. LOWEST if the list holds the whole row. maxima: shared float32
+    (MAXIMA,).
     """
     width = i32(line.shape[0])
     if width <= LIST:
         return LOWEST
     thread = i32(cuda.threadIdx.x)
-    largest = NONE
     if thread < MAXIMA:
+        largest = NONE
         for run in range(2):
             start = i32(np.int64(width) * (thread + run * MAXIMA) // (2 * MAXIMA))
             for i in range(8):
                 largest = max(largest, line[min(i32(start + i), i32(width - 1))])
         maxima[thread] = largest
     cuda.syncthreads()
-    if thread < MAXIMA:
-        above, equal = i32(0), i32(0)
-        for other in range(MAXIMA):
-            above = i32(above + (maxima[other] > largest))
-            equal = i32(equal + (maxima[other] == largest))
-        if above <= rank < above + equal:
-            scratch[0] = max(largest, LOWEST)
-    cuda.syncthreads()
-    bound = scratch[0]
-    cuda.syncthreads()
-    return bound
+    own = cuda.local.array(LANE_MAXIMA, np.float32)
+    low, high = np.float32(math.inf), NONE
+    for i in range(LANE_MAXIMA):
+        own[i] = maxima[32 * i + (thread & 31)]
+        low, high = min(low, own[i]), max(high, own[i])
+    high = warp_max(high)
+    low = max(-warp_max(-low), high - np.float32(64.0) * temperature)
+    for _ in range(HALVINGS):
+        middle = np.float32(0.5) * low + np.float32(0.5) * high
+        reached = i32(0)
+        for i in range(LANE_MAXIMA):
+            reached = i32(reached + cuda.popc(ballot(own[i] >= middle)))
+        if reached > rank:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @device_function
@@ -253,7 +259,7 @@ def list_weight(listed, count, threshold, largest, factor, by_mass, partials):
 
 @device_function
 def list_threshold(listed, count, floor, largest, factor, by_mass, target, bins, partials):
-    """The largest z of a list of which the tail {z' >= z} weighs at least target > 0, int64, in every thread.
+    """(z, weight) in every thread: the largest z of a list whose tail {z' >= z} weighs at least target > 0, int64.
 
     All entries >= floor weigh at least that; weights as in list_weight. An interval of float32, in their order as
     integers, is cut in BINS; integers are added, so the order in which the entries came does not matter.
@@ -305,16 +311,16 @@ def list_threshold(listed, count, floor, largest, factor, by_mass, target, bins,
                         break
                     before += weight
                     i -= 1
-                partials[0], partials[1] = before, np.int64(at)
+                partials[0], partials[1], partials[2] = before, np.int64(at), before + weight
         cuda.syncthreads()
-        above = partials[0]
+        above, weight = partials[0], partials[2]
         low = i32(low + (partials[1] << shift))
         span = (u32(1) << u32(shift)) - u32(1)
         cuda.syncthreads()
         if shift == 0:
             break
         shift = max(i32(shift - BINS_BITS), i32(0))
-    return from_sortable(low)
+    return from_sortable(low), weight
 
 
 @device_function
@@ -407,47 +413,26 @@ def head_start(key):
 
 
 @device_function
-def race_of_segments(line, sums, tiles, greedy, divisor, noise, values, scratch):
-    """(end, token) of a thread's token in the segment that wins the race of segments, a thread a segment.
-
-    greedy: without noise, and then the winner is the first segment that has the row's largest logit.
-    """
-    thread = i32(cuda.threadIdx.x)
-    best, segment = LOWEST, i32(tiles - 1)
-    for tile in range(thread, tiles, FINISH_THREADS):
-        load_pair(sums, 2 * np.int64(tile), values, 0)
-        end = values[0]
-        if not greedy and values[1] > np.float32(0.0):
-            word = word_of(i32(tile), OF_SEGMENTS, noise)
-            end = values[0] / divisor + (np.float32(math.log(values[1])) + gumbel(word))
-        # A thread's segments ascend: the first of equals stays.
-        if end > best:
-            best, segment = end, i32(tile)
-    _, segment = lowest_of_best(best, segment, scratch)
-    best, token = LOWEST, NOWHERE
-    column = i32(segment * SEGMENT + thread)
-    if column < i32(line.shape[0]):
-        end = line[column]
-        if not greedy:
-            end = end / divisor + gumbel(word_of(column, OF_TOKENS, noise))
-        if end > best:
-            best, token = end, column
-    return best, token
-
-
-@device_function
 def race_of_list(listed, listed_ids, count, threshold, divisor, factor, noise, record):
-    """(end, token) of a thread's best among a list's entries >= threshold. record: as in sample_kernel."""
+    """(end, token) of a thread's best among a list's entries >= threshold.
+
+    record: shared int32, the best end so far as a key; what cannot pass it needs no logarithms.
+    """
+    ids = cuda.local.array(AT_ONCE, np.int32)
     best, token = LOWEST, NOWHERE
-    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        logit, column = listed[i], listed_ids[i]
-        if logit >= threshold:
-            word = word_of(column, OF_TOKENS, noise)
-            if np.float32(word) <= exp2(cuda.fma(logit, factor, head_start(record[0]))):
-                end = logit / divisor + gumbel(word)
-                if end > best or (end == best and column < token):
-                    best, token = end, column
-                    cuda.atomic.max(record, 0, sortable(best))
+    for base in range(cuda.threadIdx.x, count, AT_ONCE * FINISH_THREADS):
+        for i in range(AT_ONCE):
+            ids[i] = listed_ids[min(i32(base + i * FINISH_THREADS), i32(count - 1))]
+        start_loads()
+        for i in range(AT_ONCE):
+            at = i32(base + i * FINISH_THREADS)
+            if at < count and listed[at] >= threshold:
+                word = word_of(ids[i], OF_TOKENS, noise)
+                if np.float32(word) <= exp2(cuda.fma(listed[at], factor, head_start(record[0]))):
+                    end = listed[at] / divisor + gumbel(word)
+                    if end > best or (end == best and ids[i] < token):
+                        best, token = end, ids[i]
+                        cuda.atomic.max(record, 0, sortable(best))
     return best, token
 
 
@@ -474,33 +459,10 @@ def race_of_row(line, threshold, divisor, factor, noise, record):
     return best, token
 
 
-@device_function
-def join_tiles(sums, tiles, step, factor, values, groups):
-    """(largest, total) of a row from those of its tiles, by the whole block, `step` threads a class."""
-    largest, total, nothing = NONE, np.float32(0.0), np.float32(0.0)
-    first = i32(cuda.threadIdx.x // step)
-    for base in range(first, tiles, 8 * CLASSES):
-        # Eight at a time are on their way; tiles beyond the row add nothing.
-        for i in range(8):
-            values[2 * i], values[2 * i + 1] = NONE, nothing
-            tile = i32(base + i * CLASSES)
-            if tile < tiles:
-                load_pair(sums, 2 * np.int64(tile), values, 2 * i)
-        for i in range(8):
-            if i32(base + i * CLASSES) < tiles:
-                largest, total, _ = join(largest, total, nothing, values[2 * i], values[2 * i + 1], nothing, factor)
-    largest, total, _ = join_classes(largest, total, nothing, step, factor, groups)
-    return largest, total
-
-
 @kernel_factory
-def sample_kernel(access, form):
-    """The kernel for logits that can be read `access` (1, 2 or, if form.staged, 4) at a time."""
-    load_two, _ = vector_access(2, min(access, 2))
-    threads, staged, stages = form.threads, form.staged > 0, form.staged
-    warps = threads // 32
-    room = warps * 4 * PADDED_LANES
-    all_but_latest = copies_wait(max(stages - 1, 0))
+def sample_kernel(access):
+    """The kernel for logits that can be read `access` (1 or 2) at a time."""
+    load_two, _ = vector_access(2, access)
 
     @device_function
     def load_part(flat, where, line, at, lane_column, values):
@@ -511,41 +473,27 @@ def sample_kernel(access, form):
         else:
             load_guarded(line, i32(at + lane_column), values)
 
-    @device_function
-    def copy_part(line_address, width, at, place, lane):
-        """Begin to copy a part to shared memory."""
-        for i in range(4):
-            chunk = i32(lane + 32 * i)
-            column = i32(at + chunk * 4)
-            inside = column < width
-            source = line_address + 4 * np.int64(column if inside else i32(0))
-            to = Address(place + (chunk >> 4) * STAGED_QUAD_BYTES + (chunk & 15) * 16)
-            copy_chunk(to, source, i32(16 if inside else 0))
-        copies_end()
-
-    @device_function
-    def read_part(staging, first, at, lane_column, width, values):
-        """load_part, of what was copied; first: where this lane's columns begin."""
-        for b in range(8):
-            load_pair(staging, first + 8 * b, values, 2 * b)
-        if i32((at | (PART_COLUMNS - 1)) + 1) > width:
-            for b in range(8):
-                for c in range(2):
-                    if i32(at + lane_column + 8 * b + c) >= width:
-                        values[2 * b + c] = np.float32(-math.inf)
-
-    @cuda.jit(launch_bounds=(threads, form.resident))
+    # One at a time, sixteen loads keep more registers in use than those of eight blocks.
+    @cuda.jit(launch_bounds=(READ_THREADS, READ_BLOCKS if access == 2 else READ_BLOCKS - 2))
     def sample_kernel(
-        logits, flat, temperature, top_k, top_p, min_p, blocks, rank, sums, bounds, entries, listed, listed_ids
-    ):
-        """`blocks` blocks share a row and read it once: the sums of its tiles, and the list of a row with filters."""
+        logits, flat, temperature, top_k, top_p, min_p,
+        blocks, rank, rank_if_few, sums, bounds, entries, listed, listed_ids,
+    ):  # fmt: skip
+        """`blocks` blocks share a row and read it once, a warp a part of 512 columns at a time, a lane sixteen of them.
+
+        The next part is under way while one is added up, in row_sum.py's order. After four parts their lanes' sums
+        change lanes through shared memory: of each two tiles, which are joined and written.
+
+        Written: sums (rows, 2 tiles), of each tile the largest and the sum of 2^((z - largest) factor); of rows with
+        filters bounds (rows,), the bound, entries (rows,), how many tokens reach it, and LIST of these at most in
+        listed and listed_ids (rows, LIST), in any order. flat: the logits with one axis. rank, rank_if_few: of
+        likely_bound.
+        """
         let_next_kernel_start()
         wait_for_kernels_before()
-        scratch = cuda.shared.array(32, np.float32)
         maxima = cuda.shared.array(MAXIMA, np.float32)
-        largests = cuda.shared.array(room, np.float32)
-        totals = cuda.shared.array(room, np.float32)
-        staging = cuda.shared.array(0, np.float32)
+        largests = cuda.shared.array(LANES_OF_PARTS, np.float32)
+        totals = cuda.shared.array(LANES_OF_PARTS, np.float32)
         row = i32(cuda.blockIdx.x // blocks)
         part = i32(cuda.blockIdx.x - row * blocks)
         line = logits[row]
@@ -553,42 +501,27 @@ def sample_kernel(access, form):
         thread = i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)
         values = cuda.local.array(16, np.float32)
-        at = i32((part * warps + warp) * PART_COLUMNS)
-        stride = i32(blocks * (warps * PART_COLUMNS))
+        at = i32((part * READ_WARPS + warp) * PART_COLUMNS)
+        stride = i32(blocks * (READ_WARPS * PART_COLUMNS))
         lane_column = i32((lane >> 2) * QUAD_COLUMNS + (lane & 3) * 2)
         where = np.int64(row) * width + (at + lane_column)
-        if staged:
-            place = Address(shared_address(staging) + warp * (stages * STAGED_BYTES))
-            line_address = address_of(logits) + 4 * np.int64(width) * np.int64(row)
-            ahead, slot = at, i32(0)
-            for i in range(stages):
-                copy_part(line_address, width, ahead, Address(place + i * STAGED_BYTES), lane)
-                ahead = i32(ahead + stride)
-        else:
-            load_part(flat, where, line, at, lane_column, values)
-            start_loads()
-        greedy = temperature[row] == np.float32(0.0)
-        filtered = is_filtered(temperature[row], top_k[row], top_p[row], min_p[row], width)
-        factor = LOG2_E / (np.float32(1.0) if greedy else temperature[row])
+        load_part(flat, where, line, at, lane_column, values)
+        own_temperature, top, share, least = temperature[row], top_k[row], top_p[row], min_p[row]
+        start_loads()
+        filtered = is_filtered(own_temperature, top, share, least, width)
+        factor = LOG2_E / (np.float32(1.0) if own_temperature == np.float32(0.0) else own_temperature)
         nothing = np.float32(0.0)
         tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
         bound = LOWEST
         if filtered:
-            bound = likely_bound(line, rank, maxima, scratch)
+            bound = likely_bound(
+                line, own_temperature, rank_if_few if 0 < top <= FEW or least > np.float32(0.0) else rank, maxima
+            )
             if part == 0 and thread == 0:
                 bounds[row] = bound
         mine = i32(warp * (4 * PADDED_LANES))
         taken = i32(0)
         while at < width:
-            if staged:
-                all_but_latest()
-                sync_warp()
-                first = (warp * stages + slot) * (STAGED_BYTES // 4) + (lane >> 2) * (STAGED_QUAD_BYTES // 4)
-                read_part(staging, i32(first + (lane & 3) * 2), at, lane_column, width, values)
-                sync_warp()
-                copy_part(line_address, width, ahead, Address(place + slot * STAGED_BYTES), lane)
-                ahead = i32(ahead + stride)
-                slot = i32(slot + 1 if slot < stages - 1 else 0)
             hopeful = i32(0)
             if filtered:
                 for i in range(16):
@@ -599,9 +532,8 @@ def sample_kernel(access, form):
             totals[mine + taken * PADDED_LANES + lane] = part_total
             next_at = i32(at + stride)
             where += stride
-            if not staged:
-                load_part(flat, where, line, next_at, lane_column, values)
-                start_loads()
+            load_part(flat, where, line, next_at, lane_column, values)
+            start_loads()
             if filtered and ballot(hopeful) != 0:
                 # Each lane's entries follow those of the lanes below it.
                 number = i32(cuda.popc(hopeful))
@@ -643,12 +575,39 @@ def sample_kernel(access, form):
     return sample_kernel
 
 
+@device_function
+def load_tiles(sums, first, tiles, values):
+    """(largest, total) of up to eight tiles of a class, from tile `first` on; of nothing beyond the row."""
+    for i in range(8):
+        values[2 * i], values[2 * i + 1] = NONE, np.float32(0.0)
+        tile = i32(first + i * CLASSES)
+        if tile < tiles:
+            load_pair(sums, 2 * np.int64(tile), values, 2 * i)
+
+
+@device_function
+def copy_list(listed, count, room):
+    """A list to shared memory. Zeros lose their sign, so that equal logits are one key."""
+    some = cuda.local.array(AT_ONCE, np.float32)
+    for base in range(cuda.threadIdx.x, count, AT_ONCE * FINISH_THREADS):
+        for i in range(AT_ONCE):
+            some[i] = listed[min(i32(base + i * FINISH_THREADS), i32(count - 1))]
+        start_loads()
+        for i in range(AT_ONCE):
+            if i32(base + i * FINISH_THREADS) < count:
+                room[base + i * FINISH_THREADS] = some[i] + np.float32(0.0)
+
+
 @cuda.jit(launch_bounds=(FINISH_THREADS, 2))
 def finish_kernel(
     logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs,
     sums, bounds, entries, listed, listed_ids,
 ):  # fmt: skip
-    """A block finishes a row: joins the sums of its tiles, applies the filters, draws."""
+    """A block finishes a row: joins the sums of its tiles, applies the filters, draws.
+
+    Without filters its segments, which are the tiles, race, two threads a class of tiles, then the tokens of the
+    winner, one a thread. A greedy race has no noise.
+    """
     let_next_kernel_start()
     wait_for_kernels_before()
     scratch = cuda.shared.array(32, np.float32)
@@ -659,57 +618,94 @@ def finish_kernel(
     tails = cuda.shared.array(ROW_BINS, np.float32)
     room = cuda.shared.array(ROOM, np.float32)
     row = cuda.blockIdx.x
-    line = logits[row]
-    width = i32(line.shape[0])
-    tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
-    greedy = temperature[row] == np.float32(0.0)
-    divisor = np.float32(1.0) if greedy else temperature[row]
-    factor = LOG2_E / divisor
-    top, share, least = top_k[row], top_p[row], min_p[row]
-    filtered = is_filtered(temperature[row], top, share, least, width)
-    noise = u32(position[row]), u32(sample_index[row]), keys[row, 0], keys[row, 1]
-    values = cuda.local.array(BATCH, np.float32)
     thread = i32(cuda.threadIdx.x)
+    width = i32(logits.shape[1])
+    tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
+    line, own_sums, kept = logits[row], sums[row], listed[row]
+    values = cuda.local.array(16, np.float32)
+    # What a row needs comes at once: one after the other would take as long as all else here.
+    own_temperature, top, share, least = temperature[row], top_k[row], top_p[row], min_p[row]
+    noise = u32(position[row]), u32(sample_index[row]), keys[row, 0], keys[row, 1]
     bound, count = bounds[row], i32(entries[row])
+    load_tiles(own_sums, i32(thread >> 1), tiles, values)
+    start_loads()
+    greedy = own_temperature == np.float32(0.0)
+    divisor = np.float32(1.0) if greedy else own_temperature
+    factor = LOG2_E / divisor
+    filtered = is_filtered(own_temperature, top, share, least, width)
+    nothing = np.float32(0.0)
+    best, token = LOWEST, NOWHERE
+    logit, column = np.float32(-math.inf), NOWHERE
     if filtered:
-        for i in range(thread, min(count, i32(LIST)), FINISH_THREADS):
-            room[i] = listed[row, i]
+        copy_list(kept, min(count, i32(LIST)), room)
         if thread == 0:
             record[0] = sortable(NONE)
-    largest, total = join_tiles(sums[row], tiles, FINISH_THREADS // CLASSES, factor, values, groups)
-    lse, _ = row_results(largest, total, np.float32(0.0), divisor)
-    best, token = LOWEST, NOWHERE
+    else:
+        segment, odd = i32(tiles - 1), i32(thread & 1)
+        for base in range(thread >> 1, tiles, 8 * CLASSES):
+            if base >= 8 * CLASSES:
+                load_tiles(own_sums, i32(base), tiles, values)
+            for i in range(0, 8, 2):
+                # Of the class's tiles, two neighbouring threads take every other one.
+                tile = i32(base + (i + odd) * CLASSES)
+                end, weight = (values[2 * i + 2], values[2 * i + 3]) if odd else (values[2 * i], values[2 * i + 1])
+                if tile < tiles:
+                    if not greedy and weight > nothing:
+                        noise_of_segment = gumbel(word_of(tile, OF_SEGMENTS, noise))
+                        end = end / divisor + (np.float32(math.log(weight)) + noise_of_segment)
+                    # A thread's segments ascend: the first of equals stays.
+                    if end > best:
+                        best, segment = end, tile
+        _, segment = lowest_of_best(best, segment, scratch)
+        column = i32(segment * SEGMENT + thread)
+        if column < width:
+            logit = line[column]
+        start_loads()
+    largest, total = NONE, nothing
+    for base in range(thread >> 1, tiles, 8 * CLASSES):
+        if tiles > 8 * CLASSES:
+            load_tiles(own_sums, i32(base), tiles, values)
+        for i in range(8):
+            if i32(base + i * CLASSES) < tiles:
+                largest, total, _ = join(largest, total, nothing, values[2 * i], values[2 * i + 1], nothing, factor)
+    largest, total, _ = join_classes(largest, total, nothing, FINISH_THREADS // CLASSES, factor, groups)
+    lse, _ = row_results(largest, total, nothing, divisor)
     if not filtered:
-        best, token = race_of_segments(line, sums[row], tiles, greedy, divisor, noise, values, scratch)
-    elif total > np.float32(0.0):
+        best = LOWEST
+        if logit > LOWEST:
+            best, token = logit, column
+            if not greedy:
+                best = logit / divisor + gumbel(word_of(column, OF_TOKENS, noise))
+    elif total > nothing:
         floor = LOWEST
-        if least > np.float32(0.0):
+        if least > nothing:
             floor = largest + divisor * np.float32(math.log(least))
         limited, fits = 0 < top < width, count <= LIST
         # Whether the list holds all tokens that are kept so far.
         complete = floor >= bound
         threshold = max(floor, bound)
+        mass = np.int64(0)
         if fits and limited:
             number = np.int64(count)
             if floor > bound:
                 number = list_weight(room, count, threshold, largest, factor, False, partials)
             if number >= top:
                 complete = True
-                threshold = list_threshold(
+                threshold, _ = list_threshold(
                     room, count, threshold, largest, factor, False, np.int64(top), bins, partials
                 )
-        if fits and share < np.float32(1.0) and (complete or not (limited or least > np.float32(0.0))):
+        if fits and (complete or not (limited or least > nothing)):
             mass = list_weight(room, count, threshold, largest, factor, True, partials)
-            # The mass of what is kept so far: of the whole row if no other filter is on.
-            whole = np.float32(mass) if complete else total * WEIGHT_UNITS
-            target = max(np.int64(share * whole), np.int64(1))
-            if complete or target <= mass:
-                complete = True
-                threshold = list_threshold(
-                    room, count, threshold, largest, factor, True, min(target, mass), bins, partials
-                )
+            if share < np.float32(1.0):
+                # Of the mass of what is kept so far: of the whole row if no other filter is on.
+                whole = np.float32(mass) if complete else total * WEIGHT_UNITS
+                target = max(np.int64(share * whole), np.int64(1))
+                if complete or target <= mass:
+                    complete = True
+                    threshold, mass = list_threshold(
+                        room, count, threshold, largest, factor, True, min(target, mass), bins, partials
+                    )
         if fits and complete:
-            mass = list_weight(room, count, threshold, largest, factor, True, partials)
             total = np.float32(mass) / WEIGHT_UNITS
             best, token = race_of_list(room, listed_ids[row], count, threshold, divisor, factor, noise, record)
         else:
@@ -719,7 +715,7 @@ def finish_kernel(
                 threshold = row_threshold(line, threshold, largest, factor, False, target, values, room, tails)
             if share < np.float32(1.0):
                 target = share * total
-                if limited or least > np.float32(0.0):
+                if limited or least > nothing:
                     target = share * row_weight(line, threshold, largest, factor, values, scratch)
                 threshold = row_threshold(line, threshold, largest, factor, True, target, values, room, tails)
             total = row_weight(line, threshold, largest, factor, values, scratch)
@@ -759,6 +755,40 @@ def repetition_penalty_kernel(logits, penalty, history):
                 logits[row, token] = logit / penalty[row] if logit > np.float32(0.0) else logit * penalty[row]
 
 
+class Workspace:
+    """What sample_kernel leaves for finish_kernel. Grows with what is asked of it; what graphs know stays."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def arrays(self, rows, tiles):
+        """sums, bounds, entries, listed and listed_ids of at least so many rows."""
+        kept = self.kept.setdefault(tiles, [])
+        if not kept or len(kept[-1][0]) < rows:
+            xp, rows = device.xp(), 1 << (rows - 1).bit_length()
+            kept.append((
+                xp.zeros((rows, 2 * tiles), np.float32), xp.zeros(rows, np.float32), xp.zeros(rows, np.int32),
+                xp.zeros((rows, LIST), np.float32), xp.zeros((rows, LIST), np.int32),
+            ))  # fmt: skip
+        return kept[-1]
+
+
+_workspace = Workspace()
+
+
+def blocks_of_row(rows, columns):
+    """How many blocks share a row: what keeps the GPU busy at one time, and no more than shorten that time."""
+    parts = -(-columns // PART_COLUMNS)
+    most = max(READ_BLOCKS * processors() // rows, 1)
+    turns = -(-parts // (READ_WARPS * most))
+    return -(-parts // (READ_WARPS * turns))
+
+
+def sample_rank(columns, listed):
+    """How many of MAXIMA groups of sixteen hold one of a row's `listed` largest tokens, as an int32."""
+    return np.int32(min(round(MAXIMA * (1 - (1 - min(listed / columns, 1)) ** 16)), MAXIMA - 1))
+
+
 def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
     """Draw a token of each row, as the module's docstring says.
 
@@ -787,58 +817,14 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     if device.name() == "numpy":
         sample_rows(*arguments)
         return
-    draw(arguments, Form())
-
-
-class Workspace:
-    """What sample_kernel leaves for finish_kernel. Grows with what is asked of it; what graphs know stays."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def arrays(self, rows, tiles):
-        """sums, bounds, entries, listed and listed_ids of at least so many rows."""
-        kept = self.kept.setdefault(tiles, [])
-        if not kept or len(kept[-1][0]) < rows:
-            xp, rows = device.xp(), 1 << (rows - 1).bit_length()
-            kept.append((
-                xp.zeros((rows, 2 * tiles), np.float32), xp.zeros(rows, np.float32), xp.zeros(rows, np.int32),
-                xp.zeros((rows, LIST), np.float32), xp.zeros((rows, LIST), np.int32),
-            ))  # fmt: skip
-        return kept[-1]
-
-
-_workspace = Workspace()
-
-
-def blocks_of_row(rows, columns, form):
-    """How many blocks share a row: as many as keep the GPU busy at one time, but no more than bring it nearer."""
-    parts, warps = -(-columns // PART_COLUMNS), form.threads // 32
-    most = max(form.resident * processors() // rows, 1)
-    rounds = -(-parts // (warps * most))
-    return -(-parts // (warps * rounds))
-
-
-def sample_rank(columns):
-    """How many of MAXIMA groups of sixteen hold one of the row's LISTED largest tokens."""
-    return min(round(MAXIMA * (1 - (1 - min(LISTED / columns, 1)) ** 16)), MAXIMA - 1)
-
-
-def draw(arguments, form, blocks=None):
-    """sample on a GPU, with a form of sample_kernel and a number of blocks that share a row."""
-    logits, *filters = arguments[:5]
-    rows, columns = logits.shape
     if not rows:
         return
-    blocks = int(blocks or blocks_of_row(rows, columns, form))
-    access = access_length(columns, logits)
-    if access < 4:
-        form = form._replace(staged=0)
+    blocks = int(blocks_of_row(rows, columns))
     workspace = _workspace.arrays(rows, -(-columns // TILE_COLUMNS))
     launch(
-        sample_kernel(access if form.staged else min(access, 2), form), rows * blocks, form.threads,
-        logits, logits.reshape(-1), *filters, np.int32(blocks), np.int32(sample_rank(columns)), *workspace,
-        shared=form.staged * STAGED_BYTES * form.threads // 32,
+        sample_kernel(min(2, access_length(columns, logits))), rows * blocks, READ_THREADS, logits, logits.reshape(-1),
+        temperature, top_k, top_p, min_p, np.int32(blocks), sample_rank(columns, LISTED),
+        sample_rank(columns, LISTED_IF_FEW), *workspace,
     )  # fmt: skip
     launch(finish_kernel, rows, FINISH_THREADS, *arguments, *workspace)
 

@@ -160,6 +160,7 @@ def test_simulator_a_list_of_a_guess(rng, monkeypatch, options, listed):
         pytest.skip("test_gpu has this")
     monkeypatch.setattr(sampling, "LIST", 1024)
     monkeypatch.setattr(sampling, "LISTED", listed)
+    monkeypatch.setattr(sampling, "LISTED_IF_FEW", listed)
     found = []
     original = sampling.race_of_row
     monkeypatch.setattr(sampling, "race_of_row", lambda *arguments: found.append(True) or original(*arguments))

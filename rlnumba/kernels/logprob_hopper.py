@@ -410,7 +410,7 @@ def head_kernel(tile):
     fold_part, finish_row = folders(tile.entropy, tile.top1, exponentials)
     ready, send = sender(tile)
     accumulators = TILE_COLUMNS // 2
-    count, reach = RESULTS, REACH[tile.element]
+    count, reach = RESULTS, np.float32(REACH[tile.element])
 
     @device_function
     def fold_parts(acc, part, largest, base, factor, sums):

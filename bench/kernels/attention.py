@@ -6,7 +6,8 @@
     python bench/kernels/attention.py groups         completions of common prompts
     python bench/kernels/attention.py prefill        chunks against the cache
 
-Each kernel is checked on sampled rows in float64 before it is timed, and decode's rows against forward's bits.
+Each kernel is checked on sampled rows in float64 before it is timed, and decode's rows against forward's bits; a wrong
+one is said to be so, and the exit code is 1.
 Times are medians of events; decode is replayed as a graph over caches that together exceed the second-level
 cache. Compiling is not timed; the first run compiles about twenty kernels.
 """
@@ -39,6 +40,17 @@ FORWARD = {
 }
 # Sequences, context, bar in GB/s (FlashAttention-3).
 DECODE = [(64, 512, 2019), (256, 512, 3126), (256, 1024, 3752), (256, 2048, 4208), (1, 8192, 1500)]
+
+
+# What was wrong.
+mistakes = []
+
+
+def verdict(right, bad, good=""):
+    """`good`, or `bad`, which is remembered."""
+    if not right:
+        mistakes.append(bad)
+    return good if right else bad
 
 
 def bounds(lengths):
@@ -127,7 +139,7 @@ def forward():
             error, lse_error = check_rows(q, k, v, lengths, out, lse)
             us = time_us(call)
             rates[name, label] = flops(lengths) / us / 1e6
-            wrong = "" if error < 0.02 and lse_error < 1e-3 else "  WRONG"
+            wrong = verdict(error < 0.02 and lse_error < 1e-3, "  WRONG")
             print(
                 f"    {label:22} {us:9.1f} us  {rates[name, label]:6.0f} TFLOP/s  "
                 f"errors {error:.1e} {lse_error:.1e}{wrong}",
@@ -207,7 +219,7 @@ def decode():
             us = graph_time_us(calls)
             print(
                 f"{sequences:4} x {context:5}  {label:22} {us:8.1f} us  {work.nbytes / us / 1e3:6.0f} GB/s  "
-                f"(bar {bar})  {'bits of forward' if same else 'OTHER BITS'}",
+                f"(bar {bar})  {verdict(same, 'OTHER BITS', 'bits of forward')}",
                 flush=True,
             )
             if label == "best":
@@ -240,7 +252,7 @@ def groups():
         same = bool((work.out.view(np.uint16) == expected.view(np.uint16)).all())
         us = graph_time_us(calls)
         print(
-            f"shared, {label:18} {us:8.1f} us  {alone / us:5.2f} x (bar 2)  {'same bits' if same else 'OTHER BITS'}",
+            f"shared, {label:18} {us:8.1f} us  {alone / us:5.2f} x (bar 2)  {verdict(same, 'OTHER BITS', 'same bits')}",
             flush=True,
         )
         if label == "best":
@@ -261,7 +273,7 @@ def prefill():
             us = time_us(calls[0])
             print(
                 f"{sequences:3} x {tokens:4} of {context:4}  {label:10} {us:8.1f} us  "
-                f"{4 * H * E * pairs / us / 1e6:6.0f} TFLOP/s  {'bits of forward' if same else 'OTHER BITS'}",
+                f"{4 * H * E * pairs / us / 1e6:6.0f} TFLOP/s  {verdict(same, 'OTHER BITS', 'bits of forward')}",
                 flush=True,
             )
             if label == "best":
@@ -275,6 +287,7 @@ def main():
     add_parts(parser, parts)
     for name in parser.parse_args().parts:
         parts[name]()
+    sys.exit(bool(mistakes))
 
 
 if __name__ == "__main__":

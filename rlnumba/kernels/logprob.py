@@ -200,7 +200,7 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     check("linear_logp_backward", "dweight", dweight, weight.shape, F32)
     if dbias is not None:
         check("linear_logp_backward", "dbias", dbias, (vocabulary,), F32)
-    if _fused(hidden, weight, bias):
+    if dbias is None and _fused(hidden, weight, bias):
 
         def operate(hidden, ids, inputs, _, dhidden):
             logprob_hopper.linear_logp_backward(hidden, weight, ids, temperature, *inputs, dhidden, dweight)
@@ -254,10 +254,11 @@ def linear_logp_with_gradient(
         )
 
     counts, learns = ids != IGNORED, dlogp != 0
-    at_once = logprob_hopper.forward_rows(vocabulary)
-    _on_live_rows(forward, counts & ~learns, hidden, ids, (), outputs, None, at_once)
+    # First what needs more memory: the pool cuts what the other needs from it.
     at_once, _ = logprob_hopper.block_rows(hidden.shape[1], vocabulary)
-    _on_live_rows(one_pass, counts & learns, hidden, ids, (dlogp,), outputs, dhidden, at_once, keep_others=True)
+    _on_live_rows(one_pass, counts & learns, hidden, ids, (dlogp,), outputs, dhidden, at_once)
+    at_once = logprob_hopper.forward_rows(vocabulary)
+    _on_live_rows(forward, counts & ~learns, hidden, ids, (), outputs, None, at_once, keep_others=True)
 
 
 def _fused(hidden, weight, bias):

@@ -32,7 +32,7 @@ import numpy as np
 from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import gemm_hopper
-from rlnumba.kernels.check import in_chunks
+from rlnumba.kernels.check import CHUNK, in_chunks
 from rlnumba.kernels.elementwise import cast
 from rlnumba.kernels.gemm_hopper import ROWS, WARPGROUP, divide, place, processors
 from rlnumba.kernels.hopper import (
@@ -734,8 +734,12 @@ def add_slabs_kernel(parts, rows, factors, out):
 
 
 def takes(hidden, weight):
-    """Whether this module computes linear_logp of these arrays: 16-bit, not empty, rows of whole 16-byte pieces."""
-    return hidden.dtype != np.float32 and hidden.size > 0 and in_chunks(hidden, weight)
+    """Whether the kernels of this module serve these arrays: where gemm_hopper.py makes the float32 logits of them.
+
+    What is sampled from those must be scored with the same bits, so the rows of (N, V) logits count, too.
+    """
+    whole_rows = weight.shape[0] * 4 % CHUNK == 0
+    return hidden.dtype != np.float32 and hidden.size > 0 and whole_rows and in_chunks(hidden, weight)
 
 
 @functools.cache

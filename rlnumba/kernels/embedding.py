@@ -33,13 +33,11 @@ from rlnumba.kernels.launch import kernel_factory, launch, overlapping
 
 i32, u32 = np.int32, np.uint32
 
-# Rows that a block copies at a time, one a warp, and vectors that a lane loads before it stores the first.
-ROW_WARPS = 4
-ROW_UNROLL = 4
-FEW_ROWS = 1024
-# Threads of a block that lists tokens, and ids that each reads at a time, one for each bit of an int32.
-LISTERS = 512
-IDS_OF_LISTER = 32
+# Threads of a block that copies rows.
+COPYING_THREADS = 256
+# Threads of a block that lists tokens, and ids that each reads at a time, at most a bit of an int32 each.
+LISTERS = 1024
+IDS_OF_LISTER = 16
 TILE = LISTERS * IDS_OF_LISTER
 # Blocks that list tokens, at most, unless the vocabulary needs more: a block has a counter for each of its ids, and at
 # most MOST_COUNTERS.
@@ -59,34 +57,30 @@ PARTS_AT_ONCE = 4
 
 
 @kernel_factory
-def copy_rows_kernel(element, access, bounded, scatter, early):
+def copy_rows_kernel(element, access, bounded, scatter, parts):
     """The kernel that copies rows of integers of type `element`: out[n] = x[rows[n]], or out[rows[n]] = x[n].
 
-    bounded: the last block of a row has columns beyond the end. early: for few rows, whose kernel may begin before the
-    one ahead has ended; of 16,384 rows that costs 3 us.
+    bounded: the last block of a row has columns beyond the end. parts: blocks of a row.
     """
     vector = 16 // np.dtype(element).itemsize
-    part = 32 * ROW_UNROLL * vector
-    count = ROW_UNROLL * vector
     ones = element(np.iinfo(element).max)
     load, store = vector_access(vector, access, bounded)
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(COPYING_THREADS, 1))
     def copy_rows_kernel(x, rows, out):
-        """A warp owns 32 * ROW_UNROLL vectors of a row, a lane every 32nd of them.
+        """A thread owns a vector of a row, a block blockDim.x neighbouring ones of blockDim.y rows.
 
         A row number outside the array is skipped when scattering; when gathering it gives a row of ones in
         every bit: NaN, whatever the floating dtype.
         """
-        n = cuda.blockIdx.x * ROW_WARPS + cuda.threadIdx.y
+        n = cuda.blockIdx.x // parts * cuda.blockDim.y + cuda.threadIdx.y
         if n >= rows.shape[0]:
             return
-        first = cuda.blockIdx.y * part + cuda.threadIdx.x * vector
-        if early:
-            wait_for_kernels_before()
-            let_next_kernel_start()
+        first = (cuda.blockIdx.x % parts * cuda.blockDim.x + cuda.threadIdx.x) * vector
+        wait_for_kernels_before()
+        let_next_kernel_start()
         row = rows[n]
-        kept = cuda.local.array(count, element)
+        kept = cuda.local.array(vector, element)
         if scatter:
             if row < 0 or row >= out.shape[0]:
                 return
@@ -95,14 +89,12 @@ def copy_rows_kernel(element, access, bounded, scatter, early):
             # Row 0 is read, and not used, where there is no row.
             inside = row >= 0 and row < x.shape[0]
             source, target = x[row if inside else 0], out[n]
-        for i in range(ROW_UNROLL):
-            load(source, first + i * 32 * vector, kept, i * vector)
+        load(source, first, kept, 0)
         if not scatter:
             if not inside:
-                for i in range(count):
+                for i in range(vector):
                     kept[i] = ones
-        for i in range(ROW_UNROLL):
-            store(target, first + i * 32 * vector, kept, i * vector)
+        store(target, first, kept, 0)
 
     return copy_rows_kernel
 
@@ -177,6 +169,7 @@ def list_tokens_kernel(buckets, access):
         # Where the runs begin, and the tokens of the bucket.
         starts, members_at = counters, i32(counters + counters + i32(1))
         first_of_lane = warp * i32(of_warp) + lane * i32(4)
+        wait_for_kernels_before()
         let_next_kernel_start()
         for i in range(thread, counters, LISTERS):
             memory[i] = i32(0)
@@ -342,13 +335,15 @@ def embedding_backward_kernel(access, bounded):
 
 def copy_rows(x, rows, out, scatter):
     """out[n] = x[rows[n]], or with scatter out[rows[n]] = x[n], bit for bit; the arrays are checked."""
-    element = np.uint32 if x.itemsize == 4 else np.uint16
-    columns, of_warp = x.shape[1], 32 * ROW_UNROLL * 16 // x.itemsize
-    if columns:
-        few = rows.size <= FEW_ROWS
-        kernel = copy_rows_kernel(element, access_length(columns, x, out), columns % of_warp != 0, scatter, few)
-        grid = -(-rows.size // ROW_WARPS), -(-columns // of_warp)
-        launch(kernel, grid, (32, ROW_WARPS), x.view(element), rows, out.view(element), early=few)
+    element, columns = np.uint32 if x.itemsize == 4 else np.uint16, x.shape[1]
+    if not columns:
+        return
+    vectors = -(-columns * x.itemsize // 16)
+    threads = min(-(-vectors // 32) * 32, COPYING_THREADS)
+    lines, parts = COPYING_THREADS // threads, -(-vectors // threads)
+    bounded = columns * x.itemsize % (16 * threads) != 0
+    kernel = copy_rows_kernel(element, access_length(columns, x, out), bounded, scatter, parts)
+    launch(kernel, -(-rows.size // lines) * parts, (threads, lines), x.view(element), rows, out.view(element))
 
 
 def embedding(input_ids, weight, out):
@@ -412,7 +407,9 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None):
     ignored = -1 if padding_idx is None else padding_idx
     kernel = list_tokens_kernel(buckets, access_length(tokens, input_ids))
     arguments = input_ids, vocabulary, ignored, counters, entries, order, arrived
-    launch(kernel, buckets, LISTERS, *arguments, shared=4 * (2 * counters + 1 + TILE))
+    shared = 4 * (2 * counters + 1 + TILE)
+    with overlapping():
+        launch(kernel, buckets, LISTERS, *arguments, shared=shared)
     access, bounded = access_length(columns, dout, dweight), columns % of_block != 0
     kernel = embedding_backward_kernel(access, bounded)
     with overlapping():

@@ -28,6 +28,7 @@ from rlnumba.kernels.instructions import (
     let_next_kernel_start,
     shuffle_xor,
     start_loads,
+    sync_warp,
     wait_for_kernels_before,
 )
 from rlnumba.kernels.launch import kernel_factory, launch, overlapping
@@ -69,7 +70,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
     cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
     without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
     most_heads: that a group of lanes owns; changes no bits. early: for few tokens, whose kernel may begin before the
-    one ahead has ended; of many it costs each block some 20 ns.
+    one ahead has ended.
     """
     width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
@@ -101,16 +102,18 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
         position = position_ids[np.uint64(row)]
-        place = row
-        if cached:
-            place = slot_mapping[np.uint64(row)]
         for i in range(heads_of_group):
             # A group without a head reads the last one.
-            head = min(first_head + i32(i * groups), i32(all_heads - 1))
+            head = i32(min(first_head + i32(i * groups), i32(all_heads - 1)))
             load_head(qkv, i32(row * i32(all_heads) + head), e, values, i * of_head)
         # Angles wait for the position; heads do not.
         start_loads()
         load_angles(cos, sin, position, e, c, s)
+        place = row
+        if cached:
+            # ptxas would ask for the slot first, and late for the angles. Without a slot, k and v are not written.
+            sync_warp()
+            place = slot_mapping[np.uint64(row)]
         if normed:
             for i in range(heads_of_group):
                 squares, others = np.float32(0.0), np.float32(0.0)
@@ -123,7 +126,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
                 scales[i] = inverse_sqrt(squares / np.float32(width) + eps)
             # A loop of its own: NVVM unrolls short ones only, and values have to lie in registers.
             for i in range(heads_of_group):
-                head = first_head + i32(i * groups)
+                head = i32(first_head + i32(i * groups))
                 if head < rotated:
                     if head < heads:
                         load_head(q_weight, 0, e, weights, 0)
@@ -134,14 +137,16 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
                     if not cached and e == 0:
                         rstd[np.uint64(row), np.uint64(head)] = scales[i]
         for i in range(heads_of_group):
-            head = first_head + i32(i * groups)
+            head = i32(first_head + i32(i * groups))
             if head < rotated:
                 rotate(values, i * of_head, vector, c, s)
             if head < heads:
                 store_head(q, i32(row * i32(heads) + head), e, values, i * of_head)
-            elif place >= 0 and head < rotated:
+            elif cached and place < 0:
+                continue
+            elif head < rotated:
                 store_head(k, i32(place * i32(kv_heads) + head - i32(heads)), e, values, i * of_head)
-            elif place >= 0 and head < all_heads:
+            elif head < all_heads:
                 store_head(v, i32(place * i32(kv_heads) + head - i32(rotated)), e, values, i * of_head)
 
     return qkv_split_kernel

@@ -59,7 +59,7 @@ def test_gradient_of_reference(rng):
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_simulator(rng, dtype):
-    for shape in SMALL:
+    for shape in SMALL if dtype == "float32" else SMALL[1:3]:
         run_all(rng, shape, dtype)
 
 
@@ -132,7 +132,7 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     words, troubles = f"{bits.__name__}[:,::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
         for scatter in (False, True):
-            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter, False)
+            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter, 1)
             troubles += compile_offline(kernel, [words, ids, words], architecture)
     entries = "int32[:,::1]"
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):

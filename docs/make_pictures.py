@@ -536,10 +536,10 @@ def row_ownership():
         axis,
         5.5,
         5.0,
-        f"red: what lane 5 owns, {shape.vector} neighbouring columns of every {chunk}; all {shape.chunks} loads"
-        " are under way before the first is used",
+        f"red: what lane 5 of warp 0 owns, {shape.vector} neighbouring columns of every {chunk};"
+        f" all {shape.chunks} loads of {shape.threads // 32} warps are under way before the first is used",
     )
-    axis.text(-0.1, 2.35, "load 0,\nenlarged", ha="right", va="center", fontsize=8)
+    axis.text(-0.1, 2.35, "load 0 of\nwarp 0, enlarged", ha="right", va="center", fontsize=8)
     for thread in range(32):
         color = RED if thread == 5 else BLUE
         box(axis, thread * 11 / 32, 2.0, 11 / 32, 0.7, color, str(thread), size=7, alpha=0.6)
@@ -548,7 +548,7 @@ def row_ownership():
     for number in range(8):
         box(axis, number * 11 / 8, 0.2, 11 / 8 - 0.05, 0.7, GREY, f"request {number}: 64 bytes", size=7, alpha=0.6)
     note(axis, 5.5, -0.1, "eight times as many instructions and requests under way for the same bytes")
-    bare(axis, -1.7, 11.2, -0.4, 5.3, "rmsnorm: a warp reads a row")
+    bare(axis, -1.7, 11.2, -0.4, 5.3, f"rmsnorm: {shape.threads // 32} warps read a row")
     return figure
 
 

@@ -403,8 +403,8 @@ def shared_limit():
 
 
 # Shapes worth a kernel: rows, columns, warps down and across, reduction of a stage; then how many blocks an SM and how
-# many stages to aim for. Two blocks of 128 x 128 wait at different times: on an H200 1.03 to 1.2x over one of 128 x 256,
-# and 1.02 to 1.24x over 64 values of the reduction a stage, of which three stages fit (docs/log.md).
+# many stages to aim for. Two blocks of 128 x 128 wait at different times: on an H200 1.03 to 1.2x over one of
+# 128 x 256, and 1.02 to 1.24x over 64 values of the reduction a stage, of which three stages fit (docs/log.md).
 SHAPES = [
     (128, 128, 2, 2, 32, 2, 5),
     (64, 128, 2, 2, 32, 3, 5),

@@ -123,8 +123,8 @@ _LOG_2 = np.float32(math.log(2.0))
 
 @device_function
 def sortable(value):
-    """A float32 as an int32 in the same order; its own inverse, by way of the bits."""
-    bits = float_as_int(value)
+    """A float32 as an int32 in the same order. Zeros of both signs are one."""
+    bits = float_as_int(value + np.float32(0.0))
     return bits if bits >= i32(0) else bits ^ i32(0x7FFFFFFF)
 
 
@@ -587,7 +587,7 @@ def load_tiles(sums, first, tiles, values):
 
 @device_function
 def copy_list(listed, count, room):
-    """A list to shared memory. Zeros lose their sign, so that equal logits are one key."""
+    """A list to shared memory."""
     some = cuda.local.array(AT_ONCE, np.float32)
     for base in range(cuda.threadIdx.x, count, AT_ONCE * FINISH_THREADS):
         for i in range(AT_ONCE):
@@ -595,7 +595,7 @@ def copy_list(listed, count, room):
         start_loads()
         for i in range(AT_ONCE):
             if i32(base + i * FINISH_THREADS) < count:
-                room[base + i * FINISH_THREADS] = some[i] + np.float32(0.0)
+                room[base + i * FINISH_THREADS] = some[i]
 
 
 @cuda.jit(launch_bounds=(FINISH_THREADS, 2))

@@ -168,6 +168,20 @@ def test_simulator_a_list_of_a_guess(rng, monkeypatch, options, listed):
     assert bool(found) == (listed == 50)
 
 
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5}])
+@pytest.mark.parametrize("room", [8192, 4])
+@pytest.mark.sim
+def test_zeros_of_both_signs_are_one(rng, monkeypatch, options, room):
+    """The largest logits are zeros, some of them negative; with room for a list, and without."""
+    if device.name() != "cuda":
+        monkeypatch.setattr(sampling, "LIST", room)
+    arguments = make(rng, 2, 90, **options)
+    arguments["logits"] = -np.abs(arguments["logits"])
+    arguments["logits"][0, [5, 50]] = -0.0
+    arguments["logits"][1, [5, 50, 70]] = 0.0, -0.0, 0.0
+    check_against_reference(arguments)
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.9}], ids=["none", "greedy", "top_p"])
 @pytest.mark.sim
 def test_simulator_blocks_that_share_a_row(rng, monkeypatch, options):

@@ -12,12 +12,14 @@ dhidden += dz weight[chunk]. Four products with the forward's.
 
 One pass. A loss that knows dlogp before it knows the log-probs (supervised training, the first step on a rollout)
 needs only three. Rows go by in blocks whose exponentials, 16 bits each, exist at one time for the whole vocabulary:
-the forward leaves 2^((z - m) factor), m the largest logit of the row's tile; `finish_kernel` makes dz of them in
-place, now that lse is known. dweight then gets its sum in several parts, one a block of rows, each of which reads
-and writes all of dweight: blocks are as tall as memory allows. dhidden's product is cut along the vocabulary, for
-else it had too few tiles for the GPU; the parts are added in their order.
+e = 2^((z - r) factor) with a reference r of the row, its token's logit. When lse is known, `finish_kernel` finds what
+is left between e and dz, a factor of the row, which goes to the other operand of dweight's product and to the result
+of dhidden's. dweight then gets its sum in several parts, one a block of rows, each of which reads and writes all of
+dweight: blocks are as tall as memory allows. dhidden's product is cut along the vocabulary, for else it had too few
+tiles for the GPU; the parts are added in their order. The two products run beside each other.
 
-H200, 16,384 x 1024 x 151,936: each product is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Extra memory: EXTRA_BYTES at most.
+H200, 16,384 x 1024 x 151,936: each product is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md. Extra memory:
+EXTRA_BYTES at most.
 
 While the epilogue of one consumer of a block takes exponentials, the tensor cores serve the other: the second
 consumer starts each tile `lead` rounds late, so their epilogues do not meet.

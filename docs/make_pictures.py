@@ -374,7 +374,7 @@ def log_prob_passes():
     )
     note(middle, 4.5, -0.35, "1 product for the logits again, 2 for the gradients", size=9)
     right.add_patch(Rectangle((1.0, 3.8), 7.0, 1.1, facecolor=ORANGE, edgecolor="black", alpha=0.75))
-    note(right, 4.5, 4.35, "2^(z - m), then dz in its place", size=9)
+    note(right, 4.5, 4.35, "2^(z - r): dz but for a factor of the row", size=9)
     arrow(right, (4.5, 3.7), (4.5, 2.6))
     note(
         right,

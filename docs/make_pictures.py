@@ -389,55 +389,53 @@ def log_prob_passes():
     return figure
 
 
-def sampling_race():
-    """A real draw: logits, their noise, and the winner; and the histogram with which a threshold is found."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), gridspec_kw={"width_ratios": [1, 1.1]})
-    rng = np.random.default_rng(3)
-    logits = np.linspace(4, -3, 12, dtype=np.float32)
-    words = sampling.noise_words_ref(len(logits), noise_key(1, [1, 2, 3]), 0, 8)
-    noise = -np.log(-np.log1p(-(words + 0.5) / 2.0**32))
-    winner = int(np.argmax(logits + noise))
-    ids = np.arange(len(logits))
-    left.bar(ids, logits + 4.5, bottom=-4.5, color=BLUE, width=0.7, alpha=0.8, label="s = z / T")
+def race(axis, weights, noise, title, label, color):
+    """Bars, their noise as arrows, and the winner, whose number is returned."""
+    ids = np.arange(len(weights))
+    winner = int(np.argmax(weights + noise))
+    floor = weights.min() - 1.5
+    axis.bar(ids, weights - floor, bottom=floor, color=color, width=0.7, alpha=0.8)
     for i in ids:
-        left.annotate(
-            "",
-            (i, logits[i] + noise[i]),
-            (i, logits[i]),
-            arrowprops={"arrowstyle": "-|>", "color": RED if i == winner else "black", "lw": 1.3},
-        )
-    record = logits[winner] + noise[winner]
-    left.axhline(record, color=RED, linewidth=0.9, linestyle="--")
-    left.text(-0.4, record + 0.12, "the winner's s + g", ha="left", color=RED, fontsize=8)
-    left.set_xlabel("token id", fontsize=9)
-    left.set_xticks(ids)
-    left.set_title("a draw: the largest of s + g wins; arrows are the noise g, from Philox", fontsize=10)
-    left.legend(fontsize=8, loc="upper right")
+        style = {"arrowstyle": "-|>", "color": RED if i == winner else "black", "lw": 1.3}
+        axis.annotate("", (i, weights[i] + noise[i]), (i, weights[i]), arrowprops=style)
+    axis.axhline(weights[winner] + noise[winner], color=RED, linewidth=0.9, linestyle="--")
+    axis.set_xlabel(label, fontsize=9)
+    axis.set_xticks(ids)
+    axis.set_title(title, fontsize=10)
+    return winner
 
-    row = np.concatenate([rng.normal(0, 1.5, 4000), rng.normal(9, 1.0, 12)]).astype(np.float32)
-    bins, top_k = sampling.BINS, 40
-    low, high = np.float32(-3.0), row[:2000].max()
-    scale = np.float32(bins - 2) / (high - low)
-    numbers = np.clip((row - low) * scale, 0, bins - 1).astype(int)
-    counts = np.bincount(numbers, minlength=bins)
-    tails = np.cumsum(counts[::-1])[::-1]
-    chosen = int(np.flatnonzero(tails >= top_k)[-1])
-    colors = [ORANGE if b >= chosen else GREY for b in range(bins)]
-    right.bar(np.arange(bins), counts, color=colors, width=0.9)
+
+def sampling_race():
+    """A real draw from ten segments of eight tokens; and the list of a row with filters."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4))
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 1.5, (10, 8)).astype(np.float32)
+    name = noise_key(1, [1, 2, 3]), 0, 3
+    of_segments = sampling.noise_ref(len(logits), *name, sampling.OF_SEGMENTS)
+    weights = np.log(np.exp(logits).sum(axis=1))
+    segment = race(left, weights, of_segments, "segments: log sum exp s, and noise", "segment", BLUE)
+    of_tokens = sampling.noise_ref(logits.size, *name).reshape(logits.shape)
+    race(middle, logits[segment], of_tokens[segment], f"tokens of segment {segment}: s, and noise", "token", ORANGE)
+
+    row = np.concatenate([rng.normal(0, 1.5, 60_000), rng.normal(7, 1.0, 40)]).astype(np.float32)
+    rank, top_k = int(sampling.sample_rank(len(row), sampling.LISTED_IF_FEW)), 40
+    maxima = np.sort(rng.choice(row, (sampling.MAXIMA, 16)).max(axis=1))[::-1]
+    bound, threshold = maxima[rank], np.sort(row)[-top_k]
+    edges = np.linspace(row.min(), row.max(), 60)
+    right.hist(row[row < bound], edges, color=GREY)
+    right.hist(row[row >= bound], edges, color=ORANGE)
+    right.plot(maxima, np.full(len(maxima), 1.4), "|", color="black", markersize=9)
+    right.axvline(bound, color="black", linewidth=1.0)
+    right.axvline(threshold, color=RED, linewidth=1.0, linestyle="--")
     right.set_yscale("log")
-    right.set_xlabel(f"bin of the logit ({bins} of them)", fontsize=9)
+    right.set_ylim(0.7, 4e4)
+    right.set_xlim(right=row.max() + 4)
+    listed = (row >= bound).sum()
+    right.text(bound + 0.15, 1.2e4, f"bound, rank {rank} of the marks:\n{listed} tokens listed", fontsize=8)
+    right.text(threshold + 0.15, 250, f"the threshold of\ntop-k {top_k}", fontsize=8, color=RED)
+    right.set_xlabel(f"logit; marks: the largest of 16, {sampling.MAXIMA} times", fontsize=9)
     right.set_ylabel("tokens", fontsize=9)
-    right.annotate(
-        f"bin {chosen}: the tail from here holds {tails[chosen]} tokens,\nthe next one fewer than"
-        f" k = {top_k}. So the threshold\nlies in this bin, and only orange tokens are listed",
-        (chosen, counts[chosen]),
-        (bins * 0.42, counts.max() * 2.2),
-        fontsize=8,
-        arrowprops={"arrowstyle": "-|>"},
-        ha="left",
-    )
-    right.set_ylim(0.7, counts.max() * 12)
-    right.set_title("the first pass of a row with filters: a histogram", fontsize=10)
+    right.set_title("a row with filters: a guess, a list, a proof", fontsize=10)
     return figure
 
 

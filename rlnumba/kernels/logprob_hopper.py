@@ -16,7 +16,7 @@ e = 2^((z - r) factor) with a reference r of the row, its token's logit. When ls
 is left between e and dz, a factor of the row, which goes to the other operand of dweight's product and to the result
 of dhidden's. dweight then gets its sum in several parts, one a block of rows, each of which reads and writes all of
 dweight: blocks are as tall as memory allows. dhidden's product is cut along the vocabulary, for else it had too few
-tiles for the GPU; the parts are added in their order. The two products run beside each other.
+tiles for the GPU; the parts are added in their order.
 
 H200, 16,384 x 1024 x 151,936: each product is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md. Extra memory:
 EXTRA_BYTES at most.
@@ -103,9 +103,6 @@ EIGHT, SIXTEEN = 8, 16
 # float16, whose exponentials all are relative to their tile's largest logit.
 REACH = {"bfloat16": 64.0, "float16": -1e30}
 REFERENCE_ROWS = 4
-# The one-pass form's two gradient products run beside each other: that of dweight waits for memory, that of dhidden
-# does not. Share of the SMs for the latter. H200: 0.95 to 0.99 of the time one after the other.
-HIDDEN_SHARE = 0.45
 
 
 class HeadTile(NamedTuple):
@@ -753,8 +750,8 @@ def _one(kind, dimensions):
     return device.xp().zeros((1,) * dimensions, kind)
 
 
-def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_id=0, slab_rounds=0, blocks=None):
-    """A function that launches head_kernel; None for what the mode does not use. blocks: of the grid, at most."""
+def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_id=0, slab_rounds=0):
+    """Launch head_kernel; None for what the mode does not use."""
     m, k = a.shape
     slabs = tile.mode == "slabs"
     n = b.shape[1] if slabs else b.shape[0]
@@ -769,10 +766,9 @@ def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_
     if not may_lead(tile, shortest):
         tile = tile._replace(lead=0)
     none = _one(np.float32, 1)
-    return functools.partial(
-        launch,
+    launch(
         head_kernel(tile),
-        min(tiles, blocks or processors()),
+        min(tiles, processors()),
         (tile.groups + 1) * WARPGROUP,
         tensor_map(a, a_rows, 64),
         b_map,
@@ -791,32 +787,6 @@ def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_
         (a_rows + TILE_COLUMNS) * LINE,
         shared=tile.shared_bytes,
     )
-
-
-@functools.cache
-def _second_stream():
-    return device.xp().cuda.Stream(non_blocking=True)
-
-
-def _side_by_side(one, other):
-    """Launch what two functions launch; on a GPU so that they may run at one time, `other` on the current stream."""
-    if device.name() != "cuda":
-        one()
-        other()
-        return
-    events = device.xp().cuda
-    here, there = events.get_current_stream(), _second_stream()
-    there.wait_event(here.record(events.Event(disable_timing=True)))
-    with there:
-        one()
-    other()
-    here.wait_event(there.record(events.Event(disable_timing=True)))
-
-
-def share_of_processors(tiles):
-    """SMs for dhidden's product of so many tiles, in whole waves, beside dweight's."""
-    waves = max(1, round(tiles / (HIDDEN_SHARE * processors())))
-    return max(1, min(-(-tiles // waves), processors() - 1))
 
 
 def _optional(logp, ids, entropy, top1):
@@ -843,7 +813,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
         results, chosen = memory[: count * tiles * RESULTS], all_chosen[rows]
-        _head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)()
+        _head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)
         outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
         launch(merge_kernel, count, MERGE_THREADS, results, chosen, float(temperature), *outputs)
 
@@ -899,7 +869,7 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
             part = weight[chunk]
             pitch = part.shape[0] + -part.shape[0] % 8
             dz = memory[: count * pitch].reshape(count, pitch)
-            _head(tile, h, part, dz, *terms, temperature, None, None, first)()
+            _head(tile, h, part, dz, *terms, temperature, None, None, first)
             gemm_hopper.product(dz, part, wide, b_mn=True, add=first > 0)
             gemm_hopper.product(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
         cast(wide, dhidden[rows])
@@ -951,13 +921,16 @@ def linear_logp_with_gradient(
     factors, reference = xp.empty(step, np.float32), xp.empty(ids.shape, np.float32)
     all_chosen = xp.full(ids.shape, math.nan, np.float32)
     launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference)
+    weight_tile = gemm_hopper.best_tile(
+        *dweight.shape, step, tile.element, True, True, "add", False, False, processors()
+    )
     for first in range(0, hidden.shape[0], step):
         rows = slice(first, min(first + step, hidden.shape[0]))
         count = rows.stop - first
         h, targets, near, scaled = hidden[rows], ids[rows], reference[rows], scaled_memory[:count]
         results, chosen = results_memory[: count * tiles * RESULTS], all_chosen[rows]
         dz = memory[: count * pitch].reshape(count, pitch)
-        _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)()
+        _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)
         outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
         inputs = targets, float(temperature), REACH[tile.element], dlogp[rows], h
         launch(
@@ -968,19 +941,6 @@ def linear_logp_with_gradient(
         slab_rounds = -(-rounds // (most_parts // apart))
         height = -(-rounds // slab_rounds) * apart
         parts = parts_memory[: height * width].reshape(height, width)
-        processors_here = share_of_processors(height // tile.rows * -(-width // TILE_COLUMNS))
-        make_parts = _head(
-            parts_tile, dz, weight, parts, None, None, None, 1.0, None, None,
-            slab_rounds=slab_rounds, blocks=processors_here,
-        )  # fmt: skip
-
-        def for_hidden(make_parts=make_parts, count=count, apart=apart, parts=parts, rows=rows):
-            make_parts()
-            launch(add_slabs_kernel, count, SLAB_THREADS, parts, apart, factors[:count], dhidden[rows])
-
-        others = max(1, processors() - processors_here)
-        weight_tile = gemm_hopper.best_tile(
-            *dweight.shape, count, tile.element, True, True, "add", False, False, others
-        )
-        for_weight = functools.partial(gemm_hopper.hopper_product, weight_tile, dz, scaled, dweight, blocks=others)
-        _side_by_side(for_hidden, for_weight)
+        _head(parts_tile, dz, weight, parts, None, None, None, 1.0, None, None, slab_rounds=slab_rounds)
+        launch(add_slabs_kernel, count, SLAB_THREADS, parts, apart, factors[:count], dhidden[rows])
+        gemm_hopper.hopper_product(weight_tile, dz, scaled, dweight)

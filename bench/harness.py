@@ -38,6 +38,12 @@ def time_us(function, repeats=9):
     return statistics.median(lap(calls) for _ in range(repeats))
 
 
+def times_in_turns_us(first, second, turns=4):
+    """(time_us of the first, of the second), medians of several turns: a GPU at its power limit slows down both."""
+    times = [(time_us(first, 3), time_us(second, 3)) for _ in range(turns)]
+    return tuple(statistics.median(column) for column in zip(*times, strict=True))
+
+
 def torch_time_us(function, repeats=9):
     """time_us of what torch launches on its own stream. torch must be installed."""
     import torch

@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import copy_gbs, geometric_mean, graph_time_us, random_array, relative_error, time_us
+from harness import copy_gbs, geometric_mean, graph_time_us, random_array, relative_error, time_us, times_in_turns_us
 from report import row
 
 from rlnumba.kernels import choice, gemm
@@ -116,14 +116,13 @@ def training(sweep):
             "dW": (lambda: gemm.linear_backward_weight(dout, x, dw), dw, (n, k, m, True, True, "add"), (dout, x)),
         }
         for what, (call, result, (rows, columns, steps, a_mn, b_mn, output), (a, b)) in cases.items():
-            peer_us = time_us(with_backend("cublas", call))
             result.fill(0)
             with_backend("cublas", call)()
             expected = result.copy()
             result.fill(0)
             with_backend("numba", call)()
             error = relative_error(result, expected)
-            ours_us = time_us(with_backend("numba", call))
+            peer_us, ours_us = times_in_turns_us(with_backend("cublas", call), with_backend("numba", call))
             ratios.setdefault(what, []).append(peer_us / ours_us)
             report(f"{name} {what}", 2 * m * n * k, 0, peer_us, ours_us, error)
             if sweep:

@@ -2,12 +2,13 @@
 
 `launch(kernel, grid, block, *arguments)` is the only way an operator starts a kernel. On the GPU it
 bypasses Numba's own launch, which costs 75-120 us of host time with CuPy arrays: the arguments are
-packed into a reused buffer and handed to the driver directly (about 5 us). Kernels run on CuPy's current
-stream and may be captured in a graph. In the simulator it hands them to simulator.run.
+packed into a reused buffer and handed to the driver directly (6 to 7 us). Kernels run on CuPy's current
+stream and may be captured in a graph; inside `overlapping` one may begin before the one ahead has ended. In the
+simulator `launch` hands them to simulator.run.
 
 Machine code is cached on disk (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) under a hash of the sources
-of all kernels and of the kernel's own file, its name and the values it closes over, the argument types, the
-architecture and the versions of the compilers. A file appears under its final name only when complete, so processes
+of the kernel's file and of the kernel modules that it imports, its name and the values it closes over, the argument
+types, the architecture and the versions of the compilers. A file appears under its final name only when complete, so processes
 that start together do not disturb each other.
 
 RLNUMBA_DEBUG=1 waits for each kernel and reports an error where it happened; 2 prints each kernel's

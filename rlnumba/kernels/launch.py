@@ -8,8 +8,8 @@ simulator `launch` hands them to simulator.run.
 
 Machine code is cached on disk (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) under a hash of the sources
 of the kernel's file and of the kernel modules that it imports, its name and the values it closes over, the argument
-types, the architecture and the versions of the compilers. A file appears under its final name only when complete, so processes
-that start together do not disturb each other.
+types, the architecture and the versions of the compilers. A file appears under its final name only when complete, so
+processes that start together do not disturb each other.
 
 RLNUMBA_DEBUG=1 waits for each kernel and reports an error where it happened; 2 prints each kernel's
 time, the bytes of its arguments, and the share of a plain copy's bandwidth that this makes.

@@ -266,8 +266,10 @@ def embedding_backward_kernel(access, bounded):
     load, store = vector_access(VECTOR, access, bounded)
     load_entry, _ = vector_access(4, 4)
     rows_count, parts_count = ROWS_AT_ONCE * VECTOR, PARTS_AT_ONCE * VECTOR
+    # Narrow accesses need more registers for addresses, and are slow anyway.
+    resident = RESIDENT if access == VECTOR else 1
 
-    @cuda.jit(launch_bounds=(THREADS, RESIDENT))
+    @cuda.jit(launch_bounds=(THREADS, resident))
     def embedding_backward_kernel(entries, order, dout, dweight, parts, arrived):
         """A block owns THREADS * VECTOR columns of a token, with which a part of a run begins, and of this part.
 

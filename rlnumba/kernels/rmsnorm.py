@@ -81,8 +81,9 @@ class Row(NamedTuple):
         return self.chunks * self.vector
 
     def resident(self, lines):
-        """Blocks of so many rows that an SM has at a time."""
-        return max(RESIDENT // (self.threads * lines), 1)
+        """Blocks of so many rows that an SM has at a time: fewer where columns beyond the end need registers, too."""
+        threads = RESIDENT if self.full else RESIDENT * 3 // 4
+        return max(threads // (self.threads * lines), 1)
 
 
 @functools.cache

@@ -237,30 +237,24 @@ if device.name() == "sim":
         this_thread().notes.pop("unfenced", None)
 
     class NamedBarrier:
-        """Opens when a given number of threads have come, whether they wait or not."""
+        """Opens when a given number of threads have come."""
 
         def __init__(self):
             self.gate = Gate()
             self.arrived = 0
 
-        def come(self, name, threads, waits):
+        def come(self, name, threads):
             self.arrived += 1
             if self.arrived == threads:
                 self.arrived = 0
                 self.gate.open()
-            elif waits:
+            else:
                 self.gate.wait(name)
-
-    def _named_barrier(index):
-        return of_block(("named barrier", int(index)), NamedBarrier)
 
     def sync_group(index, threads):
         """Wait for `threads` threads of the block, whole warps, that meet at barrier `index` (1 .. 15)."""
-        _named_barrier(index).come(f"sync_group {index} of {threads} threads", int(threads), True)
-
-    def arrive_group(index, threads):
-        """Be counted as one of the `threads` threads of sync_group without waiting for the others."""
-        _named_barrier(index).come("", int(threads), False)
+        barrier = of_block(("named barrier", int(index)), NamedBarrier)
+        barrier.come(f"sync_group {index} of {threads} threads", int(threads))
 
     def fewer_registers():
         """A warpgroup gives registers up, down to 40 a thread."""
@@ -631,11 +625,6 @@ else:
         "bar.sync $0, $1;",
         "rr",
         "Wait for `threads` threads of the block, whole warps, that meet at barrier `index` (1 .. 15).",
-    )
-    arrive_group = _instruction(
-        "bar.arrive $0, $1;",
-        "rr",
-        "Be counted as one of the `threads` threads of sync_group without waiting for the others.",
     )
     fewer_registers = _instruction(
         "setmaxnreg.dec.sync.aligned.u32 40;", "", "A warpgroup gives registers up, down to 40 a thread."

@@ -323,6 +323,7 @@ def _write_once(path, content):
         return
 
 
+@functools.cache
 def _imported(source):
     """The kernel modules that a Python file imports, as files."""
     folder = pathlib.Path(__file__).resolve().parent

@@ -32,7 +32,7 @@ from rlnumba.kernels.instructions import (
     wait_for_kernels_before,
 )
 from rlnumba.kernels.launch import kernel_factory, launch, overlapping
-from rlnumba.kernels.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, rmsnorm_backward_ref, rmsnorm_ref, sum_of_rows
+from rlnumba.kernels.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, add_rows_to, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.rope import (
     WARPS,
     block_of,
@@ -318,19 +318,11 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
 @cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
 def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
     """dq_weight, dk_weight += sums of the rows of their partials; a block owns PARTIAL_COLUMNS of one of the two."""
-    sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
-    column = cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x
     partials, dweight = q_partials, dq_weight
     if cuda.blockIdx.y == 1:
         partials, dweight = k_partials, dk_weight
     wait_for_kernels_before()
-    mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < dweight.shape[0]
-    before = np.float32(0.0)
-    if mine:
-        before = dweight[column]
-    value = sum_of_rows(partials, sums)
-    if mine:
-        dweight[column] = before + value
+    add_rows_to(partials, dweight)
 
 
 def tiles_of(shape, heads, kv_heads):

@@ -291,12 +291,11 @@ def sum_of_rows(partials, sums):
     return total
 
 
-@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
-def add_partials_kernel(partials, total):
+@device_function
+def add_rows_to(partials, total):
     """total += the sum of the rows of partials; a block owns PARTIAL_COLUMNS columns."""
     sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
     column = cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x
-    wait_for_kernels_before()
     mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < total.shape[0]
     before = np.float32(0.0)
     if mine:
@@ -304,6 +303,13 @@ def add_partials_kernel(partials, total):
     value = sum_of_rows(partials, sums)
     if mine:
         total[column] = before + value
+
+
+@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
+def add_partials_kernel(partials, total):
+    """total += the sum of the rows of partials, as add_rows_to does it."""
+    wait_for_kernels_before()
+    add_rows_to(partials, total)
 
 
 def add_partials(partials, total):

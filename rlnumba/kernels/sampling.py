@@ -229,20 +229,6 @@ def whole_weight(high, low):
 
 
 @device_function
-def block_total(value, partials):
-    """The sum of an int64 over the block, in every thread. partials: shared int64 (32,)."""
-    total = warp_sum(value)
-    if cuda.threadIdx.x % 32 == 0:
-        partials[cuda.threadIdx.x // 32] = total
-    cuda.syncthreads()
-    total = np.int64(0)
-    for warp in range(cuda.blockDim.x // 32):
-        total += partials[warp]
-    cuda.syncthreads()
-    return total
-
-
-@device_function
 def list_weight(listed, count, threshold, largest, factor, by_mass, partials):
     """The weight of a list's entries >= threshold, int64, in every thread: units of 2^-34 if by_mass, else entries."""
     total = np.int64(0)
@@ -254,7 +240,7 @@ def list_weight(listed, count, threshold, largest, factor, by_mass, partials):
                 total += whole_weight(high, low)
             else:
                 total += np.int64(1)
-    return block_total(total, partials)
+    return block_sum(total, partials)
 
 
 @device_function

@@ -9,7 +9,6 @@ from rlnumba.kernels import hopper
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
     LINE,
-    arrive_group,
     barrier_expect,
     barrier_init,
     barrier_init_fence,
@@ -143,12 +142,7 @@ def exchange_kernel(numbers, out, box_map):
     place = base + 2048
     store_four(place + thread * 16, numbers[thread, 0], numbers[thread, 1], numbers[thread, 2], numbers[thread, 3])
     store_pair(place + 1024 + (63 - thread) * 8, numbers[thread, 0], numbers[thread, 1])
-    # Warp 1 goes on when warp 0 has come; warp 0 does not wait.
-    if thread < 32:
-        arrive_group(1, 64)
-    else:
-        sync_group(1, 64)
-    cuda.syncthreads()
+    sync_group(1, 64)
     first, second, third, fourth = load_four(place + (63 - thread) * 16)
     out[thread, 0], out[thread, 1], out[thread, 2], out[thread, 3] = first, second, third, fourth
     out[thread, 4], out[thread, 5] = load_pair(place + 1024 + thread * 8)

@@ -87,7 +87,9 @@ class Heads:
         self.norm_bytes = size(self.rstd) if normed else 0
         blocks = -(-tokens // BLOCK)
         self.caches = [cupy.zeros((blocks, BLOCK, HK, E), self.qkv.dtype) for _ in range(2)]
-        self.slots = cupy.asarray(np.random.default_rng(0).permutation(blocks * BLOCK)[:tokens].astype(np.int32))
+        # As the engine gives them: neighbouring tokens in a block, the blocks anywhere.
+        slots = np.random.default_rng(0).permutation(blocks)[:, None] * BLOCK + np.arange(BLOCK)
+        self.slots = cupy.asarray(slots.reshape(-1)[:tokens].astype(np.int32))
 
     @property
     def host_weights(self):

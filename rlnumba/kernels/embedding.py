@@ -33,8 +33,10 @@ from rlnumba.kernels.launch import kernel_factory, launch, overlapping
 
 i32, u32 = np.int32, np.uint32
 
-# Threads of a block that copies rows.
+# Threads of a block that copies rows, and rows of a thread where there are so many that all SMs are busy. H200, 16,384
+# rows of 2 KiB: 20.0, 19.1, 19.2 and 19.5 us with 1, 2, 4 and 8.
 COPYING_THREADS = 256
+MANY_ROWS, ROWS_OF_COPIER = 4096, 2
 # Threads of a block that lists tokens, and ids that each reads at a time, at most a bit of an int32 each.
 LISTERS = 1024
 IDS_OF_LISTER = 16
@@ -57,44 +59,48 @@ PARTS_AT_ONCE = 4
 
 
 @kernel_factory
-def copy_rows_kernel(element, access, bounded, scatter, parts):
+def copy_rows_kernel(element, access, bounded, scatter, parts, many):
     """The kernel that copies rows of integers of type `element`: out[n] = x[rows[n]], or out[rows[n]] = x[n].
 
-    bounded: the last block of a row has columns beyond the end. parts: blocks of a row.
+    bounded: the last block of a row has columns beyond the end. parts: blocks of a row. many: rows of a thread, whose
+    loads are under way together.
     """
     vector = 16 // np.dtype(element).itemsize
-    ones = element(np.iinfo(element).max)
+    ones, held = element(np.iinfo(element).max), vector * many
     load, store = vector_access(vector, access, bounded)
 
     @cuda.jit(launch_bounds=(COPYING_THREADS, 1))
     def copy_rows_kernel(x, rows, out):
-        """A thread owns a vector of a row, a block blockDim.x neighbouring ones of blockDim.y rows.
+        """A thread owns a vector of `many` rows, a block blockDim.x neighbouring ones of many * blockDim.y rows.
 
         A row number outside the array is skipped when scattering; when gathering it gives a row of ones in
         every bit: NaN, whatever the floating dtype.
         """
-        n = cuda.blockIdx.x // parts * cuda.blockDim.y + cuda.threadIdx.y
-        if n >= rows.shape[0]:
-            return
+        top = cuda.blockIdx.x // parts * (many * cuda.blockDim.y) + cuda.threadIdx.y
         first = (cuda.blockIdx.x % parts * cuda.blockDim.x + cuda.threadIdx.x) * vector
+        kept, row_of = cuda.local.array(held, element), cuda.local.array(many, np.int32)
         wait_for_kernels_before()
         let_next_kernel_start()
-        row = rows[n]
-        kept = cuda.local.array(vector, element)
-        if scatter:
-            if row < 0 or row >= out.shape[0]:
-                return
-            source, target = x[n], out[row]
-        else:
-            # Row 0 is read, and not used, where there is no row.
-            inside = row >= 0 and row < x.shape[0]
-            source, target = x[row if inside else 0], out[n]
-        load(source, first, kept, 0)
-        if not scatter:
-            if not inside:
-                for i in range(vector):
-                    kept[i] = ones
-        store(target, first, kept, 0)
+        # Beyond the last row, and for a row number outside, another row is read in its place, and not used.
+        for j in range(many):
+            row_of[j] = rows[min(top + j * cuda.blockDim.y, rows.shape[0] - 1)]
+        for j in range(many):
+            if scatter:
+                load(x[min(top + j * cuda.blockDim.y, rows.shape[0] - 1)], first, kept, j * vector)
+            else:
+                inside = row_of[j] >= 0 and row_of[j] < x.shape[0]
+                load(x[row_of[j] if inside else 0], first, kept, j * vector)
+        start_loads()
+        for j in range(many):
+            n = top + j * cuda.blockDim.y
+            if n < rows.shape[0]:
+                if not scatter:
+                    if row_of[j] < 0 or row_of[j] >= x.shape[0]:
+                        for i in range(vector):
+                            kept[j * vector + i] = ones
+                    store(out[n], first, kept, j * vector)
+                elif row_of[j] >= 0 and row_of[j] < out.shape[0]:
+                    store(out[row_of[j]], first, kept, j * vector)
 
     return copy_rows_kernel
 
@@ -344,8 +350,9 @@ def copy_rows(x, rows, out, scatter):
     threads = min(-(-vectors // 32) * 32, COPYING_THREADS)
     lines, parts = COPYING_THREADS // threads, -(-vectors // threads)
     bounded = columns * x.itemsize % (16 * threads) != 0
-    kernel = copy_rows_kernel(element, access_length(columns, x, out), bounded, scatter, parts)
-    launch(kernel, -(-rows.size // lines) * parts, (threads, lines), x.view(element), rows, out.view(element))
+    many = ROWS_OF_COPIER if rows.size >= MANY_ROWS else 1
+    kernel = copy_rows_kernel(element, access_length(columns, x, out), bounded, scatter, parts, many)
+    launch(kernel, -(-rows.size // (many * lines)) * parts, (threads, lines), x.view(element), rows, out.view(element))
 
 
 def embedding(input_ids, weight, out):

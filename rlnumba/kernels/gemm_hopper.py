@@ -38,11 +38,14 @@ from rlnumba.kernels.hopper import (
     bulk_add,
     bulk_commit,
     bulk_load,
+    bulk_load_heads,
     bulk_store,
     bulk_wait,
     bulk_wait_read,
+    bulk_wait_read_but_latest,
     fence_shared_to_bulk,
     fewer_registers,
+    load_pair,
     load_word,
     more_registers,
     operand,
@@ -84,7 +87,10 @@ class Tile(NamedTuple):
 
     a_mn, b_mn: the operand lies MN-major in memory. element: "float16" or "bfloat16". output: "same" as the
     inputs, "float32", or "add" to float32. bias, residual: added to C before it is rounded. swiglu: half of the tile's
-    columns are of the gate, half of what it gates; without bias and residual, output "same".
+    columns are of the gate, half of what it gates; without bias and residual, output "same". panels: times 64 steps of
+    the reduction that a stage holds; several only for one group and K-major operands with a multiple of so many steps.
+    fetched: columns of C, of an "add", that come while the products run, so that their sum is written; to the others the
+    second-level cache adds. One or two times staged_columns, or all.
     """
 
     columns: int
@@ -97,6 +103,8 @@ class Tile(NamedTuple):
     bias: bool = False
     residual: bool = False
     swiglu: bool = False
+    panels: int = 1
+    fetched: int = 0
 
     @property
     def rows(self):
@@ -120,18 +128,28 @@ class Tile(NamedTuple):
         return 2 * self.box_columns if self.width % (2 * self.box_columns) == 0 else self.box_columns
 
     @property
-    def prefetches_residual(self):
-        """Whether the copy engine brings the residual while the products run; its place is that of the output."""
-        return self.residual and self.staged_columns > 0
+    def steps(self):
+        """Of the reduction, that a stage holds."""
+        return STEPS * self.panels
+
+    @property
+    def prefetches(self):
+        """Whether the copy engine brings the residual, or C, while the products run; its place is the output's."""
+        return self.fetched > 0 or self.residual and self.staged_columns > 0
 
     @property
     def stage_bytes(self):
-        return (self.rows + self.columns) * LINE
+        return self.panels * (self.rows + self.columns) * LINE
 
     @property
     def staged_bytes(self):
-        columns = self.columns if self.prefetches_residual else self.staged_columns
+        columns = self.fetched or (self.columns if self.prefetches else self.staged_columns)
         return columns // self.box_columns * BOX_BYTES
+
+    @property
+    def staging_places(self):
+        """Parts of the output, of staged_columns each, that shared memory has room for."""
+        return self.staged_bytes // (self.staged_columns // self.box_columns * BOX_BYTES) if self.staged_columns else 1
 
     @property
     def blocks_per_sm(self):
@@ -168,32 +186,49 @@ def place(index, tiles_down, tiles_across):
 @kernel_factory
 def hopper_product_kernel(tile):
     """The kernel of a Tile. Its width is a multiple of its staged columns, if it has any, else of 8."""
-    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu = tile
+    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, panels, fetched = tile
     rows, width, box_columns, staged_columns = tile.rows, tile.width, tile.box_columns, tile.staged_columns
-    a_bytes, stage_bytes, staged_bytes = rows * LINE, tile.stage_bytes, tile.staged_bytes
+    a_bytes, stage_bytes, staged_bytes, steps = panels * rows * LINE, tile.stage_bytes, tile.staged_bytes, tile.steps
     accumulators = columns // 2
     b_boxes = columns // 64
     parts = columns // staged_columns if staged_columns else 0
     gated = accumulators // 2
-    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn)
+    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn, steps)
     pack_two, unpack_two = pack(element), unpack(element)
     wide = output != "same"
     add = output == "add"
-
-    shares_registers, prefetches = tile.shares_registers, tile.prefetches_residual
+    # Where parts of the output are staged in turn; the first ones are fetched.
+    part_bytes, places = tile.staged_bytes // tile.staging_places, tile.staging_places
+    shares_registers, prefetches = tile.shares_registers, tile.prefetches
     # A weight as it lies in memory; the gradient of one has no such factor.
     b_first = not b_mn
 
     @device_function
+    def load_a(target, a, row, step, arrived):
+        """Ask for A's boxes of a tile and a stage."""
+        if a_mn:
+            for box in range(groups):
+                bulk_load(target + box * BOX_BYTES, a, row * rows + box * ROWS, step, arrived)
+        else:
+            for panel in range(panels):
+                bulk_load(target + panel * BOX_BYTES, a, step + panel * STEPS, row * rows, arrived)
+
+    @device_function
     def load_b(target, b, column, step, arrived, n):
-        """Ask for B's boxes of a tile and 64 steps."""
+        """Ask for B's boxes of a tile and a stage."""
         if b_mn:
             for box in range(b_boxes):
                 bulk_load(target + box * BOX_BYTES, b, column * columns + box * 64, step, arrived)
+        elif swiglu:
+            for panel in range(panels):
+                here, at = target + panel * columns * LINE, step + panel * STEPS
+                bulk_load(here, b, at, column * width, arrived)
+                bulk_load(here + width * LINE, b, at, i32(n) + column * width, arrived)
+        elif panels > 1:
+            # One box for all panels. Of A, they would lie too close together where it has fewer than 64 rows.
+            bulk_load_heads(target, b, 0, column * width, divide(step, i32(STEPS)), arrived)
         else:
             bulk_load(target, b, step, column * width, arrived)
-            if swiglu:
-                bulk_load(target + width * LINE, b, step, i32(n) + column * width, arrived)
 
     @device_function
     def stage_part(acc, part, place, warp, lane):
@@ -210,6 +245,14 @@ def hopper_product_kernel(tile):
                 pack_two(acc[i + 4], acc[i + 5]),
                 pack_two(acc[i + 6], acc[i + 7]),
             )
+
+    @device_function
+    def wide_place(place, block, warp, lane):
+        """Where in a box of float32 a thread's acc[4 block] and the next belong; the other two are 8 lines below."""
+        line = warp * i32(16) + (lane >> i32(2))
+        chunk = i32(block % 4 * 2) + ((lane & i32(3)) >> i32(1))
+        place += block // 4 * BOX_BYTES + line * i32(LINE)
+        return place + ((chunk ^ (line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
 
     @device_function
     def activate(acc, i):
@@ -245,7 +288,7 @@ def hopper_product_kernel(tile):
         let_next_kernel_start()
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + width - 1) // width)
-        rounds = i32((k + STEPS - 1) // STEPS)
+        rounds = i32((k + steps - 1) // steps)
         tiles = tiles_down * tiles_across
         stage = i32(0)
         if group == 0:
@@ -260,27 +303,23 @@ def hopper_product_kernel(tile):
                 ahead = min(rounds, i32(stages)) if b_first else i32(0)
                 for early in range(ahead):
                     barrier_expect(full + early * 8, arriving)
-                    load_b(base + early * stage_bytes + a_bytes, b, column, early * i32(STEPS), full + early * 8, n)
+                    load_b(base + early * stage_bytes + a_bytes, b, column, early * i32(steps), full + early * 8, n)
                 wait_for_kernels_before()
                 for early in range(ahead):
-                    bulk_load(base + early * stage_bytes, a, early * i32(STEPS), row * rows, full + early * 8)
+                    load_a(base + early * stage_bytes, a, row, early * i32(steps), full + early * 8)
                 if ahead == stages:
                     parity = i32(0)
                 else:
                     stage = ahead
-                first = ahead * i32(STEPS)
+                first = ahead * i32(steps)
                 for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                     row, column = place(i32(index), tiles_down, tiles_across)
-                    for step in range(first, rounds * i32(STEPS), i32(STEPS)):
+                    for step in range(first, rounds * i32(steps), i32(steps)):
                         barrier_wait(empty + stage * 8, parity)
                         arrived = full + stage * 8
                         target = base + stage * stage_bytes
                         barrier_expect(arrived, arriving)
-                        if a_mn:
-                            for box in range(groups):
-                                bulk_load(target + box * BOX_BYTES, a, row * rows + box * ROWS, step, arrived)
-                        else:
-                            bulk_load(target, a, step, row * rows, arrived)
+                        load_a(target, a, row, step, arrived)
                         load_b(target + a_bytes, b, column, step, arrived, n)
                         stage += i32(1)
                         if stage == stages:
@@ -305,10 +344,10 @@ def hopper_product_kernel(tile):
                 if prefetches and first_thread:
                     bulk_wait_read()
                     barrier_expect(residual_here, staged_bytes)
-                    for box in range(columns // box_columns):
+                    for box in range(staged_bytes // BOX_BYTES):
                         bulk_load(
                             staged + box * BOX_BYTES,
-                            tensor_map_address(residual_map),
+                            tensor_map_address(c_map if fetched else residual_map),
                             column * columns + box * box_columns,
                             row * rows + consumer * ROWS,
                             residual_here,
@@ -343,6 +382,14 @@ def hopper_product_kernel(tile):
                 if prefetches:
                     barrier_wait(residual_here, residual_parity)
                     residual_parity ^= i32(1)
+                if fetched:
+                    for block in range(fetched // 8):
+                        for half in range(2):
+                            i = block * 4 + half * 2
+                            low, high = load_pair(wide_place(staged, block, warp, lane) + half * 8 * LINE)
+                            acc[i] += low
+                            acc[i + 1] += high
+                elif prefetches:
                     line_here = warp * i32(16) + (lane >> i32(2))
                     for block in range(columns // 8):
                         place_here = (
@@ -375,19 +422,17 @@ def hopper_product_kernel(tile):
                                         residual[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
                 for part in range(parts):
                     # The copy engine must have read the last part before this one overwrites it.
-                    if first_thread and not prefetches:
-                        bulk_wait_read()
+                    if first_thread and (part >= places or not prefetches):
+                        if places == 2:
+                            bulk_wait_read_but_latest()
+                        else:
+                            bulk_wait_read()
                     sync_group(group, WARPGROUP)
-                    here = staged
-                    if prefetches:
-                        here += part * staged_columns // box_columns * BOX_BYTES
+                    here = staged + i32(part % places) * part_bytes
                     if wide:
-                        line = warp * i32(16) + (lane >> i32(2))
                         for block in range(staged_columns // 8):
                             i = (part * staged_columns // 8 + block) * 4
-                            chunk = i32(block % 4 * 2) + ((lane & i32(3)) >> i32(1))
-                            target = here + block // 4 * BOX_BYTES + line * i32(LINE)
-                            target += ((chunk ^ (line & i32(7))) << i32(4)) + ((lane & i32(1)) << i32(3))
+                            target = wide_place(here, block, warp, lane)
                             store_pair(target, acc[i], acc[i + 1])
                             store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
                     else:
@@ -402,7 +447,7 @@ def hopper_product_kernel(tile):
                         for box in range(staged_columns // box_columns):
                             at = first_column + box * box_columns
                             source = here + box * BOX_BYTES
-                            if add:
+                            if add and part * staged_columns >= fetched:
                                 bulk_add(out, at, row * rows + consumer * ROWS, source)
                             else:
                                 bulk_store(out, at, row * rows + consumer * ROWS, source)
@@ -518,12 +563,15 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
     k = a.shape[0] if tile.a_mn else a.shape[1]
     a_rows = ROWS if tile.a_mn else min(tile.rows, -(-m // 8) * 8)
     a_map = tensor_map(a, a_rows, 64)
-    b_map = tensor_map(b, 64 if tile.b_mn else tile.width, 64)
+    if tile.panels > 1 and not tile.swiglu:
+        b_map = tensor_map(b, tile.panels, tile.width, 64)
+    else:
+        b_map = tensor_map(b, 64 if tile.b_mn else tile.width, 64)
     staged = tile.staged_columns > 0
     c_map = tensor_map(out, ROWS, tile.box_columns) if staged else _none(1)
-    arriving = (tile.rows if tile.a_mn else a_rows) * LINE + tile.columns * LINE
+    arriving = tile.panels * LINE * ((tile.rows if tile.a_mn else a_rows) + tile.columns)
     tiles = -(-m // tile.rows) * -(-n // tile.width)
-    also_by_map = tile.prefetches_residual or tile.swiglu and staged
+    also_by_map = tile.prefetches and not tile.fetched or tile.swiglu and staged
     launch(
         hopper_product_kernel(tile),
         min(tiles, blocks or processors() * tile.blocks_per_sm),

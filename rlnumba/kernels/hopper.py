@@ -174,7 +174,7 @@ if device.name() == "sim":
     def bulk_commit():
         """End a group of bulk stores of this thread."""
         notes = this_thread().notes
-        notes.setdefault("committed", []).extend(notes.get("stores", ()))
+        notes.setdefault("committed", []).append(notes.get("stores", []))
         notes["stores"] = []
 
     def _committed():
@@ -182,14 +182,22 @@ if device.name() == "sim":
 
     def bulk_wait_read():
         """Wait until all groups of this thread have read their shared memory."""
-        for store in _committed():
-            store.finish_reading()
+        for group in _committed():
+            for store in group:
+                store.finish_reading()
+
+    def bulk_wait_read_but_latest():
+        """Wait until all groups of this thread but the one that ended last have read their shared memory."""
+        for group in _committed()[:-1]:
+            for store in group:
+                store.finish_reading()
 
     def bulk_wait():
         """Wait until all groups of this thread have written."""
-        for store in _committed():
-            store.finish_reading()
-            store.finish()
+        for group in _committed():
+            for store in group:
+                store.finish_reading()
+                store.finish()
         _committed().clear()
 
     def _load(destination, tensor_map, start, barrier):
@@ -615,6 +623,11 @@ else:
     bulk_wait_read = _instruction(
         "cp.async.bulk.wait_group.read 0;", "", "Wait until all groups of this thread have read their shared memory."
     )
+    bulk_wait_read_but_latest = _instruction(
+        "cp.async.bulk.wait_group.read 1;",
+        "",
+        "Wait until all groups of this thread but the one that ended last have read their shared memory.",
+    )
     bulk_wait = _instruction("cp.async.bulk.wait_group 0;", "", "Wait until all groups of this thread have written.")
     fence_shared_to_bulk = _instruction(
         "fence.proxy.async.shared::cta;",
@@ -843,6 +856,8 @@ class HostTensorMap:
     dtype, ndim = np.dtype(np.uint8), 1
 
     def __init__(self, array, box):
+        if len(box) > array.ndim:
+            array = array.reshape(len(array), -1, box[-1]).transpose(1, 0, 2)
         self.array = array
         self.box = box
         self.lines = int(np.prod(box[:-1]))
@@ -915,10 +930,13 @@ class DeviceTensorMaps:
             # Its bytes would reach the device at a replay only.
             raise DeviceError(f"a tensor map of a {shape} {dtype} array was first asked for while a graph is captured")
         slot = self._free_slot()
+        strides = [dtype.itemsize * math.prod(shape[i:]) for i in range(len(shape) - 1, 0, -1)]
+        if len(box) > len(shape):
+            rows, columns = shape
+            shape, strides = (columns // box[-1], rows, box[-1]), [*strides, dtype.itemsize * box[-1]]
         # The driver wants the innermost dimension first.
         dimensions = len(shape)
         lengths, sizes = ctypes.c_uint32 * dimensions, ctypes.c_uint64 * dimensions
-        strides = [dtype.itemsize * math.prod(shape[i:]) for i in range(dimensions - 1, 0, -1)]
         status = self.encode(
             ctypes.c_void_p(self.host[slot].ctypes.data), self.TYPES[dtype.name], dimensions, ctypes.c_void_p(pointer),
             sizes(*shape[::-1]), (ctypes.c_uint64 * (dimensions - 1))(*strides), lengths(*box[::-1]),
@@ -940,7 +958,8 @@ def tensor_map(array, *box):
     """What a kernel needs to copy boxes of a C-contiguous matrix or three-dimensional array in bulk.
 
     box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128
-    bytes; the array and its rows start at multiples of 16 bytes. Raises DeviceError if the driver refuses.
+    bytes; the array and its rows start at multiples of 16 bytes. Three lengths for a matrix: it is seen as (panels,
+    rows, columns of a panel), a panel being as wide as the box. Raises DeviceError if the driver refuses.
     """
     global _maps
     if device.name() != "cuda":

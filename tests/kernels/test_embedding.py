@@ -131,8 +131,8 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     bits = np.uint16 if element == "uint16" else np.uint32
     words, troubles = f"{bits.__name__}[:,::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        for scatter in (False, True):
-            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter, 1)
+        for scatter, many in ((False, 1), (True, 1), (False, 2), (True, 2)):
+            kernel = copy_rows_kernel(bits, 16 // np.dtype(bits).itemsize, False, scatter, 1, many)
             troubles += compile_offline(kernel, [words, ids, words], architecture)
     entries = "int32[:,::1]"
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):

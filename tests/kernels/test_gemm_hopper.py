@@ -49,8 +49,15 @@ SIMULATED = [
     (Tile(64, 2, 2, "bfloat16", output="float32"), 129, 64, 64),
     # The residual comes by the copy engine, for two tiles of one block, in two parts.
     (Tile(256, 1, 2, "bfloat16", bias=True, residual=True), 70, 256, 64),
+    # A quarter, half or all of C comes by the copy engine, for two tiles of one block.
+    (Tile(256, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add", fetched=64), 72, 256, 72),
+    (Tile(256, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add", fetched=128), 72, 256, 72),
+    (Tile(64, 2, 2, "bfloat16", a_mn=True, b_mn=True, output="add", fetched=64), 136, 72, 72),
     # Threads write C themselves.
     (Tile(16, 1, 3, "float16", bias=True, residual=True), 5, 40, 200),
+    # Several panels a stage, more stages than the ring has, and two tiles for one block.
+    (Tile(16, 1, 2, "bfloat16", panels=2), 70, 40, 384),
+    (Tile(64, 1, 2, "float16", panels=4, output="float32"), 5, 72, 768),
 ]
 
 
@@ -72,6 +79,7 @@ def check_swiglu(rng, tile, m, n, k):
 SWIGLU = [
     # Threads write both; the gate's last tile reaches into what it gates.
     (Tile(32, 1, 2, "bfloat16", swiglu=True), 9, 24, 72),
+    (Tile(64, 1, 2, "float16", swiglu=True, panels=2), 9, 72, 256),
     # Through the copy engine, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
     (Tile(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
     (Tile(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),

@@ -415,7 +415,7 @@ def attention_hopper_kernel(tile):
         v_empty = Address(k_full + stages * 24)
         if thread == 0:
             barrier_init(q_full, 1)
-            barrier_init(q_empty, groups * 4)
+            barrier_init(q_empty, groups * WARPGROUP)
             for stage in range(stages):
                 barrier_init(k_full + stage * 8, 1)
                 barrier_init(k_empty + stage * 8, groups)
@@ -571,9 +571,7 @@ def attention_hopper_kernel(tile):
                     room = i32(position + line - 2 * (lane & i32(3)))
                     load_q(q, q_place, warp, lane)
                     if in_registers:
-                        sync_warp()
-                        if lane == 0:
-                            barrier_arrive(q_empty)
+                        barrier_arrive(q_empty)
                     for half in range(2):
                         reference[half] = MINUS_INFINITY
                     for i in range(16):
@@ -652,9 +650,7 @@ def attention_hopper_kernel(tile):
 
                     # The last tile's values.
                     if not in_registers:
-                        sync_warp()
-                        if lane == 0:
-                            barrier_arrive(q_empty)
+                        barrier_arrive(q_empty)
                     barrier_wait(Address(v_full + v_stage * 8), v_parity)
                     if alive_keys < KEYS:
                         zero_rows(Address(v_place + v_stage * tile_bytes), alive_keys, thread & i32(127))

@@ -78,6 +78,9 @@ BAND = 16
 # A product of more than ROWS rows by a weight of as many elements is too long to gain from beginning early, and loses:
 # 256 rows by 4096 x 12,288 take 46 us instead of 40.
 LARGE_WEIGHT = 1 << 23
+# Steps of a sum whose time is that of the second-level cache to add it to C: 1.2 TB/s of what is added. H200, 151,936 x
+# 1024 += 768 steps: 555 us, and 513 where a quarter of C is fetched and written instead; 1,536 steps: 770 and 845.
+FEW_STEPS = 1024
 # Shared memory that a block may use, less what aligning its start to 1024 bytes costs.
 SHARED_LIMIT = 227 * 1024 - 1024
 
@@ -231,6 +234,17 @@ def hopper_product_kernel(tile):
             bulk_load(target, b, step, column * width, arrived)
 
     @device_function
+    def fetch(source, row, column, consumer, staged, arrived):
+        """Ask for the part of the residual, or of C, that a consumer adds to its tile."""
+        bulk_wait_read()
+        barrier_expect(arrived, staged_bytes)
+        for box in range(staged_bytes // BOX_BYTES):
+            at = column * columns + box * box_columns
+            bulk_load(
+                staged + box * BOX_BYTES, tensor_map_address(source), at, row * rows + consumer * ROWS, arrived
+            )
+
+    @device_function
     def stage_part(acc, part, place, warp, lane):
         """A part of the accumulators to `place` in shared memory, in 16 bits."""
         line = warp * i32(16) + (lane & i32(15))
@@ -338,26 +352,19 @@ def hopper_product_kernel(tile):
             for i in range(accumulators):
                 acc[i] = np.float32(0.0)
             parity = i32(0)
+            # Not at once: the copy engine still reads the output of the tile before.
+            fetch_at = min(rounds - i32(1), i32(2))
             wait_for_kernels_before()
             for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                 row, column = place(i32(index), tiles_down, tiles_across)
-                if prefetches and first_thread:
-                    bulk_wait_read()
-                    barrier_expect(residual_here, staged_bytes)
-                    for box in range(staged_bytes // BOX_BYTES):
-                        bulk_load(
-                            staged + box * BOX_BYTES,
-                            tensor_map_address(c_map if fetched else residual_map),
-                            column * columns + box * box_columns,
-                            row * rows + consumer * ROWS,
-                            residual_here,
-                        )
                 previous = i32(0)
                 for done in range(rounds):
                     barrier_wait(full + stage * 8, parity)
                     target = base + stage * stage_bytes
                     start(acc, operand(target + consumer * BOX_BYTES), operand(target + a_bytes), i32(done != 0))
                     wait_all_but_latest(acc)
+                    if prefetches and done == fetch_at and first_thread:
+                        fetch(c_map if fetched else residual_map, row, column, consumer, staged, residual_here)
                     if done != 0 and first_thread:
                         barrier_arrive(empty + previous * 8)
                     previous = stage
@@ -496,6 +503,38 @@ def _none(dimensions):
     return _nothing[dimensions]
 
 
+def with_stages(tile, most_panels, k):
+    """The Tile with as many panels a stage as divide k, up to so many, and as many stages as shared memory takes."""
+    panels = most_panels
+    while panels > 1 and k % (STEPS * panels):
+        panels //= 2
+    tile = tile._replace(panels=panels, stages=2)
+    return tile._replace(stages=min((SHARED_LIMIT - tile.shared_bytes) // (tile.stage_bytes + 16) + 2, 16))
+
+
+def few_rows_tile(n, k, processors, fixed, swiglu):
+    """The Tile for up to ROWS rows, whose time is the weight's way from memory, or the chain of products over k.
+
+    A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: narrow tiles
+    with several panels a stage. As long as a weight's tiles fill half of the SMs only, or all of it fits into the
+    stages, the next kernel brings its own meanwhile. H200, 1 and 64 rows: 1024 x 2048 5.0 and 5.1 us with 64 columns
+    and one panel, 3.7 and 3.7 with 16 and four; 4096 x 4096 10.2 and 10.7, 9.9 and 10.6 with 32 and two.
+    """
+    halves = 2 if swiglu else 1
+    if n <= 16 // halves * processors:
+        return with_stages(Tile(16 * halves, 1, 2, *fixed), 4, k)
+    # Of long products the last wave should be full; in short ones a third of the SMs is best left to the next.
+    short = n * halves * k <= 1 << 23
+
+    def cost(columns):
+        tiles = -(-n // (columns // halves)) / processors
+        idle = abs(tiles - 0.7) if short else 1 - tiles / -(-tiles // 1)
+        return round(idle, 1), abs(columns - 64)
+
+    columns = min((64, 128) if swiglu else (32, 48, 64, 96), key=cost)
+    return with_stages(Tile(columns, 1, 2, *fixed), 1 if columns == 64 else 2, k)
+
+
 @functools.cache
 def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, swiglu=False):
     """The Tile that a simple model of time finds the fastest for C (m, n) with k steps; (m, 2 n) for swiglu.
@@ -505,27 +544,33 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, 
     are fitted to an H200.
     """
     fixed = (element, a_mn, b_mn, output, bias, residual, swiglu)
+    if m <= ROWS and output == "same" and not (a_mn or b_mn):
+        return few_rows_tile(n, k, processors, fixed, swiglu)
     best = None
     for groups in (1, 2):
         for columns in (64, 96, 128, 192, 256):
             if (b_mn or output != "same") and columns % 64 or swiglu and columns in (96, 192):
                 continue
-            tile = Tile(columns, groups, 2, *fixed)
-            stages = min((SHARED_LIMIT - tile.shared_bytes) // tile.stage_bytes + 2, 16)
-            tile = tile._replace(stages=stages)
-            if stages < 3:
+            # Wider tiles have no time to wait for a stage.
+            several = groups == 1 and columns == 64 and not (a_mn or b_mn)
+            tile = with_stages(Tile(columns, groups, 2, *fixed), 2 if several else 1, k)
+            if tile.stages < 3:
                 continue
             rows = tile.rows
             # Lines of shared memory that the copy engine writes, and that the warpgroups' four products read.
             lines = rows + columns + groups * (ROWS + columns)
-            round_us = max(rows * columns / 46000, lines / 1440, (rows + columns) / 860, 0.13)
+            latency_us = 0.10 + 0.03 / tile.panels
+            round_us = max(rows * columns / 46000, lines / 1440, (rows + columns) / 860, latency_us)
             tiles = -(-m // rows) * -(-n // tile.width)
             waves = -(-tiles // processors)
             time_us = waves * (-(-k // STEPS) * round_us + 0.8)
             # Of equals, the one that brings less from memory.
             if best is None or (time_us, rows + columns) < best[0]:
                 best = (time_us, rows + columns), tile
-    return best[1]
+    tile = best[1]
+    if output == "add" and k <= FEW_STEPS and tile.columns == 256:
+        tile = tile._replace(fetched=tile.staged_columns)
+    return tile
 
 
 def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):

@@ -443,7 +443,7 @@ def paged_attention_hopper_kernel(tile):
                 barrier_init(empty + stage * 8, 1)
             for slot in range(SLOTS):
                 barrier_init(q_full + slot * 8, 1)
-                barrier_init(q_empty + slot * 8, 2)
+                barrier_init(q_empty + slot * 8, 1 + 32)
             for place in range(TICKETS):
                 barrier_init(told + place * 8, 1)
             for letter in range(LETTERS):
@@ -497,9 +497,7 @@ def paged_attention_hopper_kernel(tile):
                     barrier_wait(Address(q_empty + slot * 8), q_parity)
                     if not brings_k:
                         # This unit's ticket is read.
-                        sync_warp()
-                        if lane == 0:
-                            barrier_arrive(Address(q_empty + slot * 8))
+                        barrier_arrive(Address(q_empty + slot * 8))
                     if chunk >= sequences:
                         if brings_k and lane == 0:
                             info[slot, 0] = i32(-1)

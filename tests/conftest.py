@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.kernels import choice
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
 RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
@@ -50,6 +51,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif "sim" in item.keywords and "gpu" not in item.keywords and name == "numpy":
             item.add_marker(pytest.mark.skip(reason="runs with NUMBA_ENABLE_CUDASIM=1 (tests/test_simulator.py does)"))
+        elif "hopper" in item.keywords and name == "cuda" and choice.architecture() != (9, 0):
+            item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
 
 
 @pytest.fixture

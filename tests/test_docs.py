@@ -365,11 +365,10 @@ def test_pictures_are_drawn_and_shown(make_pictures, tmp_path):
     assert shown == stored == {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.hopper
 @pytest.mark.sim
 def test_layouts_of_pictures(make_pictures):
     """A box after its copy, the fragments of its first 16 lines, and the sums of a product with a unit matrix."""
-    if device.name() == "cuda" and device.xp().cuda.Device().compute_capability != "90":
-        pytest.skip("wgmma needs a Hopper GPU")
     start, _, wait = hopper.warpgroup_product(16, "float16")
 
     @cuda.jit

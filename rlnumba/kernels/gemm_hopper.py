@@ -90,10 +90,10 @@ class Tile(NamedTuple):
 
     a_mn, b_mn: the operand lies MN-major in memory. element: "float16" or "bfloat16". output: "same" as the
     inputs, "float32", or "add" to float32. bias, residual: added to C before it is rounded. swiglu: half of the tile's
-    columns are of the gate, half of what it gates; without bias and residual, output "same". panels: times 64 steps of
-    the reduction that a stage holds; several only for one group and K-major operands with a multiple of so many steps.
-    fetched: columns of C, of an "add", that come while the products run, so that their sum is written; to the others the
-    second-level cache adds. One or two times staged_columns, or all.
+    columns are of the gate, half of what it gates; without bias and residual, output "same".
+    panels: 64 steps each of the reduction in a stage; several only for one group and K-major operands with a multiple
+    of so many steps. fetched: columns of C, of an "add", that come while the products run, so that their sum is
+    written; to the others the second-level cache adds. 0, staged_columns, twice as many, or all.
     """
 
     columns: int
@@ -240,9 +240,7 @@ def hopper_product_kernel(tile):
         barrier_expect(arrived, staged_bytes)
         for box in range(staged_bytes // BOX_BYTES):
             at = column * columns + box * box_columns
-            bulk_load(
-                staged + box * BOX_BYTES, tensor_map_address(source), at, row * rows + consumer * ROWS, arrived
-            )
+            bulk_load(staged + box * BOX_BYTES, tensor_map_address(source), at, row * rows + consumer * ROWS, arrived)
 
     @device_function
     def stage_part(acc, part, place, warp, lane):

@@ -14,6 +14,8 @@ from rlnumba.kernels.attention_backward_hopper import (
 )
 from tests.close import assert_close, assert_same_bits
 
+pytestmark = pytest.mark.hopper
+
 
 def bounds(lengths):
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -66,8 +68,6 @@ SIMULATED = [
 @pytest.mark.sim
 @pytest.mark.parametrize("lengths, heads, kv_heads, tile", SIMULATED)
 def test_simulator(rng, lengths, heads, kv_heads, tile):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu has these")
     run(rng, lengths, heads, kv_heads, tile)
 
 

@@ -49,8 +49,6 @@ SIMULATED = [
 @pytest.mark.sim
 @pytest.mark.parametrize("lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile", SIMULATED)
 def test_simulator(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu has these")
     run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile)
 
 

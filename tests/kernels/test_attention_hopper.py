@@ -14,6 +14,7 @@ from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper, paged_attention_hopper_kernel
 from tests.close import assert_close, assert_same_bits
 
+pytestmark = pytest.mark.hopper
 BF16, F16 = "bfloat16", "float16"
 # Types of attention_hopper_kernel's arguments: four tensor maps, arrays, numbers.
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
@@ -64,8 +65,6 @@ def check_forward(q, k, v, lengths, tile=None):
     ids=["paired", "neighbours"],
 )
 def test_simulator(rng, lengths, heads, kv_heads, head_dim, tile):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu has these")
     check_forward(*packed(rng, lengths, heads, kv_heads, head_dim, tile.element), lengths, tile)
 
 

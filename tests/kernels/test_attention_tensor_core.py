@@ -88,16 +88,12 @@ SIMULATED = [
 @pytest.mark.sim
 @pytest.mark.parametrize("tile, lengths, heads, kv_heads", SIMULATED)
 def test_simulator(rng, tile, lengths, heads, kv_heads):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu has these")
     Case(rng, lengths, heads, kv_heads, tile.head_dim, tile.element).check(tile)
 
 
 @pytest.mark.sim
 def test_the_cache_gives_the_same_bits_in_the_simulator(rng):
     """A row of packed sequences, of a chunk against the cache, and of decode, whatever the tile."""
-    if device.name() == "cuda":
-        pytest.skip("test_gpu_bits has this")
     case = Case(rng, [66], 2, 1, 8, "bfloat16")
     expected, _ = case.check(Tile(8, "bfloat16", 1, 32, segment=64))
     for tile in (Tile(8, "bfloat16", 1, 16, 2, block_size=16, segment=64), FewTile(8, "bfloat16", 2, 16, 64)):
@@ -107,8 +103,6 @@ def test_the_cache_gives_the_same_bits_in_the_simulator(rng):
 
 @pytest.mark.sim
 def test_three_segments_in_the_simulator(rng):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu_bits has this")
     case = Case(rng, [150], 1, 1, 16, "float16", 32)
     out, rows = case.paged(Tile(16, "float16", 1, 16, block_size=32, segment=64), [147])
     lengths = [np.asarray(x, np.int32) for x in ([0, 3], [150])]

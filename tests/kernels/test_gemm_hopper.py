@@ -88,27 +88,24 @@ SWIGLU = [
 
 @pytest.mark.parametrize("tile, m, n, k", SWIGLU)
 @pytest.mark.sim
+@pytest.mark.hopper
 def test_swiglu_in_the_simulator(rng, tile, m, n, k):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu_swiglu has these")
     check_swiglu(rng, tile, m, n, k)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("element", ["bfloat16", "float16"])
 @pytest.mark.parametrize("columns, groups, stages", [(32, 1, 8), (64, 1, 8), (64, 2, 6), (128, 2, 5), (256, 2, 4)])
+@pytest.mark.hopper
 def test_gpu_swiglu(rng, columns, groups, stages, element):
-    if choice.architecture() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     for m, n, k in [(1, 3072, 1024), (64, 3072, 1024), (300, 1000, 520), (4097, 3072, 1024)]:
         check_swiglu(rng, Tile(columns, groups, stages, element, swiglu=True), m, n, k)
 
 
 @pytest.mark.parametrize("tile, m, n, k", SIMULATED)
 @pytest.mark.sim
+@pytest.mark.hopper
 def test_simulator(rng, tile, m, n, k):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu has these")
     run(rng, tile, m, n, k)
 
 
@@ -272,16 +269,27 @@ def test_gpu_overlapping(rng, ours, m):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_gpu_tiles(rng):
     """Every tile that best_tile may choose agrees with every other, bit for bit."""
     import cupy
 
     a, b = device.asarray(matrix(rng, (300, 512), "bfloat16")), device.asarray(matrix(rng, (640, 512), "bfloat16"))
     first = None
-    for groups in (1, 2):
-        for columns in (16, 32, 64, 96, 128, 192, 256):
-            out = cupy.zeros((300, 640), a.dtype)
-            hopper_product(Tile(columns, groups, 3, "bfloat16"), a, b, out)
-            first = out if first is None else first
-            assert_same_bits(out, first, f"{columns} columns, {groups} groups")
+    tiles = [(groups, columns, 1) for groups in (1, 2) for columns in (16, 32, 48, 64, 96, 128, 192, 256)]
+    tiles += [(1, columns, panels) for columns in (16, 32, 48, 64, 96) for panels in (2, 4)]
+    for groups, columns, panels in tiles:
+        out = cupy.zeros((300, 640), a.dtype)
+        tile = Tile(columns, groups, 2 if panels == 4 else 3, "bfloat16", panels=panels)
+        hopper_product(tile, a, b, out)
+        first = out if first is None else first
+        assert_same_bits(out, first, str(tile))
     assert processors() > 1
+    a, b, first = a[:256].T.copy(), b[:576].T.copy(), None
+    for columns, groups, fetched in ((256, 2, 0), (256, 2, 64), (256, 1, 128), (128, 2, 128), (64, 2, 64)):
+        out = cupy.ones((256, 576), np.float32)
+        tile = Tile(columns, groups, 3, "bfloat16", True, True, "add", fetched=fetched)
+        for _ in range(2):
+            hopper_product(tile, a, b, out)
+        first = out if first is None else first
+        assert_same_bits(out, first, str(tile))

@@ -55,8 +55,6 @@ SIMULATED = [
 @pytest.mark.parametrize("tile, m, n, k", SIMULATED)
 @pytest.mark.sim
 def test_simulator(rng, tile, m, n, k):
-    if device.name() == "cuda":
-        pytest.skip("test_gpu has these")
     run(rng, tile, m, n, k)
 
 

@@ -36,7 +36,7 @@ from rlnumba.kernels.hopper import (
 from rlnumba.kernels.launch import kernel_factory, launch
 from tests.close import assert_same_bits
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.hopper]
 i32, f32 = np.int32, np.float32
 
 ARCHITECTURES = [(9, 0, "a")]
@@ -46,8 +46,6 @@ ARCHITECTURES = [(9, 0, "a")]
 def kernels_run():
     if device.name() == "numpy":
         pytest.skip("needs the simulator or a Hopper GPU")
-    if device.name() == "cuda" and device.xp().cuda.Device().compute_capability != "90":
-        pytest.skip("needs a Hopper GPU")
 
 
 def whole_numbers(rng, *shape, dtype="bfloat16"):

@@ -18,7 +18,7 @@ from tests.kernels import test_attention_backward_hopper as gradient
 from tests.kernels import test_attention_hopper as forward
 from tests.kernels import test_logprob_hopper as head
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.hopper]
 BF16, F16 = "bfloat16", "float16"
 
 

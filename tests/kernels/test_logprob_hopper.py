@@ -12,6 +12,7 @@ from rlnumba.kernels.sampling import sample
 from tests.close import ROUNDING, assert_close, assert_same_bits
 from tests.kernels.test_logprob import NAMES, one_and_two_calls
 
+pytestmark = pytest.mark.hopper
 QWEN3_06B = (16_384, 151_936, 1024)
 CHECKED = 64
 
@@ -36,8 +37,6 @@ def terms(rows):
 @pytest.fixture
 def fused():
     """The operators of logprob.py take the Hopper kernels."""
-    if device.name() != "cuda" or choice.architecture() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     with choice.forced("hopper"):
         yield
 

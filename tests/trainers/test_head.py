@@ -45,10 +45,9 @@ def test_one_call_is_two_calls_in_kernels(rng):
     test_one_call_is_two_calls(rng)
 
 
+@pytest.mark.hopper
 @pytest.mark.sim
 def test_one_pass_on_hopper(rng, monkeypatch):
-    if device.name() == "cuda" and choice.architecture() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     called, one_pass = [], logprob_hopper.linear_logp_with_gradient
 
     def counted(hidden, *arguments):

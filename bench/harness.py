@@ -1,5 +1,6 @@
 """Timing on a GPU: medians after a warm-up, many short launches as one graph, the card's own ceilings."""
 
+import functools
 import statistics
 
 import cupy
@@ -86,6 +87,13 @@ def copy_gbs(nbytes=2 << 30):
     """Bytes read and written a nanosecond by a device-to-device copy: the ceiling of memory-bound kernels."""
     source, target = cupy.zeros(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
     return 2 * nbytes / time_us(lambda: cupy.copyto(target, source)) / 1e3
+
+
+@functools.cache
+def copy_us(nbytes, sets):
+    """Microseconds of a copy that reads and writes so many bytes, in a graph of `sets` such copies."""
+    halves = [[cupy.ones(nbytes // 2, np.uint8) for _ in range(2)] for _ in range(sets)]
+    return graph_time_us([lambda a=a, b=b: cupy.copyto(b, a) for a, b in halves])
 
 
 def relative_error(actual, expected):

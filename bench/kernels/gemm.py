@@ -18,7 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import copy_gbs, geometric_mean, graph_time_us, random_array, relative_error, time_us, times_in_turns_us
+from harness import (
+    copy_gbs, copy_us, geometric_mean, graph_time_us, random_array, relative_error, time_us, times_in_turns_us,
+)  # fmt: skip
 from report import row
 
 from rlnumba.kernels import choice, gemm
@@ -166,7 +168,8 @@ def decode(sweep):
             with overlapping():
                 ours_us = graph_time_us(calls)
             by_rows[m].append(peer_us / ours_us)
-            report(f"{name} M={m}", 2 * m * n * k, 2 * n * k, peer_us, ours_us, error, f"{apart_us:.2f} us apart")
+            peer = f"{apart_us:.2f} us apart; a copy of as many bytes {copy_us(2 * n * k, len(weights)):.2f} us"
+            report(f"{name} M={m}", 2 * m * n * k, 2 * n * k, peer_us, ours_us, error, peer)
             if sweep and n * k < 1 << 25:
                 found = []
                 for tile in tiles(m, k, output):

@@ -14,7 +14,6 @@ the engine's graphs, come second.
 """
 
 import argparse
-import functools
 import pathlib
 import sys
 from typing import NamedTuple
@@ -23,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
-from harness import copy_gbs, graph_time_us, random_array, time_us
+from harness import copy_gbs, copy_us, graph_time_us, random_array, time_us
 from report import row
 
 from rlnumba import device
@@ -280,13 +279,6 @@ def relative_error(actual, expected):
 def error_of(work):
     work.run()
     return max(relative_error(actual, expected) for actual, expected in work.pairs())
-
-
-@functools.cache
-def copy_us(nbytes, sets):
-    """Microseconds of a copy that reads and writes so many bytes, timed as an operator."""
-    halves = [[cupy.ones(nbytes // 2, np.uint8) for _ in range(2)] for _ in range(sets)]
-    return graph_time_us([lambda a=a, b=b: cupy.copyto(b, a) for a, b in halves])
 
 
 def measure(name, tokens, ceiling):

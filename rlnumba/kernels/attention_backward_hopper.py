@@ -535,11 +535,9 @@ def consume_function(tile):
             start_dq(dq_acc, operand(base + at_ds + buffer), dq_keys)
             buffer ^= i32(SCORE_BYTES)
             wait_dv(dv_acc)
-            if lane == 0:
-                barrier_arrive(base + dout_empty + stage * 8)
+            barrier_arrive(base + dout_empty + stage * 8)
             wait_dk(dk_acc)
-            if lane == 0:
-                barrier_arrive(base + q_empty + stage * 8)
+            barrier_arrive(base + q_empty + stage * 8)
             stage += i32(1)
             if stage == stages:
                 stage = i32(0)
@@ -640,11 +638,9 @@ def consume_wide_function(tile):
                 start_dq(dq_acc, operand(base + at_ds + buffer), operand(base + at_k + (2 * part + consumer) * key_box))
                 if part == 0:
                     wait_keys_2(dv_acc)
-                    if lane == 0:
-                        barrier_arrive(base + dout_empty)
+                    barrier_arrive(base + dout_empty)
                     wait_keys_1(dk_acc)
-                    if lane == 0:
-                        barrier_arrive(base + q_empty + stage * 8)
+                    barrier_arrive(base + q_empty + stage * 8)
                 wait_dq(dq_acc)
                 barrier_wait(base + dq_empty, dq_parity)
                 dq_parity ^= i32(1)
@@ -702,10 +698,10 @@ def attention_products_kernel(tile):
             # A stage is empty when all warps of the consumers say so.
             for stage in range(q_stages):
                 barrier_init(base + q_full + stage * 8, 1)
-                barrier_init(base + q_empty + stage * 8, 8)
+                barrier_init(base + q_empty + stage * 8, 2 * WARPGROUP)
             for stage in range(dout_stages):
                 barrier_init(base + dout_full + stage * 8, 1)
-                barrier_init(base + dout_empty + stage * 8, 8)
+                barrier_init(base + dout_empty + stage * 8, 2 * WARPGROUP)
             barrier_init_fence()
         cuda.syncthreads()
 

@@ -2,7 +2,7 @@
 
 `launch(kernel, grid, block, *arguments)` is the only way an operator starts a kernel. On the GPU it
 bypasses Numba's own launch, which costs 75-120 us of host time with CuPy arrays: the arguments are
-packed into a reused buffer and handed to the driver directly (6 to 7 us). Kernels run on CuPy's current
+packed into a reused buffer and handed to the driver directly (6 us). Kernels run on CuPy's current
 stream and may be captured in a graph; inside `overlapping` one may begin before the one ahead has ended. In the
 simulator `launch` hands them to simulator.run.
 
@@ -105,6 +105,7 @@ class Compiled:
     def __init__(self, kernel, type_names):
         self.name = kernel.py_func.__name__
         self.handle = _load(kernel, type_names)
+        self.address = int(self.handle)
         self.waits = WAIT in kernel.py_func.__code__.co_names + kernel.py_func.__code__.co_freevars
         self.shared_limit = DEFAULT_SHARED_LIMIT
 
@@ -131,27 +132,31 @@ class Parameters:
     FORMATS = {"float32": "f", "int32": "i", "uint32": "I", "int64": "q"}
 
     def __init__(self, arguments):
-        words, kinds = [], []
-        for argument in arguments:
+        # Which argument goes where: the slots of arrays' addresses, and scalars in the first bytes of theirs.
+        words, self.arrays, scalars = [], [], []
+        for i, argument in enumerate(arguments):
             if type(argument) in _SCALARS:
-                kinds.append((self.FORMATS[type_name(argument)], len(words), False))
+                scalars.append((i, self.FORMATS[type_name(argument)], len(words)))
                 words.append(0)
             else:
-                kinds.append(("q", len(words) + 4, True))
+                self.arrays.append((i, len(words) + 4))
                 words += (0, 0, argument.size, argument.itemsize, 0, *argument.shape, *argument.strides)
         count = max(len(words), 1)
         self.slots = (ctypes.c_int64 * count)(*words)
         base = ctypes.addressof(self.slots)
         self.pointers = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
         self.address = ctypes.addressof(self.pointers)
-        # The slots as numbers of each format, and of each argument: which numbers, the place, whether it is an array.
+        # The slots as numbers of each format.
         views = {kind: memoryview(self.slots).cast("B").cast(kind) for kind in self.FORMATS.values()}
-        self.places = [(views[kind], slot * 8 // views[kind].itemsize, array) for kind, slot, array in kinds]
+        self.scalars = [(i, views[kind], slot * 8 // views[kind].itemsize) for i, kind, slot in scalars]
 
     def fill(self, arguments):
         """Write the arrays' addresses and the scalars."""
-        for (view, place, is_array), argument in zip(self.places, arguments, strict=True):
-            view[place] = argument.data.ptr if is_array else argument
+        slots = self.slots
+        for i, place in self.arrays:
+            slots[place] = arguments[i].data.ptr
+        for i, view, place in self.scalars:
+            view[place] = arguments[i]
 
 
 # (kernel, shapes and types) -> (Compiled, Parameters). Emptied when it has grown to MOST_PARAMETERS.
@@ -191,49 +196,59 @@ def launch(kernel, grid, block, *arguments, shared=0, early=True):
     parameters.fill(arguments)
     if shared > compiled.shared_limit:
         compiled.allow_shared(shared)
-    _start(compiled, parameters, grid, block, shared, arguments, early and _overlapping and compiled.waits)
+    current_stream, launch_kernel, errors = _driver()
+    stream = current_stream()
+    try:
+        if DEBUG and not stream.is_capturing():
+            begin = _now(stream)
+        if early and _overlapping and compiled.waits:
+            _launch_early(compiled, parameters, grid, block, shared, stream)
+        else:
+            launch_kernel(compiled.address, *grid, *block, shared, stream.ptr, parameters.address, 0)
+        # A stream that captures a graph does no work to wait for.
+        if DEBUG and not stream.is_capturing():
+            end = _now(stream)
+            stream.synchronize()
+            if DEBUG > 1:
+                _report(compiled.name, begin, end, arguments)
+    except errors as error:
+        what = f"kernel {compiled.name}, grid {grid}, block {block}, {shared} bytes shared"
+        raise DeviceError(f"{what}: {error}") from error
 
 
 @functools.cache
 def _driver():
-    """(CuPy's current stream, the driver's launch, what it returns if all is well): looked up once, not each time."""
+    """(CuPy's current stream, its launch, and what it raises): looked up once, not each time.
+
+    The launch of cuda.bindings takes half a microsecond more.
+    """
     import cupy
-    from cuda.bindings import driver
+    from cupy.cuda import driver, runtime
 
-    return cupy.cuda.get_current_stream, driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
+    return cupy.cuda.get_current_stream, driver.launchKernel, (driver.CUDADriverError, runtime.CUDARuntimeError)
 
 
-def _start(compiled, parameters, grid, block, shared, arguments, early):
-    current_stream, launch_kernel, success = _driver()
-    stream = current_stream()
-    # A stream that captures a graph does no work to wait for.
-    debug = 0 if DEBUG and stream.is_capturing() else DEBUG
-    if debug > 1:
-        import cupy
+def _now(stream):
+    """An event at this place of a stream."""
+    import cupy
 
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream)
-    if early:
-        error = _launch_early(compiled, parameters, grid, block, shared, stream)
-    else:
-        (error,) = launch_kernel(compiled.handle, *grid, *block, shared, stream.ptr, parameters.address, 0)
-    if error == success and debug:
-        from cuda.bindings import driver
+    event = cupy.cuda.Event()
+    event.record(stream)
+    return event
 
-        if debug > 1:
-            end.record(stream)
-        (error,) = driver.cuStreamSynchronize(stream.ptr)
-    if error != success:
-        raise DeviceError(f"kernel {compiled.name}, grid {grid}, block {block}, {shared} bytes shared: {error.name}")
-    if debug > 1:
-        time_us = cupy.cuda.get_elapsed_time(begin, end) * 1e3
-        nbytes = sum(a.nbytes for a in arguments if type(a) not in _SCALARS)
-        share = nbytes / time_us / 1e3 / _copy_gbs()
-        print(f"{compiled.name:36} {time_us:10.1f} us  {nbytes / 1e6:10.3f} MB  {share:6.1%} of a copy", flush=True)
+
+def _report(name, begin, end, arguments):
+    """Print a kernel's time between two events, its arguments' bytes, and their share of a copy's bandwidth."""
+    import cupy
+
+    time_us = cupy.cuda.get_elapsed_time(begin, end) * 1e3
+    nbytes = sum(a.nbytes for a in arguments if type(a) not in _SCALARS)
+    share = nbytes / time_us / 1e3 / _copy_gbs()
+    print(f"{name:36} {time_us:10.1f} us  {nbytes / 1e6:10.3f} MB  {share:6.1%} of a copy", flush=True)
 
 
 def _launch_early(compiled, parameters, grid, block, shared, stream):
-    """Launch a kernel that may begin before the one before it has ended; returns the driver's answer."""
+    """Launch a kernel that may begin before the one before it has ended."""
     from cuda.bindings import driver
 
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
@@ -244,7 +259,9 @@ def _launch_early(compiled, parameters, grid, block, shared, stream):
     config.sharedMemBytes, config.hStream = shared, stream.ptr
     config.attrs, config.numAttrs = [attribute], 1
     (error,) = driver.cuLaunchKernelEx(config, compiled.handle, parameters.address, 0)
-    return error
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, _, (refused, _) = _driver()
+        raise refused(int(error))
 
 
 @functools.cache

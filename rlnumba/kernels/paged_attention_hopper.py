@@ -448,7 +448,7 @@ def paged_attention_hopper_kernel(tile):
                 barrier_init(told + place * 8, 1)
             for letter in range(LETTERS):
                 barrier_init(posted + letter * 8, WARPGROUP)
-                barrier_init(merged + letter * 8, 1)
+                barrier_init(merged + letter * 8, 32)
             barrier_init_fence()
         if thread == WARPGROUP:
             prefetch_tensor_map(tensor_map_address(k_map))
@@ -619,9 +619,7 @@ def paged_attention_hopper_kernel(tile):
                                     kv_head * group,
                                     lane,
                                 )
-                        sync_warp()
-                        if lane == 0:
-                            barrier_arrive(Address(merged + slot * 8))
+                        barrier_arrive(Address(merged + slot * 8))
                     slot = i32(slot + 1)
                     if slot == LETTERS:
                         slot = i32(0)

@@ -19,7 +19,14 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
 from harness import (
-    copy_gbs, copy_us, geometric_mean, graph_time_us, random_array, relative_error, time_us, times_in_turns_us,
+    copy_gbs,
+    copy_us,
+    geometric_mean,
+    graph_time_us,
+    random_array,
+    relative_error,
+    time_us,
+    times_in_turns_us,
 )  # fmt: skip
 from report import row
 

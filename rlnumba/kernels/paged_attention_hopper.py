@@ -443,7 +443,7 @@ def paged_attention_hopper_kernel(tile):
                 barrier_init(empty + stage * 8, 1)
             for slot in range(SLOTS):
                 barrier_init(q_full + slot * 8, 1)
-                barrier_init(q_empty + slot * 8, 1 + 32)
+                barrier_init(q_empty + slot * 8, WARPGROUP + 32)
             for place in range(TICKETS):
                 barrier_init(told + place * 8, 1)
             for letter in range(LETTERS):
@@ -734,8 +734,7 @@ def paged_attention_hopper_kernel(tile):
                             reference[i], running[i] = total_reference[i], total_sum[i]
                         for i in range(acc_count):
                             acc[i] = total[i]
-                    if thread == 0:
-                        barrier_arrive(Address(q_empty + slot * 8))
+                    barrier_arrive(Address(q_empty + slot * 8))
                     alive = i32(length * group)
                     if grouped and sharing > 0:
                         alive = i32(sharing * group)
@@ -817,8 +816,7 @@ def paged_attention_hopper_kernel(tile):
                         row = i // head_dim
                         out[start + row // group, kv_head * group + row % group, i % head_dim] = np.uint16(0)
                     sync_group(2, WARPGROUP)
-                    if thread == 0:
-                        barrier_arrive(Address(q_empty + slot * 8))
+                    barrier_arrive(Address(q_empty + slot * 8))
                 slot = i32(slot + 1)
                 if slot == SLOTS:
                     slot = i32(0)

@@ -93,7 +93,8 @@ class Tile(NamedTuple):
     columns are of the gate, half of what it gates; without bias and residual, output "same".
     panels: 64 steps each of the reduction in a stage; several only for one group and K-major operands with a multiple
     of so many steps. fetched: columns of C, of an "add", that come while the products run, so that their sum is
-    written; to the others the second-level cache adds. 0, staged_columns, twice as many, or all.
+    written; to the others the second-level cache adds. 0, staged_columns, twice as many, or all. eight: C has up to
+    eight rows, and A's box as many; for one group and a K-major A.
     """
 
     columns: int
@@ -108,10 +109,16 @@ class Tile(NamedTuple):
     swiglu: bool = False
     panels: int = 1
     fetched: int = 0
+    eight: bool = False
 
     @property
     def rows(self):
         return ROWS * self.groups
+
+    @property
+    def lines(self):
+        """Of A's box."""
+        return 8 if self.eight else self.rows
 
     @property
     def width(self):
@@ -142,7 +149,7 @@ class Tile(NamedTuple):
 
     @property
     def stage_bytes(self):
-        return self.panels * (self.rows + self.columns) * LINE
+        return self.panels * (self.lines + self.columns) * LINE
 
     @property
     def staged_bytes(self):
@@ -189,14 +196,19 @@ def place(index, tiles_down, tiles_across):
 @kernel_factory
 def hopper_product_kernel(tile):
     """The kernel of a Tile. Its width is a multiple of its staged columns, if it has any, else of 8."""
-    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, panels, fetched = tile
+    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, panels, fetched, eight = tile
     rows, width, box_columns, staged_columns = tile.rows, tile.width, tile.box_columns, tile.staged_columns
-    a_bytes, stage_bytes, staged_bytes, steps = panels * rows * LINE, tile.stage_bytes, tile.staged_bytes, tile.steps
+    a_bytes, stage_bytes, staged_bytes, steps = (
+        panels * tile.lines * LINE,
+        tile.stage_bytes,
+        tile.staged_bytes,
+        tile.steps,
+    )
     accumulators = columns // 2
     b_boxes = columns // 64
     parts = columns // staged_columns if staged_columns else 0
     gated = accumulators // 2
-    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn, steps)
+    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn, steps, eight=eight)
     pack_two, unpack_two = pack(element), unpack(element)
     wide = output != "same"
     add = output == "add"
@@ -212,7 +224,10 @@ def hopper_product_kernel(tile):
         if a_mn:
             for box in range(groups):
                 bulk_load(target + box * BOX_BYTES, a, row * rows + box * ROWS, step, arrived)
+        elif eight and panels > 1:
+            bulk_load_heads(target, a, 0, row * rows, divide(step, i32(STEPS)), arrived)
         else:
+            # A box for all panels would bring them too close together where A has fewer than 64 rows.
             for panel in range(panels):
                 bulk_load(target + panel * BOX_BYTES, a, step + panel * STEPS, row * rows, arrived)
 
@@ -228,7 +243,6 @@ def hopper_product_kernel(tile):
                 bulk_load(here, b, at, column * width, arrived)
                 bulk_load(here + width * LINE, b, at, i32(n) + column * width, arrived)
         elif panels > 1:
-            # One box for all panels. Of A, they would lie too close together where it has fewer than 64 rows.
             bulk_load_heads(target, b, 0, column * width, divide(step, i32(STEPS)), arrived)
         else:
             bulk_load(target, b, step, column * width, arrived)
@@ -605,7 +619,10 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
     m, n = residual.shape if tile.swiglu else out.shape
     k = a.shape[0] if tile.a_mn else a.shape[1]
     a_rows = ROWS if tile.a_mn else min(tile.rows, -(-m // 8) * 8)
-    a_map = tensor_map(a, a_rows, 64)
+    if tile.eight and tile.panels > 1:
+        a_map = tensor_map(a, tile.panels, a_rows, 64)
+    else:
+        a_map = tensor_map(a, a_rows, 64)
     if tile.panels > 1 and not tile.swiglu:
         b_map = tensor_map(b, tile.panels, tile.width, 64)
     else:

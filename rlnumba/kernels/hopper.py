@@ -475,14 +475,17 @@ if device.name() == "sim":
         return address
 
     @functools.cache
-    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
+    def warpgroup_product(
+        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, eight=False
+    ):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
         operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
-        int32, not to be touched until the wait either, which is then wait_all(acc, a).
+        int32, not to be touched until the wait either, which is then wait_all(acc, a). eight: A, K-major, has eight
+        rows only, and each of them stands for every eighth of 64.
         """
         dtype = device.DTYPES[element]
         count = columns // 2 * blocks
@@ -490,7 +493,9 @@ if device.name() == "sim":
 
         def read(acc, left, right, keep):
             reads = []
-            a = None if registers else _operand(left, 64 * blocks, depth, a_mn_major, dtype, reads)
+            a = None if registers else _operand(left, 8 if eight else 64 * blocks, depth, a_mn_major, dtype, reads)
+            if eight:
+                a = np.tile(a, (8, 1))
             return a, _operand(right, columns, depth, b_mn_major, dtype, reads), reads
 
         def compute(operands, threads):
@@ -525,6 +530,9 @@ else:
     from llvmlite import ir
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
+
+    # In a descriptor of an operand, see there.
+    LINES_APART = 8 * LINE >> 4 << 32
 
     _F32, _I32, _I64, _VOID = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.VoidType()
     _IR = {"r": _I32, "l": _I64, "f": _F32}
@@ -748,7 +756,7 @@ else:
         """
 
         def codegen(context, builder, signature, args):
-            fields = ir.Constant(_I64, (1 << 62) | (1024 >> 4 << 32) | (BOX_BYTES >> 4 << 16))
+            fields = ir.Constant(_I64, (1 << 62) | LINES_APART | (BOX_BYTES >> 4 << 16))
             return builder.or_(builder.zext(builder.lshr(args[0], ir.Constant(_I32, 4)), _I64), fields)
 
         return types.int64(types.int32), codegen
@@ -769,14 +777,17 @@ else:
             builder.store(builder.extract_value(result, i), pointer)
 
     @functools.cache
-    def warpgroup_product(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False):
+    def warpgroup_product(
+        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, eight=False
+    ):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
         start(acc, a, b, keep): begin acc = (keep ? acc : 0) + A B, operands as operand() gives them;
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
         operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
-        int32, not to be touched until the wait either, which is then wait_all(acc, a).
+        int32, not to be touched until the wait either, which is then wait_all(acc, a). eight: A, K-major, has eight
+        rows only, and each of them stands for every eighth of 64.
         """
         count = columns // 2 * blocks
         words = depth // 4 if registers else 0
@@ -796,7 +807,10 @@ else:
                 acc = range(block * columns // 2, (block + 1) * columns // 2)
                 into = "{" + ", ".join(f"${i}" for i in acc) + "}"
                 b_at = offset(step, b_mn_major, columns)
-                a_at = offset(step, a_mn_major, 64 * blocks) + block * BOX_BYTES // 16
+                a_at = offset(step, a_mn_major, 8 if eight else 64 * blocks) + block * BOX_BYTES // 16
+                if eight:
+                    # The distance of groups of eight lines becomes 0.
+                    a_at -= LINES_APART
                 a = "{" + ", ".join(f"${first + 4 * step + i}" for i in range(4)) + "}" if registers else "a"
                 transposed = f"{int(b_mn_major)}" if registers else f"{int(a_mn_major)}, {int(b_mn_major)}"
                 descriptor = "" if registers else f" .reg .b64 a; add.s64 a, ${first}, {a_at};"

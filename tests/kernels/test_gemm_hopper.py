@@ -58,6 +58,9 @@ SIMULATED = [
     # Several panels a stage, more stages than the ring has, and two tiles for one block.
     (Tile(16, 1, 2, "bfloat16", panels=2), 70, 40, 384),
     (Tile(64, 1, 2, "float16", panels=4, output="float32"), 5, 72, 768),
+    # Eight lines of A stand for all.
+    (Tile(8, 1, 3, "bfloat16", panels=8, bias=True, residual=True, eight=True), 3, 24, 1024),
+    (Tile(32, 1, 2, "float16", eight=True), 8, 40, 72),
 ]
 
 
@@ -80,6 +83,7 @@ SWIGLU = [
     # Threads write both; the gate's last tile reaches into what it gates.
     (Tile(32, 1, 2, "bfloat16", swiglu=True), 9, 24, 72),
     (Tile(64, 1, 2, "float16", swiglu=True, panels=2), 9, 72, 256),
+    (Tile(64, 1, 2, "bfloat16", swiglu=True, panels=4, eight=True), 7, 40, 256),
     # Through the copy engine, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
     (Tile(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
     (Tile(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),

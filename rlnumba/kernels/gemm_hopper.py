@@ -20,6 +20,7 @@ whatever the tile's shape: a row's bits do not depend on M or on which tile shap
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,8 @@ BAND = 16
 # A product of more than ROWS rows by a weight of as many elements is too long to gain from beginning early, and loses:
 # 256 rows by 4096 x 12,288 take 46 us instead of 40.
 LARGE_WEIGHT = 1 << 23
+# Elements of a weight that comes from memory in about as long as a kernel takes to start.
+SHORT_WEIGHT = 1 << 23
 # Steps of a sum whose time is that of the second-level cache to add it to C: 1.2 TB/s of what is added. H200, 151,936 x
 # 1024 += 768 steps: 555 us, and 513 where a quarter of C is fetched and written instead; 1,536 steps: 770 and 845.
 FEW_STEPS = 1024
@@ -524,27 +527,32 @@ def with_stages(tile, most_panels, k):
     return tile._replace(stages=min((SHARED_LIMIT - tile.shared_bytes) // (tile.stage_bytes + 16) + 2, 16))
 
 
-def few_rows_tile(n, k, processors, fixed, swiglu):
+def few_rows_tile(m, n, k, processors, fixed, swiglu):
     """The Tile for up to ROWS rows, whose time is the weight's way from memory, or the chain of products over k.
 
-    A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: narrow tiles
-    with several panels a stage. As long as a weight's tiles fill half of the SMs only, or all of it fits into the
-    stages, the next kernel brings its own meanwhile. H200, 1 and 64 rows: 1024 x 2048 5.0 and 5.1 us with 64 columns
-    and one panel, 3.7 and 3.7 with 16 and four; 4096 x 4096 10.2 and 10.7, 9.9 and 10.6 with 32 and two.
+    A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: several panels
+    a stage. Up to eight rows of A take little room: more of the weight is under way. As long as tiles fill half of the
+    SMs, the next kernel brings its own weight meanwhile, all of it if it is short; of long ones the last wave should be
+    full. H200, 1 and 64 rows, one panel a stage and 64 columns, then these: 1024 x 2048 5.0 and 5.1 us, 3.0 and 3.7;
+    4096 x 1024 3.8 and 4.0, 2.9 and 4.0; 4096 x 4096 10.2 and 10.7, 9.6 and 10.6.
     """
-    halves = 2 if swiglu else 1
-    if n <= 16 // halves * processors:
-        return with_stages(Tile(16 * halves, 1, 2, *fixed), 4, k)
-    # Of long products the last wave should be full; in short ones a third of the SMs is best left to the next.
-    short = n * halves * k <= 1 << 23
+    eight, halves = m <= 8, 2 if swiglu else 1
+    most = 128 if swiglu else 96
 
-    def cost(columns):
-        tiles = -(-n // (columns // halves)) / processors
-        idle = abs(tiles - 0.7) if short else 1 - tiles / -(-tiles // 1)
-        return round(idle, 1), abs(columns - 64)
+    def filled(columns):
+        return -(-n // (columns // halves)) / processors
 
-    columns = min((64, 128) if swiglu else (32, 48, 64, 96), key=cost)
-    return with_stages(Tile(columns, 1, 2, *fixed), 1 if columns == 64 else 2, k)
+    if n * halves * k <= SHORT_WEIGHT and eight:
+        widths = [columns for columns in (16, 24, 32, 48, 64, 96, 128) if 16 * halves <= columns <= most]
+        columns = min(widths, key=lambda columns: abs(filled(columns) - 0.5))
+    elif n * halves * k <= SHORT_WEIGHT:
+        columns = 16 * halves if n * halves <= 16 * processors else 64 if filled(64) > 0.45 else 32
+    else:
+        widths = (64, 128) if swiglu else (64, 32, 48, 96)
+        columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
+    tile = Tile(columns, 1, 2, *fixed, eight=eight)
+    most_panels = 4 if columns <= (32 if eight else 16 * halves) else 2 if eight or columns != 64 else 1
+    return with_stages(tile, most_panels, k)
 
 
 @functools.cache
@@ -557,7 +565,7 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, 
     """
     fixed = (element, a_mn, b_mn, output, bias, residual, swiglu)
     if m <= ROWS and output == "same" and not (a_mn or b_mn):
-        return few_rows_tile(n, k, processors, fixed, swiglu)
+        return few_rows_tile(m, n, k, processors, fixed, swiglu)
     best = None
     for groups in (1, 2):
         for columns in (64, 96, 128, 192, 256):
@@ -565,7 +573,8 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, 
                 continue
             # Wider tiles have no time to wait for a stage.
             several = groups == 1 and columns == 64 and not (a_mn or b_mn)
-            tile = with_stages(Tile(columns, groups, 2, *fixed), 2 if several else 1, k)
+            tile = Tile(columns, groups, 2, *fixed, eight=several and m <= 8)
+            tile = with_stages(tile, 2 if several else 1, k)
             if tile.stages < 3:
                 continue
             rows = tile.rows

@@ -83,7 +83,7 @@ SWIGLU = [
     # Threads write both; the gate's last tile reaches into what it gates.
     (Tile(32, 1, 2, "bfloat16", swiglu=True), 9, 24, 72),
     (Tile(64, 1, 2, "float16", swiglu=True, panels=2), 9, 72, 256),
-    (Tile(64, 1, 2, "bfloat16", swiglu=True, panels=4, eight=True), 7, 40, 256),
+    (Tile(96, 1, 2, "bfloat16", swiglu=True, panels=4, eight=True), 7, 56, 256),
     # Through the copy engine, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
     (Tile(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
     (Tile(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),
@@ -99,7 +99,9 @@ def test_swiglu_in_the_simulator(rng, tile, m, n, k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("element", ["bfloat16", "float16"])
-@pytest.mark.parametrize("columns, groups, stages", [(32, 1, 8), (64, 1, 8), (64, 2, 6), (128, 2, 5), (256, 2, 4)])
+@pytest.mark.parametrize(
+    "columns, groups, stages", [(32, 1, 8), (64, 1, 8), (96, 1, 6), (64, 2, 6), (128, 2, 5), (256, 2, 4)]
+)
 @pytest.mark.hopper
 def test_gpu_swiglu(rng, columns, groups, stages, element):
     for m, n, k in [(1, 3072, 1024), (64, 3072, 1024), (300, 1000, 520), (4097, 3072, 1024)]:
@@ -289,6 +291,10 @@ def test_gpu_tiles(rng):
         first = out if first is None else first
         assert_same_bits(out, first, str(tile))
     assert processors() > 1
+    for columns, panels in ((16, 4), (24, 2), (32, 4), (48, 1), (64, 2), (96, 2)):
+        out, tile = cupy.zeros((8, 640), a.dtype), Tile(columns, 1, 3, "bfloat16", panels=panels, eight=True)
+        hopper_product(tile, a[:8], b, out)
+        assert_same_bits(out, first[:8], str(tile))
     a, b, first = a[:256].T.copy(), b[:576].T.copy(), None
     for columns, groups, fetched in ((256, 2, 0), (256, 2, 64), (256, 1, 128), (128, 2, 128), (64, 2, 64)):
         out = cupy.ones((256, 576), np.float32)

@@ -8,7 +8,7 @@
 Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32.
 
 A block holds one tile of C, 64 rows for each of its consumer warpgroups by `columns`, and stays on its SM
-to work through tiles. One producer warp asks the copy engine for the next 64 steps of the reduction, `stages`
+to work through tiles. Two producer warps ask the copy engine for the next steps of the reduction, `stages`
 ahead; two barriers a stage say "full" and "empty". Consumers multiply; their accumulators go through shared
 memory to the copy engine, which writes them while the next tile's products run.
 
@@ -201,12 +201,8 @@ def hopper_product_kernel(tile):
     """The kernel of a Tile. Its width is a multiple of its staged columns, if it has any, else of 8."""
     columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, panels, fetched, eight = tile
     rows, width, box_columns, staged_columns = tile.rows, tile.width, tile.box_columns, tile.staged_columns
-    a_bytes, stage_bytes, staged_bytes, steps = (
-        panels * tile.lines * LINE,
-        tile.stage_bytes,
-        tile.staged_bytes,
-        tile.steps,
-    )
+    steps, stage_bytes, staged_bytes = tile.steps, tile.stage_bytes, tile.staged_bytes
+    a_bytes, b_bytes = panels * tile.lines * LINE, panels * columns * LINE
     accumulators = columns // 2
     b_boxes = columns // 64
     parts = columns // staged_columns if staged_columns else 0
@@ -296,7 +292,7 @@ def hopper_product_kernel(tile):
         """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
 
         c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the Tile does not use is one
-        element long. arriving: bytes that the boxes of one stage bring. Shared memory: stages of
+        element long. arriving: bytes that A's boxes of one stage bring. Shared memory: stages of
         [A rows x 64 | B columns x 64], the consumers' staged output, then the barriers, 8 bytes each: full
         and empty for every stage, and one a consumer for its residual.
         """
@@ -308,7 +304,7 @@ def hopper_product_kernel(tile):
         empty = full + stages * 8
         if thread == 0:
             for stage in range(stages):
-                barrier_init(full + stage * 8, 1)
+                barrier_init(full + stage * 8, 2)
                 barrier_init(empty + stage * 8, groups)
             for consumer in range(groups):
                 barrier_init(empty + stages * 8 + consumer * 8, 1)
@@ -323,38 +319,31 @@ def hopper_product_kernel(tile):
         if group == 0:
             if shares_registers:
                 fewer_registers()
-            if thread == 0:
+            # Two warps, so that a long row of requests for B does not hold up those for A.
+            brings_a, brings_b = thread == 0, thread == 32
+            if brings_a or brings_b:
+                # Weights come while the kernels before still work on their factor.
+                if brings_a or not b_first:
+                    wait_for_kernels_before()
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity = i32(1)
-                row, column = place(i32(cuda.blockIdx.x), tiles_down, tiles_across)
-                # Weights come while the kernel before still works on their factor.
-                ahead = min(rounds, i32(stages)) if b_first else i32(0)
-                for early in range(ahead):
-                    barrier_expect(full + early * 8, arriving)
-                    load_b(base + early * stage_bytes + a_bytes, b, column, early * i32(steps), full + early * 8, n)
-                wait_for_kernels_before()
-                for early in range(ahead):
-                    load_a(base + early * stage_bytes, a, row, early * i32(steps), full + early * 8)
-                if ahead == stages:
-                    parity = i32(0)
-                else:
-                    stage = ahead
-                first = ahead * i32(steps)
                 for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                     row, column = place(i32(index), tiles_down, tiles_across)
-                    for step in range(first, rounds * i32(steps), i32(steps)):
+                    for step in range(i32(0), rounds * i32(steps), i32(steps)):
                         barrier_wait(empty + stage * 8, parity)
                         arrived = full + stage * 8
                         target = base + stage * stage_bytes
-                        barrier_expect(arrived, arriving)
-                        load_a(target, a, row, step, arrived)
-                        load_b(target + a_bytes, b, column, step, arrived, n)
+                        if brings_a:
+                            barrier_expect(arrived, arriving)
+                            load_a(target, a, row, step, arrived)
+                        else:
+                            barrier_expect(arrived, b_bytes)
+                            load_b(target + a_bytes, b, column, step, arrived, n)
                         stage += i32(1)
                         if stage == stages:
                             stage = i32(0)
                             parity ^= i32(1)
-                    first = i32(0)
         else:
             if shares_registers:
                 more_registers()
@@ -638,7 +627,7 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
         b_map = tensor_map(b, 64 if tile.b_mn else tile.width, 64)
     staged = tile.staged_columns > 0
     c_map = tensor_map(out, ROWS, tile.box_columns) if staged else _none(1)
-    arriving = tile.panels * LINE * ((tile.rows if tile.a_mn else a_rows) + tile.columns)
+    arriving = tile.panels * LINE * (tile.rows if tile.a_mn else a_rows)
     tiles = -(-m // tile.rows) * -(-n // tile.width)
     also_by_map = tile.prefetches and not tile.fetched or tile.swiglu and staged
     launch(

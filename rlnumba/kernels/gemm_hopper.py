@@ -218,7 +218,7 @@ def hopper_product_kernel(tile):
     b_first = not b_mn
 
     @device_function
-    def load_a(target, a, row, step, arrived):
+    def load_a(target, a, row, column, step, arrived, n):
         """Ask for A's boxes of a tile and a stage."""
         if a_mn:
             for box in range(groups):
@@ -231,7 +231,7 @@ def hopper_product_kernel(tile):
                 bulk_load(target + panel * BOX_BYTES, a, step + panel * STEPS, row * rows, arrived)
 
     @device_function
-    def load_b(target, b, column, step, arrived, n):
+    def load_b(target, b, row, column, step, arrived, n):
         """Ask for B's boxes of a tile and a stage."""
         if b_mn:
             for box in range(b_boxes):
@@ -245,6 +245,30 @@ def hopper_product_kernel(tile):
             bulk_load_heads(target, b, 0, column * width, divide(step, i32(STEPS)), arrived)
         else:
             bulk_load(target, b, step, column * width, arrived)
+
+    def bring_function(load):
+        """The device function of the thread that asks for all of an operand."""
+
+        @device_function
+        def bring(operand_map, nbytes, target, full, empty, shape):
+            """nbytes: of the boxes of a stage; target: where those of the first stage belong."""
+            tiles, tiles_down, tiles_across, rounds, n = shape
+            # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
+            stage, parity = i32(0), i32(1)
+            for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
+                row, column = place(i32(index), tiles_down, tiles_across)
+                for step in range(i32(0), rounds * i32(steps), i32(steps)):
+                    barrier_wait(empty + stage * 8, parity)
+                    barrier_expect(full + stage * 8, nbytes)
+                    load(target + stage * stage_bytes, operand_map, row, column, step, full + stage * 8, n)
+                    stage += i32(1)
+                    if stage == stages:
+                        stage = i32(0)
+                        parity ^= i32(1)
+
+        return bring
+
+    bring_a, bring_b = bring_function(load_a), bring_function(load_b)
 
     @device_function
     def fetch(source, row, column, consumer, staged, arrived):
@@ -319,31 +343,16 @@ def hopper_product_kernel(tile):
         if group == 0:
             if shares_registers:
                 fewer_registers()
-            # Two warps, so that a long row of requests for B does not hold up those for A.
-            brings_a, brings_b = thread == 0, thread == 32
-            if brings_a or brings_b:
-                # Weights come while the kernels before still work on their factor.
-                if brings_a or not b_first:
+            # Two warps, so that a long row of requests for B does not hold up those for A. B is brought while the
+            # kernels before still work on A, if it is a weight.
+            shape = (tiles, tiles_down, tiles_across, rounds, i32(n))
+            if thread == 0:
+                wait_for_kernels_before()
+                bring_a(tensor_map_address(a_map), i32(arriving), base, full, empty, shape)
+            elif thread == 32:
+                if not b_first:
                     wait_for_kernels_before()
-                a, b = tensor_map_address(a_map), tensor_map_address(b_map)
-                # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
-                parity = i32(1)
-                for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
-                    row, column = place(i32(index), tiles_down, tiles_across)
-                    for step in range(i32(0), rounds * i32(steps), i32(steps)):
-                        barrier_wait(empty + stage * 8, parity)
-                        arrived = full + stage * 8
-                        target = base + stage * stage_bytes
-                        if brings_a:
-                            barrier_expect(arrived, arriving)
-                            load_a(target, a, row, step, arrived)
-                        else:
-                            barrier_expect(arrived, b_bytes)
-                            load_b(target + a_bytes, b, column, step, arrived, n)
-                        stage += i32(1)
-                        if stage == stages:
-                            stage = i32(0)
-                            parity ^= i32(1)
+                bring_b(tensor_map_address(b_map), i32(b_bytes), base + a_bytes, full, empty, shape)
         else:
             if shares_registers:
                 more_registers()

@@ -247,20 +247,22 @@ def hopper_product_kernel(tile):
             bulk_load(target, b, step, column * width, arrived)
 
     def bring_function(load):
-        """The device function of the thread that asks for all of an operand."""
+        """The device function of the warp that asks for all of an operand."""
 
         @device_function
         def bring(operand_map, nbytes, target, full, empty, shape):
             """nbytes: of the boxes of a stage; target: where those of the first stage belong."""
             tiles, tiles_down, tiles_across, rounds, n = shape
+            lane = i32(cuda.threadIdx.x) & i32(31)
             # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
             stage, parity = i32(0), i32(1)
             for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
                 row, column = place(i32(index), tiles_down, tiles_across)
                 for step in range(i32(0), rounds * i32(steps), i32(steps)):
                     barrier_wait(empty + stage * 8, parity)
-                    barrier_expect(full + stage * 8, nbytes)
-                    load(target + stage * stage_bytes, operand_map, row, column, step, full + stage * 8, n)
+                    if lane == 0:
+                        barrier_expect(full + stage * 8, nbytes)
+                        load(target + stage * stage_bytes, operand_map, row, column, step, full + stage * 8, n)
                     stage += i32(1)
                     if stage == stages:
                         stage = i32(0)
@@ -346,10 +348,11 @@ def hopper_product_kernel(tile):
             # Two warps, so that a long row of requests for B does not hold up those for A. B is brought while the
             # kernels before still work on A, if it is a weight.
             shape = (tiles, tiles_down, tiles_across, rounds, i32(n))
-            if thread == 0:
+            producer = warp_uniform(thread >> i32(5))
+            if producer == 0:
                 wait_for_kernels_before()
                 bring_a(tensor_map_address(a_map), i32(arriving), base, full, empty, shape)
-            elif thread == 32:
+            elif producer == 1:
                 if not b_first:
                     wait_for_kernels_before()
                 bring_b(tensor_map_address(b_map), i32(b_bytes), base + a_bytes, full, empty, shape)

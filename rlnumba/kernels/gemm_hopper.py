@@ -61,6 +61,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
+from rlnumba.kernels.hopper_registers import prefetch_tensor_map
 from rlnumba.kernels.instructions import device_function, let_next_kernel_start, wait_for_kernels_before
 from rlnumba.kernels.launch import kernel_factory, launch
 from rlnumba.kernels.swiglu import sigmoid
@@ -246,8 +247,8 @@ def hopper_product_kernel(tile):
         else:
             bulk_load(target, b, step, column * width, arrived)
 
-    def bring_function(load):
-        """The device function of the warp that asks for all of an operand."""
+    def bring_function(load, early):
+        """The device function of the warp that asks for all of an operand; early: while kernels ahead still run."""
 
         @device_function
         def bring(operand_map, nbytes, target, full, empty, shape):
@@ -256,8 +257,13 @@ def hopper_product_kernel(tile):
             lane = i32(cuda.threadIdx.x) & i32(31)
             # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
             stage, parity = i32(0), i32(1)
-            for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
-                row, column = place(i32(index), tiles_down, tiles_across)
+            index = i32(cuda.blockIdx.x)
+            row, column = place(index, tiles_down, tiles_across)
+            if not early:
+                if lane == 0:
+                    prefetch_tensor_map(operand_map)
+                wait_for_kernels_before()
+            while index < tiles:
                 for step in range(i32(0), rounds * i32(steps), i32(steps)):
                     barrier_wait(empty + stage * 8, parity)
                     if lane == 0:
@@ -267,10 +273,13 @@ def hopper_product_kernel(tile):
                     if stage == stages:
                         stage = i32(0)
                         parity ^= i32(1)
+                index = i32(index + i32(cuda.gridDim.x))
+                row, column = place(index, tiles_down, tiles_across)
 
         return bring
 
-    bring_a, bring_b = bring_function(load_a), bring_function(load_b)
+    # A weight comes while the kernels ahead still work on its factor.
+    bring_a, bring_b = bring_function(load_a, False), bring_function(load_b, b_first)
 
     @device_function
     def fetch(source, row, column, consumer, staged, arrived):
@@ -345,16 +354,12 @@ def hopper_product_kernel(tile):
         if group == 0:
             if shares_registers:
                 fewer_registers()
-            # Two warps, so that a long row of requests for B does not hold up those for A. B is brought while the
-            # kernels before still work on A, if it is a weight.
+            # Two warps, so that a long row of requests for B does not hold up those for A.
             shape = (tiles, tiles_down, tiles_across, rounds, i32(n))
             producer = warp_uniform(thread >> i32(5))
             if producer == 0:
-                wait_for_kernels_before()
                 bring_a(tensor_map_address(a_map), i32(arriving), base, full, empty, shape)
             elif producer == 1:
-                if not b_first:
-                    wait_for_kernels_before()
                 bring_b(tensor_map_address(b_map), i32(b_bytes), base + a_bytes, full, empty, shape)
         else:
             if shares_registers:

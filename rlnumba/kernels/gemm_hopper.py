@@ -539,8 +539,8 @@ def few_rows_tile(m, n, k, processors, fixed, swiglu):
     A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: several panels
     a stage. Up to eight rows of A take little room: more of the weight is under way. As long as tiles fill half of the
     SMs, the next kernel brings its own weight meanwhile, all of it if it is short; of long ones the last wave should be
-    full. H200, 1 and 64 rows, one panel a stage and 64 columns, then these: 1024 x 2048 5.0 and 5.1 us, 3.0 and 3.7;
-    4096 x 1024 3.8 and 4.0, 2.9 and 4.0; 4096 x 4096 10.2 and 10.7, 9.6 and 10.6.
+    full. H200, 1 and 64 rows: with one panel a stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and
+    3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7 and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3.
     """
     eight, halves = m <= 8, 2 if swiglu else 1
     most = 128 if swiglu else 96

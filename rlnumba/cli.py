@@ -23,8 +23,8 @@ from rlnumba.errors import ConfigError, UserError
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 
-# The signal that ends the command, if one has come.
-_ended_by = None
+# The signal that ends the command, if one has come, and what it raised.
+_ended_by = _broken_off = None
 
 
 def main(arguments=None):
@@ -93,7 +93,10 @@ def run(arguments):
 
 
 def _fail(error, message, code, arguments):
+    global _broken_off
     if _ended_by is not None:
+        # Keeps what was under way as it is: the compiler's objects may not survive being taken down.
+        _broken_off = error
         message = "interrupted" if _ended_by == signal.SIGINT else f"ended by {_ended_by.name}"
         code = 128 + _ended_by
     if "--debug" in arguments:

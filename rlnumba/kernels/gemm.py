@@ -57,7 +57,7 @@ class Measured(NamedTuple):
     least: float
 
 
-# By compute capability. On an H200, bench/results/h200.md: of each shape the median of three runs.
+# By compute capability. On an H200, bench/results/h200.md, cuBLAS and ours in turns.
 MEASURED = {
     (9, 0): (
         Measured("linear", 16_384, 1.01, 0.94),

@@ -83,7 +83,7 @@ LARGE_WEIGHT = 1 << 23
 # Elements of a weight that comes from memory in about as long as a kernel takes to start.
 SHORT_WEIGHT = 1 << 23
 # Steps of a sum whose time is that of the second-level cache to add it to C: 1.2 TB/s of what is added. H200, 151,936 x
-# 1024 += 768 steps: 555 us, and 513 where a quarter of C is fetched and written instead; 1,536 steps: 770 and 845.
+# 1024 += 768 steps: 555 us, and 516 where a quarter of C is fetched and written instead; 1,536 steps: 771 and 795.
 FEW_STEPS = 1024
 # Shared memory that a block may use, less what aligning its start to 1024 bytes costs.
 SHARED_LIMIT = 227 * 1024 - 1024
@@ -627,7 +627,7 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
     """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
 
     a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
-    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
+    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0; M <= 8 if tile.eight.
     If tile.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is written.
     blocks: of the grid; by default as many as the SMs hold at a time.
     """

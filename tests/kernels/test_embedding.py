@@ -4,6 +4,7 @@ import pytest
 from rlnumba import device
 from rlnumba.kernels import embedding as embedding_module
 from rlnumba.kernels.embedding import (
+    copy_rows,
     copy_rows_kernel,
     embedding,
     embedding_backward,
@@ -61,6 +62,29 @@ def test_gradient_of_reference(rng):
 def test_simulator(rng, dtype):
     for shape in SMALL if dtype == "float32" else SMALL[1:3]:
         run_all(rng, shape, dtype)
+
+
+@pytest.mark.sim
+def test_simulator_with_several_rows_a_thread(rng, monkeypatch):
+    """Gathered and scattered; ids outside, rows left over, a block with one row of several."""
+    monkeypatch.setattr(embedding_module, "MANY_ROWS", 0)
+    for rows in (1, 5, 9, 16):
+        xp = device.xp()
+        x, ids = rng.standard_normal((11, 300), np.float32), rng.permutation(11)[np.arange(rows) % 11].astype(np.int32)
+        outside = ids.copy()
+        outside[rows // 2] = (-1, 11)[rows % 2]
+        out = xp.zeros((rows, 300), np.float32)
+        copy_rows(device.asarray(x), device.asarray(outside), out, scatter=False)
+        expected = np.where((outside >= 0) & (outside < 11), 1, np.nan)[:, None] * x[np.clip(outside, 0, 10)]
+        assert np.array_equal(device.to_host(out), expected.astype(np.float32), equal_nan=True)
+        rows = min(rows, 11)
+        spread, source = xp.zeros((11, 300), np.float32), device.asarray(x[:rows].copy())
+        copy_rows(source, device.asarray(outside[:rows].copy()), spread, scatter=True)
+        expected = np.zeros((11, 300), np.float32)
+        for n in range(rows):
+            if 0 <= outside[n] < 11:
+                expected[outside[n]] = x[n]
+        assert_same_bits(spread, expected, "scattered")
 
 
 @pytest.mark.sim

@@ -99,6 +99,16 @@ def latest_readable(output_dir, warn=None):
     return None
 
 
+def of_step(output_dir, step):
+    """The folder of the checkpoint of a step. Raises UserError if there is none, or naming the file that is damaged."""
+    folder = Path(output_dir) / "checkpoints" / f"step-{step}"
+    if not folder.is_dir():
+        there = ", ".join(path.name for path in reversed(existing(output_dir))) or "no checkpoint"
+        raise UserError(f"{folder}: no such checkpoint; {folder.parent} has {there}")
+    verify(folder)
+    return folder
+
+
 def verify(folder):
     """Raise UserError, naming the file, unless every byte of a checkpoint is as it was written."""
     folder = Path(folder)

@@ -384,9 +384,16 @@ def _trainer(kind, doc):
     @cli.command(kind, help=doc, context_settings=TRAINER_SETTINGS, options_metavar="--config RUN.toml [OPTIONS]")
     @click.option("--config", required=True, multiple=True, help="The run; of several files, later ones win.")
     @click.option("--resume", is_flag=True, help="Go on from the newest readable checkpoint in output_dir.")
+    @click.option(
+        "--resume.step",
+        "resume_step",
+        type=click.IntRange(min=1),
+        help="Go on from checkpoints/step-N in output_dir; newer ones are moved to earlier-M.",
+        metavar="N",
+    )
     @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
     @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-    def command(config, resume, dry_run, overrides):
+    def command(config, resume, resume_step, dry_run, overrides):
         from rlnumba.config import load_run, to_toml
 
         run = load_run(kind, config, parse_overrides(overrides))
@@ -394,6 +401,7 @@ def _trainer(kind, doc):
             click.echo(to_toml(run), nl=False)
             return
         _say_device()
+        resume = resume_step or resume
         if kind == "sft":
             from rlnumba.trainers.sft import run_sft
 

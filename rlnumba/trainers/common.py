@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -31,16 +32,20 @@ WRITTEN = (
 class RunFolder:
     """A run's output_dir: finds the checkpoint to go on from, writes metrics, checkpoints and the final model.
 
-    trainer: "sft", "grpo"; resume: whether to go on from the newest readable checkpoint; where there is none, the run
-    starts afresh and says so. model_folder: that checkpoint's folder, or None. state: its trainer state, or None. step:
-    optimizer steps done. Raises UserError if the folder cannot be written to, holds checkpoints of which none is
-    readable, or those of another trainer.
+    trainer: "sft", "grpo"; resume: True to go on from the newest readable checkpoint, where there is none the run
+    starts afresh and says so; an int to go on from the checkpoint of this step. model_folder: that checkpoint's folder,
+    or None. state: its trainer state, or None. step: optimizer steps done. Raises UserError if the folder cannot be
+    written to, holds checkpoints of which none is readable, not that of the step, or those of another trainer.
     """
 
     def __init__(self, trainer, run, resume):
         self.trainer, self.run, self.path = trainer, run, Path(run.output_dir)
         make_folder(self.path)
-        self.model_folder = checkpoint.latest_readable(self.path) if resume else None
+        self.model_folder, self.step_chosen = None, resume is not True and bool(resume)
+        if self.step_chosen:
+            self.model_folder = checkpoint.of_step(self.path, resume)
+        elif resume:
+            self.model_folder = checkpoint.latest_readable(self.path)
         self.step, self.state = 0, None
         if self.model_folder is not None:
             found = checkpoint.load(self.model_folder)
@@ -54,6 +59,8 @@ class RunFolder:
         """The run's MetricsWriter. Called when all input has been found good: from here on the folder changes."""
         if self.model_folder is None:
             self._set_aside()
+        elif self.step_chosen:
+            self._set_later_aside()
         write_config(self.run)
         train = self.run.train
         return MetricsWriter(
@@ -70,14 +77,39 @@ class RunFolder:
         left = [name for name in WRITTEN if (self.path / name).exists()]
         if not any(name in left for name in ("metrics.jsonl", "checkpoints", "final")):
             return
+        target = self._new_place()
+        for name in left:
+            os.rename(self.path / name, target / name)
+        say(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
+
+    def _set_later_aside(self):
+        """Move newer checkpoints than the one that was chosen, and the final model, and copy what tells of them.
+
+        Else the next --resume would take one of theirs for the newest, and their lines of metrics would be lost.
+        """
+        there = checkpoint.existing(self.path)
+        later = there[: there.index(self.model_folder)]
+        if not later:
+            return
+        target = self._new_place()
+        (target / "checkpoints").mkdir()
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            if (self.path / name).exists():
+                shutil.copy(self.path / name, target / name)
+        for path in later:
+            os.rename(path, target / "checkpoints" / path.name)
+        if (self.path / "final").exists():
+            os.rename(self.path / "final", target / "final")
+        say(f"{self.path}: what came after step {self.step} is now in {target}")
+
+    def _new_place(self):
+        """A new folder earlier-N."""
         number = 1
         while (self.path / f"earlier-{number}").exists():
             number += 1
         target = self.path / f"earlier-{number}"
         target.mkdir()
-        for name in left:
-            os.rename(self.path / name, target / name)
-        say(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
+        return target
 
     def save(self, step, model, tokenizer, state):
         """Write checkpoints/step-N, unless it is there: a step's state is always the same."""

@@ -60,7 +60,8 @@ from rlnumba.trainers.rollout import (
 
 
 def run_grpo(run, resume=False, reward_funcs=()):
-    """Train as a GRPORun says; writes its output_dir. resume: go on from the newest readable checkpoint there.
+    """Train as a GRPORun says; writes its output_dir. resume: go on from the newest readable checkpoint there, or,
+    if an int, from that of this step.
 
     reward_funcs: the functions themselves, where run.rewards.funcs only tells of them.
     Raises ConfigError and UserError, of one line each, for what a user can cause. A reward that fails in the middle of

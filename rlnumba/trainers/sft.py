@@ -36,7 +36,8 @@ from rlnumba.trainers.rollout import epoch_order
 
 
 def run_sft(run, resume=False):
-    """Train as an SFTRun says; writes its output_dir. resume: go on from the newest readable checkpoint there.
+    """Train as an SFTRun says; writes its output_dir. resume: go on from the newest readable checkpoint there, or,
+    if an int, from that of this step.
 
     Raises ConfigError and UserError, of one line each, for what a user can cause.
     """

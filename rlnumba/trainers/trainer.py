@@ -50,7 +50,8 @@ class SFTTrainer:
         self.run = SFTRun(**_settings(model, args, self.datasets, data, engine))
 
     def train(self, resume_from_checkpoint=False):
-        """Train; writes output_dir. resume_from_checkpoint: go on from the newest readable checkpoint there."""
+        """Train; writes output_dir. resume_from_checkpoint: go on from the newest readable checkpoint there, or, if an
+        int, from that of this step."""
         _write_rows(self.run, self.datasets)
         run_sft(self.run, resume_from_checkpoint)
 
@@ -77,7 +78,7 @@ class GRPOTrainer:
         )
 
     def train(self, resume_from_checkpoint=False):
-        """Train; writes output_dir. resume_from_checkpoint: go on from the newest readable checkpoint there.
+        """Train; writes output_dir. resume_from_checkpoint: as SFTTrainer.train.
 
         Raises RewardError for a reward that fails, after a checkpoint.
         """

@@ -129,6 +129,38 @@ def test_C05_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
         assert rows_without_times(run) == rows, step
 
 
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_run_goes_on_from_a_chosen_step(tmp_path, capsys, kind):
+    """To the same end; what came after that step is set aside, whole, also where it is chosen again."""
+    make, train = {"sft": (sft_run, run_sft), "grpo": (grpo_run, run_grpo)}[kind]
+    run, path = make(tmp_path / "run", max_steps=4, save_steps=1), tmp_path / "run"
+    train(run)
+    expected, rows = hash_of(run), rows_without_times(run)
+    for number, step in ((1, 2), (2, 3)):
+        train(run, resume=step)
+        assert hash_of(run) == expected and rows_without_times(run) == rows
+        aside = path / f"earlier-{number}"
+        assert f"what came after step {step} is now in {aside}" in capsys.readouterr().err
+        moved = {folder.name for folder in (aside / "checkpoints").iterdir()}
+        assert moved == {f"step-{later}" for later in range(step + 1, 5)}
+        assert (aside / "final" / "model.safetensors").exists()
+        assert len((aside / "metrics.jsonl").read_text().splitlines()) == 4
+    train(run, resume=4)
+    assert hash_of(run) == expected and not (path / "earlier-3").exists()
+    with pytest.raises(UserError, match="step-7: no such checkpoint; .*checkpoints has step-1, step-2, step-3, step-4"):
+        train(run, resume=7)
+    (path / "checkpoints" / "step-1" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="step-1/model.safetensors: its content is not what was saved"):
+        train(run, resume=1)
+    with pytest.raises(UserError, match="checkpoints has no checkpoint"):
+        train(make(tmp_path / "other", max_steps=4), resume=1)
+    for step, code, said in (("3", 0, "what came after step 3 is now in"), ("9", 1, "step-9: no such checkpoint")):
+        process = start(kind, run, "--resume.step", step)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == code and said in errors
+    assert hash_of(run) == expected
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     run = sft_run(tmp_path / "run", max_steps=4, save_steps=2)
     run_sft(run)

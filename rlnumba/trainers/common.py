@@ -96,6 +96,8 @@ class RunFolder:
         for name in ("metrics.jsonl", "completions.jsonl"):
             if (self.path / name).exists():
                 shutil.copy(self.path / name, target / name)
+        if (self.path / "completions").exists():
+            shutil.copytree(self.path / "completions", target / "completions")
         for path in later:
             os.rename(path, target / "checkpoints" / path.name)
         if (self.path / "final").exists():

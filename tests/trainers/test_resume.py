@@ -136,6 +136,9 @@ def test_a_run_goes_on_from_a_chosen_step(tmp_path, capsys, kind):
     run, path = make(tmp_path / "run", max_steps=4, save_steps=1), tmp_path / "run"
     train(run)
     expected, rows = hash_of(run), rows_without_times(run)
+    # As --train.log_completions leaves them; a run that goes on removes those of the steps that it does again.
+    (path / "completions").mkdir()
+    (path / "completions" / "completions_00004.parquet").write_bytes(b"of the fourth step")
     for number, step in ((1, 2), (2, 3)):
         train(run, resume=step)
         assert hash_of(run) == expected and rows_without_times(run) == rows
@@ -145,6 +148,8 @@ def test_a_run_goes_on_from_a_chosen_step(tmp_path, capsys, kind):
         assert moved == {f"step-{later}" for later in range(step + 1, 5)}
         assert (aside / "final" / "model.safetensors").exists()
         assert len((aside / "metrics.jsonl").read_text().splitlines()) == 4
+    kept = path / "earlier-1" / "completions" / "completions_00004.parquet"
+    assert kept.read_bytes() == b"of the fourth step"
     train(run, resume=4)
     assert hash_of(run) == expected and not (path / "earlier-3").exists()
     with pytest.raises(UserError, match="step-7: no such checkpoint; .*checkpoints has step-1, step-2, step-3, step-4"):

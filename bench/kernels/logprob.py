@@ -95,7 +95,7 @@ class Problem:
 
     def one_pass(self):
         outputs = self.logp, self.lse, self.dhidden, self.dweight, self.entropy, self.top1
-        linear_logp_with_gradient(*self.inputs, self.dlogp, *outputs)
+        linear_logp_with_gradient(*self.inputs, self.dlogp, *outputs, accumulate=False)
 
     @contextlib.contextmanager
     def half_without_gradient(self):

@@ -24,7 +24,7 @@ from rlnumba import device
 from rlnumba.device import cuda
 from rlnumba.kernels import choice, cpu, logprob_hopper
 from rlnumba.kernels.check import F32, FLOATS, I32, check
-from rlnumba.kernels.elementwise import cast, gather_rows, scatter_rows
+from rlnumba.kernels.elementwise import cast, fill, gather_rows, scatter_rows
 from rlnumba.kernels.gemm import backend, bias_backward, linear, linear_backward_input, linear_backward_weight
 from rlnumba.kernels.instructions import device_function, exp2, vector_access, widen
 from rlnumba.kernels.launch import DEBUG, kernel_factory, launch
@@ -219,11 +219,12 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
 
 
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True
 ):
     """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
 
-    Arguments and errors as theirs, without a bias. logp, lse, entropy and top1 have linear_logp's bits.
+    Arguments and errors as theirs, without a bias. logp, lse, entropy and top1 have linear_logp's bits. accumulate:
+    whether dweight is added to; else it is written, which is faster.
 
     Where logprob_hopper.py serves the arrays, a row takes three products instead of four, or one if its dlogp is 0, and
     probabilities are rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES there, 256
@@ -241,6 +242,8 @@ def linear_logp_with_gradient(
     check("linear_logp_with_gradient", "dweight", dweight, weight.shape, F32)
     if not _fused(hidden, weight, None):
         linear_logp(hidden, weight, ids, temperature, *outputs)
+        if not accumulate:
+            fill(0.0, dweight)
         linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
         return
 
@@ -248,15 +251,19 @@ def linear_logp_with_gradient(
         logprob_hopper.linear_logp(hidden, weight, ids, temperature, *outputs)
 
     def one_pass(hidden, ids, inputs, outputs, dhidden):
+        nonlocal accumulate
         logp, lse, entropy, top1 = outputs
         logprob_hopper.linear_logp_with_gradient(
-            hidden, weight, ids, temperature, *inputs, logp, lse, dhidden, dweight, entropy, top1
+            hidden, weight, ids, temperature, *inputs, logp, lse, dhidden, dweight, entropy, top1, accumulate
         )
+        accumulate = True
 
     counts, learns = ids != IGNORED, dlogp != 0
     # First what needs more memory: the pool cuts what the other needs from it.
     at_once, _ = logprob_hopper.block_rows(hidden.shape[1], vocabulary)
     _on_live_rows(one_pass, counts & learns, hidden, ids, (dlogp,), outputs, dhidden, at_once)
+    if not accumulate:
+        fill(0.0, dweight)
     at_once = logprob_hopper.forward_rows(vocabulary)
     _on_live_rows(forward, counts & ~learns, hidden, ids, (), outputs, None, at_once, keep_others=True)
 

@@ -15,8 +15,9 @@ needs only three. Rows go by in blocks whose exponentials, 16 bits each, exist a
 e = 2^((z - r) factor) with a reference r of the row, its token's logit. When lse is known, `finish_kernel` finds what
 is left between e and dz, a factor of the row, which goes to the other operand of dweight's product and to the result
 of dhidden's. dweight then gets its sum in several parts, one a block of rows, each of which reads and writes all of
-dweight: blocks are as tall as memory allows. dhidden's product is cut along the vocabulary, for else it had too few
-tiles for the GPU; the parts are added in their order.
+dweight: blocks are as tall as memory allows. Rows left over come first: where dweight need not be added to, theirs is
+only written, which pays most where a product is short. dhidden's product is cut along the vocabulary, for else it had
+too few tiles for the GPU; the parts are added in their order.
 
 H200, 16,384 x 1024 x 151,936: each product is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md. Extra memory:
 EXTRA_BYTES at most.
@@ -464,6 +465,10 @@ def head_kernel(tile):
         tiles = slab_tiles
         if slabs:
             tiles *= i32((rounds + slab_rounds - 1) // slab_rounds)
+        apart = i32(cuda.gridDim.x)
+        if slabs and tiles - slab_tiles < apart:
+            # Tiles of the last slab, which may be shorter, are left to the blocks without one of the others.
+            apart = i32(apart - (tiles - slab_tiles)) if cuda.blockIdx.x >= tiles - slab_tiles else tiles
         stage, slab, step, slab_rows = i32(0), i32(0), i32(0), i32(0)
         if group == 0:
             fewer_registers()
@@ -471,7 +476,7 @@ def head_kernel(tile):
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity = i32(1)
-                for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
+                for index in range(i32(cuda.blockIdx.x), tiles, apart):
                     here = rounds
                     if slabs:
                         slab = divide(i32(index), slab_tiles)
@@ -498,7 +503,7 @@ def head_kernel(tile):
             largest, bases = cuda.local.array(8, np.float32), cuda.local.array(2, np.float32)
             at = cuda.local.array(2, np.int64)
             parity, turn = i32(0), i32(0)
-            for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
+            for index in range(i32(cuda.blockIdx.x), tiles, apart):
                 here = rounds
                 if slabs:
                     slab = divide(i32(index), slab_tiles)
@@ -887,17 +892,37 @@ def block_rows(width, vocabulary, rows_of_tile=128):
     for slabs in range(1, 17):
         rows = EXTRA_BYTES // (a_row + 4 * slabs * width) // rows_of_tile * rows_of_tile
         rows = max(rows, rows_of_tile)
-        tiles = rows // rows_of_tile * -(-width // TILE_COLUMNS) * slabs
-        filled = tiles / (-(-tiles // processors()) * processors())
+        rounds, tiles = -(-pitch // STEPS), rows // rows_of_tile * -(-width // TILE_COLUMNS)
+        _, longest = slab_division(rounds, tiles, slabs)
         # dweight's traffic grows with the number of blocks, dhidden's time with the share of idle SMs.
-        cost = 1.0 / filled + 0.5 * 768 / rows
+        cost = longest * processors() / (tiles * rounds) + 0.5 * 768 / rows
         if best is None or cost < best[0]:
             best = cost, rows, slabs
     return best[1:]
 
 
+def slab_division(rounds, tiles, slabs):
+    """(rounds of a slab, rounds of the SM that has most) for `tiles` tiles, cut into at most so many slabs.
+
+    Either all slabs have the same length, or the last one is shorter, and the SMs that have no tile of the others do
+    several of its: 24 tiles on 132 SMs are 120 tiles of five slabs, and for 12 SMs two tiles each of half a slab.
+    """
+    best = None
+    for count in range(1, slabs + 1):
+        length = -(-rounds // count)
+        candidates = [(-(-tiles * count // processors()) * length, length)]
+        idle = processors() - tiles * (count - 1)
+        if 0 < idle < tiles:
+            turns = -(-tiles // idle)
+            length = -(-rounds * turns // ((count - 1) * turns + 1))
+            candidates.append((max(length, turns * (rounds - (count - 1) * length)), length))
+        best = min(best or candidates[0], *candidates)
+    longest, length = best
+    return length, longest
+
+
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None,
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
     tile=None, shape=None, slab_tile=None,
 ):  # fmt: skip
     """logprob.linear_logp_with_gradient without ignored rows, in three products, for arrays that takes() accepts.
@@ -921,12 +946,10 @@ def linear_logp_with_gradient(
     factors, reference = xp.empty(step, np.float32), xp.empty(ids.shape, np.float32)
     all_chosen = xp.full(ids.shape, math.nan, np.float32)
     launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference)
-    weight_tile = gemm_hopper.best_tile(
-        *dweight.shape, step, tile.element, True, True, "add", False, False, processors()
-    )
-    for first in range(0, hidden.shape[0], step):
-        rows = slice(first, min(first + step, hidden.shape[0]))
-        count = rows.stop - first
+    end = 0
+    while end < hidden.shape[0]:
+        count = (hidden.shape[0] - end) % step or step
+        rows, end = slice(end, end + count), end + count
         h, targets, near, scaled = hidden[rows], ids[rows], reference[rows], scaled_memory[:count]
         results, chosen = results_memory[: count * tiles * RESULTS], all_chosen[rows]
         dz = memory[: count * pitch].reshape(count, pitch)
@@ -938,9 +961,9 @@ def linear_logp_with_gradient(
         )
         apart = -(-count // tile.rows) * tile.rows
         # A block that is shorter than others has as many tiles, in more slabs.
-        slab_rounds = -(-rounds // (most_parts // apart))
+        slab_rounds, _ = slab_division(rounds, apart // tile.rows * -(-width // TILE_COLUMNS), most_parts // apart)
         height = -(-rounds // slab_rounds) * apart
         parts = parts_memory[: height * width].reshape(height, width)
         _head(parts_tile, dz, weight, parts, None, None, None, 1.0, None, None, slab_rounds=slab_rounds)
         launch(add_slabs_kernel, count, SLAB_THREADS, parts, apart, factors[:count], dhidden[rows])
-        gemm_hopper.hopper_product(weight_tile, dz, scaled, dweight)
+        gemm_hopper.product(dz, scaled, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

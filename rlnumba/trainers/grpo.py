@@ -430,7 +430,9 @@ class Learner:
                     # taken once more after it, for metrics that would tell if it found others.
                     drawn = batch.rollout_logprobs
                     self._loss(batch, drawn, drawn, micro_scale, unread, dlogprobs, arena.empty((METRICS,), np.float32))
-                    dhidden = head_with_gradient(model, *targets, dlogprobs, self.grads, arena, logprobs, part_entropy)
+                    dhidden = head_with_gradient(
+                        model, *targets, dlogprobs, self.grads, arena, logprobs, part_entropy, first=i == 0
+                    )
                     self._loss(batch, logprobs, logprobs, micro_scale, loss, dlogprobs, stats[i])
                 else:
                     head = head_forward(model, *targets, arena, logprobs, part_entropy)

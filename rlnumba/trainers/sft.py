@@ -121,7 +121,9 @@ def train_step(model, grads, optimizer, rows, train, learning_rate, arena):
                 dhidden = head_backward(model, head, dlogprobs, hidden.shape[0], grads, arena)
             else:
                 fill(-1.0 / targets, dlogprobs)
-                dhidden = head_with_gradient(model, hidden, chosen, target_ids, 1.0, dlogprobs, grads, arena, *found)
+                dhidden = head_with_gradient(
+                    model, hidden, chosen, target_ids, 1.0, dlogprobs, grads, arena, *found, first=first == 0
+                )
             model.backward(dhidden, tape, grads)
     info = optimizer.step(learning_rate)
     metrics = sums.means(train.loss_type)

@@ -290,10 +290,10 @@ def test_exponential_is_accurate():
     assert np.all(out[0, 1:][x < -87] == 0)
 
 
-def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, without=3):
+def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, without=3, accumulate=True):
     """[(logp, lse, entropy, top1, dhidden, dweight)] of linear_logp_with_gradient, and of the two other operators.
 
-    Every fifth row is ignored, every `without`-th has dlogp 0.
+    Every fifth row is ignored, every `without`-th has dlogp 0. dweight is added to ones, or it is written.
     """
     kind, xp = device.dtype(dtype), device.xp()
     hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
@@ -306,10 +306,12 @@ def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, with
     for together in (True, False):
         logp, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
         top1, dhidden = xp.full(rows, -7, np.int32), xp.full_like(hidden, np.nan)
-        dweight = xp.ones(weight.shape, np.float32)
+        dweight = xp.full(weight.shape, np.float32(accumulate))
         if together:
+            if not accumulate:
+                dweight.fill(np.nan)
             outputs = logp, lse, dhidden, dweight, entropy, top1
-            linear_logp_with_gradient(hidden, weight, ids, temperature, dlogp, *outputs)
+            linear_logp_with_gradient(hidden, weight, ids, temperature, dlogp, *outputs, accumulate=accumulate)
         else:
             linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1)
             linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
@@ -320,19 +322,21 @@ def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, with
 NAMES = ("logp", "lse", "entropy", "top1", "dhidden", "dweight")
 
 
+@pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("shape", [*SMALL, (67, 1000, 33)])
-def test_with_gradient_is_the_two_calls(rng, shape):
+def test_with_gradient_is_the_two_calls(rng, shape, accumulate):
     """Where the Hopper kernels do not serve: the same bits."""
     if device.name() == "sim" and shape[0] == 67:
         pytest.skip("the others are enough for the kernels")
-    for one, two, what in zip(*one_and_two_calls(rng, *shape, "float32"), NAMES, strict=True):
+    results = one_and_two_calls(rng, *shape, "float32", accumulate=accumulate)
+    for one, two, what in zip(*results, NAMES, strict=True):
         assert_same_bits(one, two, what)
 
 
 @pytest.mark.sim
 def test_with_gradient_is_the_two_calls_in_kernels(rng):
     for shape in SMALL:
-        test_with_gradient_is_the_two_calls(rng, shape)
+        test_with_gradient_is_the_two_calls(rng, shape, accumulate=False)
     with choice.forced("simple"):
         results = one_and_two_calls(rng, 7, 40, 16, "bfloat16")
     for one, two, what in zip(*results, NAMES, strict=True):

@@ -1,3 +1,4 @@
+import math
 import tracemalloc
 
 import numpy as np
@@ -7,7 +8,7 @@ from rlnumba import device
 from rlnumba.kernels import choice, gemm, logprob, logprob_hopper
 from rlnumba.kernels.gemm_hopper import Tile, hopper_product
 from rlnumba.kernels.logprob import IGNORED, linear_logp_backward_ref, linear_logp_ref
-from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns, may_lead
+from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns, may_lead, slab_division
 from rlnumba.kernels.sampling import sample
 from tests.close import ROUNDING, assert_close, assert_same_bits
 from tests.kernels.test_logprob import NAMES, one_and_two_calls
@@ -147,8 +148,41 @@ def test_simulator_with_gradient(rng, dtype, temperature):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(("rows", "without", "blocks"), [(170, 200, [128, 7]), (11, 3, [6]), (11, 1, [1])])
-def test_simulator_operator(rng, monkeypatch, rows, without, blocks):
+def test_simulator_short_last_slab(rng, monkeypatch):
+    """On three SMs two tiles of five rounds are two of four, and for the third SM two of one."""
+    no_gpu()
+    monkeypatch.setattr(logprob_hopper, "processors", lambda: 3)
+    assert slab_division(5, 2, 2) == (4, 4)
+    case = make(rng, 66, 300, 64, "bfloat16", ignored=False)
+    hidden, weight, ids, dlogp = case
+    out = terms(66)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    logp, lse, entropy, top1 = out
+    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    tile = SIMULATED._replace(mode="exponentials")
+    logprob_hopper.linear_logp_with_gradient(*arguments, tile=tile, shape=(128, 2))
+    check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
+
+
+def test_slab_division(monkeypatch):
+    """Slabs cover all rounds, none is empty, and no division with fewer slabs has a shorter longest SM."""
+    monkeypatch.setattr(logprob_hopper, "processors", lambda: 132)
+    assert slab_division(2374, 24, 6) == (432, 432) and slab_division(2374, 24, 5) == (475, 475)
+    for rounds in (1, 7, 100, 2374):
+        for tiles in (1, 8, 24, 100, 131, 132, 500):
+            before = math.inf
+            for slabs in range(1, 18):
+                length, longest = slab_division(rounds, tiles, slabs)
+                assert 0 < -(-rounds // length) <= slabs
+                assert longest * 132 >= tiles * rounds and longest <= before
+                before = longest
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("rows", "without", "blocks", "accumulate"), [(170, 200, [128, 7], False), (11, 3, [6], True), (11, 1, [1], False)]
+)
+def test_simulator_operator(rng, monkeypatch, rows, without, blocks, accumulate):
     """The operator in one pass: few rows have no gradient, some, or all but one."""
     no_gpu()
     called = []
@@ -161,13 +195,27 @@ def test_simulator_operator(rng, monkeypatch, rows, without, blocks):
     monkeypatch.setattr(logprob_hopper, "linear_logp_with_gradient", counted)
     monkeypatch.setattr(logprob_hopper, "block_rows", lambda width, vocabulary: (128, 2))
     with choice.forced("hopper"):
-        one, two = one_and_two_calls(rng, rows, 100, 72, "bfloat16", without=without)
+        one, two = one_and_two_calls(rng, rows, 100, 72, "bfloat16", without=without, accumulate=accumulate)
     assert called == blocks
     for first, second, what in zip(one[:4], two[:4], NAMES, strict=False):
         assert_same_bits(first, second, what)
     for first, second, what in zip(one[4:], two[4:], NAMES[4:], strict=True):
         assert_close(first, second, "bfloat16", terms=400, scale=8.0, what=what)
     assert not one[4][2::5].any() and not one[4][1::without].any()
+
+
+@pytest.mark.sim
+def test_simulator_operator_without_a_gradient(rng):
+    no_gpu()
+    hidden, weight, ids, dlogp = make(rng, 5, 100, 72, "bfloat16", ignored=False)
+    logp, lse, _, _ = terms(5)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.nan, np.float32)
+    dlogp.fill(0)
+    with choice.forced("hopper"):
+        logprob.linear_logp_with_gradient(
+            hidden, weight, ids, 1.0, dlogp, logp, lse, dhidden, dweight, accumulate=False
+        )
+    assert np.isfinite(logp).all() and not dhidden.any() and not dweight.any()
 
 
 def test_the_second_consumer_follows():
@@ -262,6 +310,9 @@ def test_gpu(rng, fused, shape, dtype):
     for one, other in zip(again, out, strict=True):
         assert_same_bits(one, other, "one pass")
     check_gradient(dhidden, dweight, case, 0.8, checked, lost=2)
+    dweight.fill(np.nan)
+    logprob.linear_logp_with_gradient(*arguments, accumulate=False)
+    check_gradient(dhidden, dweight + 1, case, 0.8, checked, lost=2)
 
 
 @pytest.mark.gpu

@@ -63,6 +63,10 @@ if device.name() == "sim":
         counters[index] = before + 1
         return before
 
+    def counted(counters, index):
+        """counters[index]. What was written before those counts is visible to this thread and to all it meets."""
+        return counters[index]
+
     def prefetch_tensor_map(tensor_map):
         """Have a tensor map at hand before the first copy asks for it."""
 
@@ -200,6 +204,19 @@ else:
         """Add 1 to counters[index] and return what it was. What this thread, and threads it met, wrote before is
         visible to whoever counts later; what was written before earlier counts, to this thread and to all it meets."""
         return _count_up(hopper.tensor_map_address(counters) + index * 4)
+
+    @intrinsic
+    def _counted(typingctx, address):
+        def codegen(context, builder, signature, args):
+            text = "ld.acquire.gpu.global.s32 $0, [$1];"
+            return hopper._assembly(builder, _I32, [_I64], text, "=r,l,~{memory}", args)
+
+        return types.int32(types.int64), codegen
+
+    @device_function
+    def counted(counters, index):
+        """counters[index]. What was written before those counts is visible to this thread and to all it meets."""
+        return _counted(hopper.tensor_map_address(counters) + index * 4)
 
     prefetch_tensor_map = hopper._instruction(
         "prefetch.tensormap [$0];", "l", "Have a tensor map at hand before the first copy asks for it."

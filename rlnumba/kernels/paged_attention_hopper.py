@@ -69,7 +69,7 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.hopper_registers import count_up, prefetch_tensor_map, set_registers
+from rlnumba.kernels.hopper_registers import count_up, counted, prefetch_tensor_map, set_registers
 from rlnumba.kernels.instructions import (
     ballot,
     device_function,
@@ -301,8 +301,8 @@ def column_sum_function(rows):
 
 
 @functools.cache
-def write_functions(box, head_dim, element, rows):
-    """(write_out, write_part): the device functions that write 64 columns of v of what a thread holds of a unit."""
+def part_functions(box, head_dim, element, rows):
+    """(write_out, write_part, read_part): device functions for 64 columns of v of what a thread holds of a unit."""
     pack_two = pack(element)
     columns, first = rows // 4, box * rows // 2
 
@@ -328,7 +328,18 @@ def write_functions(box, head_dim, element, rows):
                         at = np.int64(row_of[i]) * head_dim + column
                         parts[at] = acc[first + i // 2 * 4 + half * 2 + i % 2]
 
-    return write_out, write_part
+    @device_function
+    def read_part(acc, row_of, parts, e):
+        """What write_part wrote, zeros where row_of is -1."""
+        for half in range(2):
+            column = i32(e + box * 64 + half * 8)
+            for i in range(columns):
+                j = first + i // 2 * 4 + half * 2 + i % 2
+                acc[j] = f32(0.0)
+                if column < head_dim and row_of[i] >= 0:
+                    acc[j] = parts[np.int64(row_of[i]) * head_dim + column]
+
+    return write_out, write_part, read_part
 
 
 @functools.cache
@@ -382,6 +393,8 @@ def paged_attention_hopper_kernel(tile):
     """The kernel of a Tile."""
     head_dim, element, rows, box, stages, blocks, grouped, segment = tile
     boxes, tile_bytes, runs, moves_registers = tile.boxes, tile.tile_bytes, tile.most_run > 1, tile.moves_registers
+    # Whether a sequence's own unit may go on from its group's part, which takes the registers of a run.
+    carries = grouped and runs
     copies, segment_tiles = KEYS // box, segment // KEYS
     # Rows of the cache that a lane of a producer looks up for a segment, and tiles that 32 lanes know the rows of.
     looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
@@ -396,10 +409,10 @@ def paged_attention_hopper_kernel(tile):
     shared_of, units_of = unit_functions(rows, segment, grouped)
     fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
     # Functions of boxes that do not exist are not called.
-    write_out_0, write_part_0 = write_functions(0, head_dim, element, rows)
-    write_out_1, write_part_1 = write_functions(min(1, boxes - 1), head_dim, element, rows)
-    write_out_2, write_part_2 = write_functions(min(2, boxes - 1), head_dim, element, rows)
-    write_out_3, write_part_3 = write_functions(min(3, boxes - 1), head_dim, element, rows)
+    write_out_0, write_part_0, read_part_0 = part_functions(0, head_dim, element, rows)
+    write_out_1, write_part_1, read_part_1 = part_functions(min(1, boxes - 1), head_dim, element, rows)
+    write_out_2, write_part_2, read_part_2 = part_functions(min(2, boxes - 1), head_dim, element, rows)
+    write_out_3, write_part_3, read_part_3 = part_functions(min(3, boxes - 1), head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
@@ -417,8 +430,8 @@ def paged_attention_hopper_kernel(tile):
         warps exchange, then the barriers.
         """
         # Of a unit: tiles (-1: there are no more), sequence, part, first key, key head, first token, tokens, context,
-        # sequences that share it (0: not a group's), parts of its sequence.
-        info = cuda.shared.array((SLOTS, 10), np.int32)
+        # sequences that share it (0: not a group's), parts of its sequence, whether it goes on from its group's part.
+        info = cuda.shared.array((SLOTS, 11), np.int32)
         tickets = cuda.shared.array(TICKETS, np.int32)
         # To the merging warp: sequence (-1: there is nothing more), key head, first token, sequences, rows of each.
         letters = cuda.shared.array((LETTERS, 5), np.int32)
@@ -535,7 +548,10 @@ def paged_attention_hopper_kernel(tile):
                             info[slot, 6] = i32(cu_seqlens[sequence + 1] - start)
                             info[slot, 7] = context
                             info[slot, 8] = sharing
-                            info[slot, 9] = parts_of(sequence, contexts, common, run)
+                            all_parts, goes_on = parts_of(sequence, contexts, common, run), i32(0)
+                            if carries and sharing == 0 and number == 1 and all_parts == 2:
+                                goes_on = i32(counted(counters, i32(2 + sequence * kv_heads + kv_head)))
+                            info[slot, 9], info[slot, 10] = all_parts, goes_on
                             if tiles > 0:
                                 barrier_expect(arrived, boxes * tokens * group * LINE)
                                 for b in range(boxes):
@@ -649,9 +665,25 @@ def paged_attention_hopper_kernel(tile):
                 barrier_wait(Address(q_full + slot * 8), q_parity)
                 tiles, sequence, own_part, first_key = info[slot, 0], info[slot, 1], info[slot, 2], info[slot, 3]
                 kv_head, start, length, context = info[slot, 4], info[slot, 5], info[slot, 6], info[slot, 7]
-                sharing, unit_parts = info[slot, 8], info[slot, 9]
+                sharing, unit_parts, goes_on = info[slot, 8], info[slot, 9], info[slot, 10]
                 working = tiles >= 0
                 if tiles > 0:
+                    if carries and goes_on > 0:
+                        # Of one query token; the loads are under way while the tiles are worked on.
+                        first_row = i32((sequence * kv_heads + kv_head) * max_parts * stride)
+                        for i in range(columns):
+                            column = i32(i // 2 * 8 + pair + i % 2)
+                            token_of[i] = i32(first_row + column) if column < group else i32(-1)
+                            total_reference[i] = references[max(token_of[i], i32(0))]
+                            total_sum[i] = sums[max(token_of[i], i32(0))]
+                        e = i32(warp * 16 + group_lane)
+                        read_part_0(total, token_of, parts, e)
+                        if boxes > 1:
+                            read_part_1(total, token_of, parts, e)
+                        if boxes > 2:
+                            read_part_2(total, token_of, parts, e)
+                        if boxes > 3:
+                            read_part_3(total, token_of, parts, e)
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
                         position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
@@ -728,7 +760,7 @@ def paged_attention_hopper_kernel(tile):
                             stage = i32(0)
                             parity ^= i32(1)
                     column_sums(running, sum_place, warp, group_lane, pair)
-                    if runs and tiles > segment_tiles:
+                    if runs and (tiles > segment_tiles or goes_on > 0):
                         fold(acc, reference, running, total, total_reference, total_sum, False)
                         for i in range(columns):
                             reference[i], running[i] = total_reference[i], total_sum[i]
@@ -751,7 +783,9 @@ def paged_attention_hopper_kernel(tile):
                     sync_group(1, WARPGROUP)
                     shared_segment = grouped and sharing > 0
                     e = i32(warp * 16 + group_lane)
-                    if unit_parts == 1:
+                    if carries and goes_on > 0 and thread == 0:
+                        counters[2 + sequence * kv_heads + kv_head] = i32(0)
+                    if unit_parts == 1 or goes_on > 0:
                         if thread < alive and lse.shape[0] > 0:
                             place = Address(total_place + thread * 4)
                             lse[kv_head * group + thread % group, start + thread // group] = log_sum(

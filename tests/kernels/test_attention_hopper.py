@@ -203,16 +203,28 @@ def test_runs_of_segments_in_the_simulator(rng, run):
 
 
 @pytest.mark.sim
-def test_groups_in_the_simulator(rng):
-    """Members of a group read its whole common segments once, and merge them with their own."""
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_groups_in_the_simulator(rng, monkeypatch, blocks):
+    """Members read their group's whole segments once; their own go on from these, or are merged with them."""
     if device.name() == "numpy":
         pytest.skip("needs the kernels")
-    cache = Cache(rng, [100, 81, 10], 3, 1, 24, BF16, common=0, segment=64)
-    cache.tables[1, :5] = cache.tables[0, :5]
-    step = [0, 1, 2], [99, 80, 9], [100, 81, 10], 112
-    grouped = cache.paged(*step, common=[80, 80, 0], members=[2, 0, 1], blocks=2)
+    cache = Cache(rng, [10, 100, 81], 3, 1, 24, BF16, common=0, segment=64)
+    cache.tables[2, :5] = cache.tables[1, :5]
+    step = [0, 1, 2], [9, 99, 80], [10, 100, 81], 112
+    looks, counted = [], paged_form.counted
+
+    def looked(counters, index):
+        looks.append(counted(counters, index))
+        return looks[-1]
+
+    if device.name() == "sim":
+        monkeypatch.setattr(paged_form, "counted", looked)
+    grouped = cache.paged(*step, common=[0, 80, 80], members=[1, 2, 0], blocks=blocks)
     for actual, expected in zip(grouped, cache.paged(*step), strict=True):
         assert_same_bits(actual, expected)
+    if device.name() == "sim":
+        # One block draws the members' units when the common one is done, another block while it is worked on.
+        assert looks == ([1, 1] if blocks == 1 else [0, 0])
 
 
 @pytest.mark.parametrize("head_dim, group, paged", [(128, 2, False), (128, 1, True), (256, 2, False), (80, 3, True)])

@@ -115,9 +115,9 @@ def count_heads(monkeypatch, module):
     """A list that gets an element for every call of the module's head_with_gradient."""
     called, head_with_gradient = [], module.head_with_gradient
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         called.append(arguments)
-        return head_with_gradient(*arguments)
+        return head_with_gradient(*arguments, **options)
 
     monkeypatch.setattr(module, "head_with_gradient", counted)
     return called

@@ -101,9 +101,9 @@ def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_ty
     """Where each target's factor is known beforehand, which dft's is not."""
     called, head_with_gradient = [], sft.head_with_gradient
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         called.append(arguments)
-        return head_with_gradient(*arguments)
+        return head_with_gradient(*arguments, **options)
 
     monkeypatch.setattr(sft, "head_with_gradient", counted)
     sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))

@@ -29,7 +29,7 @@ from rlnumba.kernels.instructions import (
     vector_access,
     wait_for_kernels_before,
 )
-from rlnumba.kernels.launch import kernel_factory, launch, overlapping
+from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 
 i32, u32 = np.int32, np.uint32
 
@@ -352,7 +352,8 @@ def copy_rows(x, rows, out, scatter):
     bounded = columns * x.itemsize % (16 * threads) != 0
     many = ROWS_OF_COPIER if rows.size >= MANY_ROWS else 1
     kernel = copy_rows_kernel(element, access_length(columns, x, out), bounded, scatter, parts, many)
-    launch(kernel, -(-rows.size // (many * lines)) * parts, (threads, lines), x.view(element), rows, out.view(element))
+    blocks, arguments = -(-rows.size // (many * lines)) * parts, (x.view(element), rows, out.view(element))
+    launch(kernel, blocks, (threads, lines), *arguments, early=ALWAYS)
 
 
 def embedding(input_ids, weight, out):
@@ -417,12 +418,11 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None):
     kernel = list_tokens_kernel(buckets, access_length(tokens, input_ids))
     arguments = input_ids, vocabulary, ignored, counters, entries, order, arrived
     shared = 4 * (2 * counters + 1 + TILE)
-    with overlapping():
-        launch(kernel, buckets, LISTERS, *arguments, shared=shared)
+    launch(kernel, buckets, LISTERS, *arguments, shared=shared, early=ALWAYS)
     access, bounded = access_length(columns, dout, dweight), columns % of_block != 0
     kernel = embedding_backward_kernel(access, bounded)
-    with overlapping():
-        launch(kernel, (tokens, column_blocks), THREADS, entries, order, dout, dweight, parts, arrived)
+    arguments = entries, order, dout, dweight, parts, arrived
+    launch(kernel, (tokens, column_blocks), THREADS, *arguments, early=ALWAYS)
 
 
 def embedding_ref(input_ids, weight):

@@ -31,7 +31,7 @@ from rlnumba.kernels.instructions import (
     sync_warp,
     wait_for_kernels_before,
 )
-from rlnumba.kernels.launch import kernel_factory, launch, overlapping
+from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 from rlnumba.kernels.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, add_rows_to, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.rope import (
     WARPS,
@@ -456,8 +456,7 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     q_rows = 2 * q_tiles * blocks
     parts = (part.reshape(-1, width) for part in (partials[:q_rows], partials[q_rows:]))
     grid = -(-width // PARTIAL_COLUMNS), 2
-    with overlapping():
-        launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight)
+    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight, early=ALWAYS)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):

@@ -30,7 +30,7 @@ from rlnumba.kernels.instructions import (
     wait_for_kernels_before,
     warp_sum,
 )
-from rlnumba.kernels.launch import kernel_factory, launch, overlapping
+from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 
 # Columns that a thread owns, and threads that a row may have at most; the widest rows give a thread of the backward
 # more. Part of the arithmetic: it fixes who adds up which columns. The backward keeps five values a column.
@@ -317,8 +317,8 @@ def add_partials(partials, total):
 
     Begins while the kernel ahead, which writes the partials, ends.
     """
-    with overlapping():
-        launch(add_partials_kernel, -(-total.size // PARTIAL_COLUMNS), (32, PARTIAL_WARPS), partials, total)
+    blocks = -(-total.size // PARTIAL_COLUMNS)
+    launch(add_partials_kernel, blocks, (32, PARTIAL_WARPS), partials, total, early=ALWAYS)
 
 
 def _check_columns(op, columns):
@@ -402,8 +402,8 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     blocks = min(-(-rows // lines), PROCESSORS * row_shape.resident(lines))
     partials = device.xp().empty((blocks, columns), np.float32)
     arguments = (dout, x, weight, rstd, int(accumulate), dx, partials)
-    with overlapping():
-        launch(rmsnorm_backward_kernel(row_shape, lines), blocks, (row_shape.threads, lines), *arguments)
+    kernel = rmsnorm_backward_kernel(row_shape, lines)
+    launch(kernel, blocks, (row_shape.threads, lines), *arguments, early=ALWAYS)
     if blocks:
         add_partials(partials, dweight)
 

@@ -81,6 +81,8 @@ def test_parameters_lie_where_the_driver_looks():
         arguments += [np.int32(scalars[1]), np.uint32(scalars[2]), scalars[3]]
         if address == 4096:
             parameters = Parameters(arguments)
-        parameters.fill(arguments)
+        ordered = sorted(arguments, key=lambda argument: isinstance(argument, (int, np.number)))
+        values = [argument.data.ptr if isinstance(argument, SimpleNamespace) else argument for argument in ordered]
+        parameters.write(parameters.slots, 0, *values)
         first, second = [0, 0, 5, 4, address, 5, 4], [0, 0, 6, 2, address + 64, 2, 3, 6, 2]
         assert found(parameters, kinds) == [*first, scalars[0], *second, *scalars[1:]]

@@ -51,8 +51,9 @@ _EMPTY = np.empty(0, np.float32)
 _EMPTY_ROWS = np.empty((0, 0), np.float32)
 # Warps of a block that splits, and blocks that an SM has at a time; heads that a group of lanes owns at most, and one
 # where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
-# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us.
-SPLIT_WARPS, SPLIT_RESIDENT = 2, 10
+# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache, with 12 blocks an SM instead of
+# 10: 72.6 and 74.3 us; not to a cache, 72.4 and 70.6.
+SPLIT_WARPS, SPLIT_RESIDENT, CACHE_RESIDENT = 2, 10, 12
 SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
 # Blocks of the backward with norm that an SM has at a time, which leaves 96 registers a thread.
 RESIDENT = 5
@@ -64,13 +65,12 @@ MOST_HEADS = 1 << 31
 
 
 @kernel_factory
-def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
+def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
 
     cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
     without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
-    most_heads: that a group of lanes owns; changes no bits. early: for few tokens, whose kernel may begin before the
-    one ahead has ended.
+    most_heads: that a group of lanes owns; changes no bits.
     """
     width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
@@ -79,7 +79,10 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
     count = heads_of_group * of_head
     load_head, store_head, load_angles = head_access(shape)
 
-    @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(SPLIT_RESIDENT)))
+    # Of narrower heads, whose lanes come from more of them, addresses would not leave enough registers.
+    resident = CACHE_RESIDENT if cached and width >= 128 else SPLIT_RESIDENT
+
+    @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(resident)))
     def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
 
@@ -90,9 +93,8 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
         row = i32(warp // i32(warps_of_token))
         if row >= position_ids.shape[0]:
             return
-        if early:
-            wait_for_kernels_before()
-            let_next_kernel_start()
+        wait_for_kernels_before()
+        let_next_kernel_start()
         lane = i32(cuda.threadIdx.x)
         e = lane % i32(lanes) * i32(vector)
         first_head = i32(warp % i32(warps_of_token) * i32(heads_of_group * groups) + lane // i32(lanes))
@@ -113,7 +115,8 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early):
         if cached:
             # ptxas would ask for the slot first, and late for the angles. Without a slot, k and v are not written.
             sync_warp()
-            place = slot_mapping[np.uint64(row)]
+            if first_head + i32((heads_of_group - 1) * groups) >= heads:
+                place = slot_mapping[np.uint64(row)]
         if normed:
             for i in range(heads_of_group):
                 squares, others = np.float32(0.0), np.float32(0.0)
@@ -370,8 +373,8 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
     arguments = (qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd)
-    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, few)
-    launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, early=few)
+    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
+    launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, early=ALWAYS)
 
 
 def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):

@@ -221,8 +221,8 @@ def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, wid
         for normed, cached in ((False, False), (True, False), (True, True)):
             weight = halves if normed else table
             types = [halves, weight, weight, "float32", table, table, ids, ids, halves, halves, halves, table]
-            for most_heads, early in ((1, True), (qkv.SPLIT_HEADS, False)):
-                kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads, early)
+            for most_heads in (1, qkv.SPLIT_HEADS):
+                kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
                 troubles += compile_offline(kernel, types, architecture)
         kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
         troubles += compile_offline(kernel, [halves] * 3 + [table, table, ids, halves], architecture)

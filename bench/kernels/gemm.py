@@ -83,9 +83,9 @@ def tiles(rows, steps, output, a_mn=False, b_mn=False):
 
 def compile_one(tile):
     """Launch a tile's kernel on a small product, so that the disk cache has it."""
-    a = random_array(64, 64)
-    out = cupy.empty((64, 64), np.float32 if tile.output != "same" else a.dtype)
-    hopper_product(tile, a, a, out)
+    a, b = random_array(64, 64), random_array(128 if tile.swiglu else 64, 64)
+    out = cupy.empty((64, len(b)), np.float32 if tile.output != "same" else a.dtype)
+    hopper_product(tile, a, b, out, residual=cupy.empty_like(a) if tile.swiglu else None)
 
 
 def compile_all(found):

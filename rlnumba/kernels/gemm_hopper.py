@@ -63,7 +63,7 @@ from rlnumba.kernels.hopper import (
 )
 from rlnumba.kernels.hopper_registers import prefetch_tensor_map
 from rlnumba.kernels.instructions import device_function, let_next_kernel_start, wait_for_kernels_before
-from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 from rlnumba.kernels.swiglu import sigmoid
 
 i32 = np.int32
@@ -663,5 +663,6 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
         k,
         arriving,
         shared=tile.shared_bytes,
-        early=m <= ROWS or b.size < LARGE_WEIGHT,
+        # Only a weight as it lies in memory is read ahead.
+        early=ALWAYS if tile.b_mn else m <= ROWS or b.size < LARGE_WEIGHT,
     )

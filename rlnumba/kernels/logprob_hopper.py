@@ -66,8 +66,17 @@ from rlnumba.kernels.hopper import (
     warp_uniform,
     warpgroup_product,
 )
-from rlnumba.kernels.instructions import device_function, exp2, narrow, shuffle_xor, vector_access, warp_sum
-from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.instructions import (
+    device_function,
+    exp2,
+    let_next_kernel_start,
+    narrow,
+    shuffle_xor,
+    vector_access,
+    wait_for_kernels_before,
+    warp_sum,
+)
+from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 from rlnumba.kernels.row_sum import (
     CLASSES,
     GROUPS,
@@ -458,6 +467,8 @@ def head_kernel(tile):
             barrier_init(ahead, 1)
             barrier_init_fence()
         cuda.syncthreads()
+        let_next_kernel_start()
+        wait_for_kernels_before()
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + TILE_COLUMNS - 1) // TILE_COLUMNS)
         rounds = i32((k + STEPS - 1) // STEPS)
@@ -604,6 +615,8 @@ def merge_kernel(results, chosen, temperature, logp, lse, entropy, top1):
     scratch = cuda.shared.array(32, np.float32)
     groups = cuda.shared.array((GROUPS, 3), np.float32)
     row = cuda.blockIdx.x
+    let_next_kernel_start()
+    wait_for_kernels_before()
     tiles = results.shape[0] // (RESULTS * chosen.shape[0])
     largest, total, weighted, top = merge(results, tiles, row, LOG2_E / temperature, scratch, groups)
     if cuda.threadIdx.x == 0:
@@ -669,6 +682,8 @@ def finish_kernel(
     scratch = cuda.shared.array(32, np.float32)
     groups = cuda.shared.array((GROUPS, 3), np.float32)
     row = cuda.blockIdx.x
+    let_next_kernel_start()
+    wait_for_kernels_before()
     pitch, width = exponentials.shape[1], hidden.shape[1]
     tiles = results.shape[0] // (RESULTS * chosen.shape[0])
     factor = LOG2_E / temperature
@@ -728,6 +743,8 @@ def add_slabs_kernel(parts, rows, factors, out):
     """
     row = cuda.blockIdx.x
     values, total = cuda.local.array(4, np.float32), cuda.local.array(4, np.float32)
+    let_next_kernel_start()
+    wait_for_kernels_before()
     for column in range(4 * cuda.threadIdx.x, out.shape[1], 4 * cuda.blockDim.x):
         for i in range(4):
             total[i] = np.float32(0.0)
@@ -791,6 +808,7 @@ def _head(tile, a, b, out, ids, lse, dlogp, temperature, results, chosen, first_
         slab_rounds,
         (a_rows + TILE_COLUMNS) * LINE,
         shared=tile.shared_bytes,
+        early=ALWAYS,
     )
 
 
@@ -820,7 +838,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
         results, chosen = memory[: count * tiles * RESULTS], all_chosen[rows]
         _head(tile, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)
         outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
-        launch(merge_kernel, count, MERGE_THREADS, results, chosen, float(temperature), *outputs)
+        launch(merge_kernel, count, MERGE_THREADS, results, chosen, float(temperature), *outputs, early=ALWAYS)
 
 
 def forward_rows(vocabulary, rows_of_tile=128):
@@ -955,15 +973,13 @@ def linear_logp_with_gradient(
         dz = memory[: count * pitch].reshape(count, pitch)
         _head(tile, h, weight, dz, targets, near, None, temperature, results, chosen)
         outputs = logp[rows], lse[rows], *_optional(logp, ids, _part(entropy, rows), _part(top1, rows))
-        inputs = targets, float(temperature), REACH[tile.element], dlogp[rows], h
-        launch(
-            finish_kernel, count, MERGE_THREADS, dz, results, chosen, near, *inputs, *outputs, scaled, factors[:count]
-        )
+        inputs = dz, results, chosen, near, targets, float(temperature), REACH[tile.element], dlogp[rows], h
+        launch(finish_kernel, count, MERGE_THREADS, *inputs, *outputs, scaled, factors[:count], early=ALWAYS)
         apart = -(-count // tile.rows) * tile.rows
         # A block that is shorter than others has as many tiles, in more slabs.
         slab_rounds, _ = slab_division(rounds, apart // tile.rows * -(-width // TILE_COLUMNS), most_parts // apart)
         height = -(-rounds // slab_rounds) * apart
         parts = parts_memory[: height * width].reshape(height, width)
         _head(parts_tile, dz, weight, parts, None, None, None, 1.0, None, None, slab_rounds=slab_rounds)
-        launch(add_slabs_kernel, count, SLAB_THREADS, parts, apart, factors[:count], dhidden[rows])
+        launch(add_slabs_kernel, count, SLAB_THREADS, parts, apart, factors[:count], dhidden[rows], early=ALWAYS)
         gemm_hopper.product(dz, scaled, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

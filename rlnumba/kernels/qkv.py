@@ -51,8 +51,8 @@ _EMPTY = np.empty(0, np.float32)
 _EMPTY_ROWS = np.empty((0, 0), np.float32)
 # Warps of a block that splits, and blocks that an SM has at a time; heads that a group of lanes owns at most, and one
 # where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
-# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache, with 12 blocks an SM instead of
-# 10: 72.6 and 74.3 us; not to a cache, 72.4 and 70.6.
+# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache 72.6 us with
+# 12 blocks an SM and 74.3 with ten; not to a cache 72.4 and 70.6.
 SPLIT_WARPS, SPLIT_RESIDENT, CACHE_RESIDENT = 2, 10, 12
 SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
 # Blocks of the backward with norm that an SM has at a time, which leaves 96 registers a thread.

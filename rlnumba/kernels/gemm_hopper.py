@@ -538,27 +538,33 @@ def few_rows_tile(m, n, k, processors, fixed, swiglu):
 
     A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: several panels
     a stage. Up to eight rows of A take little room: more of the weight is under way. As long as tiles fill half of the
-    SMs, the next kernel brings its own weight meanwhile, all of it if it is short; of long ones the last wave should be
-    full. H200, 1 and 64 rows: with one panel a stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and
-    3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7 and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3.
+    SMs, the next kernel brings its own weight meanwhile, all of it if it is short; where 64 columns fill more, 32 of
+    two blocks an SM are better. Of long weights the last wave should be full. H200, 1 and 64 rows: with one panel a
+    stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and 3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7
+    and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four;
+    6144 x 1024: 5.1 with 96 columns, 4.1 with 32.
     """
     eight, halves = m <= 8, 2 if swiglu else 1
-    most = 128 if swiglu else 96
 
     def filled(columns):
         return -(-n // (columns // halves)) / processors
 
     if n * halves * k <= SHORT_WEIGHT and eight:
-        widths = [columns for columns in (16, 24, 32, 48, 64, 96, 128) if 16 * halves <= columns <= most]
+        widths = (32, 48, 64, 96, 128) if swiglu else (16, 24, 32, 48, 64)
         columns = min(widths, key=lambda columns: abs(filled(columns) - 0.5))
+        most_panels = 2 if swiglu and columns > 32 else 4
+        if not swiglu and filled(columns) > 0.6:
+            columns, most_panels = 32, 1
     elif n * halves * k <= SHORT_WEIGHT:
         columns = 16 * halves if n * halves <= 16 * processors else 64 if filled(64) > 0.45 else 32
+        most_panels = 4 if columns == 16 * halves else 1 if columns == 64 else 2
+        if swiglu and columns == 64:
+            columns, most_panels = 48, 2
     else:
         widths = (64, 128) if swiglu else (64, 32, 48, 96)
         columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
-    tile = Tile(columns, 1, 2, *fixed, eight=eight)
-    most_panels = 4 if columns <= (32 if eight else 16 * halves) else 2 if eight or columns != 64 else 1
-    return with_stages(tile, most_panels, k)
+        most_panels = 4 if columns <= (32 if eight else 16 * halves) else 2 if eight or columns != 64 else 1
+    return with_stages(Tile(columns, 1, 2, *fixed, eight=eight), most_panels, k)
 
 
 @functools.cache

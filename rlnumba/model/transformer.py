@@ -16,7 +16,7 @@ import numpy as np
 
 from rlnumba import device
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.embedding import embedding, embedding_backward
+from rlnumba.kernels.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.logprob import IGNORED, linear_logp
 from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.rope import rope_table
@@ -36,6 +36,7 @@ class Tape:
     layers: list = field(default_factory=list)
     step: Step | None = None
     input_ids: object = None
+    listed: object = None
     last: tuple = ()
 
 
@@ -84,6 +85,7 @@ class Transformer:
                 rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
             return hidden
         tape.step, tape.input_ids = step, input_ids
+        tape.listed = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
         embedding(input_ids, weights.embed_tokens, x)
         for index, w in enumerate(weights.layers):
@@ -128,8 +130,8 @@ class Transformer:
                     with memory.scope():
                         layers.attention_block_backward(index, dx, w, g, step, attention)
             # As in transformers: a padding token that stands in a text is read, and its embedding is not trained.
-            embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id)
-        tape.last = ()
+            embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.listed)
+        tape.last, tape.listed = (), None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rlnumba.kernels.embedding import (
     embedding_backward_kernel,
     embedding_backward_ref,
     embedding_ref,
+    list_tokens,
     list_tokens_kernel,
 )
 from rlnumba.kernels.instructions import access_length
@@ -41,11 +42,13 @@ def run_all(rng, shape, dtype):
     assert_close(actual[used], expected + 1, terms=tokens + 1, scale=np.sqrt(tokens) + 5, what="dweight")
     assert np.array_equal(np.delete(actual, used, axis=0), np.ones((vocabulary - len(used), columns), np.float32))
     again = xp.ones((vocabulary, columns), np.float32)
-    embedding_backward(device.asarray(ids), device.asarray(dout), again)
-    assert_same_bits(again, actual, "dweight of a second run")
+    listed = list_tokens(device.asarray(ids), dweight.shape)
+    embedding_backward(device.asarray(ids), device.asarray(dout), again, listed=listed)
+    assert_same_bits(again, actual, "dweight of a second run, whose tokens were listed before")
     padding = int(ids[-1]) if tokens else 0
     without = xp.ones((vocabulary, columns), np.float32)
-    embedding_backward(device.asarray(ids), device.asarray(dout), without, padding)
+    listed = list_tokens(device.asarray(ids), dweight.shape, padding)
+    embedding_backward(device.asarray(ids), device.asarray(dout), without, padding, listed)
     actual[padding] = 1
     assert_same_bits(without, actual, "dweight without the padding token")
 
@@ -204,6 +207,17 @@ def test_kernels_stay_inside_the_vocabulary():
     out, dweight = device.to_host(out), device.to_host(dweight)
     assert np.all(out[0] == 1) and np.all(np.isnan(out[1:]))
     assert np.all(dweight[1] == 1) and np.all(dweight[[0, 2]] == 0)
+
+
+@pytest.mark.sim
+def test_a_list_of_other_tokens_is_refused():
+    if device.name() == "numpy":
+        pytest.skip("nothing is listed")
+    xp = device.xp()
+    ids, dout, dweight = xp.zeros(2, np.int32), xp.zeros((2, 8), np.float32), xp.zeros((3, 8), np.float32)
+    for wrong in (list_tokens(xp.zeros(3, np.int32), (3, 8)), list_tokens(ids, (4, 8))):
+        with pytest.raises(ValueError, match="embedding_backward: listed must be of 2 tokens and 3 ids, got "):
+            embedding_backward(ids, dout, dweight, listed=wrong)
 
 
 def test_wrong_arguments_are_named():

@@ -17,6 +17,9 @@ device, so a captured graph stays valid.
 Sequences with a common beginning, such as the completions of one prompt, may be declared a group: the segments that
 lie wholly in the common beginning are read once for all members, whose queries then share the columns of a unit. These
 units are drawn first.
+
+In a graph of overlapping kernels a block looks its first unit up, and asks for its first tiles, while the kernels ahead
+still work on the query: keys that were in the cache before the new tokens are older than all of them.
 """
 
 import functools
@@ -398,6 +401,8 @@ def paged_attention_hopper_kernel(tile):
     copies, segment_tiles = KEYS // box, segment // KEYS
     # Rows of the cache that a lane of a producer looks up for a segment, and tiles that 32 lanes know the rows of.
     looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
+    # Tiles that a block may ask for before its turn.
+    stages_known = min(stages, tiles_known, segment_tiles)
     query_bytes = boxes * rows * LINE
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     depth = -(-head_dim // 16) * 16
@@ -414,6 +419,25 @@ def paged_attention_hopper_kernel(tile):
     write_out_2, write_part_2, read_part_2 = part_functions(min(2, boxes - 1), head_dim, element, rows)
     write_out_3, write_part_3, read_part_3 = part_functions(min(3, boxes - 1), head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
+
+    @device_function
+    def bring(known, number, lane, target, stage, parity):
+        """Ask for a tile, once its stage is empty: the next stage and its parity.
+
+        known: rows of lanes' boxes in the cache; number: of the tile among those that 32 lanes know; target: what the
+        tiles of a unit have in common.
+        """
+        place, source, column, kv_head, full, empty = target
+        row = shuffle(known, number * i32(copies) + lane % i32(copies))
+        barrier_wait(Address(empty + stage * 8), parity)
+        arrived = Address(full + stage * 8)
+        if lane == 0:
+            barrier_expect(arrived, tile_bytes)
+        sync_warp()
+        if lane < boxes * copies:
+            bulk_load_heads(Address(place + stage * (2 * tile_bytes)), source, column, kv_head, row, arrived)
+        last = stage == stages - 1
+        return i32(0) if last else i32(stage + 1), i32(parity ^ i32(last))
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
@@ -469,7 +493,9 @@ def paged_attention_hopper_kernel(tile):
             prefetch_tensor_map(tensor_map_address(q_map))
         cuda.syncthreads()
         let_next_kernel_start()
-        wait_for_kernels_before()
+        # Those that bring keys and values wait later.
+        if warp < 4 or warp > 5:
+            wait_for_kernels_before()
         stage, slot, parity, working = i32(0), i32(0), i32(0), True
         if warp >= 4:
             if moves_registers:
@@ -487,6 +513,7 @@ def paged_attention_hopper_kernel(tile):
                 known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
                 sequences = i32(cu_seqlens.shape[0] - 1)
                 part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
+                column = column_box * i32(64)
                 place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
                 # What groups share comes first: it takes longer than what their members have alone.
                 shared, chunk, passed, drawn_before = grouped, i32(0), i32(0), i32(0)
@@ -521,10 +548,8 @@ def paged_attention_hopper_kernel(tile):
                         sequence = i32(chunk + owner)
                         number = i32(rank - shuffle(i32(up_to - mine), owner))
                         kv_head = i32(ticket % kv_heads)
-                        drawn = i32(0)
-                        if brings_k and lane == 0:
-                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                         start, context = cu_seqlens[sequence], contexts[sequence]
+                        length = i32(cu_seqlens[sequence + 1] - start)
                         sharing = i32(0)
                         if grouped and shared:
                             sharing = members[sequence]
@@ -538,14 +563,24 @@ def paged_attention_hopper_kernel(tile):
                         tiles = i32((keys + (KEYS - 1)) // KEYS)
                         if tiles > 0:
                             look_up(known, block_tables, block_size, sequence, first_key, context, lane)
+                        ahead = i32(0)
+                        if drawn_before == 0:
+                            old = min(i32(context - length - first_key) // i32(KEYS), tiles)
+                            while ahead < min(old, i32(stages_known)):
+                                target = place, source, column, kv_head, full, empty
+                                stage, parity = bring(known[0], ahead, lane, target, stage, parity)
+                                ahead = i32(ahead + 1)
+                            wait_for_kernels_before()
+                        drawn = i32(0)
                         if brings_k and lane == 0:
+                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                             info[slot, 0] = tiles
                             info[slot, 1] = sequence
                             info[slot, 2] = number
                             info[slot, 3] = first_key
                             info[slot, 4] = kv_head
                             info[slot, 5] = start
-                            info[slot, 6] = i32(cu_seqlens[sequence + 1] - start)
+                            info[slot, 6] = length
                             info[slot, 7] = context
                             info[slot, 8] = sharing
                             all_parts, goes_on = parts_of(sequence, contexts, common, run), i32(0)
@@ -566,21 +601,11 @@ def paged_attention_hopper_kernel(tile):
                                 look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
                             for i in range(looked_up):
                                 for t in range(tiles_known):
-                                    if i * tiles_known + t < min(tiles, i32(segment_tiles)):
-                                        row = shuffle(known[i], t * copies + part)
-                                        barrier_wait(Address(empty + stage * 8), parity)
-                                        arrived = Address(full + stage * 8)
-                                        if lane == 0:
-                                            barrier_expect(arrived, tile_bytes)
-                                        sync_warp()
-                                        if lane < boxes * copies:
-                                            target = Address(place + stage * (2 * tile_bytes))
-                                            bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
-                                        stage = i32(stage + 1)
-                                        if stage == stages:
-                                            stage = i32(0)
-                                            parity ^= i32(1)
-                            tiles = i32(tiles - segment_tiles)
+                                    tile = i32(i * tiles_known + t)
+                                    if ahead <= tile and tile < min(tiles, i32(segment_tiles)):
+                                        target = place, source, column, kv_head, full, empty
+                                        stage, parity = bring(known[i], t, lane, target, stage, parity)
+                            tiles, ahead = i32(tiles - segment_tiles), i32(0)
                             for i in range(looked_up):
                                 known[i] = upcoming[i]
                         at = i32(drawn_before & (TICKETS - 1))
@@ -598,6 +623,7 @@ def paged_attention_hopper_kernel(tile):
                             slot = i32(0)
                             q_parity ^= i32(1)
                 # Whoever is the last block to draw nothing makes the counters ready for the next launch.
+                wait_for_kernels_before()
                 if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
                     counters[0] = i32(0)
                     counters[1] = i32(0)

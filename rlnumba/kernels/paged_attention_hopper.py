@@ -151,7 +151,7 @@ class Tile(NamedTuple):
         tiles = 2 * self.stages * self.tile_bytes
         rows = (SLOTS * self.boxes + 1) * self.rows * LINE
         exchanged = (2 * 4 + 4 * 8) * self.rows * 4
-        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + LETTERS) + 8 * TICKETS + 1024
+        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + LETTERS + 1) + 8 * TICKETS + 1024
 
 
 @functools.cache
@@ -439,6 +439,17 @@ def paged_attention_hopper_kernel(tile):
         last = stage == stages - 1
         return i32(0) if last else i32(stage + 1), i32(parity ^ i32(last))
 
+    @device_function
+    def bring_queries(source, info, slot, queries, group, tokens, arrived):
+        """Ask for the query tokens of a unit, if it has tiles; by one thread."""
+        if info[slot, 0] > 0:
+            barrier_expect(arrived, boxes * tokens * group * LINE)
+            for b in range(boxes):
+                target = Address(queries + slot * query_bytes + b * (rows * LINE))
+                bulk_load_heads(target, source, b * 64, info[slot, 4] * group, info[slot, 5], arrived)
+        else:
+            barrier_arrive(arrived)
+
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
         q_map, k_map, v_map, out, lse, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
@@ -473,6 +484,8 @@ def paged_attention_hopper_kernel(tile):
         q_empty, told = Address(q_full + SLOTS * 8), Address(q_full + SLOTS * 16)
         posted = Address(told + TICKETS * 8)
         merged = Address(posted + LETTERS * 8)
+        begun = Address(merged + LETTERS * 8)
+        first_told = Address(begun + 8)
         kv_heads = i32(out.shape[1] // group)
         if thread == 0:
             for stage in range(stages):
@@ -486,6 +499,8 @@ def paged_attention_hopper_kernel(tile):
             for letter in range(LETTERS):
                 barrier_init(posted + letter * 8, WARPGROUP)
                 barrier_init(merged + letter * 8, 32)
+            barrier_init(begun, 1)
+            barrier_init(first_told, 1)
             barrier_init_fence()
         if thread == WARPGROUP:
             prefetch_tensor_map(tensor_map_address(k_map))
@@ -493,9 +508,6 @@ def paged_attention_hopper_kernel(tile):
             prefetch_tensor_map(tensor_map_address(q_map))
         cuda.syncthreads()
         let_next_kernel_start()
-        # Those that bring keys and values wait later.
-        if warp < 4 or warp > 5:
-            wait_for_kernels_before()
         stage, slot, parity, working = i32(0), i32(0), i32(0), True
         if warp >= 4:
             if moves_registers:
@@ -541,13 +553,16 @@ def paged_attention_hopper_kernel(tile):
                     if chunk >= sequences:
                         if brings_k and lane == 0:
                             info[slot, 0] = i32(-1)
-                            barrier_arrive(arrived)
+                            barrier_arrive(first_told if drawn_before == 0 else arrived)
                     else:
                         rank = i32(index - passed)
                         owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
                         sequence = i32(chunk + owner)
                         number = i32(rank - shuffle(i32(up_to - mine), owner))
                         kv_head = i32(ticket % kv_heads)
+                        drawn = i32(0)
+                        if drawn_before > 0 and brings_k and lane == 0:
+                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                         start, context = cu_seqlens[sequence], contexts[sequence]
                         length = i32(cu_seqlens[sequence + 1] - start)
                         sharing = i32(0)
@@ -563,17 +578,7 @@ def paged_attention_hopper_kernel(tile):
                         tiles = i32((keys + (KEYS - 1)) // KEYS)
                         if tiles > 0:
                             look_up(known, block_tables, block_size, sequence, first_key, context, lane)
-                        ahead = i32(0)
-                        if drawn_before == 0:
-                            old = min(i32(context - length - first_key) // i32(KEYS), tiles)
-                            while ahead < min(old, i32(stages_known)):
-                                target = place, source, column, kv_head, full, empty
-                                stage, parity = bring(known[0], ahead, lane, target, stage, parity)
-                                ahead = i32(ahead + 1)
-                            wait_for_kernels_before()
-                        drawn = i32(0)
                         if brings_k and lane == 0:
-                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                             info[slot, 0] = tiles
                             info[slot, 1] = sequence
                             info[slot, 2] = number
@@ -584,16 +589,24 @@ def paged_attention_hopper_kernel(tile):
                             info[slot, 7] = context
                             info[slot, 8] = sharing
                             all_parts, goes_on = parts_of(sequence, contexts, common, run), i32(0)
-                            if carries and sharing == 0 and number == 1 and all_parts == 2:
+                            if carries and drawn_before > 0 and sharing == 0 and number == 1 and all_parts == 2:
                                 goes_on = i32(counted(counters, i32(2 + sequence * kv_heads + kv_head)))
                             info[slot, 9], info[slot, 10] = all_parts, goes_on
-                            if tiles > 0:
-                                barrier_expect(arrived, boxes * tokens * group * LINE)
-                                for b in range(boxes):
-                                    target = Address(queries + slot * query_bytes + b * (rows * LINE))
-                                    bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
+                            if drawn_before == 0:
+                                barrier_arrive(first_told)
                             else:
-                                barrier_arrive(arrived)
+                                bring_queries(q_source, info, slot, queries, group, tokens, arrived)
+                        ahead = i32(0)
+                        if drawn_before == 0:
+                            # Keys from before this step need not wait for the kernels ahead.
+                            old = min(i32(context - length - first_key) // i32(KEYS), tiles)
+                            while ahead < min(old, i32(stages_known)):
+                                target = place, source, column, kv_head, full, empty
+                                stage, parity = bring(known[0], ahead, lane, target, stage, parity)
+                                ahead = i32(ahead + 1)
+                            barrier_wait(begun, i32(0))
+                            if brings_k and lane == 0:
+                                drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                         while tiles > 0:
                             # The rows of the next segment, if the unit has one, are looked up before they are needed.
                             if runs and tiles > segment_tiles:
@@ -623,12 +636,20 @@ def paged_attention_hopper_kernel(tile):
                             slot = i32(0)
                             q_parity ^= i32(1)
                 # Whoever is the last block to draw nothing makes the counters ready for the next launch.
-                wait_for_kernels_before()
+                barrier_wait(begun, i32(0))
                 if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
                     counters[0] = i32(0)
                     counters[1] = i32(0)
-            elif warp == 6:
+            elif warp == 7:
+                # Another warp than the producers': who waits for the kernels ahead also waits for copies of its own.
+                wait_for_kernels_before()
+                barrier_wait(first_told, i32(0))
+                if lane == 0:
+                    barrier_arrive(begun)
+                    bring_queries(tensor_map_address(q_map), info, slot, queries, group, tokens, q_full)
+            else:
                 # Merges the parts of a sequence and key head when the last is there.
+                wait_for_kernels_before()
                 while working:
                     barrier_wait(Address(posted + slot * 8), parity)
                     sequence, kv_head, start = letters[slot, 0], letters[slot, 1], letters[slot, 2]
@@ -669,6 +690,7 @@ def paged_attention_hopper_kernel(tile):
         else:
             if moves_registers:
                 more_registers()
+            wait_for_kernels_before()
             group_lane, pair = lane >> i32(2), i32(2) * (lane & i32(3))
             scores = cuda.local.array(score_count, np.float32)
             acc = cuda.local.array(acc_count, np.float32)

@@ -13,8 +13,7 @@ warps' results in the order of the warps. All lanes of a warp, or all threads of
 Kernels one after the other. On Hopper and later a kernel that `launch` starts inside `overlapping` may begin while
 the one before it still runs: `wait_for_kernels_before` waits for the end of all earlier ones and for what they wrote.
 `let_next_kernel_start` allows the next one to begin, which happens once all blocks have called it or ended. What a
-kernel reads before it waits must be older than all overlapping kernels, as in decode a model's weights are, and the
-cached keys of earlier tokens.
+kernel reads before it waits must be older than all overlapping kernels, as a model's weights are in decode.
 
 Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time. A kernel gives
 each thread `count` neighbouring elements at a time; `vector_access(count, access)` makes the load and the store

@@ -55,9 +55,8 @@ _overlapping = False
 def overlapping():
     """Launches inside may begin while the kernel before them still runs, if they call wait_for_kernels_before.
 
-    Those kernels may read ahead of that wait what nothing launched inside may write: weights, block tables and
-    lengths of contexts, and cached keys and values of all but a step's new tokens. Meant for the capture of graphs of
-    many short kernels. GPUs before Hopper run one kernel after the other, as outside.
+    Those kernels may read arrays ahead of that wait, such as weights, which nothing launched inside may write. Meant
+    for the capture of graphs of many short kernels. GPUs before Hopper run one kernel after the other, as outside.
     """
     global _overlapping
     before, _overlapping = _overlapping, True

@@ -17,9 +17,6 @@ device, so a captured graph stays valid.
 Sequences with a common beginning, such as the completions of one prompt, may be declared a group: the segments that
 lie wholly in the common beginning are read once for all members, whose queries then share the columns of a unit. These
 units are drawn first.
-
-In a graph of overlapping kernels a block looks its first unit up, and asks for its first tiles, while the kernels ahead
-still work on the query: keys that were in the cache before the new tokens are older than all of them.
 """
 
 import functools
@@ -151,7 +148,7 @@ class Tile(NamedTuple):
         tiles = 2 * self.stages * self.tile_bytes
         rows = (SLOTS * self.boxes + 1) * self.rows * LINE
         exchanged = (2 * 4 + 4 * 8) * self.rows * 4
-        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + LETTERS + 1) + 8 * TICKETS + 1024
+        return tiles + rows + exchanged + 16 * (self.stages + SLOTS + LETTERS) + 8 * TICKETS + 1024
 
 
 @functools.cache
@@ -401,8 +398,6 @@ def paged_attention_hopper_kernel(tile):
     copies, segment_tiles = KEYS // box, segment // KEYS
     # Rows of the cache that a lane of a producer looks up for a segment, and tiles that 32 lanes know the rows of.
     looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
-    # Tiles that a block may ask for before its turn.
-    stages_known = min(stages, tiles_known, segment_tiles)
     query_bytes = boxes * rows * LINE
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     depth = -(-head_dim // 16) * 16
@@ -419,36 +414,6 @@ def paged_attention_hopper_kernel(tile):
     write_out_2, write_part_2, read_part_2 = part_functions(min(2, boxes - 1), head_dim, element, rows)
     write_out_3, write_part_3, read_part_3 = part_functions(min(3, boxes - 1), head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
-
-    @device_function
-    def bring(known, number, lane, target, stage, parity):
-        """Ask for a tile, once its stage is empty: the next stage and its parity.
-
-        known: rows of lanes' boxes in the cache; number: of the tile among those that 32 lanes know; target: what the
-        tiles of a unit have in common.
-        """
-        place, source, column, kv_head, full, empty = target
-        row = shuffle(known, number * i32(copies) + lane % i32(copies))
-        barrier_wait(Address(empty + stage * 8), parity)
-        arrived = Address(full + stage * 8)
-        if lane == 0:
-            barrier_expect(arrived, tile_bytes)
-        sync_warp()
-        if lane < boxes * copies:
-            bulk_load_heads(Address(place + stage * (2 * tile_bytes)), source, column, kv_head, row, arrived)
-        last = stage == stages - 1
-        return i32(0) if last else i32(stage + 1), i32(parity ^ i32(last))
-
-    @device_function
-    def bring_queries(source, info, slot, queries, group, tokens, arrived):
-        """Ask for the query tokens of a unit, if it has tiles; by one thread."""
-        if info[slot, 0] > 0:
-            barrier_expect(arrived, boxes * tokens * group * LINE)
-            for b in range(boxes):
-                target = Address(queries + slot * query_bytes + b * (rows * LINE))
-                bulk_load_heads(target, source, b * 64, info[slot, 4] * group, info[slot, 5], arrived)
-        else:
-            barrier_arrive(arrived)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
@@ -484,8 +449,6 @@ def paged_attention_hopper_kernel(tile):
         q_empty, told = Address(q_full + SLOTS * 8), Address(q_full + SLOTS * 16)
         posted = Address(told + TICKETS * 8)
         merged = Address(posted + LETTERS * 8)
-        begun = Address(merged + LETTERS * 8)
-        first_told = Address(begun + 8)
         kv_heads = i32(out.shape[1] // group)
         if thread == 0:
             for stage in range(stages):
@@ -499,8 +462,6 @@ def paged_attention_hopper_kernel(tile):
             for letter in range(LETTERS):
                 barrier_init(posted + letter * 8, WARPGROUP)
                 barrier_init(merged + letter * 8, 32)
-            barrier_init(begun, 1)
-            barrier_init(first_told, 1)
             barrier_init_fence()
         if thread == WARPGROUP:
             prefetch_tensor_map(tensor_map_address(k_map))
@@ -508,6 +469,7 @@ def paged_attention_hopper_kernel(tile):
             prefetch_tensor_map(tensor_map_address(q_map))
         cuda.syncthreads()
         let_next_kernel_start()
+        wait_for_kernels_before()
         stage, slot, parity, working = i32(0), i32(0), i32(0), True
         if warp >= 4:
             if moves_registers:
@@ -525,7 +487,6 @@ def paged_attention_hopper_kernel(tile):
                 known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
                 sequences = i32(cu_seqlens.shape[0] - 1)
                 part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
-                column = column_box * i32(64)
                 place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
                 # What groups share comes first: it takes longer than what their members have alone.
                 shared, chunk, passed, drawn_before = grouped, i32(0), i32(0), i32(0)
@@ -553,7 +514,7 @@ def paged_attention_hopper_kernel(tile):
                     if chunk >= sequences:
                         if brings_k and lane == 0:
                             info[slot, 0] = i32(-1)
-                            barrier_arrive(first_told if drawn_before == 0 else arrived)
+                            barrier_arrive(arrived)
                     else:
                         rank = i32(index - passed)
                         owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
@@ -561,10 +522,9 @@ def paged_attention_hopper_kernel(tile):
                         number = i32(rank - shuffle(i32(up_to - mine), owner))
                         kv_head = i32(ticket % kv_heads)
                         drawn = i32(0)
-                        if drawn_before > 0 and brings_k and lane == 0:
+                        if brings_k and lane == 0:
                             drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                         start, context = cu_seqlens[sequence], contexts[sequence]
-                        length = i32(cu_seqlens[sequence + 1] - start)
                         sharing = i32(0)
                         if grouped and shared:
                             sharing = members[sequence]
@@ -585,28 +545,20 @@ def paged_attention_hopper_kernel(tile):
                             info[slot, 3] = first_key
                             info[slot, 4] = kv_head
                             info[slot, 5] = start
-                            info[slot, 6] = length
+                            info[slot, 6] = i32(cu_seqlens[sequence + 1] - start)
                             info[slot, 7] = context
                             info[slot, 8] = sharing
                             all_parts, goes_on = parts_of(sequence, contexts, common, run), i32(0)
-                            if carries and drawn_before > 0 and sharing == 0 and number == 1 and all_parts == 2:
+                            if carries and sharing == 0 and number == 1 and all_parts == 2:
                                 goes_on = i32(counted(counters, i32(2 + sequence * kv_heads + kv_head)))
                             info[slot, 9], info[slot, 10] = all_parts, goes_on
-                            if drawn_before == 0:
-                                barrier_arrive(first_told)
+                            if tiles > 0:
+                                barrier_expect(arrived, boxes * tokens * group * LINE)
+                                for b in range(boxes):
+                                    target = Address(queries + slot * query_bytes + b * (rows * LINE))
+                                    bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
                             else:
-                                bring_queries(q_source, info, slot, queries, group, tokens, arrived)
-                        ahead = i32(0)
-                        if drawn_before == 0:
-                            # Keys from before this step need not wait for the kernels ahead.
-                            old = min(i32(context - length - first_key) // i32(KEYS), tiles)
-                            while ahead < min(old, i32(stages_known)):
-                                target = place, source, column, kv_head, full, empty
-                                stage, parity = bring(known[0], ahead, lane, target, stage, parity)
-                                ahead = i32(ahead + 1)
-                            barrier_wait(begun, i32(0))
-                            if brings_k and lane == 0:
-                                drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
+                                barrier_arrive(arrived)
                         while tiles > 0:
                             # The rows of the next segment, if the unit has one, are looked up before they are needed.
                             if runs and tiles > segment_tiles:
@@ -614,11 +566,21 @@ def paged_attention_hopper_kernel(tile):
                                 look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
                             for i in range(looked_up):
                                 for t in range(tiles_known):
-                                    tile = i32(i * tiles_known + t)
-                                    if ahead <= tile and tile < min(tiles, i32(segment_tiles)):
-                                        target = place, source, column, kv_head, full, empty
-                                        stage, parity = bring(known[i], t, lane, target, stage, parity)
-                            tiles, ahead = i32(tiles - segment_tiles), i32(0)
+                                    if i * tiles_known + t < min(tiles, i32(segment_tiles)):
+                                        row = shuffle(known[i], t * copies + part)
+                                        barrier_wait(Address(empty + stage * 8), parity)
+                                        arrived = Address(full + stage * 8)
+                                        if lane == 0:
+                                            barrier_expect(arrived, tile_bytes)
+                                        sync_warp()
+                                        if lane < boxes * copies:
+                                            target = Address(place + stage * (2 * tile_bytes))
+                                            bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
+                                        stage = i32(stage + 1)
+                                        if stage == stages:
+                                            stage = i32(0)
+                                            parity ^= i32(1)
+                            tiles = i32(tiles - segment_tiles)
                             for i in range(looked_up):
                                 known[i] = upcoming[i]
                         at = i32(drawn_before & (TICKETS - 1))
@@ -636,20 +598,11 @@ def paged_attention_hopper_kernel(tile):
                             slot = i32(0)
                             q_parity ^= i32(1)
                 # Whoever is the last block to draw nothing makes the counters ready for the next launch.
-                barrier_wait(begun, i32(0))
                 if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
                     counters[0] = i32(0)
                     counters[1] = i32(0)
-            elif warp == 7:
-                # Another warp than the producers': who waits for the kernels ahead also waits for copies of its own.
-                wait_for_kernels_before()
-                barrier_wait(first_told, i32(0))
-                if lane == 0:
-                    barrier_arrive(begun)
-                    bring_queries(tensor_map_address(q_map), info, slot, queries, group, tokens, q_full)
-            else:
+            elif warp == 6:
                 # Merges the parts of a sequence and key head when the last is there.
-                wait_for_kernels_before()
                 while working:
                     barrier_wait(Address(posted + slot * 8), parity)
                     sequence, kv_head, start = letters[slot, 0], letters[slot, 1], letters[slot, 2]
@@ -690,7 +643,6 @@ def paged_attention_hopper_kernel(tile):
         else:
             if moves_registers:
                 more_registers()
-            wait_for_kernels_before()
             group_lane, pair = lane >> i32(2), i32(2) * (lane & i32(3))
             scores = cuda.local.array(score_count, np.float32)
             acc = cuda.local.array(acc_count, np.float32)

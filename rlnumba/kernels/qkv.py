@@ -324,7 +324,6 @@ def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
     partials, dweight = q_partials, dq_weight
     if cuda.blockIdx.y == 1:
         partials, dweight = k_partials, dk_weight
-    let_next_kernel_start()
     wait_for_kernels_before()
     add_rows_to(partials, dweight)
 

@@ -308,7 +308,6 @@ def add_rows_to(partials, total):
 @cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
 def add_partials_kernel(partials, total):
     """total += the sum of the rows of partials, as add_rows_to does it."""
-    let_next_kernel_start()
     wait_for_kernels_before()
     add_rows_to(partials, total)
 

@@ -2,7 +2,7 @@
 
 `launch(kernel, grid, block, *arguments)` is the only way an operator starts a kernel. On the GPU it
 bypasses Numba's own launch, which costs 75-120 us of host time with CuPy arrays: the arguments are
-packed into a reused buffer and handed to the driver directly (5 to 7 us). Kernels run on CuPy's current
+packed into a reused buffer and handed to the driver directly (about 6 us). Kernels run on CuPy's current
 stream and may be captured in a graph; inside `overlapping` one may begin before the one ahead has ended. In the
 simulator `launch` hands them to simulator.run. A process works on one GPU.
 

@@ -228,7 +228,7 @@ def linear_logp_with_gradient(
 
     Where logprob_hopper.py serves the arrays, a row takes three products instead of four, or one if its dlogp is 0, and
     probabilities are rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES there, 256
-    MiB (249 where D is 1,024 and V 151,936), and some numbers a row. Elsewhere this is linear_logp, then
+    MiB (252 where D is 1,024 and V 151,936), and some numbers a row. Elsewhere this is linear_logp, then
     linear_logp_backward, with their bits and their memory.
     """
     rows, vocabulary = _check_linear("linear_logp_with_gradient", hidden, weight, ids, temperature, None)

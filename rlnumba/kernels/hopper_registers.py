@@ -191,27 +191,26 @@ else:
         """Set counters[index] for another block that waits in await_turn."""
         _give_turn(hopper.tensor_map_address(counters) + index * 4, turn)
 
-    @intrinsic
-    def _count_up(typingctx, address):
-        def codegen(context, builder, signature, args):
-            text = "atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;"
-            return hopper._assembly(builder, _I32, [_I64], text, "=r,l,~{memory}", args)
+    def _on_counter(text):
+        """An intrinsic: PTX text that gives an int32, $0, for the address of one, $1."""
 
-        return types.int32(types.int64), codegen
+        @intrinsic
+        def instruction(typingctx, address):
+            def codegen(context, builder, signature, args):
+                return hopper._assembly(builder, _I32, [_I64], text, "=r,l,~{memory}", args)
+
+            return types.int32(types.int64), codegen
+
+        return instruction
+
+    _count_up = _on_counter("atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;")
+    _counted = _on_counter("ld.acquire.gpu.global.s32 $0, [$1];")
 
     @device_function
     def count_up(counters, index):
         """Add 1 to counters[index] and return what it was. What this thread, and threads it met, wrote before is
         visible to whoever counts later; what was written before earlier counts, to this thread and to all it meets."""
         return _count_up(hopper.tensor_map_address(counters) + index * 4)
-
-    @intrinsic
-    def _counted(typingctx, address):
-        def codegen(context, builder, signature, args):
-            text = "ld.acquire.gpu.global.s32 $0, [$1];"
-            return hopper._assembly(builder, _I32, [_I64], text, "=r,l,~{memory}", args)
-
-        return types.int32(types.int64), codegen
 
     @device_function
     def counted(counters, index):

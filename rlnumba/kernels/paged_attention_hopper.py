@@ -301,7 +301,7 @@ def column_sum_function(rows):
 
 
 @functools.cache
-def part_functions(box, head_dim, element, rows):
+def box_functions(box, head_dim, element, rows):
     """(write_out, write_part, read_part): device functions for 64 columns of v of what a thread holds of a unit."""
     pack_two = pack(element)
     columns, first = rows // 4, box * rows // 2
@@ -338,6 +338,48 @@ def part_functions(box, head_dim, element, rows):
                 acc[j] = f32(0.0)
                 if column < head_dim and row_of[i] >= 0:
                     acc[j] = parts[np.int64(row_of[i]) * head_dim + column]
+
+    return write_out, write_part, read_part
+
+
+@functools.cache
+def part_functions(boxes, head_dim, element, rows):
+    """box_functions for all columns of v: a loop over boxes would be too long for NVVM to unroll."""
+    # Functions of boxes that do not exist are not called.
+    out_0, write_0, read_0 = box_functions(0, head_dim, element, rows)
+    out_1, write_1, read_1 = box_functions(min(1, boxes - 1), head_dim, element, rows)
+    out_2, write_2, read_2 = box_functions(min(2, boxes - 1), head_dim, element, rows)
+    out_3, write_3, read_3 = box_functions(min(3, boxes - 1), head_dim, element, rows)
+
+    @device_function
+    def write_out(acc, inverse, token_of, head_of, out, e):
+        out_0(acc, inverse, token_of, head_of, out, e)
+        if boxes > 1:
+            out_1(acc, inverse, token_of, head_of, out, e)
+        if boxes > 2:
+            out_2(acc, inverse, token_of, head_of, out, e)
+        if boxes > 3:
+            out_3(acc, inverse, token_of, head_of, out, e)
+
+    @device_function
+    def write_part(acc, row_of, parts, e):
+        write_0(acc, row_of, parts, e)
+        if boxes > 1:
+            write_1(acc, row_of, parts, e)
+        if boxes > 2:
+            write_2(acc, row_of, parts, e)
+        if boxes > 3:
+            write_3(acc, row_of, parts, e)
+
+    @device_function
+    def read_part(acc, row_of, parts, e):
+        read_0(acc, row_of, parts, e)
+        if boxes > 1:
+            read_1(acc, row_of, parts, e)
+        if boxes > 2:
+            read_2(acc, row_of, parts, e)
+        if boxes > 3:
+            read_3(acc, row_of, parts, e)
 
     return write_out, write_part, read_part
 
@@ -408,11 +450,7 @@ def paged_attention_hopper_kernel(tile):
     _, run_of, parts_of = division_functions(segment, grouped)
     shared_of, units_of = unit_functions(rows, segment, grouped)
     fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
-    # Functions of boxes that do not exist are not called.
-    write_out_0, write_part_0, read_part_0 = part_functions(0, head_dim, element, rows)
-    write_out_1, write_part_1, read_part_1 = part_functions(min(1, boxes - 1), head_dim, element, rows)
-    write_out_2, write_part_2, read_part_2 = part_functions(min(2, boxes - 1), head_dim, element, rows)
-    write_out_3, write_part_3, read_part_3 = part_functions(min(3, boxes - 1), head_dim, element, rows)
+    write_out, write_part, read_part = part_functions(boxes, head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
@@ -677,13 +715,7 @@ def paged_attention_hopper_kernel(tile):
                             total_reference[i] = references[max(token_of[i], i32(0))]
                             total_sum[i] = sums[max(token_of[i], i32(0))]
                         e = i32(warp * 16 + group_lane)
-                        read_part_0(total, token_of, parts, e)
-                        if boxes > 1:
-                            read_part_1(total, token_of, parts, e)
-                        if boxes > 2:
-                            read_part_2(total, token_of, parts, e)
-                        if boxes > 3:
-                            read_part_3(total, token_of, parts, e)
+                        read_part(total, token_of, parts, e)
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
                         position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
@@ -795,13 +827,7 @@ def paged_attention_hopper_kernel(tile):
                             shrink[i] = f32(1.0) / running[i]
                             token_of[i] = i32(start + token_of[i]) if token_of[i] >= 0 else i32(-1)
                             head_of[i] = i32(head_of[i] + kv_head * group)
-                        write_out_0(acc, shrink, token_of, head_of, out, e)
-                        if boxes > 1:
-                            write_out_1(acc, shrink, token_of, head_of, out, e)
-                        if boxes > 2:
-                            write_out_2(acc, shrink, token_of, head_of, out, e)
-                        if boxes > 3:
-                            write_out_3(acc, shrink, token_of, head_of, out, e)
+                        write_out(acc, shrink, token_of, head_of, out, e)
                     else:
                         # Where this unit's part of a sequence begins, and that of the next sequence.
                         first_row = i32(((sequence * kv_heads + kv_head) * max_parts + own_part) * stride)
@@ -819,13 +845,7 @@ def paged_attention_hopper_kernel(tile):
                             if shared_segment:
                                 row = i32(first_row + token_of[i] * next_row + head_of[i])
                             token_of[i] = row if token_of[i] >= 0 else i32(-1)
-                        write_part_0(acc, token_of, parts, e)
-                        if boxes > 1:
-                            write_part_1(acc, token_of, parts, e)
-                        if boxes > 2:
-                            write_part_2(acc, token_of, parts, e)
-                        if boxes > 3:
-                            write_part_3(acc, token_of, parts, e)
+                        write_part(acc, token_of, parts, e)
                         # All threads wait here: after a loop for one of them alone, ptxas would not trust the warp to
                         # be together again, and give up its uniform registers in the loop over tiles.
                         barrier_wait(Address(merged + letter * 8), letter_parity)

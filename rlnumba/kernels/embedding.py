@@ -2,13 +2,13 @@
 
     out[n] = weight[input_ids[n]]           dweight[v] += sum over n with input_ids[n] == v of dout[n]
 
-input_ids (N,) int32; weight (V, D), out and dout (N, D) in float32, float16 or bfloat16; dweight (V, D)
-float32. The sum runs in float32 over the tokens in their order. Three kernels: the first lists the tokens so that
-those of one id stand together, in their order; the second cuts this list into segments of SEGMENT tokens, and a block
-adds up the runs of equal ids in a segment; where a run crosses a border, the third adds its parts in their order: an
-id that fills half of the batch does not hold up the rest. With atomic additions instead, the sum's order, and so its
-last bits, would change from run to run. The list needs nothing but the ids: `list_tokens` makes it ahead, beside the
-forward's products, since it takes 9 us of waiting and hardly any memory or arithmetic.
+input_ids (N,) int32; weight (V, D), out and dout (N, D) in float32, float16 or bfloat16; dweight (V, D) float32. The
+sum runs in float32 over the tokens in their order. Two kernels: the first lists the tokens so that those of one id, its
+run, stand together, in their order; in the second a block adds up a part of a run, PART tokens, and the last block to
+come with a part of a longer run adds these up in their order: an id that fills half of the batch does not hold up the
+rest. With atomic additions instead, the sum's order, and so its last bits, would change from run to run. The list needs
+nothing but the ids: `list_tokens` makes it ahead, beside the forward's products, since it takes 9 us of waiting and
+hardly any memory or arithmetic.
 """
 
 import functools
@@ -393,14 +393,17 @@ def buckets_of(tokens, vocabulary):
 
 
 class TokenList(NamedTuple):
-    """What list_tokens_kernel found of a batch, for one gradient of (V, D). ready: the event after it, or None."""
+    """What list_tokens_kernel found of a batch, for one gradient.
+
+    shape: of the gradient, (V, D); ignored: the id that adds to no row, or -1; ready: the event after it, or None.
+    """
 
     entries: object
     order: object
     arrived: object
-    vocabulary: int
+    shape: tuple
     ignored: int
-    ready: object
+    ready: object = None
 
 
 @functools.cache
@@ -434,18 +437,19 @@ def list_tokens(input_ids, shape, padding_idx=None):
 
 
 def _new_list(tokens, shape, padding_idx):
-    xp, (vocabulary, columns) = device.xp(), shape
-    arrived = -(-tokens // PART) * -(-columns // (THREADS * VECTOR))
-    arrays = (xp.empty(size, np.int32) for size in ((tokens, 4), tokens, arrived))
-    return TokenList(*arrays, vocabulary, -1 if padding_idx is None else padding_idx, None)
+    """A TokenList that is still to be filled."""
+    arrived = -(-tokens // PART) * -(-shape[1] // (THREADS * VECTOR))
+    arrays = (device.xp().empty(size, np.int32) for size in ((tokens, 4), tokens, arrived))
+    return TokenList(*arrays, tuple(shape), -1 if padding_idx is None else padding_idx)
 
 
 def _list(listed, input_ids):
     """Fill the arrays of a TokenList."""
-    buckets = buckets_of(input_ids.size, listed.vocabulary)
-    counters = -(-listed.vocabulary // buckets) + 1
+    vocabulary = listed.shape[0]
+    buckets = buckets_of(input_ids.size, vocabulary)
+    counters = -(-vocabulary // buckets) + 1
     kernel = list_tokens_kernel(buckets, access_length(input_ids.size, input_ids))
-    arguments = input_ids, listed.vocabulary, listed.ignored, counters, *listed[:3]
+    arguments = input_ids, vocabulary, listed.ignored, counters, listed.entries, listed.order, listed.arrived
     launch(kernel, buckets, LISTERS, *arguments, shared=4 * (2 * counters + 1 + TILE), early=ALWAYS)
 
 
@@ -474,10 +478,11 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
     if listed is None:
         listed = _new_list(tokens, dweight.shape, padding_idx)
         _list(listed, input_ids)
-    elif listed.entries.shape[0] != tokens or listed.vocabulary != vocabulary:
-        found = f"{listed.entries.shape[0]} tokens of a vocabulary of {listed.vocabulary}"
-        raise ValueError(f"embedding_backward: listed must be of {tokens} tokens and {vocabulary} ids, got {found}")
-    elif listed.ready is not None:
+    found = len(listed.entries), listed.shape, listed.ignored
+    wanted = tokens, dweight.shape, -1 if padding_idx is None else padding_idx
+    if found != wanted:
+        raise ValueError(f"embedding_backward: listed must be for (tokens, shape, padding) {wanted}, got {found}")
+    if listed.ready is not None:
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(listed.ready)

@@ -925,17 +925,16 @@ def slab_division(rounds, tiles, slabs):
     Either all slabs have the same length, or the last one is shorter, and the SMs that have no tile of the others do
     several of its: 24 tiles on 132 SMs are 120 tiles of five slabs, and for 12 SMs two tiles each of half a slab.
     """
-    best = None
+    candidates = []
     for count in range(1, slabs + 1):
         length = -(-rounds // count)
-        candidates = [(-(-tiles * count // processors()) * length, length)]
+        candidates.append((-(-tiles * count // processors()) * length, length))
         idle = processors() - tiles * (count - 1)
         if 0 < idle < tiles:
             turns = -(-tiles // idle)
             length = -(-rounds * turns // ((count - 1) * turns + 1))
             candidates.append((max(length, turns * (rounds - (count - 1) * length)), length))
-        best = min(best or candidates[0], *candidates)
-    longest, length = best
+    longest, length = min(candidates)
     return length, longest
 
 

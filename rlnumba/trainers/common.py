@@ -248,12 +248,12 @@ def head_backward(model, head, dlogprobs, num_tokens, grads, arena):
 
 def head_with_gradient(
     model, hidden, rows, target_ids, temperature, dlogprobs, grads, arena, logprobs,
-    entropy=None, top1=None, first=False,
+    entropy=None, top1=None, accumulate=True,
 ):  # fmt: skip
     """head_forward and head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
 
-    Fewer products than the two where the kernels offer it (kernels/logprob.py), the same bits where they do not. first:
-    whether the head's own gradient is still zero, so that it may be written instead of added.
+    Fewer products than the two where the kernels offer it (kernels/logprob.py), the same bits where they do not.
+    accumulate: whether the head's own gradient is added to; where it is still zero, to write it is faster.
     """
     chosen, dchosen = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
     lse = arena.empty((rows.shape[0],), np.float32)
@@ -270,7 +270,7 @@ def head_with_gradient(
         grads.lm_head,
         entropy,
         top1,
-        accumulate=not first,
+        accumulate,
     )
     return _scattered(dchosen, rows, hidden.shape[0], arena)
 

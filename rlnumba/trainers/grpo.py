@@ -431,7 +431,7 @@ class Learner:
                     drawn = batch.rollout_logprobs
                     self._loss(batch, drawn, drawn, micro_scale, unread, dlogprobs, arena.empty((METRICS,), np.float32))
                     dhidden = head_with_gradient(
-                        model, *targets, dlogprobs, self.grads, arena, logprobs, part_entropy, first=i == 0
+                        model, *targets, dlogprobs, self.grads, arena, logprobs, part_entropy, accumulate=i > 0
                     )
                     self._loss(batch, logprobs, logprobs, micro_scale, loss, dlogprobs, stats[i])
                 else:

@@ -122,7 +122,7 @@ def train_step(model, grads, optimizer, rows, train, learning_rate, arena):
             else:
                 fill(-1.0 / targets, dlogprobs)
                 dhidden = head_with_gradient(
-                    model, hidden, chosen, target_ids, 1.0, dlogprobs, grads, arena, *found, first=first == 0
+                    model, hidden, chosen, target_ids, 1.0, dlogprobs, grads, arena, *found, accumulate=first > 0
                 )
             model.backward(dhidden, tape, grads)
     info = optimizer.step(learning_rate)

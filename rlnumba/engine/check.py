@@ -147,7 +147,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
             "context_lens": np.full(copies, end, np.int32),
         }
         arrays = {name: device.asarray(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        attend = PagedAttend(cache, model.config.scale, arrays, end - start, end)
+        attend = PagedAttend(cache, model.config, arrays, end - start, end)
         tape = Tape()
         hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attend, tape)
         pieces.append(_on_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))

@@ -15,7 +15,7 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
 from rlnumba.kernels.hopper import keep_tensor_maps
 from rlnumba.kernels.launch import overlapping
-from rlnumba.kernels.paged_attention import paged_attention, reserve_workspace, sharing
+from rlnumba.kernels.paged_attention import paged_attention, plan_paged_attention, reserve_workspace, sharing
 from rlnumba.kernels.qkv import qkv_split_to_cache
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
@@ -108,9 +108,16 @@ class PagedAttend:
     cache: a KVCache; arrays: of step_arrays, on the device; max_members: of groups, if they are among the arrays.
     """
 
-    def __init__(self, cache, scale, arrays, max_seqlen_q, max_context_len, max_members=1):
-        self.cache, self.scale, self.arrays = cache, scale, arrays
-        self.max_seqlen_q, self.max_context_len, self.max_members = max_seqlen_q, max_context_len, max_members
+    def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_members=1):
+        self.cache, self.scale, self.arrays = cache, config.scale, arrays
+        self.bounds = max_seqlen_q, max_context_len
+        self.groups = arrays.get("common_lens"), arrays.get("members"), max_members
+        _, _, block_size, kv_heads, head_dim = cache.shape
+        heads = (cache.dtype.name, config.num_attention_heads, kv_heads, head_dim, block_size)
+        # The same in all layers, so it is found once.
+        self.plan = plan_paged_attention(
+            *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
+        )
 
     def split(self, layer, qkv, w, step, q):
         """As PackedAttention.split, but k and v go to the layer's cache, which stands for them; there is no rstd."""
@@ -121,22 +128,9 @@ class PagedAttend:
 
     def forward(self, layer, q, k_cache, v_cache, out):
         """q (N, H, E) and the caches of split -> out (N, H, E), written in place."""
-        arrays = self.arrays
-        paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            arrays["block_tables"],
-            arrays["cu_seqlens"],
-            arrays["context_lens"],
-            self.max_seqlen_q,
-            self.max_context_len,
-            self.scale,
-            out,
-            arrays.get("common_lens"),
-            arrays.get("members"),
-            self.max_members,
-        )
+        tables, cu_seqlens, contexts = (self.arrays[name] for name in ("block_tables", "cu_seqlens", "context_lens"))
+        numbers = (tables, cu_seqlens, contexts, *self.bounds, self.scale)
+        paged_attention(q, k_cache, v_cache, *numbers, out, *self.groups, self.plan)
 
 
 class NoAttention:
@@ -216,7 +210,6 @@ class Runner:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_model_len = max_model_len
         self.eager = eager or device.name() != "cuda"
-        self.scale = model.config.scale
         self.arena = memory.Arena("engine activations")
         self.cache = None
         self.upload = Upload()
@@ -333,7 +326,7 @@ class Runner:
         return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
 
     def _compute(self, arrays, drawn, max_seqlen_q, max_context_len, max_members):
-        attend = PagedAttend(self.cache, self.scale, arrays, max_seqlen_q, max_context_len, max_members)
+        attend = PagedAttend(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_members)
         with self.arena.scope():
             hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attend, arena=self.arena)
             if drawn:

@@ -91,6 +91,23 @@ def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
     return 0
 
 
+def plan_paged_attention(
+    element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+    common_lens=None, members=None, max_members=1,
+):  # fmt: skip
+    """What calls of paged_attention with the same arrays, such as the layers of a step, would each find out anew.
+
+    element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
+    from what the arrays hold then, and good until the next one is made; None where nothing is gained.
+    """
+    if family_for(element, head_dim, heads // kv_heads) != "hopper":
+        return None
+    return hopper.plan_units(
+        element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+        common_lens, members, max_members,
+    )  # fmt: skip
+
+
 def check_groups(op, common_lens, members, max_members, sequences, max_seqlen_q):
     """ValueError unless no groups are declared, or groups of sequences with one query token each."""
     if (common_lens is None) != (members is None):
@@ -109,7 +126,7 @@ def check_groups(op, common_lens, members, max_members, sequences, max_seqlen_q)
 
 def paged_attention(
     q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-    common_lens=None, members=None, max_members=1,
+    common_lens=None, members=None, max_members=1, plan=None,
 ):  # fmt: skip
     """Causal attention of the newest tokens of B sequences to their keys in a block cache.
 
@@ -125,10 +142,11 @@ def paged_attention(
     sequence has in common with all of its group, which all have the same number. members (B,) int32: at a group's
     first sequence how many there are, at the others 0; 1 for a sequence on its own. max_members: at least the largest
     of members, at most the last of `sharing`'s sizes where there are any; with 1, groups are not made use of.
+    plan: of plan_paged_attention for these arrays, or made anew.
 
     Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the block tables, for groups
-    that are too large or have longer queries, and for a block_size that the family of kernels does not take; all take
-    16, 32 and 64.
+    that are too large or have longer queries, for a plan of another call, and for a block_size that the family of
+    kernels does not take; all take 16, 32 and 64.
     """
     op = "paged_attention"
     blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
@@ -154,7 +172,7 @@ def paged_attention(
         check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
         if family == "hopper":
-            hopper.paged_attention_hopper(q, k_cache, v_cache, *numbers, common_lens, members, max_members)
+            hopper.paged_attention_hopper(q, k_cache, v_cache, *numbers, common_lens, members, max_members, plan)
         else:
             attention_tensor_core.paged_attend(q, k, v, block_size, *numbers)
         return

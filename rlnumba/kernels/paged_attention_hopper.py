@@ -102,6 +102,15 @@ LETTERS = 2
 SHORT_CHUNK = 512
 # Of a thread of the warps that serve, and of one that computes, where 128 for each are not enough.
 FEW_REGISTERS, MANY_REGISTERS = 88, 168
+# Threads of the block that lists units, at most.
+PLANNERS, PLANNING_WARPS = 256, 8
+# What the list says of a unit: tiles, sequence, which of its units, first key, first token, tokens, context, sequences
+# that share it (0: not a group's), units of the sequence.
+TILES, SEQUENCE, PART, FIRST_KEY, START, LENGTH, CONTEXT, SHARING, PARTS = range(9)
+FIELDS = 9
+# What a producer adds for the consumers: the key head, and whether the unit goes on from its group's part.
+KEY_HEAD, GOES_ON = FIELDS, FIELDS + 1
+TOLD = FIELDS + 2
 # The four warps that compute meet at two named barriers in turn: at 1 before they read each other's maxima (or sums),
 # at 2 before the tensor cores read the probabilities of all. What is read behind a meeting is written again only after
 # the next.
@@ -219,6 +228,66 @@ def summed_before(value, lane):
         if lane >= distance:
             value = i32(value + other)
     return value
+
+
+@kernel_factory
+def plan_units_kernel(rows, segment, grouped):
+    """The kernel that lists the units of decode, for a Tile of so many rows."""
+    _, run_of, parts_of = division_functions(segment, grouped)
+    shared_of, units_of = unit_functions(rows, segment, grouped)
+
+    @cuda.jit(launch_bounds=(PLANNERS, 1))
+    def plan_units_kernel(cu_seqlens, contexts, common, members, group, run, units):
+        """One block, a thread for each sequence in turn. units (1 + all units, FIELDS): how many, then each.
+
+        What groups share comes first: it takes longer than what their members have alone. Then the order is that of
+        the sequences, and of a sequence's keys. common, members: empty if not grouped.
+        """
+        sums = cuda.shared.array(PLANNING_WARPS, np.int32)
+        let_next_kernel_start()
+        wait_for_kernels_before()
+        thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
+        lane, warp = thread & i32(31), thread >> i32(5)
+        sequences, listed = i32(cu_seqlens.shape[0] - 1), i32(0)
+        for turn in range(0 if grouped else 1, 2):
+            shared = turn == 0
+            for first in range(0, sequences, threads):
+                sequence = i32(first + thread)
+                mine = units_of(sequence, sequences, cu_seqlens, contexts, common, members, group, run, shared)
+                up_to = summed_before(mine, lane)
+                if lane == 31:
+                    sums[warp] = up_to
+                cuda.syncthreads()
+                row = i32(1 + listed + up_to - mine)
+                for other in range(threads // 32):
+                    listed = i32(listed + sums[other])
+                    if other < warp:
+                        row = i32(row + sums[other])
+                cuda.syncthreads()
+                for i in range(mine):
+                    start, context = cu_seqlens[sequence], contexts[sequence]
+                    own_run, number, sharing = run_of(sequence, contexts, common, run), i32(i), i32(0)
+                    if grouped and shared:
+                        sharing = members[sequence]
+                    elif grouped:
+                        number = i32(number + shared_of(sequence, contexts, common, run))
+                    first_key, keys = i32(0), i32(own_run * segment)
+                    if number > 0:
+                        first_key, keys = i32((number - 1 + own_run) * segment), i32(segment)
+                    keys = min(i32(context - first_key), keys)
+                    units[row + i, TILES] = i32((keys + (KEYS - 1)) // KEYS)
+                    units[row + i, SEQUENCE] = sequence
+                    units[row + i, PART] = number
+                    units[row + i, FIRST_KEY] = first_key
+                    units[row + i, START] = start
+                    units[row + i, LENGTH] = i32(cu_seqlens[sequence + 1] - start)
+                    units[row + i, CONTEXT] = context
+                    units[row + i, SHARING] = sharing
+                    units[row + i, PARTS] = parts_of(sequence, contexts, common, run)
+        if thread == 0:
+            units[0, 0] = listed
+
+    return plan_units_kernel
 
 
 @device_function
@@ -447,29 +516,27 @@ def paged_attention_hopper_kernel(tile):
     start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
     column_sums, merge = column_sum_function(rows), merge_function(head_dim, element, 8 if rows == 8 else 4)
     fold, look_up = fold_function(acc_count, columns), look_up_function(box, looked_up)
-    _, run_of, parts_of = division_functions(segment, grouped)
-    shared_of, units_of = unit_functions(rows, segment, grouped)
+    _, _, parts_of = division_functions(segment, grouped)
     fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
     write_out, write_part, read_part = part_functions(boxes, head_dim, element, rows)
     zero_rows, pack_two = zero_function(boxes), pack(element)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
-        q_map, k_map, v_map, out, lse, cu_seqlens, contexts, common, members, block_tables, block_size, group, tokens,
-        max_parts, stride, run, parts, references, sums, counters, c,
+        q_map, k_map, v_map, out, lse, contexts, common, units, block_tables, block_size, group, tokens, max_parts,
+        stride, run, parts, references, sums, counters, c,
     ):  # fmt: skip
         """A block works on units until none are left.
 
-        out (N, H, E) as 16-bit words; lse (H, N), or empty if not wanted; common, members (B,), empty if not
-        grouped. group: H / HK; tokens: query tokens of a box of q; run: most segments of a sequence's first unit, up
-        to tile.most_run. parts (B HK max_parts R, E), flat, references, sums (B HK max_parts R,): the workspace, R =
-        `stride` rows a part. counters: units drawn, blocks that are done, then the units done for each sequence and
-        key head; all zero, before and after. Shared memory: a ring of tiles of k and v, queries, probabilities, what
-        warps exchange, then the barriers.
+        out (N, H, E) as 16-bit words; lse (H, N), or empty if not wanted; common (B,), empty if not grouped; units: of
+        plan_units_kernel. group: H / HK; tokens: query tokens of a box of q; run: most segments of a sequence's first
+        unit, up to tile.most_run. parts (B HK max_parts R, E), flat, references, sums (B HK max_parts R,): the
+        workspace, R = `stride` rows a part. counters: units drawn, blocks that are done, then the units done for each
+        sequence and key head; all zero, before and after. Shared memory: a ring of tiles of k and v, queries,
+        probabilities, what warps exchange, then the barriers.
         """
-        # Of a unit: tiles (-1: there are no more), sequence, part, first key, key head, first token, tokens, context,
-        # sequences that share it (0: not a group's), parts of its sequence, whether it goes on from its group's part.
-        info = cuda.shared.array((SLOTS, 11), np.int32)
+        # Of a unit; -1 tiles: there are no more.
+        info = cuda.shared.array((SLOTS, TOLD), np.int32)
         tickets = cuda.shared.array(TICKETS, np.int32)
         # To the merging warp: sequence (-1: there is nothing more), key head, first token, sequences, rows of each.
         letters = cuda.shared.array((LETTERS, 5), np.int32)
@@ -523,80 +590,48 @@ def paged_attention_hopper_kernel(tile):
                 )
                 source = k_source if brings_k else v_source
                 known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
-                sequences = i32(cu_seqlens.shape[0] - 1)
                 part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
                 place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
-                # What groups share comes first: it takes longer than what their members have alone.
-                shared, chunk, passed, drawn_before = grouped, i32(0), i32(0), i32(0)
-                mine = units_of(lane, sequences, cu_seqlens, contexts, common, members, group, run, shared)
-                up_to = summed_before(mine, lane)
-                ticket = i32(cuda.blockIdx.x)
+                field, last_row, listed = min(lane, i32(FIELDS - 1)), i32(units.shape[0] - 1), units[0, 0]
+                drawn_before, ticket = i32(0), i32(cuda.blockIdx.x)
+                record = units[min(i32(1 + ticket // kv_heads), last_row), field]
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity, q_parity = i32(1), i32(1)
-                while chunk < sequences:
-                    index = i32(ticket // kv_heads)
-                    while chunk < sequences and index >= i32(passed + shuffle(up_to, 31)):
-                        passed = i32(passed + shuffle(up_to, 31))
-                        chunk = i32(chunk + 32)
-                        if grouped and shared and chunk >= sequences:
-                            shared, chunk = False, i32(0)
-                        mine = units_of(
-                            i32(chunk + lane), sequences, cu_seqlens, contexts, common, members, group, run, shared
-                        )
-                        up_to = summed_before(mine, lane)
+                while working:
+                    working = ticket // kv_heads < listed
+                    tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
+                    first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
+                    if working and tiles > 0:
+                        look_up(known, block_tables, block_size, sequence, first_key, context, lane)
                     arrived = Address(q_full + slot * 8)
                     barrier_wait(Address(q_empty + slot * 8), q_parity)
                     if not brings_k:
                         # This unit's ticket is read.
                         barrier_arrive(Address(q_empty + slot * 8))
-                    if chunk >= sequences:
+                    if not working:
                         if brings_k and lane == 0:
-                            info[slot, 0] = i32(-1)
+                            info[slot, TILES] = i32(-1)
                             barrier_arrive(arrived)
                     else:
-                        rank = i32(index - passed)
-                        owner = i32(cuda.ffs(ballot(up_to > rank)) - 1)
-                        sequence = i32(chunk + owner)
-                        number = i32(rank - shuffle(i32(up_to - mine), owner))
-                        kv_head = i32(ticket % kv_heads)
-                        drawn = i32(0)
-                        if brings_k and lane == 0:
-                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
-                        start, context = cu_seqlens[sequence], contexts[sequence]
-                        sharing = i32(0)
-                        if grouped and shared:
-                            sharing = members[sequence]
-                        elif grouped:
-                            number = i32(number + shared_of(sequence, contexts, common, run))
-                        own_run = run_of(sequence, contexts, common, run)
-                        first_key, keys = i32(0), i32(own_run * segment)
-                        if number > 0:
-                            first_key, keys = i32((number - 1 + own_run) * segment), i32(segment)
-                        keys = min(i32(context - first_key), keys)
-                        tiles = i32((keys + (KEYS - 1)) // KEYS)
-                        if tiles > 0:
-                            look_up(known, block_tables, block_size, sequence, first_key, context, lane)
-                        if brings_k and lane == 0:
-                            info[slot, 0] = tiles
-                            info[slot, 1] = sequence
-                            info[slot, 2] = number
-                            info[slot, 3] = first_key
-                            info[slot, 4] = kv_head
-                            info[slot, 5] = start
-                            info[slot, 6] = i32(cu_seqlens[sequence + 1] - start)
-                            info[slot, 7] = context
-                            info[slot, 8] = sharing
-                            all_parts, goes_on = parts_of(sequence, contexts, common, run), i32(0)
-                            if carries and sharing == 0 and number == 1 and all_parts == 2:
-                                goes_on = i32(counted(counters, i32(2 + sequence * kv_heads + kv_head)))
-                            info[slot, 9], info[slot, 10] = all_parts, goes_on
-                            if tiles > 0:
-                                barrier_expect(arrived, boxes * tokens * group * LINE)
-                                for b in range(boxes):
-                                    target = Address(queries + slot * query_bytes + b * (rows * LINE))
-                                    bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
-                            else:
-                                barrier_arrive(arrived)
+                        kv_head, drawn = i32(ticket % kv_heads), i32(0)
+                        if brings_k:
+                            number, start = shuffle(record, PART), shuffle(record, START)
+                            sharing, all_parts = shuffle(record, SHARING), shuffle(record, PARTS)
+                            if lane < FIELDS:
+                                info[slot, lane] = record
+                            sync_warp()
+                            if lane == 0:
+                                drawn, goes_on = i32(cuda.atomic.add(counters, 0, i32(1))), i32(0)
+                                if carries and sharing == 0 and number == 1 and all_parts == 2:
+                                    goes_on = i32(counted(counters, i32(2 + sequence * kv_heads + kv_head)))
+                                info[slot, KEY_HEAD], info[slot, GOES_ON] = kv_head, goes_on
+                                if tiles > 0:
+                                    barrier_expect(arrived, boxes * tokens * group * LINE)
+                                    for b in range(boxes):
+                                        target = Address(queries + slot * query_bytes + b * (rows * LINE))
+                                        bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
+                                else:
+                                    barrier_arrive(arrived)
                         while tiles > 0:
                             # The rows of the next segment, if the unit has one, are looked up before they are needed.
                             if runs and tiles > segment_tiles:
@@ -631,6 +666,7 @@ def paged_attention_hopper_kernel(tile):
                             barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
                             ticket = tickets[at]
                         drawn_before = i32(drawn_before + 1)
+                        record = units[min(i32(1 + ticket // kv_heads), last_row), field]
                         slot = i32(slot + 1)
                         if slot == SLOTS:
                             slot = i32(0)
@@ -701,9 +737,10 @@ def paged_attention_hopper_kernel(tile):
             q_parity, letter, letter_parity = i32(0), i32(0), i32(1)
             while working:
                 barrier_wait(Address(q_full + slot * 8), q_parity)
-                tiles, sequence, own_part, first_key = info[slot, 0], info[slot, 1], info[slot, 2], info[slot, 3]
-                kv_head, start, length, context = info[slot, 4], info[slot, 5], info[slot, 6], info[slot, 7]
-                sharing, unit_parts, goes_on = info[slot, 8], info[slot, 9], info[slot, 10]
+                tiles, sequence, own_part = info[slot, TILES], info[slot, SEQUENCE], info[slot, PART]
+                first_key, start, length = info[slot, FIRST_KEY], info[slot, START], info[slot, LENGTH]
+                context, sharing, unit_parts = info[slot, CONTEXT], info[slot, SHARING], info[slot, PARTS]
+                kv_head, goes_on = info[slot, KEY_HEAD], info[slot, GOES_ON]
                 working = tiles >= 0
                 if tiles > 0:
                     if carries and goes_on > 0:
@@ -920,10 +957,10 @@ def group_sizes(group):
 
 
 class Workspace:
-    """Partial results of segments, and counters. Grows with what is asked of it; what graphs know stays alive."""
+    """Partial results of segments, counters, lists of units. Grows with what is asked of it; what graphs know stays."""
 
     def __init__(self):
-        self.floats, self.counters = {}, {}
+        self.floats, self.counters, self.units = {}, {}, {}
 
     def _at_least(self, kept, count, dtype):
         largest = max(kept, default=0)
@@ -941,11 +978,17 @@ class Workspace:
         sums = floats[count * (head_dim + 1) : count * (head_dim + 2)]
         return parts, references, sums, self._at_least(self.counters, counters, np.int32)
 
-    def reserve(self, floats, counters):
+    def list_of(self, units):
+        """(1 + units, FIELDS), for the list of at most so many."""
+        words = (1 + units) * FIELDS
+        return self._at_least(self.units, words, np.int32)[:words].reshape(-1, FIELDS)
+
+    def reserve(self, floats, counters, units):
         """Hold arrays of at least these lengths; returns the bytes of all that is held."""
         self._at_least(self.floats, floats, np.float32)
         self._at_least(self.counters, counters, np.int32)
-        return sum(array.nbytes for kept in (self.floats, self.counters) for array in kept.values())
+        self.list_of(units)
+        return sum(array.nbytes for kept in (self.floats, self.counters, self.units) for array in kept.values())
 
 
 _workspace = Workspace()
@@ -964,30 +1007,38 @@ def reserve(element, kv_heads, group, head_dim, box, calls):
     box: tokens of a cache block, at most 64; calls: of each (sequences, max_seqlen_q, max_context_len), as bounds.
     Declared groups need no more. What was there before stays, in case a graph knows it.
     """
-    tile, floats, counters = best_tile(head_dim, element, group, box), 0, 0
+    tile, floats, counters, units = best_tile(head_dim, element, group, box), 0, 0, 0
     for sequences, max_seqlen_q, max_context_len in calls:
-        _, places, rows = places_and_rows(tile, sequences, kv_heads, group, max_seqlen_q, max_context_len)
+        parts, places, rows = places_and_rows(tile, sequences, kv_heads, group, max_seqlen_q, max_context_len)
         floats = max(floats, places * rows * (head_dim + 2))
         counters = max(counters, 2 + sequences * kv_heads)
-    return _workspace.reserve(floats, counters)
+        units = max(units, sequences * parts)
+    return _workspace.reserve(floats, counters, units)
 
 
-def paged_attention_hopper(
-    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-    common_lens=None, members=None, max_members=1, lse=None, tile=None, prefill_tile=None, blocks=None, run=None,
-):  # fmt: skip
-    """As the operator paged_attention, for arrays that attention_hopper.takes accepts and scale > 0.
+class Plan(NamedTuple):
+    """The units of decode, found once for all layers of a step.
 
-    Groups of neighbouring sequences with a common beginning, one query token each, may be declared: common_lens (B,)
-    int32, how many tokens, fewer than its context has, a sequence shares with its group, in the same blocks; members
-    (B,) int32, at a group's first sequence how many there are, at the others 0; max_members: at least any of them.
-    lse (H, N) float32 is written if given, but not where context_lens is 0.
-    tile, prefill_tile, blocks, run: other Tiles than best_tile's, another grid than fills the GPU and another run than
-    best_run's. Raises ValueError for a block size that is neither a multiple of 64 nor 16 or 32, and for groups that
-    are too large.
+    made_for: element, heads, bounds and the arrays' lengths, which a call that uses it shares; tile; blocks: of the
+    grid; run: segments of a sequence's first unit; parts: units of a sequence and key head, at most; units: the list.
     """
-    tokens, heads, head_dim = q.shape
-    cache_blocks, block_size, kv_heads, _ = k_cache.shape
+
+    made_for: tuple
+    tile: Tile
+    blocks: int
+    run: int
+    parts: int
+    units: object
+
+
+def plan_units(
+    element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+    common_lens=None, members=None, max_members=1, tile=None, blocks=None, run=None,
+):  # fmt: skip
+    """A Plan, whose list is made on the device from what the arrays hold then. Arguments as paged_attention_hopper's.
+
+    The list stays until the next plan is made.
+    """
     sequences, group = len(context_lens), heads // kv_heads
     if block_size % KEYS and block_size not in (16, 32):
         raise ValueError(f"paged_attention: block_size must be 16, 32 or a multiple of 64, got {block_size}")
@@ -996,31 +1047,69 @@ def paged_attention_hopper(
             f"paged_attention: a group has at most {ROWS_OF_UNIT // group} sequences of one query token each, "
             f"got {max_members} sequences of up to {max_seqlen_q}"
         )
-    if not tokens:
-        return
-    lse = nothing(2, np.float32) if lse is None else lse
-    box = min(block_size, KEYS)
-    element = q.dtype.name
-    k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
-    k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
-    c = float(scale * LOG2_E)
-    tile = tile or best_tile(head_dim, element, group, box, max_members)
-    # Query tokens of a unit; a sequence with more is the other kernel's.
-    at_once = min(tile.rows // group, max(max_seqlen_q, max_members))
+    made_for = (element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_members)
+    tile = tile or best_tile(head_dim, element, group, min(block_size, KEYS), max_members)
     filled = blocks or processors() * tile.blocks
     run = min(run or best_run(sequences * kv_heads, filled), tile.most_run)
     # What a group has in common may be one segment, and then its run is no longer.
-    units, places, rows = places_and_rows(
+    parts, _, _ = places_and_rows(
         tile, sequences, kv_heads, group, max_seqlen_q, max_context_len, 1 if tile.grouped else run
     )
+    units = _workspace.list_of(sequences * parts)
+    launch(
+        plan_units_kernel(tile.rows, tile.segment, tile.grouped), 1, min(-(-max(sequences, 1) // 32) * 32, PLANNERS),
+        cu_seqlens, context_lens, *((common_lens, members) if tile.grouped else (nothing(1), nothing(1))),
+        np.int32(group), np.int32(run), units,
+    )  # fmt: skip
+    return Plan(made_for, tile, min(filled, sequences * kv_heads * parts), run, parts, units)
+
+
+def paged_attention_hopper(
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
+    common_lens=None, members=None, max_members=1, plan=None, lse=None, tile=None, prefill_tile=None, blocks=None,
+    run=None,
+):  # fmt: skip
+    """As the operator paged_attention, for arrays that attention_hopper.takes accepts and scale > 0.
+
+    Groups of neighbouring sequences with a common beginning, one query token each, may be declared: common_lens (B,)
+    int32, how many tokens, fewer than its context has, a sequence shares with its group, in the same blocks; members
+    (B,) int32, at a group's first sequence how many there are, at the others 0; max_members: at least any of them.
+    plan: of plan_units for these arrays; made here if not given.
+    lse (H, N) float32 is written if given, but not where context_lens is 0.
+    tile, prefill_tile, blocks, run: other Tiles than best_tile's, another grid than fills the GPU and another run than
+    best_run's; of no effect with a plan but for prefill_tile. Raises ValueError for a block size that is neither a
+    multiple of 64 nor 16 or 32, for groups that are too large, and for a plan of another call.
+    """
+    tokens, heads, head_dim = q.shape
+    cache_blocks, block_size, kv_heads, _ = k_cache.shape
+    sequences, group, element = len(context_lens), heads // kv_heads, q.dtype.name
+    if not tokens:
+        return
+    if plan is None:
+        plan = plan_units(
+            element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+            common_lens, members, max_members, tile, blocks, run,
+        )  # fmt: skip
+    made_for = (element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_members)
+    if plan.made_for != made_for:
+        raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
+    lse = nothing(2, np.float32) if lse is None else lse
+    box = min(block_size, KEYS)
+    k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
+    c = float(scale * LOG2_E)
+    tile = plan.tile
+    # Query tokens of a unit; a sequence with more is the other kernel's.
+    at_once = min(tile.rows // group, max(max_seqlen_q, max_members))
+    rows = min(max_seqlen_q, tile.rows // group) * group
+    places = sequences * kv_heads * plan.parts if plan.parts > 1 else 1
     parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
     launch(
-        paged_attention_hopper_kernel(tile), min(filled, sequences * kv_heads * units), THREADS,
-        tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), lse, cu_seqlens, context_lens,
-        common_lens if tile.grouped else nothing(1), members if tile.grouped else nothing(1), block_tables,
-        np.int32(block_size), np.int32(group), np.int32(at_once), np.int32(units), np.int32(rows), np.int32(run),
-        parts, references, sums, counters, c,
-        shared=tile.shared_bytes,
+        paged_attention_hopper_kernel(tile), plan.blocks, THREADS,
+        tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), lse, context_lens,
+        common_lens if tile.grouped else nothing(1), plan.units, block_tables, np.int32(block_size), np.int32(group),
+        np.int32(at_once), np.int32(plan.parts), np.int32(rows), np.int32(plan.run), parts, references, sums, counters,
+        c, shared=tile.shared_bytes,
     )  # fmt: skip
     if max_seqlen_q * group <= tile.rows:
         return

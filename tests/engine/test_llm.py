@@ -434,7 +434,7 @@ def test_groups_change_nothing_in_the_simulator(monkeypatch):
         num_key_value_heads=1,
     )
     largest, call = [], runner.paged_attention
-    monkeypatch.setattr(runner, "paged_attention", lambda *a: largest.append(a[-1]) or call(*a))
+    monkeypatch.setattr(runner, "paged_attention", lambda *a: largest.append(a[-2]) or call(*a))
     prompt, params = [i % 20 for i in range(65)], SamplingParams(temperature=0.8, max_tokens=2, n=2, ignore_eos=True)
     llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))
     with choice.forced("attention=hopper"):

@@ -20,7 +20,11 @@ BF16, F16 = "bfloat16", "float16"
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
 DECODE = (
-    ["uint8[::1]"] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 4 + ["int32[:,::1]"] + ["int32"] * 6
+    ["uint8[::1]"] * 3
+    + ["uint16[:,:,::1]", "float32[:,::1]"]
+    + ["int32[::1]"] * 2
+    + ["int32[:,::1]"] * 2
+    + ["int32"] * 6
 )
 DECODE += ["float32[::1]"] * 3 + ["int32[::1]", "float32"]
 
@@ -122,7 +126,7 @@ class Cache:
         lse = device.xp().zeros((q.shape[1], len(rows)), np.float32)
         paged_attention_hopper(
             q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out,
-            common, members, most, lse,
+            common, members, most, None, lse,
             tile._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, run,
         )  # fmt: skip
         assert not any(device.to_host(x).any() for x in paged_form._workspace.counters.values())
@@ -244,6 +248,15 @@ def test_decode_compiles_for_gpus(compile_offline, head_dim, group, members):
     tile = paged_form.best_tile(head_dim, BF16, group, 16, members)
     assert tile.shared_bytes * tile.blocks <= 227 * 1024
     troubles = compile_offline(paged_attention_hopper_kernel(tile), DECODE, ARCHITECTURES[0])
+    assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_listing_units_compiles_for_gpus(compile_offline, grouped):
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    types = ["int32[::1]"] * 4 + ["int32"] * 2 + ["int32[:,::1]"]
+    troubles = compile_offline(paged_form.plan_units_kernel(16, 1024, grouped), types, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 
 

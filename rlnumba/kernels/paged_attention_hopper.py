@@ -590,87 +590,107 @@ def paged_attention_hopper_kernel(tile):
                 )
                 source = k_source if brings_k else v_source
                 known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
+                known_next = cuda.local.array(looked_up, np.int32)
                 part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
                 place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
                 field, last_row, listed = min(lane, i32(FIELDS - 1)), i32(units.shape[0] - 1), units[0, 0]
-                drawn_before, ticket = i32(0), i32(cuda.blockIdx.x)
+                drawn_before, ticket, goes_on = i32(0), i32(cuda.blockIdx.x), i32(0)
                 record = units[min(i32(1 + ticket // kv_heads), last_row), field]
+                tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
+                first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
+                working = ticket // kv_heads < listed
+                if working and tiles > 0:
+                    look_up(known, block_tables, block_size, sequence, first_key, context, lane)
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity, q_parity = i32(1), i32(1)
                 while working:
-                    working = ticket // kv_heads < listed
-                    tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
-                    first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
-                    if working and tiles > 0:
-                        look_up(known, block_tables, block_size, sequence, first_key, context, lane)
                     arrived = Address(q_full + slot * 8)
                     barrier_wait(Address(q_empty + slot * 8), q_parity)
-                    if not brings_k:
+                    kv_head, drawn = i32(ticket % kv_heads), i32(0)
+                    if brings_k:
+                        start = shuffle(record, START)
+                        if lane < FIELDS:
+                            info[slot, lane] = record
+                        sync_warp()
+                        if lane == 0:
+                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
+                            info[slot, KEY_HEAD], info[slot, GOES_ON] = kv_head, goes_on
+                            if tiles > 0:
+                                barrier_expect(arrived, boxes * tokens * group * LINE)
+                                for b in range(boxes):
+                                    target = Address(queries + slot * query_bytes + b * (rows * LINE))
+                                    bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
+                            else:
+                                barrier_arrive(arrived)
+                    else:
                         # This unit's ticket is read.
                         barrier_arrive(Address(q_empty + slot * 8))
-                    if not working:
-                        if brings_k and lane == 0:
-                            info[slot, TILES] = i32(-1)
-                            barrier_arrive(arrived)
-                    else:
-                        kv_head, drawn = i32(ticket % kv_heads), i32(0)
-                        if brings_k:
-                            number, start = shuffle(record, PART), shuffle(record, START)
-                            sharing, all_parts = shuffle(record, SHARING), shuffle(record, PARTS)
-                            if lane < FIELDS:
-                                info[slot, lane] = record
-                            sync_warp()
-                            if lane == 0:
-                                drawn, goes_on = i32(cuda.atomic.add(counters, 0, i32(1))), i32(0)
-                                if carries and sharing == 0 and number == 1 and all_parts == 2:
-                                    goes_on = i32(counted(counters, i32(2 + sequence * kv_heads + kv_head)))
-                                info[slot, KEY_HEAD], info[slot, GOES_ON] = kv_head, goes_on
-                                if tiles > 0:
-                                    barrier_expect(arrived, boxes * tokens * group * LINE)
-                                    for b in range(boxes):
-                                        target = Address(queries + slot * query_bytes + b * (rows * LINE))
-                                        bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
-                                else:
-                                    barrier_arrive(arrived)
-                        while tiles > 0:
-                            # The rows of the next segment, if the unit has one, are looked up before they are needed.
-                            if runs and tiles > segment_tiles:
-                                first_key = i32(first_key + segment)
-                                look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
-                            for i in range(looked_up):
-                                for t in range(tiles_known):
-                                    if i * tiles_known + t < min(tiles, i32(segment_tiles)):
-                                        row = shuffle(known[i], t * copies + part)
-                                        barrier_wait(Address(empty + stage * 8), parity)
-                                        arrived = Address(full + stage * 8)
+                    begins = True
+                    while begins or tiles > 0:
+                        # The rows of the next segment, if the unit has one, are looked up before they are needed.
+                        if runs and tiles > segment_tiles:
+                            first_key = i32(first_key + segment)
+                            look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
+                        for i in range(looked_up):
+                            for t in range(tiles_known):
+                                if i * tiles_known + t < min(tiles, i32(segment_tiles)):
+                                    row = shuffle(known[i], t * copies + part)
+                                    barrier_wait(Address(empty + stage * 8), parity)
+                                    arrived = Address(full + stage * 8)
+                                    if lane == 0:
+                                        barrier_expect(arrived, tile_bytes)
+                                    sync_warp()
+                                    if lane < boxes * copies:
+                                        target = Address(place + stage * (2 * tile_bytes))
+                                        bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
+                                    stage = i32(stage + 1)
+                                    if stage == stages:
+                                        stage = i32(0)
+                                        parity ^= i32(1)
+                                # The next unit is found while tiles of this one are on their way: which it is behind
+                                # the first of them, where its keys are behind the second.
+                                if begins and i == 0 and t == 0:
+                                    at = i32(drawn_before & (TICKETS - 1))
+                                    if brings_k:
+                                        ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
                                         if lane == 0:
-                                            barrier_expect(arrived, tile_bytes)
-                                        sync_warp()
-                                        if lane < boxes * copies:
-                                            target = Address(place + stage * (2 * tile_bytes))
-                                            bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
-                                        stage = i32(stage + 1)
-                                        if stage == stages:
-                                            stage = i32(0)
-                                            parity ^= i32(1)
-                            tiles = i32(tiles - segment_tiles)
-                            for i in range(looked_up):
-                                known[i] = upcoming[i]
-                        at = i32(drawn_before & (TICKETS - 1))
-                        if brings_k:
-                            ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
-                            if lane == 0:
-                                tickets[at] = ticket
-                                barrier_arrive(Address(told + at * 8))
-                        else:
-                            barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
-                            ticket = tickets[at]
-                        drawn_before = i32(drawn_before + 1)
-                        record = units[min(i32(1 + ticket // kv_heads), last_row), field]
-                        slot = i32(slot + 1)
-                        if slot == SLOTS:
-                            slot = i32(0)
-                            q_parity ^= i32(1)
+                                            tickets[at] = ticket
+                                            barrier_arrive(Address(told + at * 8))
+                                    else:
+                                        barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
+                                        ticket = tickets[at]
+                                    drawn_before = i32(drawn_before + 1)
+                                    working = ticket // kv_heads < listed
+                                    record = units[min(i32(1 + ticket // kv_heads), last_row), field]
+                                if begins and i == 0 and t == 1 and working:
+                                    if shuffle(record, TILES) > 0:
+                                        look_up(
+                                            known_next, block_tables, block_size, shuffle(record, SEQUENCE),
+                                            shuffle(record, FIRST_KEY), shuffle(record, CONTEXT), lane,
+                                        )  # fmt: skip
+                                    if carries and brings_k:
+                                        goes_on = i32(0)
+                                        alone, parts_of_it = shuffle(record, SHARING) == 0, shuffle(record, PARTS)
+                                        if alone and shuffle(record, PART) == 1 and parts_of_it == 2:
+                                            counter = i32(2 + shuffle(record, SEQUENCE) * kv_heads + ticket % kv_heads)
+                                            if lane == 0:
+                                                goes_on = i32(counted(counters, counter))
+                        begins, tiles = False, i32(tiles - segment_tiles)
+                        for i in range(looked_up):
+                            known[i] = upcoming[i]
+                    tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
+                    first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
+                    for i in range(looked_up):
+                        known[i] = known_next[i]
+                    slot = i32(slot + 1)
+                    if slot == SLOTS:
+                        slot = i32(0)
+                        q_parity ^= i32(1)
+                if brings_k:
+                    barrier_wait(Address(q_empty + slot * 8), q_parity)
+                    if lane == 0:
+                        info[slot, TILES] = i32(-1)
+                        barrier_arrive(Address(q_full + slot * 8))
                 # Whoever is the last block to draw nothing makes the counters ready for the next launch.
                 if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
                     counters[0] = i32(0)

@@ -347,6 +347,10 @@ if device.name() == "sim":
         """The int32 at an address of shared memory."""
         return _memory(address, 4).view(np.int32)[0]
 
+    def load_words(address):
+        """Four neighbouring int32 from shared memory, 16 bytes that start at a multiple of 16."""
+        return tuple(_memory(address, 16).view(np.int32).copy())
+
     def _lines(address, count, dtype, reads):
         """(count, 64): lines of a swizzled box of 16-bit elements; a Read of them joins the list."""
         reads.append(Read(address, count * LINE))
@@ -694,6 +698,12 @@ else:
     load_pair = _values("ld.shared.v2.f32 {$0, $1}, [$2];", 2, "f", "Two neighbouring float32 from shared memory.")
     load_four = _values(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", 4, "f", "Four neighbouring float32 from shared memory."
+    )
+    load_words = _values(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        4,
+        "r",
+        "Four neighbouring int32 from shared memory, 16 bytes that start at a multiple of 16.",
     )
 
     @intrinsic

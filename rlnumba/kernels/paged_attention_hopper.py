@@ -58,6 +58,7 @@ from rlnumba.kernels.hopper import (
     fence_shared_to_bulk,
     load_pair,
     load_word,
+    load_words,
     operand,
     pack,
     shared_address,
@@ -290,18 +291,6 @@ def plan_units_kernel(rows, segment, grouped):
     return plan_units_kernel
 
 
-@device_function
-def upper(word):
-    """The 16-bit element in the upper half of a packed pair."""
-    return np.uint16((word >> i32(16)) & i32(0xFFFF))
-
-
-@device_function
-def lower(word):
-    """The 16-bit element in the lower half of a packed pair."""
-    return np.uint16(word & i32(0xFFFF))
-
-
 @functools.cache
 def look_up_function(box, looked_up):
     """The device function by which a warp looks up where the boxes of a segment's keys lie."""
@@ -371,20 +360,18 @@ def column_sum_function(rows):
 
 @functools.cache
 def box_functions(box, head_dim, element, rows):
-    """(write_out, write_part, read_part): device functions for 64 columns of v of what a thread holds of a unit."""
+    """(stage_out, write_part, read_part): device functions for 64 columns of v of what a thread holds of a unit."""
     pack_two = pack(element)
     columns, first = rows // 4, box * rows // 2
 
     @device_function
-    def write_out(acc, inverse, token_of, head_of, out, e):
-        """out[token, head, e + ...] = acc inverse, where token is not -1."""
-        for half in range(2):
-            column = i32(e + box * 64 + half * 8)
-            if column < head_dim:
-                for i in range(columns):
-                    if token_of[i] >= 0:
-                        value = acc[first + i // 2 * 4 + half * 2 + i % 2] * inverse[i]
-                        out[token_of[i], head_of[i], column] = lower(pack_two(value, value))
+    def stage_out(acc, inverse, target):
+        """acc inverse to shared memory, a line of 64 columns for each row; target: as weight_target of the kernel."""
+        for i in range(columns // 2):
+            j = first + 4 * i
+            low = pack_two(acc[j] * inverse[2 * i], acc[j + 1] * inverse[2 * i + 1])
+            high = pack_two(acc[j + 2] * inverse[2 * i], acc[j + 3] * inverse[2 * i + 1])
+            store_transposed(Address(target + (box * rows + i * 8) * LINE), low, high)
 
     @device_function
     def write_part(acc, row_of, parts, e):
@@ -408,7 +395,7 @@ def box_functions(box, head_dim, element, rows):
                 if column < head_dim and row_of[i] >= 0:
                     acc[j] = parts[np.int64(row_of[i]) * head_dim + column]
 
-    return write_out, write_part, read_part
+    return stage_out, write_part, read_part
 
 
 @functools.cache
@@ -421,14 +408,14 @@ def part_functions(boxes, head_dim, element, rows):
     out_3, write_3, read_3 = box_functions(min(3, boxes - 1), head_dim, element, rows)
 
     @device_function
-    def write_out(acc, inverse, token_of, head_of, out, e):
-        out_0(acc, inverse, token_of, head_of, out, e)
+    def stage_out(acc, inverse, target):
+        out_0(acc, inverse, target)
         if boxes > 1:
-            out_1(acc, inverse, token_of, head_of, out, e)
+            out_1(acc, inverse, target)
         if boxes > 2:
-            out_2(acc, inverse, token_of, head_of, out, e)
+            out_2(acc, inverse, target)
         if boxes > 3:
-            out_3(acc, inverse, token_of, head_of, out, e)
+            out_3(acc, inverse, target)
 
     @device_function
     def write_part(acc, row_of, parts, e):
@@ -450,7 +437,7 @@ def part_functions(boxes, head_dim, element, rows):
         if boxes > 3:
             read_3(acc, row_of, parts, e)
 
-    return write_out, write_part, read_part
+    return stage_out, write_part, read_part
 
 
 @functools.cache
@@ -461,9 +448,9 @@ def merge_function(head_dim, element, ahead):
     loaded = 4 * ahead
 
     @device_function
-    def merge(parts, references, sums, first, count, stride, rows, group, out, lse, token, head, lane):
-        """`rows` rows, of `group` heads from `head` on and tokens from `token` on, of which a warp's lanes compute four
-        columns each at a time. first: the place of the first of `count` parts; stride: rows of a place."""
+    def merge(parts, references, sums, first, count, stride, rows, group, out, heads, lse, token, head, lane):
+        """`rows` rows, of `group` of all heads from `head` on and tokens from `token` on, of which a warp's lanes
+        compute four columns each at a time. first: the place of the first of `count` parts; stride: rows of a place."""
         some = cuda.local.array(loaded, np.float32)
         reference, total = cuda.local.array(ahead, np.float32), cuda.local.array(ahead, np.float32)
         kept = cuda.local.array(4, np.float32)
@@ -488,11 +475,9 @@ def merge_function(head_dim, element, ahead):
                         kept_sum = cuda.fma(total[i], b, kept_sum * a)
                         for j in range(4):
                             kept[j] = cuda.fma(some[4 * i + j], b, kept[j] * a)
-            inverse = f32(1.0) / kept_sum
+            inverse, place = f32(1.0) / kept_sum, i32((token + row // group) * heads + head + row % group)
             for j in range(0, 4, 2):
-                word = pack_two(kept[j] * inverse, kept[j + 1] * inverse)
-                out[token + row // group, head + row % group, column + j] = lower(word)
-                out[token + row // group, head + row % group, column + j + 1] = upper(word)
+                out[place, (column + j) // 2] = pack_two(kept[j] * inverse, kept[j + 1] * inverse)
             if column == 0 and lse.shape[0] > 0:
                 lse[head + row % group, token + row // group] = log_sum(kept_reference, kept_sum)
 
@@ -518,22 +503,23 @@ def paged_attention_hopper_kernel(tile):
     fold, look_up = fold_function(acc_count, columns), look_up_function(box, looked_up)
     _, _, parts_of = division_functions(segment, grouped)
     fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
-    write_out, write_part, read_part = part_functions(boxes, head_dim, element, rows)
+    stage_out, write_part, read_part = part_functions(boxes, head_dim, element, rows)
+    chunks, (_, store_chunk) = head_dim // 8, vector_access(4, 4)
     zero_rows, pack_two = zero_function(boxes), pack(element)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_hopper_kernel(
-        q_map, k_map, v_map, out, lse, contexts, common, units, block_tables, block_size, group, tokens, max_parts,
-        stride, run, parts, references, sums, counters, c,
+        q_map, k_map, v_map, out, lse, contexts, common, units, block_tables, block_size, heads, group, tokens,
+        max_parts, stride, run, parts, references, sums, counters, c,
     ):  # fmt: skip
         """A block works on units until none are left.
 
-        out (N, H, E) as 16-bit words; lse (H, N), or empty if not wanted; common (B,), empty if not grouped; units: of
-        plan_units_kernel. group: H / HK; tokens: query tokens of a box of q; run: most segments of a sequence's first
-        unit, up to tile.most_run. parts (B HK max_parts R, E), flat, references, sums (B HK max_parts R,): the
-        workspace, R = `stride` rows a part. counters: units drawn, blocks that are done, then the units done for each
-        sequence and key head; all zero, before and after. Shared memory: a ring of tiles of k and v, queries,
-        probabilities, what warps exchange, then the barriers.
+        out (N H, E / 2): pairs of elements; lse (H, N), or empty if not wanted; common (B,), empty if not grouped;
+        units: of plan_units_kernel. heads: H; group: H / HK; tokens: query tokens of a box of q; run: most segments of
+        a sequence's first unit, up to tile.most_run. parts (B HK max_parts R, E), flat, references, sums (B HK
+        max_parts R,): the workspace, R = `stride` rows a part. counters: units drawn, blocks that are done, then the
+        units done for each sequence and key head; all zero, before and after. Shared memory: a ring of tiles of k and
+        v, queries, probabilities, what warps exchange, then the barriers.
         """
         # Of a unit; -1 tiles: there are no more.
         info = cuda.shared.array((SLOTS, TOLD), np.int32)
@@ -554,7 +540,7 @@ def paged_attention_hopper_kernel(tile):
         q_empty, told = Address(q_full + SLOTS * 8), Address(q_full + SLOTS * 16)
         posted = Address(told + TICKETS * 8)
         merged = Address(posted + LETTERS * 8)
-        kv_heads = i32(out.shape[1] // group)
+        kv_heads = i32(heads // group)
         if thread == 0:
             for stage in range(stages):
                 barrier_init(full + stage * 8, 2)
@@ -647,9 +633,9 @@ def paged_attention_hopper_kernel(tile):
                                     if stage == stages:
                                         stage = i32(0)
                                         parity ^= i32(1)
-                                # The next unit is found while tiles of this one are on their way: which it is behind
-                                # the first of them, where its keys are behind the second.
-                                if begins and i == 0 and t == 0:
+                                # The next unit is found while tiles of this one are on their way: which it is when
+                                # all places for tiles are taken, where its keys are behind one more.
+                                if begins and i == 0 and t == stages - 1:
                                     at = i32(drawn_before & (TICKETS - 1))
                                     if brings_k:
                                         ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
@@ -662,7 +648,7 @@ def paged_attention_hopper_kernel(tile):
                                     drawn_before = i32(drawn_before + 1)
                                     working = ticket // kv_heads < listed
                                     record = units[min(i32(1 + ticket // kv_heads), last_row), field]
-                                if begins and i == 0 and t == 1 and working:
+                                if begins and i == 0 and t == stages and working:
                                     if shuffle(record, TILES) > 0:
                                         look_up(
                                             known_next, block_tables, block_size, shuffle(record, SEQUENCE),
@@ -724,6 +710,7 @@ def paged_attention_hopper_kernel(tile):
                                     owned,
                                     group,
                                     out,
+                                    heads,
                                     lse,
                                     start + owner,
                                     kv_head * group,
@@ -745,15 +732,16 @@ def paged_attention_hopper_kernel(tile):
             total_reference, total_sum = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
             largest, shrink = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
             position = cuda.local.array(columns, np.int32)
-            token_of, head_of = cuda.local.array(columns, np.int32), cuda.local.array(columns, np.int32)
-            words = cuda.local.array(word_count, np.int32)
+            row_of, words = cuda.local.array(columns, np.int32), cuda.local.array(word_count, np.int32)
+            chunk_words = cuda.local.array(4, np.int32)
             for i in range(score_count):
                 scores[i] = f32(0.0)
             for i in range(acc_count):
                 acc[i] = f32(0.0)
             # Where this lane's column of a matrix of probabilities goes, see store_transposed.
             line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
-            weight_target = Address(weights + line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
+            within = Address(line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
+            weight_target = Address(weights + within)
             q_parity, letter, letter_parity = i32(0), i32(0), i32(1)
             while working:
                 barrier_wait(Address(q_full + slot * 8), q_parity)
@@ -768,11 +756,10 @@ def paged_attention_hopper_kernel(tile):
                         first_row = i32((sequence * kv_heads + kv_head) * max_parts * stride)
                         for i in range(columns):
                             column = i32(i // 2 * 8 + pair + i % 2)
-                            token_of[i] = i32(first_row + column) if column < group else i32(-1)
-                            total_reference[i] = references[max(token_of[i], i32(0))]
-                            total_sum[i] = sums[max(token_of[i], i32(0))]
-                        e = i32(warp * 16 + group_lane)
-                        read_part(total, token_of, parts, e)
+                            row_of[i] = i32(first_row + column) if column < group else i32(-1)
+                            total_reference[i] = references[max(row_of[i], i32(0))]
+                            total_sum[i] = sums[max(row_of[i], i32(0))]
+                        read_part(total, row_of, parts, i32(warp * 16 + group_lane))
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
                         position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
@@ -855,61 +842,65 @@ def paged_attention_hopper_kernel(tile):
                             reference[i], running[i] = total_reference[i], total_sum[i]
                         for i in range(acc_count):
                             acc[i] = total[i]
-                    barrier_arrive(Address(q_empty + slot * 8))
                     alive = i32(length * group)
                     if grouped and sharing > 0:
                         alive = i32(sharing * group)
-                    # Who owns a column and what it sums to, for a thread of its own; loops over all columns of this
-                    # thread must be short, or NVVM would not unroll them and registers would become memory.
-                    if warp == 0 and group_lane == 0:
+                    # What a column sums to, for a thread of its own; loops over all columns of this thread must be
+                    # short, or NVVM would not unroll them and registers would become memory.
+                    whole = unit_parts == 1 or goes_on > 0
+                    if (not whole or lse.shape[0] > 0) and warp == 0 and group_lane == 0:
                         for i in range(0, columns, 2):
                             store_pair(total_place + (i * 4 + pair) * 4, reference[i], reference[i + 1])
                             store_pair(total_place + (rows + i * 4 + pair) * 4, running[i], running[i + 1])
-                    for i in range(columns):
-                        column = i32(i // 2 * 8 + pair + i % 2)
-                        token_of[i] = i32(column // group) if column < alive else i32(-1)
-                        head_of[i] = i32(column - column // group * group)
-                    sync_group(1, WARPGROUP)
-                    shared_segment = grouped and sharing > 0
-                    e = i32(warp * 16 + group_lane)
                     if carries and goes_on > 0 and thread == 0:
                         counters[2 + sequence * kv_heads + kv_head] = i32(0)
-                    if unit_parts == 1 or goes_on > 0:
-                        if thread < alive and lse.shape[0] > 0:
-                            place = Address(total_place + thread * 4)
-                            lse[kv_head * group + thread % group, start + thread // group] = log_sum(
-                                int_as_float(load_word(place)), int_as_float(load_word(place + rows * 4))
-                            )
+                    if whole:
+                        # By way of the queries' place, so that 16 bytes leave at once.
                         for i in range(columns):
                             shrink[i] = f32(1.0) / running[i]
-                            token_of[i] = i32(start + token_of[i]) if token_of[i] >= 0 else i32(-1)
-                            head_of[i] = i32(head_of[i] + kv_head * group)
-                        write_out(acc, shrink, token_of, head_of, out, e)
+                        stage_out(acc, shrink, Address(place + within))
+                        fence_shared_to_bulk()
+                        sync_group(1, WARPGROUP)
+                        if thread < alive and lse.shape[0] > 0:
+                            total_here = Address(total_place + thread * 4)
+                            lse[kv_head * group + thread % group, start + thread // group] = log_sum(
+                                int_as_float(load_word(total_here)), int_as_float(load_word(total_here + rows * 4))
+                            )
+                        for index in range(thread, alive * chunks, WARPGROUP):
+                            row, chunk = i32(index // chunks), i32(index % chunks)
+                            source = Address(place + ((chunk >> 3) * rows + row) * LINE)
+                            source = Address(source + (((chunk ^ row) & i32(7)) << i32(4)))
+                            chunk_words[0], chunk_words[1], chunk_words[2], chunk_words[3] = load_words(source)
+                            row = i32((start + row // group) * heads + kv_head * group + row % group)
+                            store_chunk(out[row], chunk * 4, chunk_words, 0)
+                        barrier_arrive(Address(q_empty + slot * 8))
                     else:
+                        barrier_arrive(Address(q_empty + slot * 8))
+                        sync_group(1, WARPGROUP)
                         # Where this unit's part of a sequence begins, and that of the next sequence.
                         first_row = i32(((sequence * kv_heads + kv_head) * max_parts + own_part) * stride)
                         next_row = i32(kv_heads * max_parts * stride)
                         if thread < alive:
-                            place, row = Address(total_place + thread * 4), i32(first_row + thread)
-                            if shared_segment:
+                            total_here, row = Address(total_place + thread * 4), i32(first_row + thread)
+                            if grouped and sharing > 0:
                                 row = i32(first_row + thread // group * next_row + thread % group)
                             references[row], sums[row] = (
-                                int_as_float(load_word(place)),
-                                int_as_float(load_word(place + rows * 4)),
+                                int_as_float(load_word(total_here)),
+                                int_as_float(load_word(total_here + rows * 4)),
                             )
                         for i in range(columns):
-                            row = i32(first_row + head_of[i] + token_of[i] * group)
-                            if shared_segment:
-                                row = i32(first_row + token_of[i] * next_row + head_of[i])
-                            token_of[i] = row if token_of[i] >= 0 else i32(-1)
-                        write_part(acc, token_of, parts, e)
+                            column = i32(i // 2 * 8 + pair + i % 2)
+                            row_of[i] = i32(first_row + column)
+                            if grouped and sharing > 0:
+                                row_of[i] = i32(first_row + column // group * next_row + column % group)
+                            if column >= alive:
+                                row_of[i] = i32(-1)
+                        write_part(acc, row_of, parts, i32(warp * 16 + group_lane))
                         # All threads wait here: after a loop for one of them alone, ptxas would not trust the warp to
                         # be together again, and give up its uniform registers in the loop over tiles.
                         barrier_wait(Address(merged + letter * 8), letter_parity)
                         if thread == 0:
-                            owners = i32(1)
-                            if shared_segment:
-                                owners = sharing
+                            owners = max(sharing, i32(1))
                             letters[letter, 0] = sequence
                             letters[letter, 1] = kv_head
                             letters[letter, 2] = start
@@ -923,9 +914,9 @@ def paged_attention_hopper_kernel(tile):
                             letter_parity ^= i32(1)
                 elif tiles == 0:
                     # A sequence without keys, such as a slot of a graph that is not in use.
-                    for i in range(thread, length * group * head_dim, WARPGROUP):
-                        row = i // head_dim
-                        out[start + row // group, kv_head * group + row % group, i % head_dim] = np.uint16(0)
+                    for i in range(thread, length * group * (head_dim // 2), WARPGROUP):
+                        row, word = i32(i // (head_dim // 2)), i32(i % (head_dim // 2))
+                        out[i32((start + row // group) * heads + kv_head * group + row % group), word] = i32(0)
                     sync_group(2, WARPGROUP)
                     barrier_arrive(Address(q_empty + slot * 8))
                 slot = i32(slot + 1)
@@ -1126,10 +1117,10 @@ def paged_attention_hopper(
     parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
     launch(
         paged_attention_hopper_kernel(tile), plan.blocks, THREADS,
-        tensor_map(q, at_once, group, 64), k_map, v_map, out.view(np.uint16), lse, context_lens,
-        common_lens if tile.grouped else nothing(1), plan.units, block_tables, np.int32(block_size), np.int32(group),
-        np.int32(at_once), np.int32(plan.parts), np.int32(rows), np.int32(plan.run), parts, references, sums, counters,
-        c, shared=tile.shared_bytes,
+        tensor_map(q, at_once, group, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
+        context_lens, common_lens if tile.grouped else nothing(1), plan.units, block_tables, np.int32(block_size),
+        np.int32(heads), np.int32(group), np.int32(at_once), np.int32(plan.parts), np.int32(rows), np.int32(plan.run),
+        parts, references, sums, counters, c, shared=tile.shared_bytes,
     )  # fmt: skip
     if max_seqlen_q * group <= tile.rows:
         return

@@ -19,14 +19,8 @@ BF16, F16 = "bfloat16", "float16"
 # Types of attention_hopper_kernel's arguments: four tensor maps, arrays, numbers.
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
-DECODE = (
-    ["uint8[::1]"] * 3
-    + ["uint16[:,:,::1]", "float32[:,::1]"]
-    + ["int32[::1]"] * 2
-    + ["int32[:,::1]"] * 2
-    + ["int32"] * 6
-)
-DECODE += ["float32[::1]"] * 3 + ["int32[::1]", "float32"]
+DECODE = ["uint8[::1]"] * 3 + ["int32[:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 2 + ["int32[:,::1]"] * 2
+DECODE += ["int32"] * 7 + ["float32[::1]"] * 3 + ["int32[::1]", "float32"]
 
 
 def bounds(lengths):
@@ -227,7 +221,7 @@ def test_groups_in_the_simulator(rng, monkeypatch, blocks):
     for actual, expected in zip(grouped, cache.paged(*step), strict=True):
         assert_same_bits(actual, expected)
     if device.name() == "sim":
-        # One block finds the first member's unit while the common one is worked on, the second member's when it is done;
+        # One block finds the first member's unit while the common one is worked on, the second's when it is done;
         # another block both too early.
         assert looks == ([0, 1] if blocks == 1 else [0, 0])
 

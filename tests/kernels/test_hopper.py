@@ -21,6 +21,7 @@ from rlnumba.kernels.hopper import (
     load_four,
     load_matrices,
     load_pair,
+    load_words,
     operand,
     pack,
     shared_address,
@@ -132,7 +133,7 @@ def test_products(rng, dtype):
 
 
 @cuda.jit
-def exchange_kernel(numbers, out, box_map):
+def exchange_kernel(numbers, out, words, box_map):
     """Two warps. numbers (64, 4): through shared memory in pairs and fours; 16 x 8 of them, rounded, transposed."""
     thread = i32(cuda.threadIdx.x)
     lane = thread & 31
@@ -144,15 +145,16 @@ def exchange_kernel(numbers, out, box_map):
     first, second, third, fourth = load_four(place + (63 - thread) * 16)
     out[thread, 0], out[thread, 1], out[thread, 2], out[thread, 3] = first, second, third, fourth
     out[thread, 4], out[thread, 5] = load_pair(place + 1024 + thread * 8)
+    words[thread, 0], words[thread, 1], words[thread, 2], words[thread, 3] = load_words(place + (63 - thread) * 16)
     for line in range(thread, 128, 64):
         store_four(base + line * 16, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
     cuda.syncthreads()
     if thread < 32:
         # Lane 4 r + c holds row r, columns 2 c and 2 c + 1 of two matrices; a line r of a box gets column r of both.
-        words = pack_bfloat16(numbers[lane, 0], numbers[lane, 1]), pack_bfloat16(numbers[lane, 2], numbers[lane, 3])
+        low, high = pack_bfloat16(numbers[lane, 0], numbers[lane, 1]), pack_bfloat16(numbers[lane, 2], numbers[lane, 3])
         line, matrix = lane & 7, (lane >> 3) & 1
-        store_transposed(base + line * LINE + ((matrix ^ line) << 4), words[0], words[1])
-        out[thread, 6], out[thread, 7] = unpack_bfloat16(words[0])
+        store_transposed(base + line * LINE + ((matrix ^ line) << 4), low, high)
+        out[thread, 6], out[thread, 7] = unpack_bfloat16(low)
     fence_shared_to_bulk()
     cuda.syncthreads()
     if thread == 0:
@@ -166,12 +168,13 @@ pack_bfloat16, unpack_bfloat16 = pack("bfloat16"), unpack("bfloat16")
 
 def test_exchanges(rng):
     numbers = rng.standard_normal((64, 4)).astype(np.float32)
-    out = device.xp().zeros((64, 8), np.float32)
+    out, words = device.xp().zeros((64, 8), np.float32), device.xp().zeros((64, 4), np.int32)
     # Lines of a box beyond the array's last row, and columns beyond its last, are not written.
     box = device.asarray(np.full((9, 2, 24), -1, device.dtype("bfloat16")))
-    launch(exchange_kernel, 1, 64, device.asarray(numbers), out, tensor_map(box, 8, 1, 64), shared=4608)
+    launch(exchange_kernel, 1, 64, device.asarray(numbers), out, words, tensor_map(box, 8, 1, 64), shared=4608)
     out, box = device.to_host(out), device.to_host(box).astype(np.float32)
     assert_same_bits(out[:, :4].copy(), numbers[::-1].copy(), "fours")
+    assert (device.to_host(words) == numbers[::-1].view(np.int32)).all()
     assert_same_bits(out[:, 4:6].copy(), numbers[::-1, :2].copy(), "pairs")
     rounded = numbers.astype(device.dtype("bfloat16")).astype(np.float32)[:32]
     assert_same_bits(out[:32, 6:8].copy(), rounded[:, :2].copy(), "packed")

@@ -254,7 +254,7 @@ def test_every_size_of_groups_has_a_kernel(compile_offline):
     if device.name() != "numpy":
         pytest.skip("compiles without a GPU, from the numpy device")
     lengths, tables, table = "int32[::1]", "int32[:,::1]", "uint8[::1]"
-    types = [table] * 3 + ["uint16[:,:,::1]", "float32[:,::1]"] + [lengths] * 2 + [tables] * 2 + ["int32"] * 6
+    types = [table] * 3 + [tables, "float32[:,::1]"] + [lengths] * 2 + [tables] * 2 + ["int32"] * 7
     types += ["float32[::1]"] * 3 + [lengths, "float32"]
     troubles = []
     # The widest is among those of test_attention_hopper.py.

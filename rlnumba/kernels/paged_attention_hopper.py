@@ -376,24 +376,23 @@ def box_functions(box, head_dim, element, rows):
     @device_function
     def write_part(acc, row_of, parts, e):
         """The row_of-th row of parts (rows, E): acc from e on, where row_of is not -1."""
-        for half in range(2):
-            column = i32(e + box * 64 + half * 8)
-            if column < head_dim:
-                for i in range(columns):
-                    if row_of[i] >= 0:
-                        at = np.int64(row_of[i]) * head_dim + column
-                        parts[at] = acc[first + i // 2 * 4 + half * 2 + i % 2]
+        for i in range(columns):
+            at = np.int64(np.int64(row_of[i]) * head_dim + e)
+            for half in range(2):
+                column = box * 64 + half * 8
+                if row_of[i] >= 0 and (head_dim % 64 == 0 or e + column < head_dim):
+                    parts[at + column] = acc[first + i // 2 * 4 + half * 2 + i % 2]
 
     @device_function
     def read_part(acc, row_of, parts, e):
         """What write_part wrote, zeros where row_of is -1."""
-        for half in range(2):
-            column = i32(e + box * 64 + half * 8)
-            for i in range(columns):
-                j = first + i // 2 * 4 + half * 2 + i % 2
+        for i in range(columns):
+            at = np.int64(np.int64(row_of[i]) * head_dim + e)
+            for half in range(2):
+                column, j = box * 64 + half * 8, first + i // 2 * 4 + half * 2 + i % 2
                 acc[j] = f32(0.0)
-                if column < head_dim and row_of[i] >= 0:
-                    acc[j] = parts[np.int64(row_of[i]) * head_dim + column]
+                if row_of[i] >= 0 and (head_dim % 64 == 0 or e + column < head_dim):
+                    acc[j] = parts[at + column]
 
     return stage_out, write_part, read_part
 
@@ -633,9 +632,9 @@ def paged_attention_hopper_kernel(tile):
                                     if stage == stages:
                                         stage = i32(0)
                                         parity ^= i32(1)
-                                # The next unit is found while tiles of this one are on their way: which it is when
-                                # all places for tiles are taken, where its keys are behind one more.
-                                if begins and i == 0 and t == stages - 1:
+                                # The next unit is found while tiles of this one are on their way, but not before
+                                # most places for tiles are taken: first which it is, then where its keys are.
+                                if begins and i == 0 and t == stages - 2:
                                     at = i32(drawn_before & (TICKETS - 1))
                                     if brings_k:
                                         ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
@@ -648,7 +647,7 @@ def paged_attention_hopper_kernel(tile):
                                     drawn_before = i32(drawn_before + 1)
                                     working = ticket // kv_heads < listed
                                     record = units[min(i32(1 + ticket // kv_heads), last_row), field]
-                                if begins and i == 0 and t == stages and working:
+                                if begins and i == 0 and t == stages - 1 and working:
                                     if shuffle(record, TILES) > 0:
                                         look_up(
                                             known_next, block_tables, block_size, shuffle(record, SEQUENCE),
@@ -740,6 +739,8 @@ def paged_attention_hopper_kernel(tile):
                 acc[i] = f32(0.0)
             # Where this lane's column of a matrix of probabilities goes, see store_transposed.
             line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
+            # row // group is (row * per_token) >> 16 for so few rows; a division takes some forty instructions.
+            per_token = i32((i32(65535) + group) // group)
             within = Address(line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
             weight_target = Address(weights + within)
             q_parity, letter, letter_parity = i32(0), i32(0), i32(1)
@@ -762,7 +763,7 @@ def paged_attention_hopper_kernel(tile):
                         read_part(total, row_of, parts, i32(warp * 16 + group_lane))
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
-                        position[i] = i32(context - length + (i // 2 * 8 + pair + i % 2) // group)
+                        position[i] = i32(context - length + ((i // 2 * 8 + pair + i % 2) * per_token >> i32(16)))
                         if grouped and sharing > 0:
                             position[i] = i32(first_key + tiles * KEYS)
                     place = Address(queries + slot * query_bytes)
@@ -863,7 +864,8 @@ def paged_attention_hopper_kernel(tile):
                         sync_group(1, WARPGROUP)
                         if thread < alive and lse.shape[0] > 0:
                             total_here = Address(total_place + thread * 4)
-                            lse[kv_head * group + thread % group, start + thread // group] = log_sum(
+                            token = i32(thread * per_token >> i32(16))
+                            lse[kv_head * group + thread - token * group, start + token] = log_sum(
                                 int_as_float(load_word(total_here)), int_as_float(load_word(total_here + rows * 4))
                             )
                         for index in range(thread, alive * chunks, WARPGROUP):
@@ -871,7 +873,8 @@ def paged_attention_hopper_kernel(tile):
                             source = Address(place + ((chunk >> 3) * rows + row) * LINE)
                             source = Address(source + (((chunk ^ row) & i32(7)) << i32(4)))
                             chunk_words[0], chunk_words[1], chunk_words[2], chunk_words[3] = load_words(source)
-                            row = i32((start + row // group) * heads + kv_head * group + row % group)
+                            token = i32(row * per_token >> i32(16))
+                            row = i32((start + token) * heads + kv_head * group + row - token * group)
                             store_chunk(out[row], chunk * 4, chunk_words, 0)
                         barrier_arrive(Address(q_empty + slot * 8))
                     else:
@@ -883,7 +886,8 @@ def paged_attention_hopper_kernel(tile):
                         if thread < alive:
                             total_here, row = Address(total_place + thread * 4), i32(first_row + thread)
                             if grouped and sharing > 0:
-                                row = i32(first_row + thread // group * next_row + thread % group)
+                                token = i32(thread * per_token >> i32(16))
+                                row = i32(row + token * (next_row - group))
                             references[row], sums[row] = (
                                 int_as_float(load_word(total_here)),
                                 int_as_float(load_word(total_here + rows * 4)),
@@ -892,7 +896,8 @@ def paged_attention_hopper_kernel(tile):
                             column = i32(i // 2 * 8 + pair + i % 2)
                             row_of[i] = i32(first_row + column)
                             if grouped and sharing > 0:
-                                row_of[i] = i32(first_row + column // group * next_row + column % group)
+                                token = i32(column * per_token >> i32(16))
+                                row_of[i] = i32(row_of[i] + token * (next_row - group))
                             if column >= alive:
                                 row_of[i] = i32(-1)
                         write_part(acc, row_of, parts, i32(warp * 16 + group_lane))

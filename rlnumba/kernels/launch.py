@@ -49,14 +49,17 @@ WAIT = "wait_for_kernels_before"
 # For launch(early=): outside of `overlapping`, too.
 ALWAYS = "always"
 _overlapping = False
+# Whether the next kernel must not begin early, because the one before holds it.
+_held = False
 
 
 @contextlib.contextmanager
 def overlapping():
     """Launches inside may begin while the kernel before them still runs, if they call wait_for_kernels_before.
 
-    Those kernels may read arrays ahead of that wait, such as weights, which nothing launched inside may write. Meant
-    for the capture of graphs of many short kernels. GPUs before Hopper run one kernel after the other, as outside.
+    Those kernels may read arrays ahead of that wait, such as weights, which nothing launched inside may write, unless
+    it is launched with `holds`. Meant for the capture of graphs of many short kernels. GPUs before Hopper run one
+    kernel after the other, as outside.
     """
     global _overlapping
     before, _overlapping = _overlapping, True
@@ -172,15 +175,17 @@ def _prepare(kernel, key, arguments):
     return prepared
 
 
-def launch(kernel, grid, block, *arguments, shared=0, early=True):
+def launch(kernel, grid, block, *arguments, shared=0, early=True, holds=False):
     """Run `kernel`, a @cuda.jit function, on a grid of blocks; returns at once on the GPU.
 
     grid, block: an int or a tuple of up to three. arguments: C-contiguous arrays of the device, Python int
     (int64 in the kernel), Python float (float32), np.int32, np.uint32, np.float32. shared: bytes of dynamic
     shared memory. early: whether the kernel may begin before its turn inside `overlapping`; ALWAYS: anywhere, because
-    it touches no memory before it waits for its turn. An empty grid launches nothing. Raises DeviceError with the
-    kernel's name.
+    it touches no memory before it waits for its turn. holds: the next kernel waits until this one has ended, however
+    early it could begin, so that it and all after it may read what this one writes ahead of their turn. An empty grid
+    launches nothing. Raises DeviceError with the kernel's name.
     """
+    global _held
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
     if 0 in grid:
@@ -210,10 +215,11 @@ def launch(kernel, grid, block, *arguments, shared=0, early=True):
     try:
         if DEBUG and not stream.is_capturing():
             begin = _now(stream)
-        if early and compiled.waits and (_overlapping or early is ALWAYS):
+        if early and compiled.waits and (_overlapping or early is ALWAYS) and not _held:
             _launch_early(compiled, parameters, grid, block, shared, stream)
         else:
             launch_kernel(compiled.address, *grid, *block, shared, stream.ptr, parameters.address, 0)
+        _held = holds
         # A stream that captures a graph does no work to wait for.
         if DEBUG and not stream.is_capturing():
             end = _now(stream)

@@ -559,8 +559,10 @@ def paged_attention_hopper_kernel(tile):
             prefetch_tensor_map(tensor_map_address(q_map))
         cuda.syncthreads()
         let_next_kernel_start()
-        wait_for_kernels_before()
         stage, slot, parity, working = i32(0), i32(0), i32(0), True
+        # The producers find their first unit before they wait: what tells them was there before the kernels ahead were.
+        if warp < 4 or warp > 5:
+            wait_for_kernels_before()
         if warp >= 4:
             if moves_registers:
                 fewer_registers()
@@ -586,6 +588,7 @@ def paged_attention_hopper_kernel(tile):
                 working = ticket // kv_heads < listed
                 if working and tiles > 0:
                     look_up(known, block_tables, block_size, sequence, first_key, context, lane)
+                wait_for_kernels_before()
                 # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
                 parity, q_parity = i32(1), i32(1)
                 while working:
@@ -1075,7 +1078,7 @@ def plan_units(
     launch(
         plan_units_kernel(tile.rows, tile.segment, tile.grouped), 1, min(-(-max(sequences, 1) // 32) * 32, PLANNERS),
         cu_seqlens, context_lens, *((common_lens, members) if tile.grouped else (nothing(1), nothing(1))),
-        np.int32(group), np.int32(run), units,
+        np.int32(group), np.int32(run), units, holds=True,
     )  # fmt: skip
     return Plan(made_for, tile, min(filled, sequences * kv_heads * parts), run, parts, units)
 

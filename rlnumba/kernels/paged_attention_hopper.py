@@ -45,6 +45,7 @@ from rlnumba.kernels.attention_hopper import (
     zero_function,
 )
 from rlnumba.kernels.attention_hopper import best_tile as best_prefill_tile
+from rlnumba.kernels.gemm_hopper import divide
 from rlnumba.kernels.hopper import (
     BOX_BYTES,
     LINE,
@@ -291,6 +292,12 @@ def plan_units_kernel(rows, segment, grouped):
     return plan_units_kernel
 
 
+@device_function
+def token_of(row, per_token):
+    """row // group for few rows, without a division; per_token: 65,536 / group, rounded up."""
+    return i32((np.uint32(row) * np.uint32(per_token)) >> np.uint32(16))
+
+
 @functools.cache
 def look_up_function(box, looked_up):
     """The device function by which a warp looks up where the boxes of a segment's keys lie."""
@@ -454,7 +461,8 @@ def merge_function(head_dim, element, ahead):
         reference, total = cuda.local.array(ahead, np.float32), cuda.local.array(ahead, np.float32)
         kept = cuda.local.array(4, np.float32)
         for index in range(lane, rows * (head_dim // 4), 32):
-            row, column = i32(index // (head_dim // 4)), i32(index % (head_dim // 4) * 4)
+            row = divide(index, head_dim // 4)
+            column = i32((index - row * (head_dim // 4)) * 4)
             kept_reference, kept_sum = MINUS_INFINITY, f32(0.0)
             for j in range(4):
                 kept[j] = f32(0.0)
@@ -474,11 +482,14 @@ def merge_function(head_dim, element, ahead):
                         kept_sum = cuda.fma(total[i], b, kept_sum * a)
                         for j in range(4):
                             kept[j] = cuda.fma(some[4 * i + j], b, kept[j] * a)
-            inverse, place = f32(1.0) / kept_sum, i32((token + row // group) * heads + head + row % group)
+            token_of_row = divide(row, group)
+            head_of_row = i32(head + row - token_of_row * group)
+            token_of_row = i32(token + token_of_row)
+            inverse, place = f32(1.0) / kept_sum, i32(token_of_row * heads + head_of_row)
             for j in range(0, 4, 2):
                 out[place, (column + j) // 2] = pack_two(kept[j] * inverse, kept[j + 1] * inverse)
             if column == 0 and lse.shape[0] > 0:
-                lse[head + row % group, token + row // group] = log_sum(kept_reference, kept_sum)
+                lse[head_of_row, token_of_row] = log_sum(kept_reference, kept_sum)
 
     return merge
 
@@ -582,10 +593,10 @@ def paged_attention_hopper_kernel(tile):
                 place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
                 field, last_row, listed = min(lane, i32(FIELDS - 1)), i32(units.shape[0] - 1), units[0, 0]
                 drawn_before, ticket, goes_on = i32(0), i32(cuda.blockIdx.x), i32(0)
-                record = units[min(i32(1 + ticket // kv_heads), last_row), field]
+                index = divide(ticket, kv_heads)
+                record, working = units[min(i32(1 + index), last_row), field], index < listed
                 tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
                 first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
-                working = ticket // kv_heads < listed
                 if working and tiles > 0:
                     look_up(known, block_tables, block_size, sequence, first_key, context, lane)
                 wait_for_kernels_before()
@@ -594,7 +605,7 @@ def paged_attention_hopper_kernel(tile):
                 while working:
                     arrived = Address(q_full + slot * 8)
                     barrier_wait(Address(q_empty + slot * 8), q_parity)
-                    kv_head, drawn = i32(ticket % kv_heads), i32(0)
+                    kv_head, drawn = i32(ticket - index * kv_heads), i32(0)
                     if brings_k:
                         start = shuffle(record, START)
                         if lane < FIELDS:
@@ -648,8 +659,8 @@ def paged_attention_hopper_kernel(tile):
                                         barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
                                         ticket = tickets[at]
                                     drawn_before = i32(drawn_before + 1)
-                                    working = ticket // kv_heads < listed
-                                    record = units[min(i32(1 + ticket // kv_heads), last_row), field]
+                                    index = divide(ticket, kv_heads)
+                                    record, working = units[min(i32(1 + index), last_row), field], index < listed
                                 if begins and i == 0 and t == stages - 1 and working:
                                     if shuffle(record, TILES) > 0:
                                         look_up(
@@ -660,7 +671,8 @@ def paged_attention_hopper_kernel(tile):
                                         goes_on = i32(0)
                                         alone, parts_of_it = shuffle(record, SHARING) == 0, shuffle(record, PARTS)
                                         if alone and shuffle(record, PART) == 1 and parts_of_it == 2:
-                                            counter = i32(2 + shuffle(record, SEQUENCE) * kv_heads + ticket % kv_heads)
+                                            head_of_it = i32(ticket - index * kv_heads)
+                                            counter = i32(2 + shuffle(record, SEQUENCE) * kv_heads + head_of_it)
                                             if lane == 0:
                                                 goes_on = i32(counted(counters, counter))
                         begins, tiles = False, i32(tiles - segment_tiles)
@@ -742,8 +754,7 @@ def paged_attention_hopper_kernel(tile):
                 acc[i] = f32(0.0)
             # Where this lane's column of a matrix of probabilities goes, see store_transposed.
             line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
-            # row // group is (row * per_token) >> 16 for so few rows; a division takes some forty instructions.
-            per_token = i32((i32(65535) + group) // group)
+            per_token = divide(i32(65535) + group, group)
             within = Address(line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
             weight_target = Address(weights + within)
             q_parity, letter, letter_parity = i32(0), i32(0), i32(1)
@@ -766,7 +777,7 @@ def paged_attention_hopper_kernel(tile):
                         read_part(total, row_of, parts, i32(warp * 16 + group_lane))
                     for i in range(columns):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
-                        position[i] = i32(context - length + ((i // 2 * 8 + pair + i % 2) * per_token >> i32(16)))
+                        position[i] = i32(context - length + token_of(i32(i // 2 * 8 + pair + i % 2), per_token))
                         if grouped and sharing > 0:
                             position[i] = i32(first_key + tiles * KEYS)
                     place = Address(queries + slot * query_bytes)
@@ -867,18 +878,21 @@ def paged_attention_hopper_kernel(tile):
                         sync_group(1, WARPGROUP)
                         if thread < alive and lse.shape[0] > 0:
                             total_here = Address(total_place + thread * 4)
-                            token = i32(thread * per_token >> i32(16))
+                            token = token_of(thread, per_token)
                             lse[kv_head * group + thread - token * group, start + token] = log_sum(
                                 int_as_float(load_word(total_here)), int_as_float(load_word(total_here + rows * 4))
                             )
-                        for index in range(thread, alive * chunks, WARPGROUP):
-                            row, chunk = i32(index // chunks), i32(index % chunks)
-                            source = Address(place + ((chunk >> 3) * rows + row) * LINE)
+                        index = thread
+                        while index < alive * chunks:
+                            row = divide(index, chunks)
+                            chunk = i32(index - row * chunks)
+                            index = i32(index + WARPGROUP)
+                            source = Address(place + ((chunk >> i32(3)) * rows + row) * LINE)
                             source = Address(source + (((chunk ^ row) & i32(7)) << i32(4)))
                             chunk_words[0], chunk_words[1], chunk_words[2], chunk_words[3] = load_words(source)
-                            token = i32(row * per_token >> i32(16))
+                            token = token_of(row, per_token)
                             row = i32((start + token) * heads + kv_head * group + row - token * group)
-                            store_chunk(out[row], chunk * 4, chunk_words, 0)
+                            store_chunk(out[np.uint32(row)], chunk * 4, chunk_words, 0)
                         barrier_arrive(Address(q_empty + slot * 8))
                     else:
                         barrier_arrive(Address(q_empty + slot * 8))
@@ -889,7 +903,7 @@ def paged_attention_hopper_kernel(tile):
                         if thread < alive:
                             total_here, row = Address(total_place + thread * 4), i32(first_row + thread)
                             if grouped and sharing > 0:
-                                token = i32(thread * per_token >> i32(16))
+                                token = token_of(thread, per_token)
                                 row = i32(row + token * (next_row - group))
                             references[row], sums[row] = (
                                 int_as_float(load_word(total_here)),
@@ -899,7 +913,7 @@ def paged_attention_hopper_kernel(tile):
                             column = i32(i // 2 * 8 + pair + i % 2)
                             row_of[i] = i32(first_row + column)
                             if grouped and sharing > 0:
-                                token = i32(column * per_token >> i32(16))
+                                token = token_of(column, per_token)
                                 row_of[i] = i32(row_of[i] + token * (next_row - group))
                             if column >= alive:
                                 row_of[i] = i32(-1)
@@ -922,9 +936,12 @@ def paged_attention_hopper_kernel(tile):
                             letter_parity ^= i32(1)
                 elif tiles == 0:
                     # A sequence without keys, such as a slot of a graph that is not in use.
-                    for i in range(thread, length * group * (head_dim // 2), WARPGROUP):
-                        row, word = i32(i // (head_dim // 2)), i32(i % (head_dim // 2))
-                        out[i32((start + row // group) * heads + kv_head * group + row % group), word] = i32(0)
+                    index = thread
+                    while index < length * group * (head_dim // 2):
+                        row = divide(index, head_dim // 2)
+                        token, word = divide(row, group), i32(index - row * (head_dim // 2))
+                        out[(start + token) * heads + kv_head * group + row - token * group, word] = i32(0)
+                        index = i32(index + WARPGROUP)
                     sync_group(2, WARPGROUP)
                     barrier_arrive(Address(q_empty + slot * 8))
                 slot = i32(slot + 1)

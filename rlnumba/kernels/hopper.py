@@ -228,6 +228,10 @@ if device.name() == "sim":
         """
         _load(destination, tensor_map, (int(row), int(head), int(column)), barrier)
 
+    def bulk_load_heads_once(destination, tensor_map, column, head, row, barrier):
+        """As bulk_load_heads, of what nobody reads again: it is the first to leave the second-level cache."""
+        _load(destination, tensor_map, (int(row), int(head), int(column)), barrier)
+
     def bulk_store(tensor_map, column, row, source):
         """Copy a box from shared memory to (row, column) of a matrix, leaving out what is outside."""
         _store(source, tensor_map, (int(row), int(column)), add=False)
@@ -615,6 +619,13 @@ else:
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];",
         "rlrrrr",
         "Copy the box at (row, head, column) of an array (rows, heads, columns), zeros outside the array.",
+    )
+    bulk_load_heads_once = _instruction(
+        "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[$0], [$1, {$2, $3, $4}], [$5], first; }",
+        "rlrrrr",
+        "As bulk_load_heads, of what nobody reads again: it is the first to leave the second-level cache.",
     )
     bulk_store = _instruction(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$1, $2}], [$3];",

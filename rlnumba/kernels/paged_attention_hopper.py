@@ -56,6 +56,7 @@ from rlnumba.kernels.hopper import (
     barrier_init_fence,
     barrier_wait,
     bulk_load_heads,
+    bulk_load_heads_once,
     fence_shared_to_bulk,
     load_pair,
     load_word,
@@ -641,7 +642,10 @@ def paged_attention_hopper_kernel(tile):
                                     sync_warp()
                                     if lane < boxes * copies:
                                         target = Address(place + stage * (2 * tile_bytes))
-                                        bulk_load_heads(target, source, column_box * i32(64), kv_head, row, arrived)
+                                        # What the other kernels of a step reuse stays in the second-level cache.
+                                        bulk_load_heads_once(
+                                            target, source, column_box * i32(64), kv_head, row, arrived
+                                        )
                                     stage = i32(stage + 1)
                                     if stage == stages:
                                         stage = i32(0)

@@ -15,6 +15,7 @@ from rlnumba.kernels.hopper import (
     barrier_wait,
     bulk_commit,
     bulk_load_heads,
+    bulk_load_heads_once,
     bulk_store_heads,
     bulk_wait,
     fence_shared_to_bulk,
@@ -76,7 +77,7 @@ def products_kernel(element):
             for box in range(2):
                 bulk_load_heads(base + box * BOX_BYTES, tensor_map_address(a_map), box * 64, 1, 0, barrier)
                 bulk_load_heads(b_place + box * 24 * LINE, tensor_map_address(b_map), box * 64, 1, 0, barrier)
-                bulk_load_heads(v_place + box * BOX_BYTES, tensor_map_address(v_map), box * 64, 1, 0, barrier)
+                bulk_load_heads_once(v_place + box * BOX_BYTES, tensor_map_address(v_map), box * 64, 1, 0, barrier)
             bulk_load_heads(w_place, tensor_map_address(w_map), 0, 0, 0, barrier)
         cuda.syncthreads()
         barrier_wait(barrier, 0)

@@ -32,6 +32,8 @@ from rlnumba.kernels.instructions import (
 )
 from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 
+i32, u32 = np.int32, np.uint32
+
 # Columns that a thread owns, and threads that a row may have at most; the widest rows give a thread of the backward
 # more. Part of the arithmetic: it fixes who adds up which columns. The backward keeps five values a column.
 # H200, forward of 16,384 x 1,024: 18.0 us with 16 columns a thread, 18.3 with 32, 18.1 with 8.
@@ -119,10 +121,10 @@ def rmsnorm_kernel(row_shape, residual_too, early):
         each warp; then the warps in their order.
         """
         sums = cuda.shared.array(32, np.float32)
-        row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-        if row >= x.shape[0]:
+        row, thread = u32(cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y), i32(cuda.threadIdx.x)
+        if row >= u32(x.shape[0]):
             return
-        first = cuda.threadIdx.x * vector
+        first = i32(thread * vector)
         x_row, residual_row, out_row = x[row], residual[row], out[row]
         values = cuda.local.array(values_count, np.float32)
         others = cuda.local.array(values_count, np.float32)
@@ -155,8 +157,8 @@ def rmsnorm_kernel(row_shape, residual_too, early):
             squares += of_chunks[chunk]
         squares = warp_sum(squares)
         if warps > 1:
-            if cuda.threadIdx.x % 32 == 0:
-                sums[cuda.threadIdx.x // 32] = squares
+            if thread & i32(31) == 0:
+                sums[u32(thread >> i32(5))] = squares
             cuda.syncthreads()
             squares = sums[0]
             for warp in range(1, warps):
@@ -166,7 +168,7 @@ def rmsnorm_kernel(row_shape, residual_too, early):
             for i in range(chunk * vector, (chunk + 1) * vector):
                 values[i] = values[i] * scale * weights[i]
             store(out_row, first + chunk * threads * vector, values, chunk * vector)
-        if cuda.threadIdx.x == 0:
+        if thread == 0:
             rstd[row] = scale
 
     return rmsnorm_kernel
@@ -193,8 +195,9 @@ def rmsnorm_backward_kernel(row_shape, lines):
         sums = cuda.shared.array((2, 32), np.float32)
         exchange = cuda.shared.array((values_count, exchanging), np.float32)
         wait_for_kernels_before()
-        thread, line = cuda.threadIdx.x, cuda.threadIdx.y
-        first = thread * vector
+        # Of 32 bits, and rows not to be looked at for a sign.
+        thread, line, rows = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y), i32(x.shape[0])
+        first = i32(thread * vector)
         weights = cuda.local.array(values_count, np.float32)
         dweight = cuda.local.array(values_count, np.float32)
         upstream = cuda.local.array(values_count, np.float32)
@@ -204,10 +207,10 @@ def rmsnorm_backward_kernel(row_shape, lines):
             dweight[i] = np.float32(0.0)
         for chunk in range(chunks):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
-        parity = 0
-        for top in range(cuda.blockIdx.x * lines, x.shape[0], cuda.gridDim.x * lines):
+        parity, top = i32(0), i32(cuda.blockIdx.x * lines)
+        while top < rows:
             # All lines of a block meet; one without a row left works on the last one and keeps nothing.
-            row = min(top + line, x.shape[0] - 1)
+            row = u32(min(i32(top + line), i32(rows - 1)))
             dout_row, x_row, dx_row = dout[row], x[row], dx[row]
             for chunk in range(chunks):
                 load(dout_row, first + chunk * threads * vector, upstream, chunk * vector)
@@ -224,21 +227,22 @@ def rmsnorm_backward_kernel(row_shape, lines):
                 projection += upstream[i] * weights[i] * values[i]
             projection = warp_sum(projection)
             if warps > 1:
-                if thread % 32 == 0:
-                    sums[parity, line * warps + thread // 32] = projection
+                if thread & i32(31) == 0:
+                    sums[u32(parity), u32(line * warps + (thread >> i32(5)))] = projection
                 cuda.syncthreads()
-                projection = sums[parity, line * warps]
+                projection = sums[u32(parity), u32(line * warps)]
                 for warp in range(1, warps):
-                    projection += sums[parity, line * warps + warp]
+                    projection += sums[u32(parity), u32(line * warps + warp)]
                 # Whoever writes these sums again has passed the barrier of the other ones.
-                parity = 1 - parity
+                parity = i32(1 - parity)
             projection /= np.float32(columns)
-            if row == top + line:
+            if i32(row) == i32(top + line):
                 for chunk in range(chunks):
                     for i in range(chunk * vector, (chunk + 1) * vector):
                         dweight[i] += upstream[i] * values[i]
                         values[i] = before[i] + scale * (upstream[i] * weights[i] - values[i] * projection)
                     store(dx_row, first + chunk * threads * vector, values, chunk * vector)
+            top = i32(top + cuda.gridDim.x * lines)
         let_next_kernel_start()
         if lines > 1:
             if line > 0:
@@ -264,28 +268,32 @@ def sum_of_rows(partials, sums):
     warp w adds rows 4 w + l / 8, and so on in steps of 128; then the lanes of a column are added by a butterfly, then
     eight neighbouring warps in their order, then these four by a butterfly. sums: shared float32 (PARTIAL_WARPS, 8).
     """
-    lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
-    rows, columns = partials.shape
-    column = min(cuda.blockIdx.x * PARTIAL_COLUMNS + lane % PARTIAL_COLUMNS, columns - 1)
+    # 32 bits throughout: with 64, and checks for negative indices, 32 warps spend longer on places than on sums.
+    lane, warp = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y)
+    rows, last_column = i32(partials.shape[0]), i32(partials.shape[1] - 1)
+    column = u32(min(i32(cuda.blockIdx.x * PARTIAL_COLUMNS + (lane & i32(PARTIAL_COLUMNS - 1))), last_column))
     step = PARTIAL_WARPS * 32 // PARTIAL_COLUMNS
     total = np.float32(0.0)
     found = cuda.local.array(PARTIAL_LOADS, np.float32)
-    for top in range(warp * (32 // PARTIAL_COLUMNS) + lane // PARTIAL_COLUMNS, rows, step * PARTIAL_LOADS):
+    top = i32(warp * (32 // PARTIAL_COLUMNS) + (u32(lane) // u32(PARTIAL_COLUMNS)))
+    while top < rows:
         for i in range(PARTIAL_LOADS):
-            found[i] = partials[min(top + i * step, rows - 1), column]
+            found[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column]
         for i in range(PARTIAL_LOADS):
-            if top + i * step < rows:
+            if i32(top + i * step) < rows:
                 total += found[i]
+        top = i32(top + step * PARTIAL_LOADS)
     total += shuffle_xor(total, 8)
     total += shuffle_xor(total, 16)
     if lane < PARTIAL_COLUMNS:
-        sums[warp, lane] = total
+        sums[u32(warp), u32(lane)] = total
     cuda.syncthreads()
     if warp == 0:
-        group = lane // PARTIAL_COLUMNS * PARTIAL_COLUMNS
-        total = sums[group, lane % PARTIAL_COLUMNS]
+        place = u32(lane) % u32(PARTIAL_COLUMNS)
+        group = u32(u32(lane) - place)
+        total = sums[group, place]
         for other in range(1, PARTIAL_COLUMNS):
-            total += sums[group + other, lane % PARTIAL_COLUMNS]
+            total += sums[u32(group + u32(other)), place]
         total += shuffle_xor(total, 8)
         total += shuffle_xor(total, 16)
     return total
@@ -295,8 +303,8 @@ def sum_of_rows(partials, sums):
 def add_rows_to(partials, total):
     """total += the sum of the rows of partials; a block owns PARTIAL_COLUMNS columns."""
     sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
-    column = cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x
-    mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < total.shape[0]
+    column = u32(cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x)
+    mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
     before = np.float32(0.0)
     if mine:
         before = total[column]

@@ -66,7 +66,7 @@ from rlnumba.kernels.instructions import device_function, let_next_kernel_start,
 from rlnumba.kernels.launch import ALWAYS, kernel_factory, launch
 from rlnumba.kernels.swiglu import sigmoid
 
-i32 = np.int32
+i32, u32 = np.int32, np.uint32
 
 # Where the kernels of this module compile.
 ARCHITECTURES = [(9, 0, "a")]
@@ -136,8 +136,11 @@ class Tile(NamedTuple):
 
     @property
     def staged_columns(self):
-        """Columns of C that a warpgroup stages in shared memory, 8 or 16 KiB at once. 0: its threads write C."""
-        if self.width % self.box_columns:
+        """Columns of C that a warpgroup stages in shared memory, 8 or 16 KiB at once. 0: its threads write C.
+
+        Of eight rows they write little, and sooner than the copy engine.
+        """
+        if self.width % self.box_columns or self.eight and self.output == "same":
             return 0
         return 2 * self.box_columns if self.width % (2 * self.box_columns) == 0 else self.box_columns
 
@@ -215,6 +218,9 @@ def hopper_product_kernel(tile):
     # Where parts of the output are staged in turn; the first ones are fetched.
     part_bytes, places = tile.staged_bytes // tile.staging_places, tile.staging_places
     shares_registers, prefetches = tile.shares_registers, tile.prefetches
+    # The copy engine does not bring the residual, so each thread has its share of it in registers.
+    keeps_residual = has_residual and not prefetches
+    kept_words = columns // 4 if keeps_residual else 1
     # A weight as it lies in memory; the gradient of one has no such factor.
     b_first = not b_mn
 
@@ -259,16 +265,20 @@ def hopper_product_kernel(tile):
             stage, parity = i32(0), i32(1)
             index = i32(cuda.blockIdx.x)
             row, column = place(index, tiles_down, tiles_across)
+            last_step = i32(rounds * steps)
             if not early:
                 if lane == 0:
                     prefetch_tensor_map(operand_map)
                 wait_for_kernels_before()
             while index < tiles:
-                for step in range(i32(0), rounds * i32(steps), i32(steps)):
+                # Not a range: how often it goes round would be worked out behind the wait, for 0.1 us.
+                step = i32(0)
+                while step < last_step:
                     barrier_wait(empty + stage * 8, parity)
                     if lane == 0:
                         barrier_expect(full + stage * 8, nbytes)
                         load(target + stage * stage_bytes, operand_map, row, column, step, full + stage * 8, n)
+                    step = i32(step + steps)
                     stage += i32(1)
                     if stage == stages:
                         stage = i32(0)
@@ -349,7 +359,7 @@ def hopper_product_kernel(tile):
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + width - 1) // width)
         rounds = i32((k + steps - 1) // steps)
-        tiles = tiles_down * tiles_across
+        tiles = i32(tiles_down * tiles_across)
         stage = i32(0)
         if group == 0:
             if shares_registers:
@@ -370,14 +380,27 @@ def hopper_product_kernel(tile):
             residual_here = empty + stages * 8 + consumer * 8
             residual_parity = i32(0)
             acc = cuda.local.array(accumulators, np.float32)
+            kept = cuda.local.array(kept_words, np.int32)
             for i in range(accumulators):
                 acc[i] = np.float32(0.0)
             parity = i32(0)
             # Not at once: the copy engine still reads the output of the tile before.
             fetch_at = min(rounds - i32(1), i32(2))
             wait_for_kernels_before()
-            for index in range(i32(cuda.blockIdx.x), tiles, i32(cuda.gridDim.x)):
-                row, column = place(i32(index), tiles_down, tiles_across)
+            index, rows_of_c, columns_of_c = i32(cuda.blockIdx.x), i32(m), i32(n)
+            while index < tiles:
+                row, column = place(index, tiles_down, tiles_across)
+                index = i32(index + i32(cuda.gridDim.x))
+                # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
+                line = i32(row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
+                pair = i32((column * width >> i32(1)) + (lane & i32(3)))
+                if keeps_residual:
+                    # Under way while the products run.
+                    for block in range(columns // 8):
+                        for half in range(2):
+                            kept[block * 2 + half] = i32(0)
+                            if i32(line + half * 8) < rows_of_c and i32((pair + block * 4) * 2) < columns_of_c:
+                                kept[block * 2 + half] = residual[u32(line + half * 8), u32(pair + block * 4)]
                 previous = i32(0)
                 for done in range(rounds):
                     barrier_wait(full + stage * 8, parity)
@@ -396,13 +419,10 @@ def hopper_product_kernel(tile):
                 wait_all(acc)
                 if first_thread:
                     barrier_arrive(empty + previous * 8)
-                # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
-                line = row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2))
-                pair = (column * width >> i32(1)) + (lane & i32(3))
                 if has_bias:
                     for block in range(columns // 8):
-                        if (pair + block * 4) * 2 < n:
-                            low, high = unpack_two(bias[pair + block * 4])
+                        if i32((pair + block * 4) * 2) < columns_of_c:
+                            low, high = unpack_two(bias[u32(pair + block * 4)])
                             acc[block * 4] += low
                             acc[block * 4 + 1] += high
                             acc[block * 4 + 2] += low
@@ -428,26 +448,30 @@ def hopper_product_kernel(tile):
                             low, high = unpack_two(load_word(place_here + half * 8 * LINE))
                             acc[block * 4 + half * 2] += low
                             acc[block * 4 + half * 2 + 1] += high
-                elif has_residual:
-                    for half in range(2):
-                        if line + half * 8 < m:
-                            for block in range(columns // 8):
-                                if (pair + block * 4) * 2 < n:
-                                    low, high = unpack_two(residual[line + half * 8, pair + block * 4])
-                                    acc[block * 4 + half * 2] += low
-                                    acc[block * 4 + half * 2 + 1] += high
+                elif keeps_residual:
+                    for block in range(columns // 8):
+                        for half in range(2):
+                            low, high = unpack_two(kept[block * 2 + half])
+                            acc[block * 4 + half * 2] += low
+                            acc[block * 4 + half * 2 + 1] += high
                 if parts == 0:
+                    # One row and one column at a time, in 32 bits: what stands here keeps the next kernel waiting.
                     for half in range(2):
-                        if line + half * 8 < m:
+                        if i32(line + half * 8) < rows_of_c:
+                            c_row, residual_row = (
+                                c[u32(line + half * 8)],
+                                residual[u32(line + half * 8) if swiglu else u32(0)],
+                            )
                             for block in range(width // 8):
-                                if (pair + block * 4) * 2 < n:
+                                at = i32(pair + block * 4)
+                                if i32(at * 2) < columns_of_c:
                                     i = block * 4 + half * 2
-                                    c[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
+                                    c_row[u32(at)] = pack_two(acc[i], acc[i + 1])
                                     if swiglu:
                                         up = pack_two(acc[gated + i], acc[gated + i + 1])
-                                        c[line + half * 8, (i32(n) >> i32(1)) + pair + block * 4] = up
+                                        c_row[u32((columns_of_c >> i32(1)) + at)] = up
                                         activate(acc, i)
-                                        residual[line + half * 8, pair + block * 4] = pack_two(acc[i], acc[i + 1])
+                                        residual_row[u32(at)] = pack_two(acc[i], acc[i + 1])
                 for part in range(parts):
                     # The copy engine must have read the last part before this one overwrites it.
                     if first_thread and (part >= places or not prefetches):

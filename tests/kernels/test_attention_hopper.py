@@ -226,6 +226,54 @@ def test_groups_in_the_simulator(rng, monkeypatch, blocks):
         assert looks == ([0, 1] if blocks == 1 else [0, 0])
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("grouped", [False, True])
+def test_units_are_listed(rng, grouped):
+    """More sequences than threads; some without keys, some with more queries than a unit has; runs of two segments."""
+    if device.name() == "numpy":
+        pytest.skip("needs the kernels")
+    segment, run, rows, sequences = 64, 2, 8, 300
+    tile = paged_form.Tile(64, BF16, rows, segment=segment, grouped=grouped)
+    contexts = rng.integers(0, 400, sequences)
+    lengths = np.where(contexts > 0, 1 if grouped else rng.integers(1, 7, sequences), 1)
+    common, members = np.zeros(sequences, np.int64), np.ones(sequences, np.int64)
+    for first in range(0, 240, 6) if grouped else ():
+        group = slice(first, first + 4)
+        contexts[group] += 70
+        common[group], members[group] = contexts[group].min() - 1, (4, 0, 0, 0)
+    starts, shared, own = bounds(lengths), [], []
+    for b in range(sequences):
+        segments = max(-(-contexts[b] // segment), 1)
+        in_common = common[b] // segment
+        first = min(run, in_common or segments)
+        for part in range(segments - first + 1):
+            first_key = (part - 1 + first) * segment if part else 0
+            keys = min(contexts[b] - first_key, segment if part else first * segment)
+            of_group = first_key < in_common * segment
+            unit = (-(-keys // 64), b, part, first_key, starts[b], lengths[b], contexts[b], 0, segments - first + 1)
+            if of_group and members[b]:
+                shared.append((*unit[:7], members[b], unit[8]))
+            elif not of_group and (lengths[b] * 2 <= rows or not contexts[b]):
+                own.append(unit)
+    starts, contexts, *groups = (device.asarray(x.astype(np.int32)) for x in (starts, contexts, common, members))
+    most = (int(lengths.max()), int(contexts.max()))
+    groups = (*groups, 4) if grouped else ()
+    plan = paged_form.plan_units(BF16, 4, 2, 64, 16, starts, contexts, *most, *groups, tile=tile, blocks=1, run=run)
+    units = device.to_host(plan.units)
+    assert units[0, 0] == len(shared + own)
+    assert (units[1 : 1 + len(shared + own)] == np.array(shared + own)).all()
+
+
+def test_a_plan_of_another_call_is_refused():
+    xp = device.xp()
+    q, cache = xp.zeros((2, 4, 16), np.float16), xp.zeros((4, 16, 4, 16), np.float16)
+    numbers, tables = xp.zeros(2, np.int32), xp.zeros((2, 4), np.int32)
+    made_for = ("float16", 4, 4, 16, 16, 2, 1, 32, 1)
+    plan = paged_form.Plan(made_for, paged_form.Tile(16, "float16"), 1, 1, 1, None)
+    with pytest.raises(ValueError, match="the plan is for .* not for "):
+        paged_attention_hopper(q, cache, cache, tables, numbers, numbers, 1, 64, 1.0, q, plan=plan)
+
+
 @pytest.mark.parametrize("head_dim, group, paged", [(128, 2, False), (128, 1, True), (256, 2, False), (80, 3, True)])
 def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     if device.name() != "numpy":

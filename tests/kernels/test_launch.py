@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from rlnumba import device
+from rlnumba.device import cuda
 from rlnumba.kernels import launch
+from rlnumba.kernels.instructions import wait_for_kernels_before
 from rlnumba.kernels.launch import Parameters, _cache_key, _imported
 from rlnumba.kernels.reduce import group_mean_std_kernel
 
@@ -86,3 +88,23 @@ def test_parameters_lie_where_the_driver_looks():
         parameters.write(parameters.slots, 0, *values)
         first, second = [0, 0, 5, 4, address, 5, 4], [0, 0, 6, 2, address + 64, 2, 3, 6, 2]
         assert found(parameters, kinds) == [*first, scalars[0], *second, *scalars[1:]]
+
+
+@cuda.jit
+def count_kernel(x):
+    wait_for_kernels_before()
+    x[0] += np.int32(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_what_a_kernel_holds_begins_in_its_turn(monkeypatch):
+    early, launch_early = [], launch._launch_early
+    monkeypatch.setattr(launch, "_launch_early", lambda *a: early.append(True) or launch_early(*a))
+    x, begun_early = device.xp().zeros(1, np.int32), []
+    with launch.overlapping():
+        for holds in (False, True, False, False):
+            launch.launch(count_kernel, 1, 1, x, holds=holds)
+            begun_early.append(len(early))
+    assert begun_early == [1, 2, 2, 3]
+    assert int(x[0]) == 4

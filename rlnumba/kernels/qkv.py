@@ -79,6 +79,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     count = heads_of_group * of_head
     load_head, store_head, load_angles = head_access(shape)
 
+    # For few tokens, which last as long as their loads do, one after the other: all but the heads come while the kernel
+    # ahead ends.
+    ahead = cached and heads_of_group == 1
     # Of narrower heads, whose lanes come from more of them, addresses would not leave enough registers.
     resident = CACHE_RESIDENT if cached and width >= 128 else SPLIT_RESIDENT
 
@@ -93,8 +96,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
         row = i32(warp // i32(warps_of_token))
         if row >= position_ids.shape[0]:
             return
-        wait_for_kernels_before()
-        let_next_kernel_start()
+        if not ahead:
+            wait_for_kernels_before()
+            let_next_kernel_start()
         lane = i32(cuda.threadIdx.x)
         e = lane % i32(lanes) * i32(vector)
         first_head = i32(warp % i32(warps_of_token) * i32(heads_of_group * groups) + lane // i32(lanes))
@@ -104,15 +108,26 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
         position = position_ids[np.uint64(row)]
+        place = row
+        if ahead:
+            if first_head >= heads:
+                place = slot_mapping[np.uint64(row)]
+            if normed and first_head < heads:
+                load_head(q_weight, 0, e, weights, 0)
+            elif normed and first_head < rotated:
+                load_head(k_weight, 0, e, weights, 0)
+            load_angles(cos, sin, position, e, c, s)
+            wait_for_kernels_before()
+            let_next_kernel_start()
         for i in range(heads_of_group):
             # A group without a head reads the last one.
             head = i32(min(first_head + i32(i * groups), i32(all_heads - 1)))
             load_head(qkv, i32(row * i32(all_heads) + head), e, values, i * of_head)
-        # Angles wait for the position; heads do not.
-        start_loads()
-        load_angles(cos, sin, position, e, c, s)
-        place = row
-        if cached:
+        if not ahead:
+            # Angles wait for the position; heads do not.
+            start_loads()
+            load_angles(cos, sin, position, e, c, s)
+        if cached and not ahead:
             # ptxas would ask for the slot first, and late for the angles. Without a slot, k and v are not written.
             sync_warp()
             if first_head + i32((heads_of_group - 1) * groups) >= heads:
@@ -131,9 +146,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
             for i in range(heads_of_group):
                 head = i32(first_head + i32(i * groups))
                 if head < rotated:
-                    if head < heads:
+                    if not ahead and head < heads:
                         load_head(q_weight, 0, e, weights, 0)
-                    else:
+                    elif not ahead:
                         load_head(k_weight, 0, e, weights, 0)
                     for j in range(of_head):
                         values[i * of_head + j] = values[i * of_head + j] * scales[i] * weights[j]

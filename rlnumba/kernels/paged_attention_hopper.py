@@ -10,9 +10,10 @@ warps: its maximum goes through shared memory, and so does P^T on its way to be 
 A unit of work is a sequence, a key head and a segment of SEGMENT keys; a sequence's first unit may have several, a run.
 A small kernel lists them, once for all layers of a step: a Plan. Blocks stay on their SM. In each, a warpgroup
 computes, and three warps serve it. Two bring keys and values: they draw lines of the list from a common counter, and
-look up the next unit while the copy engine still brings the tiles of this. Where a sequence has more than one unit, each writes (m, l, acc) to a workspace, and the third warp of whichever block is last merges
-them, in the order of the segments; a run is added up in registers, in the same order. All of it follows arrays on the
-device, so a captured graph stays valid.
+look up the next unit while the copy engine still brings the tiles of this. Where a sequence has more than one unit,
+each writes (m, l, acc) to a workspace, and the third warp of whichever block is last merges them, in the order of the
+segments; a run is added up in registers, in the same order. All of it follows arrays on the device, so a captured graph
+stays valid.
 
 Sequences with a common beginning, such as the completions of one prompt, may be declared a group: the segments that
 lie wholly in the common beginning are read once for all members, whose queries then share the columns of a unit. These

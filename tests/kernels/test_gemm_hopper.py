@@ -61,6 +61,9 @@ SIMULATED = [
     # Eight lines of A stand for all.
     (Tile(8, 1, 3, "bfloat16", panels=8, bias=True, residual=True, eight=True), 3, 24, 1024),
     (Tile(32, 1, 2, "float16", eight=True), 8, 40, 72),
+    # Of eight rows threads write even what the copy engine could; each has had its share of the residual.
+    (Tile(64, 1, 2, "bfloat16", panels=2, residual=True, eight=True), 7, 72, 256),
+    (Tile(16, 1, 2, "bfloat16", residual=True), 40, 24, 136),
 ]
 
 
@@ -84,6 +87,7 @@ SWIGLU = [
     (Tile(32, 1, 2, "bfloat16", swiglu=True), 9, 24, 72),
     (Tile(64, 1, 2, "float16", swiglu=True, panels=2), 9, 72, 256),
     (Tile(96, 1, 2, "bfloat16", swiglu=True, panels=4, eight=True), 7, 56, 256),
+    (Tile(128, 1, 2, "bfloat16", swiglu=True, panels=2, eight=True), 7, 88, 128),
     # Through the copy engine, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
     (Tile(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
     (Tile(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),

@@ -1,0 +1,74 @@
+"""Microseconds of one decode step of Qwen3-0.6B's shape with random weights, replayed as the engine's CUDA graph.
+
+    python bench/decode_step.py                    what docs/log.md quotes
+    python bench/decode_step.py 64x8x2049          64 prompts of 2,049 tokens, 8 completions of each
+
+The step is the REPLAYED-th of a run, when all sequences decode; replaying it again computes the same once more. Needs a
+GPU.
+"""
+
+import argparse
+import statistics
+
+import numpy as np
+from engine import QWEN3_06B
+from harness import time_us
+from report import row
+
+from rlnumba import device
+from rlnumba.config import EngineConfig
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine import llm as llm_module
+from rlnumba.engine.runner import Runner
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
+
+WORKLOADS = ("1x1x128", "8x1x128", "64x1x100", "64x1x400", "64x8x2049")
+# By then the prompts of these workloads are computed, and the graph is captured.
+REPLAYED, TOKENS = 14, 24
+
+
+def shape(text):
+    """(prompts, completions of each, tokens of a prompt) of a text such as 64x8x2049."""
+    numbers = text.split("x")
+    if len(numbers) != 3 or not all(number.isdigit() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be PROMPTSxCOMPLETIONSxTOKENS, got {text!r}")
+    return tuple(map(int, numbers))
+
+
+class TimedRunner(Runner):
+    """Times the graph of its REPLAYED-th decode step."""
+
+    replayed, microseconds = 0, None
+
+    def _replay(self, arrays, max_members):
+        super()._replay(arrays, max_members)
+        self.replayed += 1
+        if self.replayed == REPLAYED:
+            # The latest captured is the one of the largest batch: batches grow until all prompts are in.
+            graph = list(self.graphs.values())[-1]
+            laps = [time_us(lambda: graph.launch(self.stream), 5) for _ in range(3)]
+            self.microseconds = statistics.median(laps)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workloads", nargs="*", type=shape, default=list(map(shape, WORKLOADS)))
+    workloads = parser.parse_args().workloads
+    if device.select("auto") != "cuda":
+        parser.error("needs a GPU")
+    llm_module.Runner = TimedRunner
+    config = ModelConfig.from_dict(QWEN3_06B)
+    model = Transformer(config, Weights.random(config, "bfloat16"))
+    for prompts, completions, length in workloads:
+        llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.8, max_num_batched_tokens=8192, max_num_seqs=512))
+        generator = np.random.default_rng(0)
+        ids = [generator.integers(0, config.vocab_size, length).tolist() for _ in range(prompts)]
+        llm.generate(ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=completions))
+        row(f"decode step, {prompts} x {completions} of {length} tokens", f"{llm.runner.microseconds:.0f} us")
+        del llm
+
+
+if __name__ == "__main__":
+    main()

@@ -56,6 +56,8 @@ PROCESSORS = 132
 PARTIAL_COLUMNS = 8
 PARTIAL_WARPS = 32
 PARTIAL_LOADS = 5
+# Rows, and columns of partial sums, that the backward counts in 32 bits; what they are multiplied to has 64.
+MOST_ROWS = 1 << 31
 
 
 class Row(NamedTuple):
@@ -121,10 +123,10 @@ def rmsnorm_kernel(row_shape, residual_too, early):
         each warp; then the warps in their order.
         """
         sums = cuda.shared.array(32, np.float32)
-        row, thread = u32(cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y), i32(cuda.threadIdx.x)
-        if row >= u32(x.shape[0]):
+        row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        if row >= x.shape[0]:
             return
-        first = i32(thread * vector)
+        first = cuda.threadIdx.x * vector
         x_row, residual_row, out_row = x[row], residual[row], out[row]
         values = cuda.local.array(values_count, np.float32)
         others = cuda.local.array(values_count, np.float32)
@@ -157,8 +159,8 @@ def rmsnorm_kernel(row_shape, residual_too, early):
             squares += of_chunks[chunk]
         squares = warp_sum(squares)
         if warps > 1:
-            if thread & i32(31) == 0:
-                sums[u32(thread >> i32(5))] = squares
+            if cuda.threadIdx.x % 32 == 0:
+                sums[cuda.threadIdx.x // 32] = squares
             cuda.syncthreads()
             squares = sums[0]
             for warp in range(1, warps):
@@ -168,7 +170,7 @@ def rmsnorm_kernel(row_shape, residual_too, early):
             for i in range(chunk * vector, (chunk + 1) * vector):
                 values[i] = values[i] * scale * weights[i]
             store(out_row, first + chunk * threads * vector, values, chunk * vector)
-        if thread == 0:
+        if cuda.threadIdx.x == 0:
             rstd[row] = scale
 
     return rmsnorm_kernel
@@ -325,6 +327,8 @@ def add_partials(partials, total):
 
     Begins while the kernel ahead, which writes the partials, ends.
     """
+    if total.size >= MOST_ROWS:
+        raise ValueError(f"add_partials: total must have fewer than {MOST_ROWS} columns, got {total.size}")
     blocks = -(-total.size // PARTIAL_COLUMNS)
     launch(add_partials_kernel, blocks, (32, PARTIAL_WARPS), partials, total, early=ALWAYS)
 
@@ -391,7 +395,7 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
 
     dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) as the forward wrote it; dweight (D,)
     float32. For rmsnorm_residual, x is the residual after the addition, and dx the gradient of both terms.
-    Raises as rmsnorm.
+    Raises as rmsnorm, and for 2^31 rows or more.
     """
     rows, columns = check("rmsnorm_backward", "x", x, (None, None), FLOATS)
     _check_columns("rmsnorm_backward", columns)
@@ -400,6 +404,8 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     check("rmsnorm_backward", "rstd", rstd, (rows,), F32)
     check("rmsnorm_backward", "dx", dx, (rows, columns), (x.dtype,))
     check("rmsnorm_backward", "dweight", dweight, (columns,), F32)
+    if rows >= MOST_ROWS:
+        raise ValueError(f"rmsnorm_backward: x must have fewer than {MOST_ROWS} rows, got {rows}")
     if device.name() == "numpy":
         row_gradient, weight_gradient = rmsnorm_backward_ref(dout, x, weight, rstd)
         dx[...] = dx + row_gradient if accumulate else row_gradient

@@ -28,11 +28,9 @@ F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::
 H1, H2, H3 = (name.replace("float32", "uint16") for name in (F1, F2, F3))
 ROW = [rmsnorm.share_row(1000, 2, 8, *budget) for budget in (rmsnorm.FORWARD, rmsnorm.BACKWARD)]
 HEAD = rope.HeadShape(128, 8, 8, 4)
-# qkv_split counts heads in 32 bits, and its operators refuse more.
+# qkv_split counts heads in 32 bits, rmsnorm_backward rows, add_partials rows and columns; their operators refuse more.
 KERNELS = [
     (rmsnorm.rmsnorm_kernel(ROW[0], True, False), [H2, H2, H1, "float32", H2, F1]),
-    (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8), [H2, H2, H1, F1, "int64", H2, F2]),
-    (rmsnorm.add_partials_kernel, [F2, F1]),
     (rope.rope_kernel(HEAD, 5), [H2, F2, F2, I1, "float32", H2]),
     (qkv.qkv_split_backward_kernel(HEAD, 5, 2), [H2, H2, H2, F2, F2, I1, H2]),
     (kv_cache.write_kv_kernel(np.uint16, 8, True), [H2, H2, I1, H2, H2]),
@@ -68,3 +66,34 @@ def test_products_have_64_bits(kernel, types):
     assert not re.findall(r"(?:mul|mad)\.lo\.[su]32[^;]*;", ptx)
     # Shifts are products with powers of two; by 16 bits a bfloat16 is widened, by 23 an exponential is scaled.
     assert not set(re.findall(r"shl\.b32[^;]*, (\d+);", ptx)) - {"16", "23"}
+
+
+@pytest.mark.parametrize(
+    "kernel, types, arrays",
+    [
+        (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8), [H2, H2, H1, F1, "int64", H2, F2], 3),
+        (rmsnorm.add_partials_kernel, [F2, F1], 1),
+    ],
+    ids=["rmsnorm_backward", "add_partials"],
+)
+def test_rows_in_32_bits_become_places_in_64(kernel, types, arrays):
+    """A row's number is multiplied by the row's length, a 64-bit argument of the kernel, for each array of rows."""
+    if device.name() != "numpy":
+        pytest.skip("compiles without a GPU")
+    from numba import cuda
+
+    with pretend((9, 0)):
+        ptx, _ = cuda.compile_ptx(kernel.py_func, tuple(parse_type(name) for name in types), cc=(9, 0))
+    lengths = re.findall(r"ld\.param\.u64\s+(%rd\d+)", ptx)
+    places = [place for place in re.findall(r"(?:mul|mad)\.lo\.s64\s+([^;]*);", ptx)]
+    assert len({name for name in lengths if any(name in place.split(", ") for place in places)}) >= arrays
+
+
+def test_rows_beyond_32_bits_are_refused(monkeypatch):
+    monkeypatch.setattr(rmsnorm, "MOST_ROWS", 3)
+    xp = device.xp()
+    x, weight, rstd = xp.ones((3, 2), np.float32), xp.ones(2, np.float32), xp.ones(3, np.float32)
+    with pytest.raises(ValueError, match="rmsnorm_backward: x must have fewer than 3 rows, got 3"):
+        rmsnorm.rmsnorm_backward(x, x, weight, rstd, x.copy(), xp.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="add_partials: total must have fewer than 3 columns, got 4"):
+        rmsnorm.add_partials(xp.ones((2, 4), np.float32), xp.ones(4, np.float32))

@@ -107,7 +107,8 @@ SHORT_CHUNK = 512
 # Of a thread of the warps that serve, and of one that computes, where 128 for each are not enough.
 FEW_REGISTERS, MANY_REGISTERS = 88, 168
 # Threads of the block that lists units, at most.
-PLANNERS, PLANNING_WARPS = 256, 8
+PLANNERS = 256
+PLANNING_WARPS = PLANNERS // 32
 # What the list says of a unit: tiles, sequence, which of its units, first key, first token, tokens, context, sequences
 # that share it (0: not a group's), units of the sequence.
 TILES, SEQUENCE, PART, FIRST_KEY, START, LENGTH, CONTEXT, SHARING, PARTS = range(9)
@@ -1061,7 +1062,7 @@ class Plan(NamedTuple):
     """The units of decode, found once for all layers of a step.
 
     made_for: element, heads, bounds and the arrays' lengths, which a call that uses it shares; tile; blocks: of the
-    grid; run: segments of a sequence's first unit; parts: units of a sequence and key head, at most; units: the list.
+    grid; run: segments of a sequence's first unit; parts, places, rows: of places_and_rows; units: the list.
     """
 
     made_for: tuple
@@ -1069,6 +1070,8 @@ class Plan(NamedTuple):
     blocks: int
     run: int
     parts: int
+    places: int
+    rows: int
     units: object
 
 
@@ -1093,7 +1096,7 @@ def plan_units(
     filled = blocks or processors() * tile.blocks
     run = min(run or best_run(sequences * kv_heads, filled), tile.most_run)
     # What a group has in common may be one segment, and then its run is no longer.
-    parts, _, _ = places_and_rows(
+    parts, places, rows = places_and_rows(
         tile, sequences, kv_heads, group, max_seqlen_q, max_context_len, 1 if tile.grouped else run
     )
     units = _workspace.list_of(sequences * parts)
@@ -1102,7 +1105,7 @@ def plan_units(
         cu_seqlens, context_lens, *((common_lens, members) if tile.grouped else (nothing(1), nothing(1))),
         np.int32(group), np.int32(run), units, holds=True,
     )  # fmt: skip
-    return Plan(made_for, tile, min(filled, sequences * kv_heads * parts), run, parts, units)
+    return Plan(made_for, tile, min(filled, sequences * kv_heads * parts), run, parts, places, rows, units)
 
 
 def paged_attention_hopper(
@@ -1142,15 +1145,14 @@ def paged_attention_hopper(
     tile = plan.tile
     # Query tokens of a unit; a sequence with more is the other kernel's.
     at_once = min(tile.rows // group, max(max_seqlen_q, max_members))
-    rows = min(max_seqlen_q, tile.rows // group) * group
-    places = sequences * kv_heads * plan.parts if plan.parts > 1 else 1
-    parts, references, sums, counters = _workspace.arrays(places, rows, head_dim, 2 + sequences * kv_heads)
+    counted_heads = 2 + sequences * kv_heads
+    parts, references, sums, counters = _workspace.arrays(plan.places, plan.rows, head_dim, counted_heads)
     launch(
         paged_attention_hopper_kernel(tile), plan.blocks, THREADS,
         tensor_map(q, at_once, group, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
         context_lens, common_lens if tile.grouped else nothing(1), plan.units, block_tables, np.int32(block_size),
-        np.int32(heads), np.int32(group), np.int32(at_once), np.int32(plan.parts), np.int32(rows), np.int32(plan.run),
-        parts, references, sums, counters, c, shared=tile.shared_bytes,
+        np.int32(heads), np.int32(group), np.int32(at_once), np.int32(plan.parts), np.int32(plan.rows),
+        np.int32(plan.run), parts, references, sums, counters, c, shared=tile.shared_bytes,
     )  # fmt: skip
     if max_seqlen_q * group <= tile.rows:
         return

@@ -269,7 +269,7 @@ def test_a_plan_of_another_call_is_refused():
     q, cache = xp.zeros((2, 4, 16), np.float16), xp.zeros((4, 16, 4, 16), np.float16)
     numbers, tables = xp.zeros(2, np.int32), xp.zeros((2, 4), np.int32)
     made_for = ("float16", 4, 4, 16, 16, 2, 1, 32, 1)
-    plan = paged_form.Plan(made_for, paged_form.Tile(16, "float16"), 1, 1, 1, None)
+    plan = paged_form.Plan(made_for, paged_form.Tile(16, "float16"), 1, 1, 1, 1, 1, None)
     with pytest.raises(ValueError, match="the plan is for .* not for "):
         paged_attention_hopper(q, cache, cache, tables, numbers, numbers, 1, 64, 1.0, q, plan=plan)
 

@@ -1,7 +1,7 @@
 """Fixtures and skips. A test runs on the device of the process; kernels need `sim` or `cuda`.
 
     pytest                               numpy device: references, models, engine, trainers
-    NUMBA_ENABLE_CUDASIM=1 pytest -m sim the kernels, thread by thread
+    NUMBA_ENABLE_CUDASIM=1 pytest -m sim the kernels, thread by thread; -n 2 takes two processes
     pytest on a machine with a GPU       the kernels at real shapes as well
 
 RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
@@ -23,7 +23,7 @@ _signatures = {}
 
 
 def pytest_sessionstart():
-    """With RLNUMBA_RECORD_SIGNATURES=FILE, note every kernel and its argument types launched in the simulator."""
+    """With RLNUMBA_RECORD_SIGNATURES=FOLDER, note every kernel and its argument types launched in the simulator."""
     if RECORD:
         from rlnumba.kernels import launch
 
@@ -39,7 +39,7 @@ def pytest_sessionstart():
 
 def pytest_sessionfinish():
     if RECORD:
-        pathlib.Path(RECORD).write_bytes(pickle.dumps(list(_signatures)))
+        pathlib.Path(RECORD, f"{os.getpid()}.pickle").write_bytes(pickle.dumps(list(_signatures)))
 
 
 def pytest_collection_modifyitems(items):

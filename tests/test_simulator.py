@@ -1,4 +1,4 @@
-"""Runs the kernel tests in the simulator, in a process of their own, and compiles what they launched.
+"""Runs the kernel tests in the simulator, in processes of their own, and compiles what they launched.
 
 The simulator has no type checks, so passing there is half the proof. Every (kernel, argument types) pair
 that was launched is therefore compiled for real GPUs as well, without one: NVVM and ptxas come from PyPI.
@@ -30,16 +30,19 @@ if device.name() != "numpy":
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    """The finished simulator run and the file of launched signatures."""
-    record = tmp_path_factory.mktemp("simulator") / "signatures.pickle"
+    """The finished simulator run and the signatures that it launched."""
+    record = tmp_path_factory.mktemp("signatures")
     environment = os.environ | {
         "NUMBA_ENABLE_CUDASIM": "1",
         "RLNUMBA_RECORD_SIGNATURES": str(record),
         "RLNUMBA_DEVICE": "sim",
     }
     command = [sys.executable, "-m", "pytest", "-m", "sim", "--durations=5", "-p", "no:cacheprovider", "tests"]
+    command += ["-n", str(os.cpu_count())]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return done, record
+    # Which process ran what differs from run to run; what is compiled for which GPU should not.
+    launched = {signature for file in record.iterdir() for signature in pickle.loads(file.read_bytes())}
+    return done, sorted(launched, key=repr)
 
 
 def test_kernels_in_the_simulator(simulated):
@@ -59,7 +62,7 @@ def kernels_of(path):
 
 
 def test_every_kernel_was_launched(simulated):
-    launched = {(module, name) for module, name, _, _ in pickle.loads(simulated[1].read_bytes())}
+    launched = {(module, name) for module, name, _, _ in simulated[1]}
     written = {
         (f"rlnumba.kernels.{path.stem}", name)
         for path in (ROOT / "rlnumba/kernels").glob("*.py")
@@ -70,7 +73,7 @@ def test_every_kernel_was_launched(simulated):
 
 
 def test_every_launched_kernel_compiles_for_gpus(simulated, compile_offline):
-    signatures = pickle.loads(simulated[1].read_bytes())
+    signatures = simulated[1]
     assert len(signatures) > 40
     once = {(module, name): (constants, types) for module, name, constants, types in signatures}
     jobs = []

@@ -559,7 +559,7 @@ def paged_attention_hopper_kernel(tile):
                 barrier_init(full + stage * 8, 2)
                 barrier_init(empty + stage * 8, 1)
             for slot in range(SLOTS):
-                barrier_init(q_full + slot * 8, 1)
+                barrier_init(q_full + slot * 8, FIELDS)
                 barrier_init(q_empty + slot * 8, WARPGROUP + 32)
             for place in range(TICKETS):
                 barrier_init(told + place * 8, 1)
@@ -613,7 +613,9 @@ def paged_attention_hopper_kernel(tile):
                         start = shuffle(record, START)
                         if lane < FIELDS:
                             info[slot, lane] = record
-                        sync_warp()
+                        # Every lane that wrote arrives, the first one below.
+                        if 0 < lane < FIELDS:
+                            barrier_arrive(arrived)
                         if lane == 0:
                             drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
                             info[slot, KEY_HEAD], info[slot, GOES_ON] = kv_head, goes_on
@@ -696,6 +698,7 @@ def paged_attention_hopper_kernel(tile):
                     barrier_wait(Address(q_empty + slot * 8), q_parity)
                     if lane == 0:
                         info[slot, TILES] = i32(-1)
+                    if lane < FIELDS:
                         barrier_arrive(Address(q_full + slot * 8))
                 # Whoever is the last block to draw nothing makes the counters ready for the next launch.
                 if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:

@@ -97,9 +97,8 @@ class Tile(NamedTuple):
     columns are of the gate, half of what it gates; without bias and residual, output "same".
     panels: 64 steps each of the reduction in a stage; several only for one group and K-major operands with a multiple
     of so many steps. fetched: columns of C, of an "add", that come while the products run, so that their sum is
-    written; to the others the second-level cache adds. 0, staged_columns, twice as many, or all.
-    lines: of A's box, and rows of C a group; 64, or, for one group and a K-major A, 8, 16 or 32. With 16 or 32 output
-    is "same" and panels * columns >= 64 - lines; with 8, C has no more rows unless output is "same".
+    written; to the others the second-level cache adds. 0, staged_columns, twice as many, or all. eight: C has up to
+    eight rows, and A's box as many; for one group and a K-major A.
     """
 
     columns: int
@@ -114,21 +113,21 @@ class Tile(NamedTuple):
     swiglu: bool = False
     panels: int = 1
     fetched: int = 0
-    lines: int = ROWS
+    eight: bool = False
 
     @property
     def rows(self):
-        return self.lines * self.groups
+        return ROWS * self.groups
+
+    @property
+    def lines(self):
+        """Of A's box."""
+        return 8 if self.eight else self.rows
 
     @property
     def width(self):
         """Columns by which tiles of C advance: those of a box of B."""
         return self.columns // 2 if self.swiglu else self.columns
-
-    @property
-    def reads_beyond(self):
-        """Whether what a product reads in place of A's missing lines would not be in the same stage."""
-        return 8 < self.lines < ROWS and self.panels * self.columns < ROWS - self.lines
 
     @property
     def box_columns(self):
@@ -139,9 +138,9 @@ class Tile(NamedTuple):
     def staged_columns(self):
         """Columns of C that a warpgroup stages in shared memory, 8 or 16 KiB at once. 0: its threads write C.
 
-        Of few rows they write little, and sooner than the copy engine.
+        Of eight rows they write little, and sooner than the copy engine.
         """
-        if self.width % self.box_columns or self.lines < ROWS and self.output == "same":
+        if self.width % self.box_columns or self.eight and self.output == "same":
             return 0
         return 2 * self.box_columns if self.width % (2 * self.box_columns) == 0 else self.box_columns
 
@@ -157,7 +156,7 @@ class Tile(NamedTuple):
 
     @property
     def stage_bytes(self):
-        return self.panels * (self.rows + self.columns) * LINE
+        return self.panels * (self.lines + self.columns) * LINE
 
     @property
     def staged_bytes(self):
@@ -204,17 +203,15 @@ def place(index, tiles_down, tiles_across):
 @kernel_factory
 def hopper_product_kernel(tile):
     """The kernel of a Tile. Its width is a multiple of its staged columns, if it has any, else of 8."""
-    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, panels, fetched, lines = tile
-    if tile.reads_beyond:
-        raise ValueError(f"panels * columns must be at least {ROWS - lines} in {tile}")
+    columns, groups, stages, element, a_mn, b_mn, output, has_bias, has_residual, swiglu, panels, fetched, eight = tile
     rows, width, box_columns, staged_columns = tile.rows, tile.width, tile.box_columns, tile.staged_columns
     steps, stage_bytes, staged_bytes = tile.steps, tile.stage_bytes, tile.staged_bytes
-    a_bytes, b_bytes = panels * rows * LINE, panels * columns * LINE
+    a_bytes, b_bytes = panels * tile.lines * LINE, panels * columns * LINE
     accumulators = columns // 2
     b_boxes = columns // 64
     parts = columns // staged_columns if staged_columns else 0
     gated = accumulators // 2
-    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn, steps, lines=lines)
+    start, wait_all_but_latest, wait_all = warpgroup_product(columns, element, a_mn, b_mn, steps, eight=eight)
     pack_two, unpack_two = pack(element), unpack(element)
     wide = output != "same"
     add = output == "add"
@@ -233,7 +230,7 @@ def hopper_product_kernel(tile):
         if a_mn:
             for box in range(groups):
                 bulk_load(target + box * BOX_BYTES, a, row * rows + box * ROWS, step, arrived)
-        elif lines < ROWS and panels > 1:
+        elif eight and panels > 1:
             bulk_load_heads(target, a, 0, row * rows, divide(step, i32(STEPS)), arrived)
         else:
             # A box for all panels would bring them too close together where A has fewer than 64 rows.
@@ -394,9 +391,6 @@ def hopper_product_kernel(tile):
             while index < tiles:
                 row, column = place(index, tiles_down, tiles_across)
                 index = i32(index + i32(cuda.gridDim.x))
-                if lines < ROWS:
-                    # The accumulators' other rows are no rows of this tile.
-                    rows_of_c = min(i32(m), i32((row + 1) * rows))
                 # This thread's accumulators: rows `line` and line + 8, columns 8 b + 2 (lane % 4) and the next.
                 line = i32(row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
                 pair = i32((column * width >> i32(1)) + (lane & i32(3)))
@@ -569,15 +563,12 @@ def few_rows_tile(m, n, k, processors, fixed, swiglu):
     A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: several panels
     a stage. Up to eight rows of A take little room: more of the weight is under way. As long as tiles fill half of the
     SMs, the next kernel brings its own weight meanwhile, all of it if it is short; where 64 columns fill more, 32 of
-    two blocks an SM are better. Every tile brings its rows of A from the second-level cache, which limits more rows of
-    a short weight: no more lines than there are rows, and of 64 rows two tiles of 32 rows and 32 columns rather than
-    two of 64 and 16. Of long weights the last wave should be full. H200, 1 and 64 rows: with one panel a
-    stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 2.9 and 3.3; 6.9 and 7.0 for 1024 x 3072, and 3.6
-    and 4.4; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four;
+    two blocks an SM are better. Of long weights the last wave should be full. H200, 1 and 64 rows: with one panel a
+    stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and 3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7
+    and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four;
     6144 x 1024: 5.1 with 96 columns, 4.1 with 32.
     """
     eight, halves = m <= 8, 2 if swiglu else 1
-    lines = 8 if eight else ROWS
 
     def filled(columns):
         return -(-n // (columns // halves)) / processors
@@ -588,24 +579,16 @@ def few_rows_tile(m, n, k, processors, fixed, swiglu):
         most_panels = 2 if swiglu and columns > 32 else 4
         if not swiglu and filled(columns) > 0.6:
             columns, most_panels = 32, 1
-    elif n * k <= SHORT_WEIGHT and not swiglu and (n <= 16 * processors or m <= 32 and filled(48) < 0.75):
-        # 1024 x 2048 and 1024 x 3072, and up to 32 rows of 4096 x 1024.
-        lines = 32 if m > 16 else 16
-        columns = 48 if n > 16 * processors else 16 if m <= 32 else 32
-        most_panels = 1 if columns == 48 else 4
     elif n * halves * k <= SHORT_WEIGHT:
-        columns = 64 if filled(64) > 0.45 else 32
-        most_panels = 1 if columns == 64 else 4 if n * halves <= 16 * processors else 2
+        columns = 16 * halves if n * halves <= 16 * processors else 64 if filled(64) > 0.45 else 32
+        most_panels = 4 if columns == 16 * halves else 1 if columns == 64 else 2
         if swiglu and columns == 64:
             columns, most_panels = 48, 2
     else:
         widths = (64, 128) if swiglu else (64, 32, 48, 96)
         columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
         most_panels = 4 if columns <= (32 if eight else 16 * halves) else 2 if eight or columns != 64 else 1
-    tile = with_stages(Tile(columns, 1, 2, *fixed, lines=lines), most_panels, k)
-    if tile.reads_beyond:
-        tile = with_stages(tile._replace(lines=ROWS), most_panels, k)
-    return tile
+    return with_stages(Tile(columns, 1, 2, *fixed, eight=eight), most_panels, k)
 
 
 @functools.cache
@@ -626,11 +609,11 @@ def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, 
                 continue
             # Wider tiles have no time to wait for a stage.
             several = groups == 1 and columns == 64 and not (a_mn or b_mn)
-            tile = Tile(columns, groups, 2, *fixed, lines=8 if several and m <= 8 else ROWS)
+            tile = Tile(columns, groups, 2, *fixed, eight=several and m <= 8)
             tile = with_stages(tile, 2 if several else 1, k)
             if tile.stages < 3:
                 continue
-            rows = ROWS * groups
+            rows = tile.rows
             # Lines of shared memory that the copy engine writes, and that the warpgroups' four products read.
             lines = rows + columns + groups * (ROWS + columns)
             latency_us = 0.10 + 0.03 / tile.panels
@@ -674,15 +657,14 @@ def hopper_product(tile, a, b, out, bias=None, residual=None, blocks=None):
     """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
 
     a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
-    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
+    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0; M <= 8 if tile.eight.
     If tile.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is written.
     blocks: of the grid; by default as many as the SMs hold at a time.
     """
     m, n = residual.shape if tile.swiglu else out.shape
     k = a.shape[0] if tile.a_mn else a.shape[1]
-    few = tile.lines < ROWS
-    a_rows = tile.lines if few or tile.a_mn else min(tile.rows, -(-m // 8) * 8)
-    if few and tile.panels > 1:
+    a_rows = ROWS if tile.a_mn else min(tile.rows, -(-m // 8) * 8)
+    if tile.eight and tile.panels > 1:
         a_map = tensor_map(a, tile.panels, a_rows, 64)
     else:
         a_map = tensor_map(a, a_rows, 64)

@@ -484,7 +484,7 @@ if device.name() == "sim":
 
     @functools.cache
     def warpgroup_product(
-        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, lines=64
+        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, eight=False
     ):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
@@ -492,9 +492,8 @@ if device.name() == "sim":
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
         operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
-        int32, not to be touched until the wait either, which is then wait_all(acc, a). lines: A, K-major, has so
-        many only. 8: each of them stands for every eighth of 64; 16, 32: the other rows' sums are of whatever
-        lies behind, where memory of the block must be, and of no use.
+        int32, not to be touched until the wait either, which is then wait_all(acc, a). eight: A, K-major, has eight
+        rows only, and each of them stands for every eighth of 64.
         """
         dtype = device.DTYPES[element]
         count = columns // 2 * blocks
@@ -502,12 +501,9 @@ if device.name() == "sim":
 
         def read(acc, left, right, keep):
             reads = []
-            a_lines = lines if lines < 64 else 64 * blocks
-            a = None if registers else _operand(left, a_lines, depth, a_mn_major, dtype, reads)
-            if lines == 8:
+            a = None if registers else _operand(left, 8 if eight else 64 * blocks, depth, a_mn_major, dtype, reads)
+            if eight:
                 a = np.tile(a, (8, 1))
-            elif lines < 64:
-                a = np.concatenate([a, np.full_like(a[:1], np.nan).repeat(64 - lines, 0)])
             return a, _operand(right, columns, depth, b_mn_major, dtype, reads), reads
 
         def compute(operands, threads):
@@ -803,7 +799,7 @@ else:
 
     @functools.cache
     def warpgroup_product(
-        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, lines=64
+        columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, eight=False
     ):
         """(start, wait_all_but_latest, wait_all) for 64 x columns accumulators, adding `depth` products to each.
 
@@ -811,9 +807,8 @@ else:
         acc: a local array of columns / 2 float32. Between start and the wait for it, neither acc nor the
         operands' memory may be touched. wait_all_but_latest(acc) leaves the last start running.
         blocks: A has as many times 64 rows, and acc as many parts. registers: a is a local array of depth / 4
-        int32, not to be touched until the wait either, which is then wait_all(acc, a). lines: A, K-major, has so
-        many only. 8: each of them stands for every eighth of 64; 16, 32: the other rows' sums are of whatever
-        lies behind, where memory of the block must be, and of no use.
+        int32, not to be touched until the wait either, which is then wait_all(acc, a). eight: A, K-major, has eight
+        rows only, and each of them stands for every eighth of 64.
         """
         count = columns // 2 * blocks
         words = depth // 4 if registers else 0
@@ -823,29 +818,29 @@ else:
         kind = ELEMENTS[element]
         shape = f"m64n{columns}k16.f32.{kind}.{kind}"
 
-        def offset(step, mn_major, box_lines):
+        def offset(step, mn_major, lines):
             # 16 k further on: 32 bytes along a line, or 16 lines of 128 bytes; in units of 16 bytes.
-            return (16 * LINE * step if mn_major else step % 4 * 32 + step // 4 * box_lines * LINE) // 16
+            return (16 * LINE * step if mn_major else step % 4 * 32 + step // 4 * lines * LINE) // 16
 
-        code = [f"{{ .reg .pred first; setp.ne.b32 first, {keep}, 0;", "wgmma.fence.sync.aligned;"]
+        lines = [f"{{ .reg .pred first; setp.ne.b32 first, {keep}, 0;", "wgmma.fence.sync.aligned;"]
         for step in range(depth // 16):
             for block in range(blocks):
                 acc = range(block * columns // 2, (block + 1) * columns // 2)
                 into = "{" + ", ".join(f"${i}" for i in acc) + "}"
                 b_at = offset(step, b_mn_major, columns)
-                a_at = offset(step, a_mn_major, lines if lines < 64 else 64 * blocks) + block * BOX_BYTES // 16
-                if lines == 8:
+                a_at = offset(step, a_mn_major, 8 if eight else 64 * blocks) + block * BOX_BYTES // 16
+                if eight:
                     # The distance of groups of eight lines becomes 0.
                     a_at -= LINES_APART
                 a = "{" + ", ".join(f"${first + 4 * step + i}" for i in range(4)) + "}" if registers else "a"
                 transposed = f"{int(b_mn_major)}" if registers else f"{int(a_mn_major)}, {int(b_mn_major)}"
                 descriptor = "" if registers else f" .reg .b64 a; add.s64 a, ${first}, {a_at};"
-                code += [
+                lines += [
                     f"{{{descriptor} .reg .b64 b; add.s64 b, {b}, {b_at};",
                     f"wgmma.mma_async.sync.aligned.{shape} {into}, {a}, b, {'1' if step else 'first'},"
                     f" 1, 1, {transposed}; }}",
                 ]
-        text = "\n".join([*code, "wgmma.commit_group.sync.aligned; }"])
+        text = "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
         @intrinsic
         def start(typingctx, acc, a, b, keep):

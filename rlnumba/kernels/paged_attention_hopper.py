@@ -142,6 +142,11 @@ class Tile(NamedTuple):
         return {8: 4, 16: 2}.get(self.rows, 1)
 
     @property
+    def carries(self):
+        """Whether a sequence's own unit may go on from its group's part, which takes the registers of a run."""
+        return self.grouped and self.most_run > 1
+
+    @property
     def moves_registers(self):
         """Whether the warps that serve give registers to those that compute: 128 for each are enough for 8 rows."""
         return self.blocks > 1 and self.rows > 8
@@ -497,23 +502,160 @@ def merge_function(head_dim, element, ahead):
     return merge
 
 
+@functools.cache
+def producer_function(tile):
+    """The device function of the two warps that bring keys and values."""
+    boxes, tile_bytes, stages, box = tile.boxes, tile.tile_bytes, tile.stages, tile.box
+    rows, runs, carries = tile.rows, tile.most_run > 1, tile.carries
+    query_bytes = boxes * rows * LINE
+    copies, segment, segment_tiles = KEYS // box, tile.segment, tile.segment // KEYS
+    # Rows of the cache that a lane looks up for a segment, and tiles that 32 lanes know the rows of.
+    looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
+    look_up = look_up_function(box, looked_up)
+
+    @device_function
+    def bring_units(
+        brings_k, q_source, source, units, block_tables, block_size, kv_heads, group, tokens, counters, info, tickets,
+        addresses, lane,
+    ):  # fmt: skip
+        """Work of one of them until no units are left: it asks for the tiles of a unit, and finds the next meanwhile.
+
+        Both find the same units in the same order. That of keys draws tickets, and tells the consumers. source: the
+        map of k or v; addresses: of the ring and the queries, then of the barriers full, empty, q_full, q_empty and
+        told; the rest as in the kernel.
+        """
+        ring, queries, full, empty, q_full, q_empty, told = addresses
+        known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
+        known_next = cuda.local.array(looked_up, np.int32)
+        part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
+        mine = Address(ring + (i32(0) if brings_k else i32(tile_bytes)))
+        place = Address(mine + column_box * BOX_BYTES + part * (box * LINE))
+        field, last_row, listed = min(lane, i32(FIELDS - 1)), i32(units.shape[0] - 1), units[0, 0]
+        drawn_before, ticket, goes_on = i32(0), i32(cuda.blockIdx.x), i32(0)
+        index = divide(ticket, kv_heads)
+        record, working = units[min(i32(1 + index), last_row), field], index < listed
+        tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
+        first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
+        if working and tiles > 0:
+            look_up(known, block_tables, block_size, sequence, first_key, context, lane)
+        wait_for_kernels_before()
+        # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
+        stage, slot, parity, q_parity = i32(0), i32(0), i32(1), i32(1)
+        while working:
+            arrived = Address(q_full + slot * 8)
+            barrier_wait(Address(q_empty + slot * 8), q_parity)
+            kv_head, drawn = i32(ticket - index * kv_heads), i32(0)
+            if brings_k:
+                start = shuffle(record, START)
+                if lane < FIELDS:
+                    info[slot, lane] = record
+                # Every lane that wrote arrives, the first one below.
+                if 0 < lane < FIELDS:
+                    barrier_arrive(arrived)
+                if lane == 0:
+                    drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
+                    info[slot, KEY_HEAD], info[slot, GOES_ON] = kv_head, goes_on
+                    if tiles > 0:
+                        barrier_expect(arrived, boxes * tokens * group * LINE)
+                        for b in range(boxes):
+                            target = Address(queries + slot * query_bytes + b * (rows * LINE))
+                            bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
+                    else:
+                        barrier_arrive(arrived)
+            else:
+                # This unit's ticket is read.
+                barrier_arrive(Address(q_empty + slot * 8))
+            begins = True
+            while begins or tiles > 0:
+                # The rows of the next segment, if the unit has one, are looked up before they are needed.
+                if runs and tiles > segment_tiles:
+                    first_key = i32(first_key + segment)
+                    look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
+                for i in range(looked_up):
+                    for t in range(tiles_known):
+                        if i * tiles_known + t < min(tiles, i32(segment_tiles)):
+                            row = shuffle(known[i], t * copies + part)
+                            barrier_wait(Address(empty + stage * 8), parity)
+                            arrived = Address(full + stage * 8)
+                            if lane == 0:
+                                barrier_expect(arrived, tile_bytes)
+                            sync_warp()
+                            if lane < boxes * copies:
+                                target = Address(place + stage * (2 * tile_bytes))
+                                # What the other kernels of a step reuse stays in the second-level cache.
+                                bulk_load_heads_once(target, source, column_box * i32(64), kv_head, row, arrived)
+                            stage = i32(stage + 1)
+                            if stage == stages:
+                                stage = i32(0)
+                                parity ^= i32(1)
+                        # The next unit is found while tiles of this one are on their way, but not before
+                        # most places for tiles are taken: first which it is, then where its keys are.
+                        if begins and i == 0 and t == stages - 2:
+                            at = i32(drawn_before & (TICKETS - 1))
+                            if brings_k:
+                                ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
+                                if lane == 0:
+                                    tickets[at] = ticket
+                                    barrier_arrive(Address(told + at * 8))
+                            else:
+                                barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
+                                ticket = tickets[at]
+                            drawn_before = i32(drawn_before + 1)
+                            index = divide(ticket, kv_heads)
+                            record, working = units[min(i32(1 + index), last_row), field], index < listed
+                        if begins and i == 0 and t == stages - 1 and working:
+                            if shuffle(record, TILES) > 0:
+                                look_up(
+                                    known_next, block_tables, block_size, shuffle(record, SEQUENCE),
+                                    shuffle(record, FIRST_KEY), shuffle(record, CONTEXT), lane,
+                                )  # fmt: skip
+                            if carries and brings_k:
+                                goes_on = i32(0)
+                                alone, parts_of_it = shuffle(record, SHARING) == 0, shuffle(record, PARTS)
+                                if alone and shuffle(record, PART) == 1 and parts_of_it == 2:
+                                    head_of_it = i32(ticket - index * kv_heads)
+                                    counter = i32(2 + shuffle(record, SEQUENCE) * kv_heads + head_of_it)
+                                    if lane == 0:
+                                        goes_on = i32(counted(counters, counter))
+                begins, tiles = False, i32(tiles - segment_tiles)
+                for i in range(looked_up):
+                    known[i] = upcoming[i]
+            tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
+            first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
+            for i in range(looked_up):
+                known[i] = known_next[i]
+            slot = i32(slot + 1)
+            if slot == SLOTS:
+                slot = i32(0)
+                q_parity ^= i32(1)
+        if brings_k:
+            barrier_wait(Address(q_empty + slot * 8), q_parity)
+            if lane == 0:
+                info[slot, TILES] = i32(-1)
+            if lane < FIELDS:
+                barrier_arrive(Address(q_full + slot * 8))
+        # Whoever is the last block to draw nothing makes the counters ready for the next launch.
+        if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
+            counters[0] = i32(0)
+            counters[1] = i32(0)
+
+    return bring_units
+
+
 @kernel_factory
 def paged_attention_hopper_kernel(tile):
     """The kernel of a Tile."""
     head_dim, element, rows, box, stages, blocks, grouped, segment = tile
-    boxes, tile_bytes, runs, moves_registers = tile.boxes, tile.tile_bytes, tile.most_run > 1, tile.moves_registers
-    # Whether a sequence's own unit may go on from its group's part, which takes the registers of a run.
-    carries = grouped and runs
-    copies, segment_tiles = KEYS // box, segment // KEYS
-    # Rows of the cache that a lane of a producer looks up for a segment, and tiles that 32 lanes know the rows of.
-    looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
+    boxes, tile_bytes, moves_registers = tile.boxes, tile.tile_bytes, tile.moves_registers
+    runs, carries = tile.most_run > 1, tile.carries
+    segment_tiles = segment // KEYS
     query_bytes = boxes * rows * LINE
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     depth = -(-head_dim // 16) * 16
     start_scores, _, wait_scores = warpgroup_product(rows, element, depth=depth)
     start_values, _, wait_values = warpgroup_product(rows, element, a_mn_major=True, blocks=boxes)
-    column_sums, merge = column_sum_function(rows), merge_function(head_dim, element, 8 if rows == 8 else 4)
-    fold, look_up = fold_function(acc_count, columns), look_up_function(box, looked_up)
+    column_sums, fold = column_sum_function(rows), fold_function(acc_count, columns)
+    bring_units, merge = producer_function(tile), merge_function(head_dim, element, 8 if rows == 8 else 4)
     _, _, parts_of = division_functions(segment, grouped)
     fewer_registers, more_registers = set_registers(FEW_REGISTERS, False), set_registers(MANY_REGISTERS, True)
     stage_out, write_part, read_part = part_functions(boxes, head_dim, element, rows)
@@ -581,129 +723,13 @@ def paged_attention_hopper_kernel(tile):
             if moves_registers:
                 fewer_registers()
             if warp < 6:
-                # Two producers, of keys and of values, find the same units in the same order. The first draws tickets,
-                # and tells the consumers.
                 brings_k = warp == 4
-                q_source, k_source, v_source = (
-                    tensor_map_address(q_map),
-                    tensor_map_address(k_map),
-                    tensor_map_address(v_map),
-                )
-                source = k_source if brings_k else v_source
-                known, upcoming = cuda.local.array(looked_up, np.int32), cuda.local.array(looked_up, np.int32)
-                known_next = cuda.local.array(looked_up, np.int32)
-                part, column_box = lane % i32(copies), lane // i32(copies) % i32(boxes)
-                place = Address(ring + (warp - i32(4)) * tile_bytes + column_box * BOX_BYTES + part * (box * LINE))
-                field, last_row, listed = min(lane, i32(FIELDS - 1)), i32(units.shape[0] - 1), units[0, 0]
-                drawn_before, ticket, goes_on = i32(0), i32(cuda.blockIdx.x), i32(0)
-                index = divide(ticket, kv_heads)
-                record, working = units[min(i32(1 + index), last_row), field], index < listed
-                tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
-                first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
-                if working and tiles > 0:
-                    look_up(known, block_tables, block_size, sequence, first_key, context, lane)
-                wait_for_kernels_before()
-                # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
-                parity, q_parity = i32(1), i32(1)
-                while working:
-                    arrived = Address(q_full + slot * 8)
-                    barrier_wait(Address(q_empty + slot * 8), q_parity)
-                    kv_head, drawn = i32(ticket - index * kv_heads), i32(0)
-                    if brings_k:
-                        start = shuffle(record, START)
-                        if lane < FIELDS:
-                            info[slot, lane] = record
-                        # Every lane that wrote arrives, the first one below.
-                        if 0 < lane < FIELDS:
-                            barrier_arrive(arrived)
-                        if lane == 0:
-                            drawn = i32(cuda.atomic.add(counters, 0, i32(1)))
-                            info[slot, KEY_HEAD], info[slot, GOES_ON] = kv_head, goes_on
-                            if tiles > 0:
-                                barrier_expect(arrived, boxes * tokens * group * LINE)
-                                for b in range(boxes):
-                                    target = Address(queries + slot * query_bytes + b * (rows * LINE))
-                                    bulk_load_heads(target, q_source, b * 64, kv_head * group, start, arrived)
-                            else:
-                                barrier_arrive(arrived)
-                    else:
-                        # This unit's ticket is read.
-                        barrier_arrive(Address(q_empty + slot * 8))
-                    begins = True
-                    while begins or tiles > 0:
-                        # The rows of the next segment, if the unit has one, are looked up before they are needed.
-                        if runs and tiles > segment_tiles:
-                            first_key = i32(first_key + segment)
-                            look_up(upcoming, block_tables, block_size, sequence, first_key, context, lane)
-                        for i in range(looked_up):
-                            for t in range(tiles_known):
-                                if i * tiles_known + t < min(tiles, i32(segment_tiles)):
-                                    row = shuffle(known[i], t * copies + part)
-                                    barrier_wait(Address(empty + stage * 8), parity)
-                                    arrived = Address(full + stage * 8)
-                                    if lane == 0:
-                                        barrier_expect(arrived, tile_bytes)
-                                    sync_warp()
-                                    if lane < boxes * copies:
-                                        target = Address(place + stage * (2 * tile_bytes))
-                                        # What the other kernels of a step reuse stays in the second-level cache.
-                                        bulk_load_heads_once(
-                                            target, source, column_box * i32(64), kv_head, row, arrived
-                                        )
-                                    stage = i32(stage + 1)
-                                    if stage == stages:
-                                        stage = i32(0)
-                                        parity ^= i32(1)
-                                # The next unit is found while tiles of this one are on their way, but not before
-                                # most places for tiles are taken: first which it is, then where its keys are.
-                                if begins and i == 0 and t == stages - 2:
-                                    at = i32(drawn_before & (TICKETS - 1))
-                                    if brings_k:
-                                        ticket = i32(shuffle(drawn, 0) + cuda.gridDim.x)
-                                        if lane == 0:
-                                            tickets[at] = ticket
-                                            barrier_arrive(Address(told + at * 8))
-                                    else:
-                                        barrier_wait(Address(told + at * 8), i32(drawn_before // TICKETS & 1))
-                                        ticket = tickets[at]
-                                    drawn_before = i32(drawn_before + 1)
-                                    index = divide(ticket, kv_heads)
-                                    record, working = units[min(i32(1 + index), last_row), field], index < listed
-                                if begins and i == 0 and t == stages - 1 and working:
-                                    if shuffle(record, TILES) > 0:
-                                        look_up(
-                                            known_next, block_tables, block_size, shuffle(record, SEQUENCE),
-                                            shuffle(record, FIRST_KEY), shuffle(record, CONTEXT), lane,
-                                        )  # fmt: skip
-                                    if carries and brings_k:
-                                        goes_on = i32(0)
-                                        alone, parts_of_it = shuffle(record, SHARING) == 0, shuffle(record, PARTS)
-                                        if alone and shuffle(record, PART) == 1 and parts_of_it == 2:
-                                            head_of_it = i32(ticket - index * kv_heads)
-                                            counter = i32(2 + shuffle(record, SEQUENCE) * kv_heads + head_of_it)
-                                            if lane == 0:
-                                                goes_on = i32(counted(counters, counter))
-                        begins, tiles = False, i32(tiles - segment_tiles)
-                        for i in range(looked_up):
-                            known[i] = upcoming[i]
-                    tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
-                    first_key, context = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT)
-                    for i in range(looked_up):
-                        known[i] = known_next[i]
-                    slot = i32(slot + 1)
-                    if slot == SLOTS:
-                        slot = i32(0)
-                        q_parity ^= i32(1)
-                if brings_k:
-                    barrier_wait(Address(q_empty + slot * 8), q_parity)
-                    if lane == 0:
-                        info[slot, TILES] = i32(-1)
-                    if lane < FIELDS:
-                        barrier_arrive(Address(q_full + slot * 8))
-                # Whoever is the last block to draw nothing makes the counters ready for the next launch.
-                if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
-                    counters[0] = i32(0)
-                    counters[1] = i32(0)
+                bring_units(
+                    brings_k, tensor_map_address(q_map),
+                    tensor_map_address(k_map) if brings_k else tensor_map_address(v_map), units, block_tables,
+                    block_size, kv_heads, group, tokens, counters, info, tickets,
+                    (ring, queries, full, empty, q_full, q_empty, told), lane,
+                )  # fmt: skip
             elif warp == 6:
                 # Merges the parts of a sequence and key head when the last is there.
                 while working:
@@ -724,21 +750,10 @@ def paged_attention_hopper_kernel(tile):
                         for owner in range(owners):
                             if (complete >> owner) & 1 != 0:
                                 merge(
-                                    parts,
-                                    references,
-                                    sums,
-                                    ((sequence + owner) * kv_heads + kv_head) * max_parts,
-                                    parts_of(i32(sequence + owner), contexts, common, run),
-                                    stride,
-                                    owned,
-                                    group,
-                                    out,
-                                    heads,
-                                    lse,
-                                    start + owner,
-                                    kv_head * group,
-                                    lane,
-                                )
+                                    parts, references, sums, ((sequence + owner) * kv_heads + kv_head) * max_parts,
+                                    parts_of(i32(sequence + owner), contexts, common, run), stride, owned, group, out,
+                                    heads, lse, start + owner, kv_head * group, lane,
+                                )  # fmt: skip
                         barrier_arrive(Address(merged + slot * 8))
                     slot = i32(slot + 1)
                     if slot == LETTERS:

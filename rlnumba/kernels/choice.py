@@ -46,11 +46,11 @@ class Row(NamedTuple):
 # The first row that fits counts; without one, an operator is simple.
 TABLE = (
     # Measured: bench/results/h200.md.
-    Row("product", (9, 0), (9, 0), "hopper", "0.96 to 1.03 of cuBLAS's speed at 16,384 rows on an H200"),
+    Row("product", (9, 0), (9, 0), "hopper", "0.95 to 1.04 of cuBLAS's speed at 16,384 rows on an H200"),
     # Never measured; the simple kernel has an order of magnitude less arithmetic to offer.
     Row("product", (8, 0), NEWEST, "tensor_core", "never measured, but the simple kernel has no tensor cores"),
     # python bench/kernels/attention.py, attention_backward.py.
-    Row("attention", (9, 0), (9, 0), "hopper", "forward 503 to 572, backward 436 to 527 TFLOP/s on an H200"),
+    Row("attention", (9, 0), (9, 0), "hopper", "forward 509 to 564, backward 438 to 542 TFLOP/s on an H200"),
     # python bench/kernels/tensor_core.py, where Hopper ran these kernels.
     Row(
         "attention",
@@ -60,7 +60,7 @@ TABLE = (
         "forward 268 to 326, backward 171 to 201 TFLOP/s on an H200; never measured on other GPUs",
     ),
     # python bench/kernels/logprob.py.
-    Row("logprob", (9, 0), (9, 0), "hopper", "forward + backward 34 ms where chunks with cuBLAS take 46, on an H200"),
+    Row("logprob", (9, 0), (9, 0), "hopper", "forward + backward 35 ms where chunks with cuBLAS take 46, on an H200"),
 )
 
 # {operator: family} that override the table, None before the variable was read.

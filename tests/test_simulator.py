@@ -38,7 +38,7 @@ def simulated(tmp_path_factory):
         "RLNUMBA_DEVICE": "sim",
     }
     command = [sys.executable, "-m", "pytest", "-m", "sim", "--durations=5", "-p", "no:cacheprovider", "tests"]
-    command += ["-n", str(os.cpu_count())]
+    command += ["-n", str(min(os.cpu_count(), 4))]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     # Which process ran what differs from run to run; what is compiled for which GPU should not.
     launched = {signature for file in record.iterdir() for signature in pickle.loads(file.read_bytes())}

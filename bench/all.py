@@ -27,8 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, LOGS = "results.md", "logs"
 # Test files that come first: what the choice of kernels hangs on.
 FIRST_TESTS = (
-    "test_choice", "test_attention_hopper", "test_attention_backward_hopper", "test_logprob_hopper", "test_gemm_hopper",
-    "test_gemm_tensor_core", "test_attention_tensor_core", "test_attention_backward_tensor_core", "test_sampling",
+    "test_choice", "test_attention_sm90", "test_attention_backward_sm90", "test_logprob_sm90", "test_gemm_sm90",
+    "test_gemm_sm80", "test_attention_sm80", "test_attention_backward_sm80", "test_sampling",
 )  # fmt: skip
 
 
@@ -52,11 +52,11 @@ BENCHES = (
     Bench("engine", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120),
     Bench("train", "bench/train.py", 90),
     Bench("grpo", "bench/grpo.py", 120),
-    Bench("tensor_core", "bench/kernels/tensor_core.py", 150),
+    Bench("sm80", "bench/kernels/sm80.py", 150),
     Bench("engine_mixed", "bench/engine.py --workloads mixed,fixed\\ 8", 120),
     Bench("engine_groups", "bench/engine.py --workloads groups --repeat 1", 120),
     Bench("engine_no_groups", "bench/engine.py --workloads groups --no-groups --repeat 1", 120),
-    Bench("train_tensor_core", "bench/train.py", 120, "tensor_core"),
+    Bench("train_sm80", "bench/train.py", 120, "sm80"),
     Bench("gemm_sweep", "bench/kernels/gemm.py --only decode --sweep", 200),
 )
 

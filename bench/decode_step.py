@@ -15,7 +15,6 @@ from engine import QWEN3_06B
 from harness import time_us
 from report import row
 
-from rlnumba import device
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine import llm as llm_module
@@ -23,6 +22,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
 
 WORKLOADS = ("1x1x128", "8x1x128", "64x1x100", "64x1x400", "64x8x2049")
 # By then the prompts of these workloads are computed, and the graph is captured.
@@ -42,8 +42,8 @@ class TimedRunner(Runner):
 
     replayed, microseconds = 0, None
 
-    def _replay(self, arrays, max_members):
-        super()._replay(arrays, max_members)
+    def _replay(self, arrays, max_group_size):
+        super()._replay(arrays, max_group_size)
         self.replayed += 1
         if self.replayed == REPLAYED:
             # The latest captured is the one of the largest batch: batches grow until all prompts are in.

@@ -17,14 +17,14 @@ import time
 import numpy as np
 from report import row
 
-from rlnumba import device
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.runner import Runner
-from rlnumba.kernels.paged_attention import Sharing
+from rlnumba.kernels.attention.paged import Sharing
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
 
 # One H200: a device copy (read + write counted) and a large bf16 matrix product of random data.
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 700e12

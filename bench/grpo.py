@@ -16,12 +16,12 @@ import numpy as np
 from report import row
 from train import load, print_memory
 
-from rlnumba import device
 from rlnumba.config import EngineConfig, GRPOConfig
 from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
 from rlnumba.trainers.common import Clock
 from rlnumba.trainers.grpo import Learner
 from rlnumba.trainers.rollout import Rollouts, Sample, derived_seed, set_advantages

@@ -6,7 +6,7 @@ import statistics
 import cupy
 import numpy as np
 
-from rlnumba import device
+from rlnumba.runtime import device
 
 
 def random_array(*shape, dtype="bfloat16", scale=1.0):

@@ -17,14 +17,14 @@ import numpy as np
 from engine import FLOP_PER_S, QWEN3_06B, STORIES_15M
 from report import row
 
-from rlnumba import device, memory
 from rlnumba.config import SFTConfig
 from rlnumba.data import TokenSequence
-from rlnumba.kernels.elementwise import fill
-from rlnumba.memory import Arena
+from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Tape, Transformer, load_model
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.memory import Arena
 from rlnumba.trainers import sft
 from rlnumba.trainers.common import attention_of, head_backward, head_forward, make_optimizer
 

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses in rlnumba/config.py."""
+"""Writes docs/configuration.md from the dataclasses in rlnumba/config/schema.py."""
 
 import dataclasses
 import typing
@@ -22,7 +22,7 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 HEADER = """# Configuration reference
 
-Written by `python docs/make_configuration.py` from the dataclasses in `rlnumba/config.py`; do not edit.
+Written by `python docs/make_configuration.py` from the dataclasses in `rlnumba/config/schema.py`; do not edit.
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
 above all sections); dashes and underscores are the same, `None` unsets a key, lists are TOML arrays or separated by

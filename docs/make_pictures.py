@@ -14,10 +14,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rlnumba.kernels import attention_backward_hopper, attention_hopper, paged_attention_hopper, rmsnorm, sampling
-from rlnumba.kernels.logprob_hopper import HeadTile, chunk_columns
+from rlnumba.kernels.attention import sm90_backward, sm90_decode, sm90_forward
+from rlnumba.kernels.logprob.sm90 import HeadTile, chunk_columns
+from rlnumba.kernels.nn import rmsnorm
+from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.philox import noise_key
-from rlnumba.kernels.row_sum import TILE_COLUMNS
+from rlnumba.kernels.sampling import ops as sampling
 
 FOLDER = pathlib.Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GREY, RED, PURPLE = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#e45756", "#b279a2"
@@ -61,7 +63,7 @@ def kib(nbytes):
 
 
 def fragment_place(thread, word, of_b=False):
-    """(line, k) of the first of the two values in a word of a thread's fragment; see kernels/tensor_core.py."""
+    """(line, k) of the first of the two values in a word of a thread's fragment; see kernels/ptx/sm80.py."""
     g, t = thread // 4, thread % 4
     lower, further = (word // 2, word % 2) if of_b else (word % 2, word // 2)
     return g + 8 * lower, 2 * t + 8 * further
@@ -74,7 +76,7 @@ def accumulator_place(thread, i):
 
 
 def swizzled(line, chunk):
-    """Where a 16-byte chunk of a 128-byte line lies in the line; see kernels/hopper.py."""
+    """Where a 16-byte chunk of a 128-byte line lies in the line; see kernels/ptx/sm90.py."""
     return chunk ^ (line & 7)
 
 
@@ -115,8 +117,8 @@ def product_tiles():
 
 def attention_tiles():
     """Which scores an item computes, and what a block holds of them."""
-    tile = attention_hopper.best_tile(HEAD_DIM, "bfloat16", GROUP)
-    keys, rows, segment = attention_hopper.KEYS, attention_hopper.ROWS, attention_hopper.SEGMENT
+    tile = sm90_forward.best_tile(HEAD_DIM, "bfloat16", GROUP)
+    keys, rows, segment = sm90_forward.KEYS, sm90_forward.ROWS, sm90_forward.SEGMENT
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5.6), gridspec_kw={"width_ratios": [1.1, 1]})
     lengths, step = (9, 14), 1.0
     total = sum(lengths)
@@ -158,12 +160,12 @@ def attention_tiles():
         (f"ring of {tile.stages} tiles of k", tile.stages * tile.tile_bytes, BLUE),
         (f"ring of {tile.stages} tiles of v", tile.stages * tile.tile_bytes, ORANGE),
     ]
-    y, scale = 10.2, 9.0 / (attention_hopper.SHARED_LIMIT)
+    y, scale = 10.2, 9.0 / (sm90_forward.SHARED_LIMIT)
     for name, nbytes, color in parts:
         height = nbytes * scale
         y -= height
         box(right, 0.2, y, 3.6, height, color, f"{name}\n{kib(nbytes)}", size=8, alpha=0.75)
-    note(right, 2.0, 10.55, f"shared memory: {tile.shared_bytes:,} of {attention_hopper.SHARED_LIMIT:,} bytes")
+    note(right, 2.0, 10.55, f"shared memory: {tile.shared_bytes:,} of {sm90_forward.SHARED_LIMIT:,} bytes")
     box(right, 5.4, 8.5, 4.9, 1.3, GREY, "producer: one warp\nitems, copy engine, 40 registers", size=8)
     for consumer in range(2):
         y = 5.5 - consumer * 2.9
@@ -222,8 +224,8 @@ def attention_time():
 
 def attention_backward():
     """One step of the backward, and the turns in which blocks add to dq."""
-    tile = attention_backward_hopper.Tile(HEAD_DIM, "bfloat16")
-    queries = attention_backward_hopper.QUERIES
+    tile = sm90_backward.Tile(HEAD_DIM, "bfloat16")
+    queries = sm90_backward.QUERIES
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.4), gridspec_kw={"width_ratios": [1.35, 1]})
     box(left, 0.1, 7.2, 2.2, 1.1, GREEN, f"K, V: {tile.keys} keys\n(stay)", size=8)
     box(left, 0.1, 4.3, 2.2, 1.1, BLUE, f"Q, dO: {queries} queries\n(a ring)", size=8)
@@ -241,7 +243,7 @@ def attention_backward():
     box(left, 9.4, 4.3, 2.5, 1.1, ORANGE, "4  dK += dS^T Q\nin registers", size=8)
     arrow(left, (8.25, 7.75), (9.35, 7.75), "registers", (0, 0.2))
     arrow(left, (8.25, 4.85), (9.35, 4.85), "registers", (0, 0.2))
-    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(attention_backward_hopper.SCORE_BYTES)} shared", size=8)
+    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(sm90_backward.SCORE_BYTES)} shared", size=8)
     arrow(left, (7.3, 4.25), (7.3, 2.75), "stmatrix", (0.65, 0))
     box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nthis block's share", size=8)
     arrow(left, (8.55, 2.15), (9.35, 2.15))
@@ -284,8 +286,8 @@ def attention_backward():
 
 def decode_units():
     """Decode: how contexts are cut into units, and what a unit computes."""
-    tile = paged_attention_hopper.best_tile(HEAD_DIM, "bfloat16", GROUP, 16)
-    segment, keys = paged_attention_hopper.SEGMENT, paged_attention_hopper.KEYS
+    tile = sm90_decode.best_tile(HEAD_DIM, "bfloat16", GROUP, 16)
+    segment, keys = sm90_decode.SEGMENT, sm90_decode.KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.0), gridspec_kw={"width_ratios": [1.15, 1]})
     contexts = [2300, 2150, 2260, 700, 3500]
     scale = 1 / 400
@@ -320,7 +322,7 @@ def decode_units():
     note(right, 3.75, 6.0, "=", size=14)
     box(right, 4.2, 4.0, 0.7, 3.2, ORANGE, "S^T", alpha=0.7)
     note(right, 4.3, 3.7, f"{keys} x {tile.rows}: keys\nare the 64 rows\nthat wgmma wants", va="top")
-    arrow(right, (5.1, 5.6), (6.4, 5.6), "soften", (0, 0.2))
+    arrow(right, (5.1, 5.6), (6.4, 5.6), "online_softmax_step", (0, 0.2))
     box(right, 6.6, 4.0, 0.7, 3.2, GREY, "P^T", alpha=0.8)
     note(right, 6.9, 3.7, "through shared\nmemory, 16 bits", va="top")
     box(right, 7.9, 5.2, 2.0, 2.0, BLUE, f"V^T tile\n{HEAD_DIM} x {keys}", alpha=0.6)

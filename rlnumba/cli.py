@@ -1,4 +1,4 @@
-"""The command line: `rlnumba [--device auto|cuda|sim|numpy] [--debug] COMMAND ...`.
+"""The command line: `rlnumba [--device auto|cuda|sim|cpu] [--debug] COMMAND ...`.
 
 Exit codes: 0 success; 2 a wrong option, key or value; 1 any other failure; 128 + its number for a signal, as a shell
 has it: 130 Ctrl-C, 143 SIGTERM. A failure is one line on stderr,
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 
-from rlnumba import device
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.runtime import device
 
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
@@ -112,16 +112,16 @@ def _fail(error, message, code, arguments):
     "--device",
     "device_name",
     type=click.Choice(device.DEVICES),
-    help="Where to compute: auto (cuda if a GPU answers, else numpy), cuda, sim (the CUDA simulator, for debugging "
-    "kernels), numpy. Default: the environment variable RLNUMBA_DEVICE, else auto.",
+    help="Where to compute: auto (cuda if a GPU answers, else cpu), cuda, sim (the CUDA simulator, for debugging "
+    "kernels), cpu (also: numpy). Default: the environment variable RLNUMBA_DEVICE, else auto.",
 )
 @click.option(
     "--gemm",
     "gemm_backend",
-    type=click.Choice(["auto", "cublas", "numba"]),
-    help="Who multiplies matrices on a GPU: cublas; numba, our kernels, whose rows do not depend on the batch; auto, "
-    "ours where they were measured to be nearly as fast, else cuBLAS (`rlnumba env` tells). A training run takes it "
-    "from its configuration instead.",
+    type=click.Choice(["auto", "native", "cublas", "numba"]),
+    help="GEMM backend on a GPU: native, our kernels, whose rows do not depend on the batch; cublas, with which "
+    "rollout and training log-probs differ in their last bits; auto, which is native; numba, a former name of it. "
+    "A training run takes the key gemm of its configuration instead.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(device_name, gemm_backend, debug):
@@ -129,7 +129,7 @@ def cli(device_name, gemm_backend, debug):
     if device_name is not None:
         device.select(device_name)
     if gemm_backend is not None:
-        from rlnumba.kernels import gemm
+        from rlnumba.kernels.gemm import ops as gemm
 
         gemm.set_backend(gemm_backend)
 
@@ -138,8 +138,8 @@ def _say_device():
     """Chooses the device, if none is chosen yet, and says which."""
     name = device.name()
     click.echo(f"device {device.describe()}", err=True)
-    compiled = Path(__file__).parent.glob("kernels/__pycache__/*.nbi")
-    if name == "numpy" and "NUMBA_CACHE_DIR" not in os.environ and next(compiled, None) is None:
+    compiled = Path(__file__).parent.glob("kernels/**/__pycache__/*.nbi")
+    if name == "cpu" and "NUMBA_CACHE_DIR" not in os.environ and next(compiled, None) is None:
         click.echo("the first run compiles its CPU functions, which takes half a minute once", err=True)
 
 
@@ -236,7 +236,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--n", type=click.IntRange(min=1), default=1, show_default=True, help="Completions of each prompt.")
-@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
+@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True, help="Sequences a step.")
 @click.option(
@@ -261,7 +261,7 @@ def generate(model, prompts, output, dtype, **options):
     from rlnumba.config import EngineConfig
     from rlnumba.data import encode_prompt, read_rows
     from rlnumba.engine.sequence import SamplingParams
-    from rlnumba.metrics import replacing, to_line
+    from rlnumba.reporting.metrics import replacing, to_line
 
     _say_device()
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
@@ -301,7 +301,7 @@ def generate(model, prompts, output, dtype, **options):
 @click.option("--model", required=True, help="Hugging Face folder or hub id.")
 @click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
-@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
+@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
@@ -316,7 +316,7 @@ def score(model, source, output, dtype, temperature):
     """
     from rlnumba.data import encode_pair, read_rows
     from rlnumba.engine.sequence import SamplingParams
-    from rlnumba.metrics import replacing, to_line
+    from rlnumba.reporting.metrics import replacing, to_line
 
     _say_device()
     SamplingParams(temperature=temperature)  # the temperatures of `generate` are those that can be scored
@@ -456,7 +456,7 @@ def parse_overrides(arguments):
 
 @cli.command()
 @click.option("--model", required=True, help="Hugging Face folder or hub id.")
-@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the numpy device.")
+@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0.0, min_open=True),
@@ -473,7 +473,7 @@ def check(model, dtype, temperature, max_tokens, seed):
     """
     _say_device()
     from rlnumba.engine.check import check_agreement
-    from rlnumba.kernels import gemm
+    from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.model.transformer import load_model
 
     transformer = load_model(model, dtype)
@@ -485,7 +485,7 @@ def check(model, dtype, temperature, max_tokens, seed):
     click.echo(f"largest difference         {found.largest:.3g} nats")
     click.echo(f"first differing operator   {found.operator or 'none'}")
     click.echo(f"matrix products            {gemm.describe(transformer.dtype)}")
-    if found.operator and gemm.backend(transformer.dtype) != "cublas":
+    if found.operator and gemm.backend() != "cublas":
         raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
 
 
@@ -494,7 +494,7 @@ def check(model, dtype, temperature, max_tokens, seed):
 @click.option("--output", required=True, help="The PNG to write.")
 def plot(run_dirs, output):
     """Draw the metrics of one or several runs as curves."""
-    from rlnumba.metrics import plot as draw
+    from rlnumba.reporting.metrics import plot as draw
 
     draw(list(run_dirs), Path(output))
 
@@ -503,13 +503,14 @@ def plot(run_dirs, output):
 def env():
     """Show versions, device, which kernels compute what, and memory."""
     device.name()
-    from rlnumba.kernels import choice, gemm
-    from rlnumba.metrics import environment
+    from rlnumba.kernels.gemm import ops as gemm
+    from rlnumba.reporting.metrics import environment
+    from rlnumba.runtime import dispatch
 
     free, total = device.memory_info()
     for name, value in environment().items():
         click.echo(f"{name:<14} {value or 'unknown'}")
     click.echo(f"{'gemm':<14} {gemm.describe()}")
     for operator in ("attention", "logprob"):
-        click.echo(f"{operator:<14} {choice.describe(operator)}")
+        click.echo(f"{operator:<14} {dispatch.describe(operator)}")
     click.echo(f"{'memory':<14} {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba import device, memory
 from rlnumba.errors import UserError
 from rlnumba.kernels.adamw import adamw, adamw_scalars
-from rlnumba.kernels.elementwise import cast, fill
-from rlnumba.kernels.reduce import sum_of_squares
+from rlnumba.kernels.nn.elementwise import cast, fill
+from rlnumba.kernels.nn.reduce import sum_of_squares
+from rlnumba.runtime import device, memory
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
@@ -56,8 +56,8 @@ class Optimizer:
             cast(weights.flat, self.master)
         self._sum = xp.zeros(1, np.float32)
         nbytes = sum(array.nbytes for array in self._arrays().values())
-        memory.hold("moments", nbytes)
-        weakref.finalize(self, memory.hold, "moments", -nbytes)
+        memory.track("moments", nbytes)
+        weakref.finalize(self, memory.track, "moments", -nbytes)
 
     def zero_grad(self):
         """Set the gradients to zero."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlnumba import device
+from rlnumba.runtime import device
 
 # Half a unit in the last place, relative.
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

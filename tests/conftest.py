@@ -14,8 +14,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import choice
+from rlnumba.runtime import device, dispatch
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
 RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
@@ -25,7 +24,7 @@ _signatures = {}
 def pytest_sessionstart():
     """With RLNUMBA_RECORD_SIGNATURES=FOLDER, note every kernel and its argument types launched in the simulator."""
     if RECORD:
-        from rlnumba.kernels import launch
+        from rlnumba.runtime import launch
 
         def note(kernel, types):
             function = kernel.py_func
@@ -49,9 +48,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="minutes in the simulator; RLNUMBA_SLOW=1 runs it"))
         if "gpu" in item.keywords and name != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        elif "sim" in item.keywords and "gpu" not in item.keywords and name == "numpy":
+        elif "sim" in item.keywords and "gpu" not in item.keywords and name == "cpu":
             item.add_marker(pytest.mark.skip(reason="runs with NUMBA_ENABLE_CUDASIM=1 (tests/test_simulator.py does)"))
-        elif "hopper" in item.keywords and name == "cuda" and choice.architecture() != (9, 0):
+        elif "sm90" in item.keywords and name == "cuda" and dispatch.architecture() != (9, 0):
             item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
 
 

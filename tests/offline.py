@@ -40,7 +40,7 @@ def troubles_of(kernel, types, architecture):
     """
     from numba import cuda
 
-    from rlnumba.kernels.launch import parse_type
+    from rlnumba.runtime.launch import parse_type
 
     target = "sm_" + "".join(str(part) for part in architecture)
     what = f"{target} {kernel.py_func.__name__} {types}"

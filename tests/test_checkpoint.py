@@ -6,10 +6,11 @@ import shutil
 import numpy as np
 import pytest
 
-from rlnumba import checkpoint, device
+from rlnumba import checkpoint
 from rlnumba.errors import UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.runtime import device
 from tests.close import assert_same_bits
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -120,7 +121,7 @@ def test_a_run_without_checkpoints(tmp_path):
 
 
 def test_a_checkpoint_in_16_bits(tmp_path):
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         pytest.skip("the numpy device computes in float32")
     model = load_model(GOLDEN / "models" / "qwen2", "bfloat16")
     folder = checkpoint.save(tmp_path, 1, model, None, {})

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlnumba import cli, device
+from rlnumba import cli
+from rlnumba.runtime import device
 
 MODEL = str(Path(__file__).parent / "golden" / "tiny-qwen3")
 ROWS = [{"prompt": "what is 3+4? "}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "a"}]
@@ -87,7 +88,7 @@ def test_B06_score_gives_the_log_probs_of_generate(tmp_path, temperature):
     )
     for (prompt, c), line in zip(pairs, scored, strict=True):
         assert line["token_ids"] == prompt + c["token_ids"] and line["logprobs"][0] is None
-        if device.name() == "numpy":
+        if device.name() == "cpu":
             assert line["logprobs"][len(prompt) :] == c["logprobs"]
         else:
             np.testing.assert_allclose(line["logprobs"][len(prompt) :], c["logprobs"], atol=1e-3)
@@ -249,7 +250,7 @@ def test_missing_and_damaged_models(tmp_path, fails):
     weights = (Path(MODEL) / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     fails(1, "model.safetensors", "generate", "--model", broken, *rest)
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         fails(2, "bfloat16", "generate", "--model", MODEL, *rest, "--dtype", "bfloat16")
 
 
@@ -286,11 +287,11 @@ def test_check(capsys):
     assert cli.run(["check", "--model", MODEL, "--max-tokens", "8"]) == 0
     shown = dict(line.split("   ", 1) for line in capsys.readouterr().out.splitlines())
     assert shown["tokens compared"].split() == ["96"]
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         assert shown["equal bit for bit"].split()[0] == "96" and shown["first differing operator"].split() == ["none"]
 
 
-@pytest.mark.skipif(device.name() != "numpy", reason="equal bits are promised on the numpy device only")
+@pytest.mark.skipif(device.name() != "cpu", reason="equal bits are promised on the numpy device only")
 def test_check_names_the_operator_at_fault(monkeypatch, capsys):
     from rlnumba.engine import runner
 

@@ -36,12 +36,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.cli import cli, parse_overrides
 from rlnumba.config import load_run
-from rlnumba.device import cuda
-from rlnumba.kernels import hopper, tensor_core
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.ptx import sm80, sm90
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [page for page in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))) if page.is_file()]
@@ -51,7 +51,7 @@ RECORDED_AT = "/home/reader/rlnumba"
 BETWEEN_BLOCKS = "\x1e\n"
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 
-on_numpy = pytest.mark.skipif(device.name() != "numpy", reason="documentation is run on the numpy device")
+on_numpy = pytest.mark.skipif(device.name() != "cpu", reason="documentation is run on the numpy device")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -365,41 +365,41 @@ def test_pictures_are_drawn_and_shown(make_pictures, tmp_path):
     assert shown == stored == {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.hopper
+@pytest.mark.sm90
 @pytest.mark.sim
 def test_layouts_of_pictures(make_pictures):
     """A box after its copy, the fragments of its first 16 lines, and the sums of a product with a unit matrix."""
-    start, _, wait = hopper.warpgroup_product(16, "float16")
+    start, _, wait = sm90.wgmma(16, "float16")
 
     @cuda.jit
     def layouts_kernel(a_map, b_map, memory, words, sums):
         thread = np.int32(cuda.threadIdx.x)
-        a_place = (hopper.shared_address(cuda.shared.array(12 * 1024, np.uint8)) + 1023) // 1024 * 1024
+        a_place = (sm90.shared_address(cuda.shared.array(12 * 1024, np.uint8)) + 1023) // 1024 * 1024
         b_place, barrier = a_place + 8192, a_place + 8192 + 2048
         if thread == 0:
-            hopper.barrier_init(barrier, 1)
-            hopper.barrier_init_fence()
+            sm90.mbarrier_init(barrier, 1)
+            sm90.mbarrier_init_fence()
         cuda.syncthreads()
         if thread == 0:
-            hopper.barrier_expect(barrier, 8192 + 2048)
-            hopper.bulk_load(a_place, hopper.tensor_map_address(a_map), 0, 0, barrier)
-            hopper.bulk_load(b_place, hopper.tensor_map_address(b_map), 0, 0, barrier)
-        hopper.barrier_wait(barrier, 0)
+            sm90.mbarrier_expect_tx(barrier, 8192 + 2048)
+            sm90.tma_load_2d(a_place, sm90.tensor_map_address(a_map), 0, 0, barrier)
+            sm90.tma_load_2d(b_place, sm90.tensor_map_address(b_map), 0, 0, barrier)
+        sm90.mbarrier_wait(barrier, 0)
         for i in range(2):
-            memory[2 * thread + i] = hopper.load_word(a_place + (2 * thread + i) * 4)
+            memory[2 * thread + i] = sm90.load_word(a_place + (2 * thread + i) * 4)
         of_a = cuda.local.array(4, np.int32)
         of_b = cuda.local.array(4, np.int32)
         lane = thread % 32
         line, chunk = lane % 16, lane // 16
-        tensor_core.load_fragment(of_a, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
+        sm80.load_fragment(of_a, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
         line, chunk = lane % 8 + lane // 16 * 8, lane // 8 % 2
-        tensor_core.load_fragment(of_b, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
+        sm80.load_fragment(of_b, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
         for i in range(4):
             words[0, thread, i], words[1, thread, i] = of_a[i], of_b[i]
         acc = cuda.local.array(8, np.float32)
         for i in range(8):
             acc[i] = np.float32(0.0)
-        start(acc, hopper.operand(a_place), hopper.operand(b_place), np.int32(0))
+        start(acc, sm90.operand(a_place), sm90.operand(b_place), np.int32(0))
         wait(acc)
         for i in range(8):
             sums[thread, i] = acc[i]
@@ -410,7 +410,7 @@ def test_layouts_of_pictures(make_pictures):
     shapes = ((256,), np.int32), ((2, 128, 4), np.int32), ((128, 8), np.float32)
     found = [device.xp().zeros(*shape) for shape in shapes]
     operands = [device.asarray(x) for x in (a, b)]
-    launch(layouts_kernel, 1, 128, *(hopper.tensor_map(x, len(x), 64) for x in operands), *found)
+    launch(layouts_kernel, 1, 128, *(sm90.tensor_map(x, len(x), 64) for x in operands), *found)
     memory, words, sums = (device.to_host(x) for x in found)
 
     lines = memory.view(np.float16).reshape(8, 8, 8)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.advantage import group_advantages, group_advantages_ref, rloo_advantages
-from rlnumba.kernels.logprob import logp_ref
-from rlnumba.kernels.policy_loss import (
+from rlnumba.kernels.logprob.ops import logp_ref
+from rlnumba.kernels.nn.reduce import masked_whiten, masked_whiten_ref
+from rlnumba.kernels.rl.advantage import group_advantages, group_advantages_ref, rloo_advantages
+from rlnumba.kernels.rl.gae import gae, gae_ref
+from rlnumba.kernels.rl.policy_loss import (
     CORRECTION,
     KL,
     METRICS,
@@ -16,9 +17,8 @@ from rlnumba.kernels.policy_loss import (
     policy_loss_ref,
     policy_loss_scale,
 )
-from rlnumba.kernels.reduce import masked_whiten, masked_whiten_ref
-from rlnumba.kernels.sampling import kept_ref
-from rlnumba.kernels.value_loss import gae, gae_ref
+from rlnumba.kernels.sampling.ops import kept_ref
+from rlnumba.runtime import device
 
 LOGPROBS = np.array([-1, -0.5, -2, -0.3, -1.5, 0])
 OLD = np.array([-1.2, -0.5, -1.6, -0.7, -1.4, 0])

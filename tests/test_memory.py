@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rlnumba import device, memory
+from rlnumba.runtime import device, memory
 
 
 def test_arrays_of_open_scopes_do_not_overlap_and_bytes_are_counted():

@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from rlnumba import metrics
 from rlnumba.config import load_run
 from rlnumba.errors import UserError
-from rlnumba.metrics import MetricsWriter, cut_back, plot, read_metrics, replacing, smooth
+from rlnumba.reporting import metrics
+from rlnumba.reporting.metrics import MetricsWriter, cut_back, plot, read_metrics, replacing, smooth
 
 
 def completion(step, **more):

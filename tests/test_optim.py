@@ -3,10 +3,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.errors import UserError
 from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
 from rlnumba.optim import Optimizer, learning_rate_at
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 
 

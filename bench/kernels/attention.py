@@ -24,11 +24,11 @@ import cupy
 from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
-from rlnumba.kernels import attention_hopper as packed_form
-from rlnumba.kernels import paged_attention_hopper as paged_form
-from rlnumba.kernels.attention_hopper import attention_hopper
-from rlnumba.kernels.launch import overlapping
-from rlnumba.kernels.paged_attention_hopper import paged_attention_hopper, plan_units
+from rlnumba.kernels.attention import sm90_decode as paged_form
+from rlnumba.kernels.attention import sm90_forward as packed_form
+from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90, plan_units
+from rlnumba.kernels.attention.sm90_forward import attention_sm90
+from rlnumba.runtime.launch import pdl_scope
 
 H, HK, E, BF16 = 16, 8, 128, "bfloat16"
 SCALE = E**-0.5
@@ -134,7 +134,7 @@ def forward():
                 continue
 
             def call(tile=tile):
-                attention_hopper(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
+                attention_sm90(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
 
             out.fill(0)
             call()
@@ -186,7 +186,7 @@ class Decode:
         plan = self.plan(tile, **groups)
 
         def make(caches):
-            return lambda: paged_attention_hopper(
+            return lambda: paged_attention_sm90(
                 self.q, *caches, self.tables, self.cu_seqlens, self.contexts, self.tokens, self.context, SCALE,
                 self.out, plan=plan, prefill_tile=prefill_tile, **groups,
             )  # fmt: skip
@@ -205,14 +205,14 @@ class Decode:
             end = len(self.q) if b == -1 else (b + 1) * self.tokens
             q[-self.tokens :] = self.q[end - self.tokens : end]
             out, lse = cupy.empty_like(q), cupy.empty((H, self.context), np.float32)
-            attention_hopper(q, k, v, bounds([self.context]), self.context, SCALE, out, lse)
+            attention_sm90(q, k, v, bounds([self.context]), self.context, SCALE, out, lse)
             mine = self.out[end - self.tokens : end]
             same &= bool((out[-self.tokens :].view(np.uint16) == mine.view(np.uint16)).all())
         return same
 
 
-def decode_tiles(members=1):
-    best = paged_form.best_tile(E, BF16, H // HK, BLOCK, members)
+def decode_tiles(group_sizes=1):
+    best = paged_form.best_tile(E, BF16, H // HK, BLOCK, group_sizes)
     yield "best", best
     yield "2 stages", best._replace(stages=2)
     yield "5 stages, 1 block", best._replace(stages=5, blocks=1)
@@ -243,31 +243,31 @@ def groups():
     brought them; or each completion has blocks of its own.
     """
     print("\ngroups: 64 x 8, 2048 common and 256 own tokens")
-    prompts, members, common, own = 64, 8, 2048, 256
-    sequences, context = prompts * members, common + own
+    prompts, group_sizes, common, own = 64, 8, 2048, 256
+    sequences, context = prompts * group_sizes, common + own
     rng = np.random.default_rng(0)
     common_blocks, own_blocks = common // BLOCK, own // BLOCK
     order = rng.permutation(prompts * common_blocks + sequences * own_blocks).astype(np.int32)
-    shared = order[: prompts * common_blocks].reshape(prompts, common_blocks).repeat(members, axis=0)
+    shared = order[: prompts * common_blocks].reshape(prompts, common_blocks).repeat(group_sizes, axis=0)
     tables = np.concatenate([shared, order[prompts * common_blocks :].reshape(sequences, own_blocks)], axis=1)
-    with overlapping():
+    with pdl_scope():
         own = graph_time_us(Decode(sequences, context, copies=4).calls())
         work = Decode(sequences, context, copies=4, tables=tables)
         alone = graph_time_us(work.calls())
         planning = graph_time_us([work.plan] * 8)
     print(f"listing units             {planning:8.1f} us, once for all layers of a step")
-    common_lens = cupy.full(sequences, common, np.int32)
-    leaders = cupy.asarray(np.tile([members] + [0] * (members - 1), prompts).astype(np.int32))
-    declared = dict(common_lens=common_lens, members=leaders, max_members=members)
+    shared_prefix_lens = cupy.full(sequences, common, np.int32)
+    leaders = cupy.asarray(np.tile([group_sizes] + [0] * (group_sizes - 1), prompts).astype(np.int32))
+    declared = dict(shared_prefix_lens=shared_prefix_lens, group_sizes=leaders, max_group_size=group_sizes)
     work.calls()[0]()
     expected = work.out.copy()
     print(f"blocks of their own       {own:8.1f} us\nunshared                  {alone:8.1f} us")
-    for label, tile in decode_tiles(members):
+    for label, tile in decode_tiles(group_sizes):
         calls = work.calls(tile, **declared)
         work.out.fill(0)
         calls[0]()
         same = bool((work.out.view(np.uint16) == expected.view(np.uint16)).all())
-        with overlapping():
+        with pdl_scope():
             us = graph_time_us(calls)
         print(
             f"shared, {label:18} {us:8.1f} us  {alone / us:5.2f} x (bar 2)  {verdict(same, 'OTHER BITS', 'same bits')}",

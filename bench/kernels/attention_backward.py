@@ -23,11 +23,11 @@ import cupy
 from harness import random_array, relative_error, time_us, torch_time_us
 from report import row
 
-from rlnumba import device
-from rlnumba.kernels import attention_backward_hopper as hopper
-from rlnumba.kernels.attention import attention
-from rlnumba.kernels.attention_backward_hopper import Tile, hopper_attention_backward
-from rlnumba.kernels.instructions import device_function
+from rlnumba.kernels.attention import sm90_backward as sm90
+from rlnumba.kernels.attention.ops import attention
+from rlnumba.kernels.attention.sm90_backward import Tile, sm90_attention_backward
+from rlnumba.kernels.ptx.warp import device_function
+from rlnumba.runtime import device
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 # Largest relative error: the rounding of p and ds to bfloat16 leaves about 3e-3.
@@ -61,7 +61,7 @@ class Problem:
         return 2.5 * sum(2 * n * n * heads * head_dim for n in self.lengths)
 
     def run(self, tile=None):
-        hopper_attention_backward(
+        sm90_attention_backward(
             self.dout, self.q, self.k, self.v, self.out, self.lse, self.cu_seqlens, max(self.lengths), self.scale,
             *self.gradients, tile=tile,
         )  # fmt: skip
@@ -191,7 +191,7 @@ def shapes(sweep):
 
 @device_function
 def no_turn(counters, index, turn):
-    """In place of await_turn."""
+    """In place of semaphore_wait."""
 
 
 if __name__ == "__main__":
@@ -205,7 +205,7 @@ if __name__ == "__main__":
         if options.without_turns:
             # This kernel is not what its source says: it must not reach the cache of machine code.
             os.environ["RLNUMBA_CACHE_DIR"] = folder
-            hopper.await_turn = no_turn
+            sm90.semaphore_wait = no_turn
         checked = options.without_turns or options.shapes or check()
         right = shapes(options.sweep) or options.without_turns
     sys.exit(not (checked and right))

@@ -4,7 +4,7 @@
     python bench/kernels/gemm.py --sweep    every tile, to see what best_tile should have chosen
 
 Each line is checked against cuBLAS before it is timed. ratio: cuBLAS's time over ours. The means and smallest ratios
-at the end are what MEASURED in rlnumba/kernels/gemm.py holds.
+at the end are what MEASURED in rlnumba/kernels/gemm/ops.py holds.
 """
 
 import argparse
@@ -30,10 +30,11 @@ from harness import (
 )  # fmt: skip
 from report import row
 
-from rlnumba.kernels import choice, gemm
-from rlnumba.kernels.gemm_hopper import SHARED_LIMIT, Tile, best_tile, hopper_product, processors
-from rlnumba.kernels.launch import overlapping
-from rlnumba.kernels.swiglu import swiglu
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.sm90 import SHARED_LIMIT, Tile, best_tile, processors, sm90_product
+from rlnumba.kernels.nn.swiglu import swiglu
+from rlnumba.runtime import dispatch
+from rlnumba.runtime.launch import pdl_scope
 
 # name: (N, K) of the weight, and whether its output is float32.
 WEIGHTS = {
@@ -85,7 +86,7 @@ def compile_one(tile):
     """Launch a tile's kernel on a small product, so that the disk cache has it."""
     a, b = random_array(64, 64), random_array(128 if tile.swiglu else 64, 64)
     out = cupy.empty((64, len(b)), np.float32 if tile.output != "same" else a.dtype)
-    hopper_product(tile, a, b, out, residual=cupy.empty_like(a) if tile.swiglu else None)
+    sm90_product(tile, a, b, out, residual=cupy.empty_like(a) if tile.swiglu else None)
 
 
 def compile_all(found):
@@ -137,7 +138,7 @@ def training(sweep):
             if sweep:
                 found = []
                 for tile in tiles(rows, steps, output, a_mn, b_mn):
-                    found.append((time_us(lambda t=tile: hopper_product(t, a, b, result), 5), tile))
+                    found.append((time_us(lambda t=tile: sm90_product(t, a, b, result), 5), tile))
                 print_best(found, rows, columns, steps, a_mn, b_mn, output)
     for what, some in (ratios | {"all": sum(ratios.values(), [])}).items():
         summarise(f"products of 16,384 rows, {what}", some, "0.95, none below 0.85")
@@ -172,7 +173,7 @@ def decode(sweep):
             error = relative_error(y, expected)
             calls = [lambda w=w: gemm.linear(x, w, y) for w in weights]
             apart_us = graph_time_us(calls)
-            with overlapping():
+            with pdl_scope():
                 ours_us = graph_time_us(calls)
             by_rows[m].append(peer_us / ours_us)
             peer = f"{apart_us:.2f} us apart; a copy of as many bytes {copy_us(2 * n * k, len(weights)):.2f} us"
@@ -180,8 +181,8 @@ def decode(sweep):
             if sweep and n * k < 1 << 25:
                 found = []
                 for tile in tiles(m, k, output):
-                    calls = [lambda w=w, t=tile: hopper_product(t, x, w, y) for w in weights]
-                    with overlapping():
+                    calls = [lambda w=w, t=tile: sm90_product(t, x, w, y) for w in weights]
+                    with pdl_scope():
                         found.append((graph_time_us(calls, 3), tile))
                 print_best(found, m, n, k, False, False, output)
     for m, ratios in by_rows.items():
@@ -204,7 +205,7 @@ def swiglu_times():
             def fused(w):
                 gemm.linear_swiglu(x, w, gate_up, out)
 
-            with choice.forced("product=hopper"):
+            with dispatch.forced("gemm=sm90"):
                 apart(weights[0])
                 expected = out.copy()
                 out.fill(0)
@@ -235,6 +236,6 @@ if __name__ == "__main__":
         training(options.sweep)
     if options.only in (None, "decode"):
         decode(options.sweep)
-    if options.only in (None, "swiglu") and choice.architecture() == (9, 0):
+    if options.only in (None, "swiglu") and dispatch.architecture() == (9, 0):
         gemm.set_backend("auto")
         swiglu_times()

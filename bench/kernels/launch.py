@@ -10,8 +10,8 @@ import time
 import cupy
 import numpy as np
 
-from rlnumba.device import cuda
-from rlnumba.kernels.launch import launch
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 
 LAUNCHES, REPEATS = 1000, 20
 
@@ -42,7 +42,7 @@ def main():
     numba = host_us(lambda: nothing_kernel[1, 32](*arrays, count))
     print("| launch, four arrays and a scalar | us of host time | bar |")
     print("| --- | --- | --- |")
-    print(f"| rlnumba.kernels.launch | {ours:.1f} | 7 |")
+    print(f"| rlnumba.runtime.launch | {ours:.1f} | 7 |")
     print(f"| kernel[grid, block], Numba's own | {numba:.1f} | |")
 
 

@@ -29,9 +29,14 @@ import cupy
 from harness import random_array, relative_error, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
-from rlnumba.kernels import choice, elementwise, gemm, gemm_hopper, launch, logprob, logprob_hopper
-from rlnumba.kernels.logprob import linear_logp, linear_logp_backward, linear_logp_with_gradient
-from rlnumba.kernels.logprob_hopper import HeadTile, block_rows, chunk_columns, head_kernel
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm import sm90 as gemm_sm90
+from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
+from rlnumba.kernels.logprob.sm90 import HeadTile, block_rows, chunk_columns, head_kernel
+from rlnumba.kernels.nn import elementwise
+from rlnumba.runtime import dispatch, launch
 
 BF16 = "bfloat16"
 TEMPERATURE = 0.8
@@ -41,9 +46,9 @@ CHECKED_ROWS = 64
 TORCH_ROWS = 2048
 # Who multiplies, and what is forced: the operator's two ways to a log-prob, on products of either kind.
 WAYS = {
-    "chunks, cuBLAS": ("cublas", "logprob=simple"),
-    "chunks, numba": ("numba", "logprob=simple"),
-    "in registers": ("numba", "product=hopper,logprob=hopper"),
+    "chunks, cuBLAS": ("cublas", "logprob=simt"),
+    "chunks, numba": ("numba", "logprob=simt"),
+    "in registers": ("numba", "gemm=sm90,logprob=sm90"),
 }
 
 
@@ -52,14 +57,14 @@ def way(name):
     """The operators go this way."""
     backend, kernels = WAYS[name]
     gemm.set_backend(backend)
-    with choice.forced(kernels):
+    with dispatch.forced(kernels):
         yield
     gemm.set_backend("auto")
 
 
 def ways():
     """Names of WAYS on this GPU."""
-    return [name for name in WAYS if name != "in registers" or choice.architecture() == (9, 0)]
+    return [name for name in WAYS if name != "in registers" or dispatch.architecture() == (9, 0)]
 
 
 class Problem:
@@ -227,7 +232,7 @@ def times(problem):
 class Stages:
     """Times each launch inside of it by events: the kernels run as they do without, one after the other in a stream."""
 
-    MODULES = (logprob, logprob_hopper, gemm_hopper, gemm, elementwise)
+    MODULES = (logprob, logprob_sm90, gemm_sm90, gemm, elementwise)
     CUBLAS = {(False, True): "cuBLAS, logits", (False, False): "cuBLAS, dhidden", (True, False): "cuBLAS, dweight"}
 
     def __init__(self):
@@ -248,7 +253,7 @@ class Stages:
         made = getattr(kernel.py_func, "made_with", (None,))[0]
         if isinstance(made, HeadTile):
             return made.mode
-        if isinstance(made, gemm_hopper.Tile):
+        if isinstance(made, gemm_sm90.Tile):
             return "product, dweight" if made.a_mn else "product, dhidden" if made.b_mn else "product, logits"
         return kernel.py_func.__name__
 
@@ -357,7 +362,7 @@ def compile_tiles():
 
 
 def sweep(problem):
-    if choice.architecture() != (9, 0):
+    if dispatch.architecture() != (9, 0):
         print("sweep: the kernels in registers need compute capability 9.0")
         return
     compile_tiles()
@@ -368,7 +373,7 @@ def sweep(problem):
         print_candidates(
             f"forward, {what}",
             (
-                (name, lambda tile=tile: logprob_hopper.linear_logp(*problem.inputs, *wanted, tile=tile))
+                (name, lambda tile=tile: logprob_sm90.linear_logp(*problem.inputs, *wanted, tile=tile))
                 for name, tile in tiles("terms", FORWARD_GEOMETRIES, **both).items()
             ),
         )
@@ -376,15 +381,15 @@ def sweep(problem):
     gradients = problem.lse, problem.dlogp, problem.dhidden, problem.dweight
 
     def backward(**options):
-        return lambda: logprob_hopper.linear_logp_backward(*problem.inputs, *gradients, **options)
+        return lambda: logprob_sm90.linear_logp_backward(*problem.inputs, *gradients, **options)
 
     print_candidates("backward", ((name, backward(tile=tile)) for name, tile in tiles("gradient").items()))
-    best = chunk_columns(min(rows, logprob_hopper.backward_rows(width)), width, vocabulary)
+    best = chunk_columns(min(rows, logprob_sm90.backward_rows(width)), width, vocabulary)
     columns = [best, *(n for n in (best // 4, best // 2, best * 3 // 4, best - 256, best - 512) if n > 0)]
     print_candidates("backward", ((f"{n} columns a chunk", backward(columns=n)) for n in columns))
 
     def one_pass(**options):
-        return lambda: logprob_hopper.linear_logp_with_gradient(
+        return lambda: logprob_sm90.linear_logp_with_gradient(
             *problem.inputs, problem.dlogp, *outputs[:2], problem.dhidden, problem.dweight, *outputs[2:], **options
         )
 

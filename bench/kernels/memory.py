@@ -25,16 +25,22 @@ import cupy
 from harness import copy_gbs, copy_us, graph_time_us, random_array, time_us
 from report import row
 
-from rlnumba import device
 from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
-from rlnumba.kernels.elementwise import add
-from rlnumba.kernels.embedding import embedding, embedding_backward, list_tokens
-from rlnumba.kernels.kv_cache import write_kv
-from rlnumba.kernels.launch import overlapping
-from rlnumba.kernels.qkv import qkv_split, qkv_split_backward, qkv_split_backward_ref, qkv_split_ref, qkv_split_to_cache
-from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
-from rlnumba.kernels.rope import rope, rope_ref, rope_table
-from rlnumba.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from rlnumba.kernels.nn.elementwise import add
+from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
+from rlnumba.kernels.nn.kv_cache import write_kv
+from rlnumba.kernels.nn.qkv import (
+    qkv_split,
+    qkv_split_backward,
+    qkv_split_backward_ref,
+    qkv_split_ref,
+    qkv_split_to_cache,
+)
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
+from rlnumba.kernels.nn.rope import rope, rope_ref, rope_table
+from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from rlnumba.runtime import device
+from rlnumba.runtime.launch import pdl_scope
 
 D, H, HK, E, F, V = 1024, 16, 8, 128, 3072, 151_936
 PARAMETERS = 1 << 28
@@ -305,8 +311,8 @@ def measure(name, tokens, ceiling):
     if tokens > FEW_TOKENS:
         peer = f"a copy of as many bytes {share_of(work.nbytes, copy_us(work.nbytes, sets), ceiling):.2f}"
     else:
-        with overlapping():
-            peer = f"overlapping {graph_time_us(runs):.2f} us"
+        with pdl_scope():
+            peer = f"pdl_scope {graph_time_us(runs):.2f} us"
     has_bar = tokens >= BAR_TOKENS and name not in (FREQUENT, ALONE)
     report(f"{name}, {tokens} tokens", us, work.nbytes, ceiling, f"{peer}, error {error:.1e}{bad}", has_bar)
 

@@ -22,11 +22,11 @@ import cupy
 from harness import copy_gbs, graph_time_us, random_array, torch_time_us
 from report import add_parts, row
 
-from rlnumba import device
-from rlnumba.device import cuda
-from rlnumba.kernels.instructions import block_max, vector_access
-from rlnumba.kernels.launch import launch, overlapping
-from rlnumba.kernels.sampling import sample, sample_ref
+from rlnumba.kernels.ptx.warp import block_max, vector_access
+from rlnumba.kernels.sampling.ops import sample, sample_ref
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, pdl_scope
 
 CHECKED_ROWS = 8
 CACHE_BYTES = 60 << 20
@@ -191,8 +191,8 @@ def times(rows, vocabulary):
                 problem = Problem(few, vocabulary, KINDS[name])
                 alone = problem.time_us() / 1e3
                 # As in the graph of a decode step, where a kernel may begin before the one ahead of it has ended.
-                with overlapping():
-                    each.append(f"{name} {alone:.4f}, overlapping {problem.time_us() / 1e3:.4f} ms")
+                with pdl_scope():
+                    each.append(f"{name} {alone:.4f}, pdl_scope {problem.time_us() / 1e3:.4f} ms")
             print(f"{few:4} rows: {'; '.join(each)}", flush=True)
             row(f"sampling {few} x {vocabulary}", "; ".join(each))
 

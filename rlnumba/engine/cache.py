@@ -8,8 +8,8 @@ import weakref
 
 import numpy as np
 
-from rlnumba import device, memory
 from rlnumba.errors import DeviceError
+from rlnumba.runtime import device, memory
 
 
 class KVCache:
@@ -40,8 +40,8 @@ class KVCache:
             self.mapped.take()
             self.k = self.mapped.array(self.shape, self.dtype, 0)
             self.v = self.mapped.array(self.shape, self.dtype, self.nbytes // 2)
-        memory.hold("kv", self.nbytes)
-        self.taken = weakref.finalize(self, memory.hold, "kv", -self.nbytes)
+        memory.track("kv", self.nbytes)
+        self.taken = weakref.finalize(self, memory.track, "kv", -self.nbytes)
 
     def give_back(self):
         """Return the memory; the addresses stay reserved."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.llm import BLOCK_SIZE, LLM
 from rlnumba.engine.runner import PagedAttend
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.kernels.elementwise import gather_rows
+from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.transformer import Tape, pack, score
+from rlnumba.runtime import device
 
 PROMPT_LENGTHS = (1, 5, 17, 48, 5, 130)  # below, at and above a block of the cache and a tile of attention
 

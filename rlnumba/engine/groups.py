@@ -2,7 +2,7 @@
 
 The completions of a prompt share its full blocks, and so does whoever found a prefix in the cache. Sequences that
 share become neighbours in the step, a group each. What counts is whole pieces of a context, of as many keys as
-attention says (kernels/paged_attention.py:sharing). A sequence is in one group, of those with which it shares most.
+attention says (kernels/attention/paged.py:sharing). A sequence is in one group, of those with which it shares most.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ WORTHWHILE = 1 / 8
 
 @dataclass
 class Groups:
-    """order (B,): the step's sequences, members of a group next to each other. The rest is in this order.
+    """order (B,): the step's sequences, group_sizes of a group next to each other. The rest is in this order.
 
-    common_lens, members (B,) int32 and max_members: as paged_attention takes them.
+    shared_prefix_lens, group_sizes (B,) int32 and max_group_size: as paged_attention takes them.
     """
 
     order: np.ndarray
-    common_lens: np.ndarray
-    members: np.ndarray
-    max_members: int
+    shared_prefix_lens: np.ndarray
+    group_sizes: np.ndarray
+    max_group_size: int
 
 
 def shared_pieces(block_tables, pieces, blocks):
@@ -87,8 +87,8 @@ def find_groups(block_tables, contexts, block_size, sharing):
     saved = common[~leads].sum()
     if saved < WORTHWHILE * (-(-contexts // sharing.keys)).sum() or not saved:
         return None
-    members = np.zeros(total, np.int32)
-    members[leads] = np.diff(np.append(np.flatnonzero(leads), total))
-    largest = members.max()
+    group_sizes = np.zeros(total, np.int32)
+    group_sizes[leads] = np.diff(np.append(np.flatnonzero(leads), total))
+    largest = group_sizes.max()
     size = next(size for size in sharing.sizes if size >= largest)
-    return Groups(order, (common * sharing.keys).astype(np.int32), members, size)
+    return Groups(order, (common * sharing.keys).astype(np.int32), group_sizes, size)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.config import EngineConfig
 from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.runner import Runner
@@ -18,6 +17,7 @@ from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.philox import noise_key
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import check_finite, find_model, load_model
+from rlnumba.runtime import device
 
 # vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
 BLOCK_SIZE = 16

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from rlnumba import device, memory
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import Draws, draw
-from rlnumba.kernels.hopper import keep_tensor_maps
-from rlnumba.kernels.launch import overlapping
-from rlnumba.kernels.paged_attention import paged_attention, plan_paged_attention, reserve_workspace, sharing
-from rlnumba.kernels.qkv import qkv_split_to_cache
+from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace, sharing
+from rlnumba.kernels.nn.qkv import qkv_split_to_cache
+from rlnumba.kernels.ptx.sm90 import keep_tensor_maps
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.launch import pdl_scope
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -25,7 +25,7 @@ SMALLEST_CONTEXT = 256
 # Shapes of steps that Upload remembers; those of graphs come again and again, those of prompts hardly ever.
 MOST_LAYOUTS = 512
 # What a padding row holds where it is not 0: no slot, and a group of its own.
-PADDING = {"slot_mapping": -1, "members": 1}
+PADDING = {"slot_mapping": -1, "group_sizes": 1}
 
 
 def bucket_of(rows):
@@ -45,8 +45,9 @@ def step_arrays(step, table, block_size):
     """{name: array} of a step of B sequences, N tokens and D draws, for the model, the cache and the sampler.
 
     Of the tokens: input_ids, position_ids, slot_mapping (N,) int32. Of the sequences: block_tables (B, W),
-    cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with groups common_lens,
-    members (B,) int32. Of the draws: what Draws says.
+    cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with groups
+    shared_prefix_lens,
+    group_sizes (B,) int32. Of the draws: what Draws says.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -69,7 +70,7 @@ def step_arrays(step, table, block_size):
         "context_lens": context_lens.astype(np.int32),
     }
     if step.groups is not None:
-        arrays["common_lens"], arrays["members"] = step.groups.common_lens, step.groups.members
+        arrays["shared_prefix_lens"], arrays["group_sizes"] = step.groups.shared_prefix_lens, step.groups.group_sizes
     drawing = rows[step.draws]
     if not len(drawing):
         return arrays
@@ -105,13 +106,13 @@ def pad_rows(arrays, rows, block_table_width):
 class PagedAttend:
     """The transformer's attention over the paged cache: keys and values of the step are written, then read.
 
-    cache: a KVCache; arrays: of step_arrays, on the device; max_members: of groups, if they are among the arrays.
+    cache: a KVCache; arrays: of step_arrays, on the device; max_group_size: of groups, if they are among the arrays.
     """
 
-    def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_members=1):
+    def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_group_size=1):
         self.cache, self.scale, self.arrays = cache, config.scale, arrays
         self.bounds = max_seqlen_q, max_context_len
-        self.groups = arrays.get("common_lens"), arrays.get("members"), max_members
+        self.groups = arrays.get("shared_prefix_lens"), arrays.get("group_sizes"), max_group_size
         _, _, block_size, kv_heads, head_dim = cache.shape
         heads = (cache.dtype.name, config.num_attention_heads, kv_heads, head_dim, block_size)
         # The same in all layers, so it is found once.
@@ -214,7 +215,7 @@ class Runner:
         self.cache = None
         self.upload = Upload()
         self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
-        # Graphs by (rows, context, max_members), and the addresses of the buffers that they were captured with.
+        # Graphs by (rows, context, max_group_size), and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = {}, None
         self.stream = device.xp().cuda.Stream() if device.name() == "cuda" else None
 
@@ -278,55 +279,55 @@ class Runner:
         with self._on_stream():
             held = reserve_workspace(*self.heads, calls)
         # It is one for all engines and never shrinks, so what is held is what was held at most.
-        memory.hold("attention", held - memory.report().get("attention", 0))
+        memory.track("attention", held - memory.report().get("attention", 0))
         return held
 
     def run(self, step, table):
         """Compute a step; returns the drawn token_ids (D,) int32 and logprobs (D,) float32 on the host."""
         arrays = step_arrays(step, table, self.block_size)
         drawn = int(step.draws.sum())
-        max_members = step.groups.max_members if step.groups is not None else 1
+        max_group_size = step.groups.max_group_size if step.groups is not None else 1
         with self._on_stream():
             decode = len(step.rows) == step.num_tokens == drawn
             if decode and not self.eager and "penalty" not in arrays:
-                self._replay(arrays, max_members)
+                self._replay(arrays, max_group_size)
             else:
                 longest = int(arrays["context_lens"].max())
-                self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest, max_members)
+                self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest, max_group_size)
             results = device.to_host(self.results)
         return results[0, :drawn].copy(), results[1, :drawn].view(np.float32).copy()
 
     def _on_stream(self):
         return self.stream or nullcontext()
 
-    def _replay(self, arrays, max_members):
+    def _replay(self, arrays, max_group_size):
         """A decode step as a graph, captured where it is the first of its size.
 
-        max_members is 1 or one of the few sizes that attention has a tile for, so there are few graphs of a size.
+        max_group_size is 1 or one of the few sizes that attention has a tile for, so there are few graphs of a size.
         """
         context = context_bucket_of(int(arrays["context_lens"].max()))
         bucket = bucket_of(len(arrays["context_lens"]))
         sent = self.upload.send(pad_rows(arrays, bucket, context // self.block_size))
         if self._addresses() != self.graph_addresses:
             self.graphs.clear()
-        graph = self.graphs.get((bucket, context, max_members))
+        graph = self.graphs.get((bucket, context, max_group_size))
         if graph is not None:
             graph.launch(self.stream)
             return
         # This run computes the step; it also compiles what is missing, which a capture could not.
-        self._compute(sent, bucket, 1, context, max_members)
+        self._compute(sent, bucket, 1, context, max_group_size)
         self.stream.begin_capture()
-        with keep_tensor_maps(), overlapping():
-            self._compute(sent, bucket, 1, context, max_members)
-        self.graphs[bucket, context, max_members] = self.stream.end_capture()
+        with keep_tensor_maps(), pdl_scope():
+            self._compute(sent, bucket, 1, context, max_group_size)
+        self.graphs[bucket, context, max_group_size] = self.stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
         """Where the buffers are that graphs read and write; the cache's addresses are `allocate`'s care."""
         return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
 
-    def _compute(self, arrays, drawn, max_seqlen_q, max_context_len, max_members):
-        attend = PagedAttend(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_members)
+    def _compute(self, arrays, drawn, max_seqlen_q, max_context_len, max_group_size):
+        attend = PagedAttend(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
         with self.arena.scope():
             hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attend, arena=self.arena)
             if drawn:

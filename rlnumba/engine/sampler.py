@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.kernels.elementwise import gather_rows
-from rlnumba.kernels.gemm import linear
-from rlnumba.kernels.sampling import apply_repetition_penalty, sample
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.nn.elementwise import gather_rows
+from rlnumba.kernels.sampling.ops import apply_repetition_penalty, sample
 
 # Most bytes of float32 logits at one time: 441 rows of Qwen3's vocabulary, so that a decode step of 256 is one chunk.
 LOGITS_BYTES = 256 << 20

@@ -23,7 +23,7 @@ import numpy as np
 from rlnumba.engine.block_manager import BlockManager, block_hash
 from rlnumba.engine.groups import Groups, find_groups
 from rlnumba.engine.sequence import Sequence, SequenceTable
-from rlnumba.kernels.paged_attention import Sharing
+from rlnumba.kernels.attention.paged import Sharing
 
 
 @dataclass

@@ -16,18 +16,18 @@ import math
 import numba
 import numpy as np
 
-from rlnumba import device
-from rlnumba.device import cuda
-from rlnumba.kernels.check import F32, FLOATS, check
-from rlnumba.kernels.instructions import access_length, start_loads, vector_access
-from rlnumba.kernels.launch import kernel_factory, launch
+from rlnumba.kernels.checks import F32, FLOATS, check
+from rlnumba.kernels.ptx.warp import access_length, compiler_barrier, vector_access
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
 
 THREADS = 256
 # Elements of a thread: 16 bytes of float32.
 VECTOR = 4
 
 
-@kernel_factory
+@specialize
 def adamw_kernel(access, bounded, has_master):
     """The kernel that moves `access` elements at a time; without a master copy, weights and master are one array.
 
@@ -47,7 +47,7 @@ def adamw_kernel(access, bounded, has_master):
         load(m, start, first, 0)
         load(v, start, second, 0)
         load(master, start, value, 0)
-        start_loads()
+        compiler_barrier()
         one = np.float32(1.0)
         learning_rate, complement1, complement2, epsilon = scalars[0], scalars[1], scalars[2], scalars[3]
         weight_decay, grad_scale = scalars[4], scalars[7]
@@ -115,7 +115,7 @@ def adamw(weights, master, grads, m, v, scalars, decay_end):
     check("adamw", "master", master, (size,), F32)
     if not 0 <= decay_end <= size:
         raise ValueError(f"adamw: decay_end must be in [0, {size}], got {decay_end}")
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         _adamw_cpu(master, grads, m, v, scalars, decay_end)
         if weights is not master:
             weights[...] = master

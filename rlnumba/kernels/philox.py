@@ -15,7 +15,7 @@ import hashlib
 import numba
 import numpy as np
 
-from rlnumba.kernels.instructions import device_function, multiply_wide
+from rlnumba.kernels.ptx.warp import device_function, multiply_wide
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -9,10 +9,10 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rlnumba import device
 from rlnumba.errors import UserError
-from rlnumba.kernels.attention import MAX_HEAD_DIM
-from rlnumba.kernels.rope import RopeScaling
+from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
+from rlnumba.kernels.nn.rope import RopeScaling
+from rlnumba.runtime import device
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 

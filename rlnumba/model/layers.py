@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba import device
-from rlnumba.kernels.attention import attention
-from rlnumba.kernels.attention_backward import attention_backward
-from rlnumba.kernels.gemm import bias_backward, linear, linear_backward_input, linear_backward_weight, linear_swiglu
-from rlnumba.kernels.qkv import qkv_split, qkv_split_backward
-from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
-from rlnumba.kernels.swiglu import swiglu, swiglu_backward
+from rlnumba.kernels.attention.backward import attention_backward
+from rlnumba.kernels.attention.ops import attention
+from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight, linear_swiglu
+from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
+from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
+from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
 
 
-class Heap:
+class HeapAllocator:
     """Stands where no arena is given: plain arrays, freed when nobody holds them."""
 
     def empty(self, shape, dtype):
@@ -37,7 +37,7 @@ class Heap:
 
 @dataclass(frozen=True)
 class Step:
-    """What every layer of one forward shares. rope: (cos, sin) tables; memory: an Arena or Heap."""
+    """What every layer of one forward shares. rope: (cos, sin) tables; memory: an Arena or HeapAllocator."""
 
     config: object
     position_ids: object
@@ -57,7 +57,7 @@ class PackedAttention:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.scale = scale
-        self.memory = memory or Heap()
+        self.memory = memory or HeapAllocator()
         self.lse = {}
 
     def split(self, layer, qkv, w, step, q):

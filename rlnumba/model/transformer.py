@@ -4,7 +4,7 @@
 
 Everything is N packed tokens: sequences lie end to end, position ids restart. There is no autograd: `backward`
 walks the tape that `forward` wrote, or, with recompute, only each layer's input and runs the layer again.
-Log-probs come from the hidden states by kernels/logprob.py; logits of all tokens never exist.
+Log-probs come from the hidden states by kernels/logprob/ops.py; logits of all tokens never exist.
 """
 
 import re
@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.embedding import embedding, embedding_backward, list_tokens
-from rlnumba.kernels.logprob import IGNORED, linear_logp
-from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward
-from rlnumba.kernels.rope import rope_table
+from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
+from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
+from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model import layers
 from rlnumba.model.config import ModelConfig, read_json
-from rlnumba.model.layers import Heap, PackedAttention, Step
+from rlnumba.model.layers import HeapAllocator, PackedAttention, Step
 from rlnumba.model.weights import load_weights, save_weights, write_json
+from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
 
@@ -69,7 +69,7 @@ class Transformer:
         arena: activations come from it and live as long as the scope around this call; without a tape only the
         result does, and layers share their buffers.
         """
-        config, weights, memory = self.config, self.weights, arena or Heap()
+        config, weights, memory = self.config, self.weights, arena or HeapAllocator()
         step = Step(config, position_ids, self.rope, attend, memory)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
@@ -190,7 +190,7 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
         raise UserError(f"a sequence of {batch.max_seqlen} tokens is longer than max_position_embeddings {limit}")
     xp, N = device.xp(), int(batch.input_ids.shape[0])
     result = Score(xp.zeros(N, np.float32), xp.zeros(N, np.float32), xp.full(N, -1, np.int32))
-    memory = arena or Heap()
+    memory = arena or HeapAllocator()
     first = start = 0
     while first < len(batch.lengths):
         count = tokens = 0
@@ -254,7 +254,7 @@ def load_model(path_or_hub_id, dtype=None):
     """
     folder = find_model(path_or_hub_id)
     config = ModelConfig.from_folder(folder)
-    on_numpy = device.name() == "numpy"
+    on_numpy = device.name() == "cpu"
     if on_numpy and dtype not in (None, "float32"):
         raise ConfigError(f"dtype {dtype}: the numpy device computes in float32 only")
     generation = folder / "generation_config.json"

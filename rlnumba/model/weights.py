@@ -20,9 +20,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rlnumba import device, memory
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
+from rlnumba.runtime import device, memory
 
 # Elements; the padding between parameters stays zero in weights, gradients and moments.
 ALIGNMENT = 128
@@ -119,8 +119,8 @@ class Weights:
         self.parameters = parameters(config)
         last = self.parameters[-1]
         self.flat = device.xp().zeros(last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT, dtype=self.dtype)
-        memory.hold(region, self.flat.nbytes)
-        weakref.finalize(self, memory.hold, region, -self.flat.nbytes)
+        memory.track(region, self.flat.nbytes)
+        weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
         self.views = {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
         self.embed_tokens = self["model.embed_tokens"]

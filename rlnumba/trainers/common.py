@@ -12,15 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from rlnumba import checkpoint, device, memory
+from rlnumba import checkpoint
 from rlnumba.errors import UserError
-from rlnumba.kernels import choice, gemm
-from rlnumba.kernels.elementwise import fill, gather_rows, scatter_rows
-from rlnumba.kernels.logprob import linear_logp, linear_logp_backward, linear_logp_with_gradient
-from rlnumba.metrics import MetricsWriter, make_folder, write_config
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
+from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.transformer import save_model
 from rlnumba.optim import Optimizer, learning_rate_at
+from rlnumba.reporting.metrics import MetricsWriter, make_folder, write_config
+from rlnumba.runtime import device, dispatch, memory
 
 # What a run leaves in its folder.
 WRITTEN = (
@@ -138,7 +139,7 @@ def say(text):
 def say_kernels(dtype):
     """On a GPU, say which kernels compute a model of this dtype."""
     if device.name() == "cuda":
-        attention, logprob = choice.describe("attention"), choice.describe("logprob")
+        attention, logprob = dispatch.describe("attention"), dispatch.describe("logprob")
         say(f"products: {gemm.describe(dtype)}; attention: {attention}; log-probs: {logprob}")
 
 
@@ -252,7 +253,7 @@ def head_with_gradient(
 ):  # fmt: skip
     """head_forward and head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
 
-    Fewer products than the two where the kernels offer it (kernels/logprob.py), the same bits where they do not.
+    Fewer products than the two where the kernels offer it (kernels/logprob/ops.py), the same bits where they do not.
     accumulate: whether the head's own gradient is added to; where it is still zero, to write it is faster.
     """
     chosen, dchosen = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))

@@ -19,18 +19,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.data import load_prompts
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels import gemm
-from rlnumba.kernels.elementwise import add, scale
-from rlnumba.kernels.policy_loss import METRICS, PolicyLossConfig, policy_loss, policy_loss_scale, policy_metrics
-from rlnumba.memory import Arena
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.kernels.rl.policy_loss import METRICS, PolicyLossConfig, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Tape, find_model, load_model
 from rlnumba.rewards import load_rewards
+from rlnumba.runtime import device
+from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.common import (
     Clock,
     RunFolder,
@@ -373,7 +373,7 @@ class Learner:
         """Whether the sampler's log-probs are, bit for bit, those of a training forward with the same weights."""
         train = self.train
         filtered = train.top_p < 1 or train.top_k > 0 or bool(train.min_p) or train.repetition_penalty != 1
-        return not filtered and gemm.backend(self.model.dtype) != "cublas"
+        return not filtered and gemm.backend() != "cublas"
 
     def add_logprobs(self, rollouts, on_policy):
         """Write the log-probs of the reference and, if they are needed, of the policy that is now becoming old.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
-from rlnumba.kernels.advantage import group_advantages
+from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.model.transformer import Batch, pack
+from rlnumba.runtime import device
 
 
 class PromptOrder:

@@ -11,13 +11,13 @@ import math
 
 import numpy as np
 
-from rlnumba import device
 from rlnumba.data import load_sft
-from rlnumba.kernels import gemm
-from rlnumba.kernels.elementwise import fill
-from rlnumba.memory import Arena
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Tape, find_model, load_model, pack
+from rlnumba.runtime import device
+from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.common import (
     Clock,
     RunFolder,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlnumba.engine.groups import WORTHWHILE, find_groups
-from rlnumba.kernels.paged_attention import Sharing
+from rlnumba.kernels.attention.paged import Sharing
 
 BLOCK = 4
 SHARING = Sharing((2, 4), 2 * BLOCK)
@@ -57,12 +57,12 @@ def test_groups_are_those_of_a_plain_program(step):
         assert found is None
         return
     assert sorted(found.order.tolist()) == list(range(len(contexts)))
-    order, common, members = (x.tolist() for x in (found.order, found.common_lens, found.members))
-    assert found.common_lens.dtype == found.members.dtype == np.int32
+    order, common, group_sizes = (x.tolist() for x in (found.order, found.shared_prefix_lens, found.group_sizes))
+    assert found.shared_prefix_lens.dtype == found.group_sizes.dtype == np.int32
     actual, at = {}, 0
     while at < len(order):
-        size = members[at]
-        assert size > 0 and not any(members[at + 1 : at + size]) and len(set(common[at : at + size])) == 1
+        size = group_sizes[at]
+        assert size > 0 and not any(group_sizes[at + 1 : at + size]) and len(set(common[at : at + size])) == 1
         if size > 1:
             actual[frozenset(order[at : at + size])] = common[at] // SHARING.keys
             assert common[at] % SHARING.keys == 0
@@ -71,22 +71,22 @@ def test_groups_are_those_of_a_plain_program(step):
         at += size
     assert actual == expected
     largest = max(map(len, expected))
-    assert found.max_members == min(size for size in SHARING.sizes if size >= largest)
+    assert found.max_group_size == min(size for size in SHARING.sizes if size >= largest)
 
 
 def test_completions_of_two_prompts_and_a_stranger():
     tables = np.arange(50, dtype=np.int32).reshape(5, 10)
     tables[3, :4], tables[4, :5] = tables[1, :4], tables[0, :5]
     found = find_groups(tables, np.array([30, 17, 12, 40, 21]), BLOCK, SHARING)
-    assert found.order.tolist() == [0, 4, 1, 3, 2] and found.members.tolist() == [2, 0, 2, 0, 1]
-    assert found.common_lens.tolist() == [16, 16, 16, 16, 0] and found.max_members == 2
+    assert found.order.tolist() == [0, 4, 1, 3, 2] and found.group_sizes.tolist() == [2, 0, 2, 0, 1]
+    assert found.shared_prefix_lens.tolist() == [16, 16, 16, 16, 0] and found.max_group_size == 2
 
 
 def test_the_block_of_the_new_token_is_nobody_elses():
     """A context that ends with a piece has its newest key in it."""
     tables = np.zeros((2, 2), np.int32)
     assert find_groups(tables, np.array([8, 9]), BLOCK, SHARING) is None
-    assert find_groups(tables, np.array([9, 9]), BLOCK, SHARING).common_lens.tolist() == [8, 8]
+    assert find_groups(tables, np.array([9, 9]), BLOCK, SHARING).shared_prefix_lens.tolist() == [8, 8]
 
 
 def test_little_in_common_is_not_worth_a_group():
@@ -95,4 +95,4 @@ def test_little_in_common_is_not_worth_a_group():
     contexts = np.full(20, 8)
     contexts[[3, 7]] = 9
     assert find_groups(tables, contexts, BLOCK, SHARING) is None
-    assert find_groups(tables[[3, 7, 0]], contexts[[3, 7, 0]], BLOCK, SHARING).members.tolist() == [2, 0, 1]
+    assert find_groups(tables[[3, 7, 0]], contexts[[3, 7, 0]], BLOCK, SHARING).group_sizes.tolist() == [2, 0, 1]

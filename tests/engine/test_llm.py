@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba import device, memory
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, runner
 from rlnumba.engine.llm import PromptError
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels import choice, gemm
+from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, load_model, pack, score
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device, dispatch, memory
 from tests.kernels.test_paged_attention import shorten_segments
 
 EOS = 5
@@ -54,7 +54,7 @@ def products_of_our_own():
     """Matrix products whose rows do not depend on how many there are; cuBLAS picks its kernel by the shape."""
     before = gemm.backend()
     if device.name() == "cuda":
-        gemm.set_backend("numba")
+        gemm.set_backend("native")
     yield
     gemm.set_backend(before)
 
@@ -437,7 +437,7 @@ def test_groups_change_nothing_in_the_simulator(monkeypatch):
     monkeypatch.setattr(runner, "paged_attention", lambda *a: largest.append(a[-2]) or call(*a))
     prompt, params = [i % 20 for i in range(65)], SamplingParams(temperature=0.8, max_tokens=2, n=2, ignore_eos=True)
     llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))
-    with choice.forced("attention=hopper"):
+    with dispatch.forced("attention=sm90"):
         outputs = llm.generate([prompt], params)
         assert largest == [1, 4, 1]
         # The prompt is in the cache, and no two run at once.
@@ -449,29 +449,29 @@ def test_groups_change_nothing_in_the_simulator(monkeypatch):
 @pytest.mark.gpu
 def test_groups_change_nothing_on_the_gpu():
     """Steps with groups as graphs, eagerly, and none: the same text; prompts of two whole segments and some blocks."""
-    if choice.architecture() != (9, 0):
+    if dispatch.architecture() != (9, 0):
         pytest.skip("groups are Hopper's")
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=4096)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 97, length).tolist() for length in (2100, 1500, 1025, 300)]
     params = SamplingParams(temperature=0.8, max_tokens=40, n=5, seed=2)
-    with choice.forced("hopper"):
+    with dispatch.forced("sm90"):
         expected = generate(model, prompts, params, num_gpu_blocks_override=4000, enable_prefix_caching=False)
         graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=4000))
         assert drawn(graphs.generate(prompts, params)) == drawn(expected)
-        assert max(members for _, _, members in graphs.runner.graphs) == 8
+        assert max(group_sizes for _, _, group_sizes in graphs.runner.graphs) == 8
         eager = generate(model, prompts, params, num_gpu_blocks_override=4000, enforce_eager=True)
         assert drawn(eager) == drawn(expected)
         assert [c.logprobs for o in expected for c in o.completions] == scored(model, expected, 0.8)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
 def test_attention_takes_nothing_once_the_cache_is_there(family):
-    if not choice.RUNS_ON[family][0] <= choice.architecture() <= choice.RUNS_ON[family][1]:
+    if not dispatch.RUNS_ON[family][0] <= dispatch.architecture() <= dispatch.RUNS_ON[family][1]:
         pytest.skip(f"this GPU does not run {family} kernels")
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=4096)
-    with choice.forced(f"attention={family}"):
+    with dispatch.forced(f"attention={family}"):
         llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=40))
         llm.wake()
         memory.reset_peaks()

@@ -58,9 +58,9 @@ def test_groups_are_among_the_arrays_and_padding_is_no_member():
     step = step_of([1, 0], [5, 8], [1, 1], table)
     step.groups = Groups(np.array([0, 1]), np.array([4, 4], np.int32), np.array([2, 0], np.int32), 8)
     arrays = step_arrays(step, table, 4)
-    assert arrays["common_lens"].tolist() == [4, 4] and arrays["members"].tolist() == [2, 0]
+    assert arrays["shared_prefix_lens"].tolist() == [4, 4] and arrays["group_sizes"].tolist() == [2, 0]
     padded = pad_rows(arrays, 4, 8)
-    assert padded["common_lens"].tolist() == [4, 4, 0, 0] and padded["members"].tolist() == [2, 0, 1, 1]
+    assert padded["shared_prefix_lens"].tolist() == [4, 4, 0, 0] and padded["group_sizes"].tolist() == [2, 0, 1, 1]
     assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
     same = pad_rows(arrays, 2, 4)
     assert all(same[name].tolist() == arrays[name].tolist() for name in arrays if name != "block_tables")

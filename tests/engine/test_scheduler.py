@@ -9,7 +9,7 @@ from rlnumba.engine import scheduler as scheduler_module
 from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.scheduler import Scheduler, blocks_of
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
-from rlnumba.kernels.paged_attention import Sharing
+from rlnumba.kernels.attention.paged import Sharing
 
 BLOCK = 4
 
@@ -54,14 +54,14 @@ class PretendedModel:
 
     def check_groups(self, step, table):
         """What sequences of a group have in common lies in the same blocks, and before the step's tokens."""
-        common, members = step.groups.common_lens.tolist(), step.groups.members.tolist()
-        assert (step.counts == 1).all() and sum(members) == len(members) == len(step.rows)
-        for at, size in [(i, size) for i, size in enumerate(members) if size]:
+        common, group_sizes = step.groups.shared_prefix_lens.tolist(), step.groups.group_sizes.tolist()
+        assert (step.counts == 1).all() and sum(group_sizes) == len(group_sizes) == len(step.rows)
+        for at, size in [(i, size) for i, size in enumerate(group_sizes) if size]:
             rows = step.rows[at : at + size]
             assert set(common[at : at + size]) == {common[at]} and common[at] <= step.starts[at : at + size].min()
             assert (table.block_tables[rows] == table.block_tables[rows[:1]])[:, : common[at] // BLOCK].all()
-        self.largest[-1] = max(members)
-        assert self.largest[-1] <= step.groups.max_members
+        self.largest[-1] = max(group_sizes)
+        assert self.largest[-1] <= step.groups.max_group_size
 
 
 def sequences_of(requests, eos=()):

@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 
-from rlnumba import device
+from rlnumba.runtime import device
 
 # Of these, Python's raise an error where a GPU has an infinity.
 FUNCTIONS = ("exp", "expm1", "log", "log1p", "sqrt")
@@ -26,7 +26,7 @@ def fill_shared_memory(monkeypatch, byte):
     """Let memory that nothing was written to hold this byte, in the simulator, instead of NaN and -1."""
     if device.name() != "sim":
         return
-    from rlnumba import simulator
+    from rlnumba.runtime import simulator
 
     def filled(shape, dtype):
         array = np.empty(shape, dtype)

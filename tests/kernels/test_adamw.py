@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars
+from rlnumba.runtime import device
 from tests.close import ROUNDING, assert_close, assert_same_bits
 
 SIZES = [0, 1, 1023, 1024, 1028]
@@ -38,7 +38,7 @@ def test_simulator(rng, dtype):
 
 @pytest.mark.parametrize("weights", ["uint16[::1]", None])
 def test_kernel_compiles_for_gpus(compile_offline, weights):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     f32, troubles = "float32[::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
@@ -50,7 +50,7 @@ def test_kernel_compiles_for_gpus(compile_offline, weights):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", SIZES + [40_000])
 def test_numpy_device(rng, size, dtype):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_steps(rng, size, dtype)
 

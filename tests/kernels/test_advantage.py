@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.advantage import (
+from rlnumba.kernels.rl.advantage import (
     AGGREGATIONS,
     SCALES,
     STDS,
@@ -11,6 +10,7 @@ from rlnumba.kernels.advantage import (
     rloo_advantages,
     rloo_advantages_ref,
 )
+from rlnumba.runtime import device
 from tests.close import assert_close
 
 OPTIONS = [("group", "sample", "sum_then_normalize"), ("group", "population", "normalize_then_sum")] + [
@@ -70,7 +70,7 @@ def test_simulator_group_of_more_than_a_warp(rng):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("std", STDS)
 def test_numpy_device(rng, scale, std, aggregation):
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         check_against_reference(rng, 9, 8, 3, (scale, std, aggregation))
         check_against_reference(rng, 0, 8, 3, (scale, std, aggregation))
 

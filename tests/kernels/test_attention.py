@@ -3,14 +3,14 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.attention import attention, attention_kernel, attention_ref, many_rows
-from rlnumba.kernels.attention_backward import (
+from rlnumba.kernels.attention.backward import (
     attention_backward,
     attention_backward_ref,
     attention_dkv_kernel,
     attention_dq_kernel,
 )
+from rlnumba.kernels.attention.ops import attention, attention_kernel, attention_ref, many_rows
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # Lengths of the sequences, query heads, key heads, head_dim. A tile is 32 keys and up to 64 rows.
@@ -113,7 +113,7 @@ def test_simulator_16_bit(rng, dtype):
 
 @pytest.mark.parametrize("case", SMALL + MIDDLE + [([512, 300], 16, 8, 128)], ids=str)
 def test_numpy_device(rng, case):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiled loops of the CPU")
     run_all(rng, case, "float32")
 
@@ -209,7 +209,7 @@ def test_large_scores_do_not_overflow(rng):
 
 @pytest.mark.parametrize("head_dim", [48, 128, 256])
 def test_kernels_compile_for_gpus(compile_offline, head_dim):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
     tile, backward_tile = many_rows(head_dim), many_rows(head_dim, copies=2)

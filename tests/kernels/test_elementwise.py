@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.elementwise import (
+from rlnumba.kernels.nn.elementwise import (
     add,
     add_kernel,
     cast,
@@ -16,6 +15,7 @@ from rlnumba.kernels.elementwise import (
     scatter_rows,
     scatter_rows_ref,
 )
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 
 # One; whole vectors and some left; a block of 16 bits filled; none; three axes.
@@ -84,7 +84,7 @@ def test_parts_of_arrays(rng):
 
 @pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
 def test_kernels_compile_for_gpus(compile_offline, element, vector):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     x, troubles = f"{element}[::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
@@ -97,7 +97,7 @@ def test_kernels_compile_for_gpus(compile_offline, element, vector):
 
 @pytest.mark.parametrize("shape", SMALL + [(64, 768)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("NumPy as operator")
     run_arithmetic(rng, shape, "float32")
     run_cast(rng, shape, "float32", "bfloat16")

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import embedding as embedding_module
-from rlnumba.kernels.embedding import (
+from rlnumba.kernels.nn import embedding as embedding_module
+from rlnumba.kernels.nn.embedding import (
     copy_rows,
     copy_rows_kernel,
     embedding,
@@ -14,8 +13,9 @@ from rlnumba.kernels.embedding import (
     list_tokens,
     list_tokens_kernel,
 )
-from rlnumba.kernels.instructions import access_length
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.ptx.warp import access_length
+from rlnumba.runtime import device
+from rlnumba.runtime.launch import launch
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, V, D)
@@ -152,7 +152,7 @@ def test_gpu_skewed(rng, repeated):
 @pytest.mark.parametrize("element", ["uint16", "float32"])
 def test_kernels_compile_for_gpus(compile_offline, element):
     """For rows that fill their blocks, as those of Qwen3 do."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     rows, f32, ids = f"{element}[:,::1]", "float32[:,::1]", "int32[::1]"
     bits = np.uint16 if element == "uint16" else np.uint32
@@ -172,7 +172,7 @@ def test_kernels_compile_for_gpus(compile_offline, element):
 
 @pytest.mark.parametrize("shape", SMALL + [(700, 1000, 96)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_all(rng, shape, "float32")
 
@@ -190,7 +190,7 @@ def outside_the_vocabulary():
 
 
 def test_numpy_device_refuses_ids_outside_the_vocabulary():
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("kernels cannot raise")
     ids, weight, out, dweight = outside_the_vocabulary()
     with pytest.raises(ValueError, match=r"embedding: input_ids must be in \[0, 3\), got 3"):
@@ -211,7 +211,7 @@ def test_kernels_stay_inside_the_vocabulary():
 
 @pytest.mark.sim
 def test_a_list_of_other_tokens_is_refused():
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         pytest.skip("nothing is listed")
     xp = device.xp()
     ids, dout, dweight = xp.zeros(2, np.int32), xp.zeros((2, 8), np.float32), xp.zeros((3, 8), np.float32)

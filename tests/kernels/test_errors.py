@@ -6,30 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import (
-    advantage,
-    attention,
-    attention_backward,
-    choice,
-    elementwise,
-    embedding,
-    gemm,
-    kv_cache,
-    launch,
-    logprob,
-    paged_attention,
-    policy_loss,
-    qkv,
-    reduce,
-    rmsnorm,
-    rope,
-    sampling,
-    swiglu,
-    value_loss,
-)
 from rlnumba.kernels.adamw import adamw, adamw_scalars
-from rlnumba.kernels.policy_loss import METRICS, PolicyLossConfig
+from rlnumba.kernels.attention import backward as attention_backward
+from rlnumba.kernels.attention import ops as attention
+from rlnumba.kernels.attention import paged as paged_attention
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.nn import elementwise, embedding, kv_cache, qkv, reduce, rmsnorm, rope, swiglu
+from rlnumba.kernels.rl import advantage, gae, policy_loss
+from rlnumba.kernels.rl.policy_loss import METRICS, PolicyLossConfig
+from rlnumba.kernels.sampling import ops as sampling
+from rlnumba.runtime import device, dispatch, launch
 
 # Tokens, hidden, vocabulary; sequences; query heads, key heads, head_dim; ffn.
 N, D, V, B, H, HK, E, F = 6, 8, 10, 2, 4, 2, 8, 12
@@ -161,7 +148,7 @@ OPERATORS = {
         "advantages": f32(4), "group_std": f32(2),
     },
     advantage.rloo_advantages: lambda: {"rewards": f32(4), "num_generations": 2, "advantages": f32(4)},
-    value_loss.gae: lambda: {
+    gae.gae: lambda: {
         "rewards": f32(N), "values": f32(N), "cu_seqlens": STARTS, "gamma": 1.0, "lam": 0.9, "advantages": f32(N),
         "returns": f32(N),
     },
@@ -217,7 +204,7 @@ ARRAYS = [
 @pytest.fixture(autouse=True)
 def nothing_is_launched(monkeypatch):
     """Whatever is refused is refused before."""
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         return
 
     def refuse(*arguments, **options):
@@ -245,7 +232,7 @@ def refused(operator, name, value):
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
 def test_the_arguments_are_valid(operator):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the other tests of an operator launch it")
     operator(**arguments(operator))
 
@@ -325,14 +312,14 @@ def test_scale_of_attention(operator, scale):
     assert "scale must be > 0, got" in refused(operator, "scale", scale)
 
 
-@pytest.mark.parametrize("operator", [attention.attention, attention_backward.attention_backward, value_loss.gae])
+@pytest.mark.parametrize("operator", [attention.attention, attention_backward.attention_backward, gae.gae])
 def test_sequences_have_a_start(operator):
     empty = device.xp().zeros(0, np.int32)
     assert "cu_seqlens must have at least one element" in refused(operator, "cu_seqlens", empty)
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("family, block_size", [("hopper", 8), ("hopper", 48), ("tensor_core", 24)])
+@pytest.mark.parametrize("family, block_size", [("sm90", 8), ("sm90", 48), ("sm80", 24)])
 def test_block_size(family, block_size):
     """The kernels for tensor cores do not take every block size; they say so instead of leaving it to others."""
     runs(family)
@@ -340,14 +327,14 @@ def test_block_size(family, block_size):
     q, cache = xp.zeros((N, H, 16), bf16), xp.zeros((3, block_size, HK, 16), bf16)
     wrong = {"q": q, "k_cache": cache, "v_cache": cache, "out": q}
     with (
-        choice.forced(family),
+        dispatch.forced(family),
         pytest.raises(ValueError, match=f"paged_attention: block_size must .*, got {block_size}"),
     ):
         operator(**arguments(operator) | wrong)
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("family", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_address(family, name):
     """The copy engine and asynchronous copies want arrays that begin at multiples of 16 bytes."""
@@ -358,7 +345,7 @@ def test_address(family, name):
     count = int(np.prod(shapes[name]))
     arrays[name] = xp.zeros(count + 1, bf16)[1:].reshape(shapes[name])
     with (
-        choice.forced(family),
+        dispatch.forced(family),
         pytest.raises(ValueError, match=f"attention: {name} must begin at a multiple of 16 bytes"),
     ):
         attention.attention(**arguments(attention.attention) | arrays)
@@ -366,9 +353,12 @@ def test_address(family, name):
 
 def runs(family):
     """Skip where a family cannot be forced."""
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         pytest.skip("families are of kernels")
-    if device.name() == "cuda" and not choice.RUNS_ON[family][0] <= choice.architecture() <= choice.RUNS_ON[family][1]:
+    if (
+        device.name() == "cuda"
+        and not dispatch.RUNS_ON[family][0] <= dispatch.architecture() <= dispatch.RUNS_ON[family][1]
+    ):
         pytest.skip(f"this GPU does not run {family} kernels")
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.value_loss import gae, gae_ref
+from rlnumba.kernels.rl.gae import gae, gae_ref
+from rlnumba.runtime import device
 from tests.close import assert_close
 
 LENGTHS = [1, 31, 32, 33, 0, 70]
@@ -43,7 +43,7 @@ def test_simulator(rng, gamma, lam):
 
 
 def test_numpy_device(rng):
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         check_against_reference(rng, [*LENGTHS, 1000], 0.99, 0.95)
         check_against_reference(rng, [], 0.99, 0.95)
 

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.errors import ConfigError
-from rlnumba.kernels import gemm
-from rlnumba.kernels.gemm import (
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.ops import (
     bias_backward,
     linear,
     linear_backward_input,
@@ -13,7 +12,8 @@ from rlnumba.kernels.gemm import (
     linear_ref,
     start_kernel,
 )
-from rlnumba.kernels.launch import launch
+from rlnumba.runtime import device
+from rlnumba.runtime.launch import launch
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # M, N, K: one; below and above a tile in each; nothing to sum; no rows; no columns.
@@ -99,7 +99,7 @@ def test_simulator_16_bit(rng, dtype):
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.sim
 def test_start_kernel(rng, bias, residual):
-    dtype = "bfloat16" if device.name() != "numpy" else "float32"
+    dtype = "bfloat16" if device.name() != "cpu" else "float32"
     b, r = random(rng, 300 if bias else 0, dtype), random(rng, (2 if residual else 0, 300), dtype)
     out = device.asarray(np.ones((2, 300), device.dtype(dtype)))
     launch(start_kernel, 2, 256, device.asarray(b), device.asarray(r), out)
@@ -111,8 +111,8 @@ def test_start_kernel(rng, bias, residual):
 
 @pytest.mark.parametrize("shape", SMALL + [(33, 97, 100), (130, 96, 288), (1, 300, 1000), (2, 7, 16)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
-        pytest.skip("the products of kernels/cpu.py")
+    if device.name() != "cpu":
+        pytest.skip("the products of kernels/gemm/cpu.py")
     run_all(rng, shape, "float32")
 
 
@@ -127,7 +127,7 @@ def test_gpu(rng, shape, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SMALL + [(129, 1000, 1023)])
 def test_gpu_by_our_own_kernel(rng, shape, dtype):
-    gemm.set_backend("numba")
+    gemm.set_backend("native")
     try:
         run_all(rng, shape, dtype)
     finally:
@@ -159,8 +159,8 @@ def test_products_can_be_captured_in_a_graph(rng):
 
 @pytest.mark.parametrize("k", [1, 15, 16, 33, 288, 1031])
 def test_numpy_rows_are_exact_in_any_batch(rng, k):
-    if device.name() != "numpy":
-        pytest.skip("the products of kernels/cpu.py")
+    if device.name() != "cpu":
+        pytest.skip("the products of kernels/gemm/cpu.py")
     n = 101 if k < 1000 else 1003
     rows = random(rng, (1000, k), "float32")
     weight, bias = random(rng, (n, k), "float32"), random(rng, n, "float32")
@@ -180,7 +180,7 @@ def test_numpy_rows_are_exact_in_any_batch(rng, k):
 @pytest.mark.sim
 def test_rows_of_the_kernel_are_exact_in_any_batch(rng):
     if device.name() == "cuda":
-        gemm.set_backend("numba")
+        gemm.set_backend("native")
     rows, weight = (device.asarray(random(rng, s, "float32")) for s in [(9, 11), (3, 11)])
     xp = device.xp()
     whole, alone = xp.empty((9, 3), np.float32), xp.empty((1, 3), np.float32)
@@ -192,8 +192,8 @@ def test_rows_of_the_kernel_are_exact_in_any_batch(rng):
 
 
 def test_order_of_the_sum_is_the_documented_one(rng):
-    if device.name() != "numpy":
-        pytest.skip("the products of kernels/cpu.py")
+    if device.name() != "cpu":
+        pytest.skip("the products of kernels/gemm/cpu.py")
     x, weight = random(rng, (1, 50), "float32"), random(rng, (1, 50), "float32")
     lanes = np.zeros(16, np.float32)
     for k in range(50):
@@ -210,7 +210,7 @@ def test_backends():
     with pytest.raises(ConfigError, match="gemm must be auto or .* on device .*, got 'mkl'"):
         gemm.set_backend("mkl")
     gemm.set_backend("auto")
-    assert gemm.backend() == {"numpy": "numpy", "sim": "numba", "cuda": "cublas"}[device.name()]
+    assert gemm.backend() == {"cpu": "cpu", "sim": "native", "cuda": "native"}[device.name()]
 
 
 def test_wrong_arguments_are_named():

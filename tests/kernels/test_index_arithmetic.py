@@ -5,23 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import (
-    adamw,
-    elementwise,
-    embedding,
-    kv_cache,
-    logprob,
-    policy_loss,
-    qkv,
-    reduce,
-    rmsnorm,
-    rope,
-    sampling,
-    swiglu,
-    value_loss,
-)
-from rlnumba.kernels.launch import parse_type
+from rlnumba.kernels import adamw
+from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.nn import elementwise, embedding, kv_cache, qkv, reduce, rmsnorm, rope, swiglu
+from rlnumba.kernels.rl import gae, policy_loss
+from rlnumba.kernels.sampling import ops as sampling
+from rlnumba.runtime import device
+from rlnumba.runtime.launch import parse_type
 from tests.offline import pretend
 
 F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"
@@ -49,13 +39,13 @@ KERNELS = [
     (sampling.repetition_penalty_kernel, [F2, F1, "int32[:,::1]"]),
     (logprob.logp_backward_kernel(4), [H2, I1, "int64", "float32", F1, F1, H2]),
     (policy_loss.reduce_stats_kernel, [F2, F1, F1]),
-    (value_loss.gae_kernel, [F1, F1, I1, "float32", "float32", F1, F1]),
+    (gae.gae_kernel, [F1, F1, I1, "float32", "float32", F1, F1]),
 ]
 
 
 @pytest.mark.parametrize("kernel,types", KERNELS, ids=lambda value: getattr(value, "__name__", None))
 def test_products_have_64_bits(kernel, types):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     from numba import cuda
 
@@ -78,7 +68,7 @@ def test_products_have_64_bits(kernel, types):
 )
 def test_rows_in_32_bits_become_places_in_64(kernel, types, arrays):
     """A row's number is multiplied by the row's length, a 64-bit argument of the kernel, for each array of rows."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     from numba import cuda
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.kv_cache import write_kv, write_kv_kernel
+from rlnumba.kernels.nn.kv_cache import write_kv, write_kv_kernel
+from rlnumba.runtime import device
 from tests.close import assert_same_bits
 
 
@@ -37,7 +37,7 @@ def test_simulator_16_bit(rng, dtype):
 @pytest.mark.parametrize("element", [np.uint16, np.uint32])
 def test_kernel_compiles_for_gpus(compile_offline, element):
     """For rows that fill their warps, as those of Qwen3 do."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     kernel = write_kv_kernel(element, 16 // np.dtype(element).itemsize, False)
     rows, troubles = f"{element.__name__}[:,::1]", []
@@ -48,7 +48,7 @@ def test_kernel_compiles_for_gpus(compile_offline, element):
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (300, 3, 64), (0, 2, 16)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run(rng, *shape, "float32")
 

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.device import cuda
-from rlnumba.kernels import launch
-from rlnumba.kernels.instructions import wait_for_kernels_before
-from rlnumba.kernels.launch import Parameters, _cache_key, _imported
-from rlnumba.kernels.reduce import group_mean_std_kernel
+from rlnumba.kernels.nn.reduce import group_mean_std_kernel
+from rlnumba.kernels.ptx.warp import griddepcontrol_wait
+from rlnumba.runtime import device, launch
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import Parameters, _cache_key, _imported
 
 if device.name() == "sim":
     pytest.skip("nothing is compiled, so nothing is cached", allow_module_level=True)
@@ -58,9 +57,10 @@ def test_types_and_architecture_are_part_of_the_key():
 
 def test_what_a_kernel_imports_is_part_of_its_key():
     """An edit of another kernel's module leaves the compiled code of this one alone."""
-    names = {file.name for file in _imported(pathlib.Path(launch.__file__).with_name("gemm.py"))}
-    assert {"gemm_hopper.py", "instructions.py", "launch.py", "swiglu.py"} <= names
-    assert "sampling.py" not in names and "gemm.py" not in names
+    kernels = pathlib.Path(launch.__file__).parent.parent / "kernels"
+    names = {"/".join(file.parts[-2:]) for file in _imported(kernels / "gemm" / "ops.py")}
+    assert {"gemm/sm90.py", "ptx/warp.py", "runtime/launch.py", "nn/swiglu.py"} <= names
+    assert "sampling/ops.py" not in names and "gemm/ops.py" not in names
 
 
 def test_parameters_lie_where_the_driver_looks():
@@ -92,19 +92,19 @@ def test_parameters_lie_where_the_driver_looks():
 
 @cuda.jit
 def count_kernel(x):
-    wait_for_kernels_before()
+    griddepcontrol_wait()
     x[0] += np.int32(1)
 
 
 @pytest.mark.gpu
-@pytest.mark.hopper
+@pytest.mark.sm90
 def test_what_a_kernel_holds_begins_in_its_turn(monkeypatch):
     early, launch_early = [], launch._launch_early
     monkeypatch.setattr(launch, "_launch_early", lambda *a: early.append(True) or launch_early(*a))
     x, begun_early = device.xp().zeros(1, np.int32), []
-    with launch.overlapping():
+    with launch.pdl_scope():
         for holds in (False, True, False, False):
-            launch.launch(count_kernel, 1, 1, x, holds=holds)
+            launch.launch(count_kernel, 1, 1, x, serialize_next=holds)
             begun_early.append(len(early))
     assert begun_early == [1, 2, 2, 3]
     assert int(x[0]) == 4

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import choice, logprob
-from rlnumba.kernels.gemm import linear
-from rlnumba.kernels.logprob import (
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob.ops import (
     IGNORED,
     linear_logp,
     linear_logp_backward,
@@ -17,6 +16,7 @@ from rlnumba.kernels.logprob import (
     logp_indexed,
     logp_ref,
 )
+from rlnumba.runtime import device, dispatch
 from tests.close import ROUNDING, assert_close, assert_gradient, assert_same_bits
 
 # N, V, D: one; below and above the threads of a row; no rows.
@@ -165,8 +165,8 @@ def test_simulator_long_rows(rng, columns):
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 @pytest.mark.parametrize("shape", [*SMALL, (67, 1000, 33), (130, 513, 64)])
 def test_numpy_device(rng, shape, temperature):
-    if device.name() != "numpy":
-        pytest.skip("the products and rows of kernels/cpu.py")
+    if device.name() != "cpu":
+        pytest.skip("the products and rows of kernels/gemm/cpu.py")
     run_logp(rng, *shape[:2], "float32")
     run_linear(rng, shape, "float32", temperature, with_bias=shape[0] == 67)
 
@@ -217,9 +217,9 @@ def test_chunks_give_the_same_rows_in_kernels(rng, monkeypatch):
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
     """The log-probability a sampler takes from one row's logits is the trainer's, bit for bit."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("on a GPU the promise needs the numba products")
-    from rlnumba.kernels.cpu import scaled_lse
+    from rlnumba.kernels.gemm.cpu import scaled_lse
 
     hidden = rng.standard_normal((40, 48), np.float32)
     weight = rng.standard_normal((1003, 48), np.float32)
@@ -275,9 +275,9 @@ def test_top1_is_the_lowest_of_equals_in_kernels():
 
 def test_exponential_is_accurate():
     """Of every float32 in steps of 1e-4 down to where it vanishes: two units in the last place."""
-    if device.name() != "numpy":
-        pytest.skip("the polynomial of kernels/cpu.py")
-    from rlnumba.kernels.cpu import logp_backward_rows
+    if device.name() != "cpu":
+        pytest.skip("the polynomial of kernels/gemm/cpu.py")
+    from rlnumba.kernels.gemm.cpu import logp_backward_rows
 
     x = -np.arange(0, 90, 1e-4).astype(np.float32)
     row = np.append(np.float32(0), x)[None]
@@ -337,7 +337,7 @@ def test_with_gradient_is_the_two_calls(rng, shape, accumulate):
 def test_with_gradient_is_the_two_calls_in_kernels(rng):
     for shape in SMALL:
         test_with_gradient_is_the_two_calls(rng, shape, accumulate=False)
-    with choice.forced("simple"):
+    with dispatch.forced("simt"):
         results = one_and_two_calls(rng, 7, 40, 16, "bfloat16")
     for one, two, what in zip(*results, NAMES, strict=True):
         assert_same_bits(one, two, what)

@@ -3,18 +3,18 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import attention_hopper, attention_tensor_core, choice, paged_attention_hopper
-from rlnumba.kernels import paged_attention as paged_attention_module
-from rlnumba.kernels.attention import attention, few_rows, many_rows
-from rlnumba.kernels.kv_cache import write_kv
-from rlnumba.kernels.paged_attention import (
+from rlnumba.kernels.attention import paged as paged_attention_module
+from rlnumba.kernels.attention import sm80_forward, sm90_decode, sm90_forward
+from rlnumba.kernels.attention.ops import attention, few_rows, many_rows
+from rlnumba.kernels.attention.paged import (
     paged_attention,
     paged_attention_kernel,
     paged_attention_ref,
     reserve_workspace,
     sharing,
 )
+from rlnumba.kernels.nn.kv_cache import write_kv
+from rlnumba.runtime import device, dispatch
 from tests.close import assert_close, assert_same_bits
 
 
@@ -68,13 +68,13 @@ class Case:
         lengths = np.subtract(ends, begins)
         return [q, *self.caches, self.block_tables[order], bounds(lengths), np.asarray(ends, np.int32)], max(lengths)
 
-    def paged(self, order, begins, ends, common=None, members=None, max_members=1):
+    def paged(self, order, begins, ends, common=None, group_sizes=None, max_group_size=1):
         """out of paged_attention, on the host."""
         arguments, longest = self.arguments(order, begins, ends)
         out = device.xp().full(arguments[0].shape, np.nan, self.q.dtype)
         arguments = [device.asarray(x) for x in arguments]
-        groups = [x and device.asarray(np.array(x, np.int32)) for x in (common, members)]
-        paged_attention(*arguments, int(longest), int(max(ends)), self.scale, out, *groups, max_members)
+        groups = [x and device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)]
+        paged_attention(*arguments, int(longest), int(max(ends)), self.scale, out, *groups, max_group_size)
         return device.to_host(out)
 
     def compare(self, order, begins, ends, expected, what):
@@ -93,7 +93,7 @@ def run_against_reference(rng, lengths, heads, kv_heads, head_dim, dtype, chunk)
 
 def test_reference_is_packed_attention(rng):
     case = Case(rng, [5, 17, 1], 4, 2, 8)
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("references")
     arguments, _ = case.arguments([0, 1, 2], [0, 0, 0], [5, 17, 1])
     assert_close(paged_attention_ref(*arguments, case.scale), case.packed(), "float32", terms=17)
@@ -107,7 +107,7 @@ def test_simulator(rng, dtype, chunk):
 
 @pytest.mark.parametrize("chunk", [1, 40, 1000])
 def test_numpy_device(rng, chunk):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiled loops of the CPU")
     run_against_reference(rng, [1, 35, 64, 200], 6, 2, 48, "float32", chunk)
 
@@ -200,8 +200,8 @@ def test_groups_change_nothing(rng):
 
 def shorten_segments(monkeypatch):
     """Give Hopper tiles whose segments are short enough for the simulator, in every form of attention."""
-    monkeypatch.setattr("rlnumba.kernels.launch.observers", [])
-    for module in (attention_hopper, paged_attention_hopper):
+    monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
+    for module in (sm90_forward, sm90_decode):
         for name in ("best_tile", "best_prefill_tile"):
             if name in vars(module):
                 whole = getattr(module, name)
@@ -209,30 +209,30 @@ def shorten_segments(monkeypatch):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("family", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
 def test_groups_change_nothing_in_the_simulator(rng, family, monkeypatch):
     if device.name() != "sim":
         pytest.skip("test_groups_change_nothing_on_the_gpu has these")
     shorten_segments(monkeypatch)
     declared = []
-    hopper_form = paged_attention_hopper.paged_attention_hopper
+    sm90_form = sm90_decode.paged_attention_sm90
     monkeypatch.setattr(
-        paged_attention_hopper,
-        "paged_attention_hopper",
-        lambda *a: declared.append(a[-2]) or hopper_form(*a),
+        sm90_decode,
+        "paged_attention_sm90",
+        lambda *a: declared.append(a[-2]) or sm90_form(*a),
     )
-    with choice.forced(f"attention={family}"):
+    with dispatch.forced(f"attention={family}"):
         groups_change_nothing(rng, 64, 10, 2, 1, 16, dtype="bfloat16")
-    assert declared == ([4, 1] if family == "hopper" else [])
+    assert declared == ([4, 1] if family == "sm90" else [])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["hopper", "tensor_core", "simple"])
+@pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
 @pytest.mark.parametrize("common", [1024, 2048, 2064])
 def test_groups_change_nothing_on_the_gpu(rng, family, common):
-    if not choice.RUNS_ON[family][0] <= choice.architecture() <= choice.RUNS_ON[family][1]:
+    if not dispatch.RUNS_ON[family][0] <= dispatch.architecture() <= dispatch.RUNS_ON[family][1]:
         pytest.skip(f"this GPU does not run {family} kernels")
-    with choice.forced(f"attention={family}"):
+    with dispatch.forced(f"attention={family}"):
         groups_change_nothing(rng, common, 300, 16, 8, 128, dtype="bfloat16")
 
 
@@ -241,57 +241,57 @@ def test_sharing_follows_the_family():
     shape = ("bfloat16", 16, 8, 128, 16)
     if device.name() != "cuda":
         assert sharing(*shape) == ((), 0)
-        with choice.forced("attention=hopper"):
+        with dispatch.forced("attention=sm90"):
             assert sharing(*shape) == ((4, 8, 16), 1024)
             assert sharing("bfloat16", 32, 4, 128, 16).sizes == (2, 4)
             assert sharing("bfloat16", 24, 1, 128, 16).sizes == ()
             assert sharing("float32", 16, 8, 128, 16).sizes == ()
-        with choice.forced("attention=tensor_core"):
+        with dispatch.forced("attention=sm80"):
             assert sharing(*shape).sizes == ()
 
 
 def test_every_size_of_groups_has_a_kernel(compile_offline):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
     lengths, tables, table = "int32[::1]", "int32[:,::1]", "uint8[::1]"
     types = [table] * 3 + [tables, "float32[:,::1]"] + [lengths] * 2 + [tables] * 2 + ["int32"] * 7
     types += ["float32[::1]"] * 3 + [lengths, "float32"]
     troubles = []
-    # The widest is among those of test_attention_hopper.py.
-    for members in paged_attention_hopper.group_sizes(2)[:-1]:
-        tile = paged_attention_hopper.best_tile(128, "bfloat16", 2, 16, members)
-        assert tile.rows == 2 * members and tile.shared_bytes * tile.blocks <= 227 * 1024
-        troubles += compile_offline(paged_attention_hopper.paged_attention_hopper_kernel(tile), types, (9, 0, "a"))
+    # The widest is among those of test_attention_sm90.py.
+    for group_sizes in sm90_decode.supported_group_sizes(2)[:-1]:
+        tile = sm90_decode.best_tile(128, "bfloat16", 2, 16, group_sizes)
+        assert tile.rows == 2 * group_sizes and tile.shared_bytes * tile.blocks <= 227 * 1024
+        troubles += compile_offline(sm90_decode.paged_attention_sm90_kernel(tile), types, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("family", ["hopper", "tensor_core", "simple"])
+@pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
 @pytest.mark.parametrize("shape", [(16, 8, 128), (8, 1, 64)])
 def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, shape):
     if device.name() != "sim":
         pytest.skip("calls without a launch")
-    monkeypatch.setattr(paged_attention_hopper, "_workspace", paged_attention_hopper.Workspace())
-    monkeypatch.setattr(attention_tensor_core, "_partials", [])
-    monkeypatch.setattr(attention_tensor_core, "_slots", {})
-    for module in (paged_attention_module, paged_attention_hopper, attention_tensor_core):
+    monkeypatch.setattr(sm90_decode, "_workspace", sm90_decode.Workspace())
+    monkeypatch.setattr(sm80_forward, "_partials", [])
+    monkeypatch.setattr(sm80_forward, "_slots", {})
+    for module in (paged_attention_module, sm90_decode, sm80_forward):
         monkeypatch.setattr(module, "launch", lambda *arguments, **options: None)
     heads, kv_heads, head_dim = shape
     kind = device.dtype("bfloat16")
 
-    def call(sequences, longest, context, members=1):
+    def call(sequences, longest, context, group_sizes=1):
         tokens = min(sequences * longest, 64)
         q, cache = np.zeros((tokens, heads, head_dim), kind), np.zeros((4, 16, kv_heads, head_dim), kind)
         tables, lens = np.zeros((sequences, 5000 // 16), np.int32), np.zeros(sequences, np.int32)
-        groups = (lens, lens, members) if members > 1 else ()
+        groups = (lens, lens, group_sizes) if group_sizes > 1 else ()
         bounds = np.zeros(sequences + 1, np.int32)
         paged_attention(q, cache, cache, tables, bounds, lens, longest, context, 1.0, np.zeros_like(q), *groups)
 
-    with choice.forced(f"attention={family}"):
+    with dispatch.forced(f"attention={family}"):
         reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16)
         largest = [(9, 64, 64, 4100), (16, 16, 1, 4992)]
         reserved = reserve(largest)
-        assert (reserved > 0) == (family != "simple")
+        assert (reserved > 0) == (family != "simt")
         for longest in (1, 2, 3, 4, 7, 9, 16, 17, 64):
             call(9, longest, 4100)
             call(3, longest, 1024)
@@ -352,7 +352,7 @@ def test_captured_graph_follows_its_arrays(rng):
 
 @pytest.mark.parametrize("head_dim", [48, 128, 256])
 def test_kernels_compile_for_gpus(compile_offline, head_dim):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
     x, tables, lengths = "uint16[:,:,::1]", "int32[:,::1]", "int32[::1]"
     troubles = []
@@ -380,15 +380,15 @@ def test_wrong_groups_are_named(rng):
     out = device.xp().empty(arguments[0].shape, np.float32)
     lens = device.asarray(np.zeros(2, np.int32))
     call = functools.partial(paged_attention, *arguments)
-    with pytest.raises(ValueError, match="paged_attention: common_lens and members must be given together"):
-        call(1, 5, case.scale, out, common_lens=lens)
-    with pytest.raises(ValueError, match=r"paged_attention: common_lens must be \(2\) int32, got \(1,\) int32"):
+    with pytest.raises(ValueError, match="paged_attention: shared_prefix_lens and group_sizes must be given together"):
+        call(1, 5, case.scale, out, shared_prefix_lens=lens)
+    with pytest.raises(ValueError, match=r"paged_attention: shared_prefix_lens must be \(2\) int32, got \(1,\) int32"):
         call(1, 5, case.scale, out, lens[:1], lens, 2)
-    with pytest.raises(ValueError, match=r"paged_attention: members must be \(2\) int32, got \(2,\) float32"):
+    with pytest.raises(ValueError, match=r"paged_attention: group_sizes must be \(2\) int32, got \(2,\) float32"):
         call(1, 5, case.scale, out, lens, lens.astype(np.float32), 2)
-    with pytest.raises(ValueError, match="paged_attention: max_members must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="paged_attention: max_group_size must be at least 1, got 0"):
         call(1, 5, case.scale, out, lens, lens, 0)
-    with pytest.raises(ValueError, match="paged_attention: max_members must be 1 without groups, got 2"):
-        call(1, 5, case.scale, out, max_members=2)
+    with pytest.raises(ValueError, match="paged_attention: max_group_size must be 1 without groups, got 2"):
+        call(1, 5, case.scale, out, max_group_size=2)
     with pytest.raises(ValueError, match="paged_attention: max_seqlen_q must be 1 where groups are declared, got 2"):
         call(2, 5, case.scale, out, lens, lens, 2)

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.device import cuda
-from rlnumba.kernels.launch import launch
 from rlnumba.kernels.philox import noise_key, philox, philox_cpu, philox_ref, uniform, uniform_cpu
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 
 # Known answers of philox4x32 with 10 rounds: counter, key, words (Random123, kat_vectors).
 KNOWN = [
@@ -43,7 +43,7 @@ def by_kernel(counters, keys):
 @pytest.mark.parametrize("counter, key, expected", KNOWN)
 def test_known_answers(counter, key, expected):
     assert list(philox_ref(words(counter), words(key))) == list(words(expected))
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         assert list(philox_cpu(*words(counter), *words(key))) == list(words(expected))
     else:
         assert list(by_kernel(words(counter)[None], words(key)[None])[0][0]) == list(words(expected))
@@ -60,7 +60,7 @@ def test_kernel_and_reference_agree(rng):
 
 
 def test_uniform_is_never_zero_or_one():
-    as_uniform = uniform_cpu if device.name() == "numpy" else uniform
+    as_uniform = uniform_cpu if device.name() == "cpu" else uniform
     if device.name() == "cuda":
         pytest.skip("called on the host")
     assert as_uniform(np.uint32(0)) == np.float32(2.0**-33)

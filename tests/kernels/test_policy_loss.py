@@ -4,9 +4,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import policy_loss as policy_loss_module
-from rlnumba.kernels.policy_loss import (
+from rlnumba.kernels.rl import policy_loss as policy_loss_module
+from rlnumba.kernels.rl.policy_loss import (
     CORRECTIONS,
     KL,
     LOSS,
@@ -19,6 +18,7 @@ from rlnumba.kernels.policy_loss import (
     policy_metrics,
     reduce_stats,
 )
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 from tests.kernels.gpu_arithmetic import use_gpu_arithmetic
 
@@ -224,7 +224,7 @@ def test_no_sequences(rng):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
 def test_numpy_device(rng, config):
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         check_against_reference(batch(rng, [7, 130, 2, 0, 640, 1]), PolicyLossConfig(**config), np.uint8)
 
 

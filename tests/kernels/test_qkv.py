@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import qkv, rope
-from rlnumba.kernels.kv_cache import write_kv
-from rlnumba.kernels.qkv import (
+from rlnumba.kernels.nn import qkv, rope
+from rlnumba.kernels.nn.kv_cache import write_kv
+from rlnumba.kernels.nn.qkv import (
     qkv_split,
     qkv_split_backward,
     qkv_split_backward_kernel,
@@ -14,7 +13,8 @@ from rlnumba.kernels.qkv import (
     qkv_split_ref,
     qkv_split_to_cache,
 )
-from rlnumba.kernels.rope import HeadShape, rope_table
+from rlnumba.kernels.nn.rope import HeadShape, rope_table
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 EPS = 1e-6
@@ -140,7 +140,7 @@ def test_to_cache_in_the_simulator(rng, dtype, normed):
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("shape", [*SMALL, (100, 4, 2, 48)])
 def test_to_cache_on_the_numpy_device(rng, shape, normed):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the form for CPUs")
     run_to_cache(rng, shape, "float32", normed, blocks=30)
 
@@ -211,7 +211,7 @@ GENERATIONS = [(8, 0), (9, 0), (10, 0), (12, 0)]
 )
 def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, width, architectures):
     """Of Qwen3, of other types, of a group with two heads, of heads that leave lanes idle."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     vector = 16 // np.dtype(element).itemsize
     shape = HeadShape(width, vector, vector, 4)
@@ -235,7 +235,7 @@ def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, wid
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("shape", SMALL + [(100, 4, 2, 48)])
 def test_numpy_device(rng, shape, normed):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_all(rng, shape, "float32", normed)
 
@@ -309,7 +309,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_slots_beyond_the_cache_are_refused():
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("not looked at elsewhere")
     fused, q = np.zeros((1, 16), np.float32), np.zeros((1, 2, 4), np.float32)
     table, cache = np.zeros((4, 2), np.float32), np.zeros((2, 3, 1, 4), np.float32)

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import reduce
-from rlnumba.kernels.reduce import (
+from rlnumba.kernels.nn import reduce
+from rlnumba.kernels.nn.reduce import (
     column_sum,
     column_sum_ref,
     group_mean_std,
@@ -15,6 +14,7 @@ from rlnumba.kernels.reduce import (
     sum_of_squares,
     sum_of_squares_ref,
 )
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 
 LENGTHS = [0, 1, 255, 257, 700, 4096]
@@ -55,8 +55,8 @@ def run_masked(rng, size, kind):
         assert_close(out, expected, terms=size + 1, scale=6, what=f"masked whiten, shift_mean={shift_mean}")
 
 
-def run_groups(rng, groups, members):
-    x = rng.standard_normal((groups, members), np.float32)
+def run_groups(rng, groups, group_sizes):
+    x = rng.standard_normal((groups, group_sizes), np.float32)
     x[rng.uniform(size=x.shape) < 0.2] = np.nan
     for ddof in (0, 1):
         mean, std = empty(groups), empty(groups)
@@ -64,7 +64,7 @@ def run_groups(rng, groups, members):
         for name, actual, value in zip(
             ("mean", "std"), (mean, std), group_mean_std_ref(x.astype(np.float64), ddof), strict=True
         ):
-            assert_close(actual, value, terms=members + 1, scale=3, what=name)
+            assert_close(actual, value, terms=group_sizes + 1, scale=3, what=name)
 
 
 @pytest.mark.sim
@@ -78,8 +78,8 @@ def test_simulator(rng):
     run_column_sum(rng, (70, 8), "float16")
     for size, kind in [(0, np.float32), (1, np.int32), (300, np.uint8)]:
         run_masked(rng, size, kind)
-    for groups, members in [(0, 8), (3, 1), (2, 40)]:
-        run_groups(rng, groups, members)
+    for groups, group_sizes in [(0, 8), (3, 1), (2, 40)]:
+        run_groups(rng, groups, group_sizes)
 
 
 @pytest.mark.sim
@@ -91,7 +91,7 @@ def test_simulator_with_several_rounds(rng, monkeypatch):
 
 @pytest.mark.parametrize("size", LENGTHS + [100_000])
 def test_numpy_device(rng, size):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_sum_of_squares(rng, size)
     run_column_sum(rng, (size, 3), "float32")
@@ -101,7 +101,7 @@ def test_numpy_device(rng, size):
 
 @pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
 def test_kernels_compile_for_gpus(compile_offline, element, vector):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     troubles = []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
@@ -132,9 +132,9 @@ def test_gpu_masked(rng, size, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("groups,members", [(0, 8), (3, 1), (8, 8), (64, 33)])
-def test_gpu_groups(rng, groups, members):
-    run_groups(rng, groups, members)
+@pytest.mark.parametrize("groups,group_sizes", [(0, 8), (3, 1), (8, 8), (64, 33)])
+def test_gpu_groups(rng, groups, group_sizes):
+    run_groups(rng, groups, group_sizes)
 
 
 def test_golden_numbers():

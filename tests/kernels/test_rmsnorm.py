@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import rmsnorm as rmsnorm_module
-from rlnumba.kernels.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
+from rlnumba.kernels.nn import rmsnorm as rmsnorm_module
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 EPS = 1e-6
@@ -106,7 +106,7 @@ def test_many_wide_rows(rng, monkeypatch):
 
 @pytest.mark.parametrize("shape", SMALL + [(64, 1024)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_all(rng, shape, "float32")
 
@@ -193,7 +193,7 @@ def test_simulator_with_several_warps_a_row(rng, monkeypatch):
 @pytest.mark.parametrize("element,columns", [("uint16", 1024), ("float32", 4096), ("float32", 5120), ("uint16", 2560)])
 def test_kernels_compile_for_gpus(compile_offline, element, columns):
     """At the shapes of Qwen3, where rows fill the registers."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     itemsize = 2 if element == "uint16" else 4
     forward, backward = (

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.rope import HeadShape, RopeScaling, rope, rope_kernel, rope_ref, rope_table
+from rlnumba.kernels.nn.rope import HeadShape, RopeScaling, rope, rope_kernel, rope_ref, rope_table
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, H, E)
@@ -90,7 +90,7 @@ def test_simulator(rng, dtype):
 
 @pytest.mark.parametrize("shape", SMALL + [(100, 6, 48)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_all(rng, shape, "float32")
 
@@ -118,7 +118,7 @@ def test_a_row_depends_on_itself_alone(rng, rows):
 
 @pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
 def test_kernel_compiles_for_gpus(compile_offline, element, vector):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     kernel = rope_kernel(HeadShape(128, vector, vector, 4), 16)
     halves, table, troubles = f"{element}[:,::1]", "float32[:,::1]", []

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import row_sum
-from rlnumba.kernels.logprob import logp
+from rlnumba.kernels.logprob.ops import logp
+from rlnumba.kernels.nn import row_sum
+from rlnumba.runtime import device
 from tests.kernels.gpu_arithmetic import use_gpu_arithmetic
 
 

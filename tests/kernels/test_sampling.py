@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import row_sum, sampling
-from rlnumba.kernels.gemm import linear
-from rlnumba.kernels.logprob import linear_logp
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.logprob.ops import linear_logp
+from rlnumba.kernels.nn import row_sum
 from rlnumba.kernels.philox import noise_key
-from rlnumba.kernels.sampling import (
+from rlnumba.kernels.sampling import ops as sampling
+from rlnumba.kernels.sampling.ops import (
     apply_repetition_penalty,
     apply_repetition_penalty_ref,
     kept_ref,
@@ -14,6 +14,7 @@ from rlnumba.kernels.sampling import (
     sample,
     sample_ref,
 )
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 from tests.kernels.gpu_arithmetic import fill_shared_memory, use_gpu_arithmetic
 
@@ -217,7 +218,7 @@ def test_rows_that_are_no_distribution(rng, monkeypatch, options):
 
 @pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
 def test_numpy_device_rows_that_are_no_distribution(rng, options):
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         check_rows_that_are_no_distribution(rng, options)
 
 
@@ -235,7 +236,7 @@ def check_rows_that_are_no_distribution(rng, options):
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("columns", [1, 2, 255, 257, 5000])
 def test_numpy_device(rng, columns, options):
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         check_against_reference(make(rng, 33, columns, **options))
 
 
@@ -265,7 +266,7 @@ def test_distribution_across_segments(rng):
 @pytest.mark.parametrize("options", [FILTERS["none"], FILTERS["top_p"]], ids=["none", "top_p"])
 def test_distribution_of_rare_tokens(rng, options):
     """A fifth of the mass lies on tokens of probability below 1e-4."""
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         check_draws(zipf(rng, 6000, 0.9), 2500, 48, **options)
 
 

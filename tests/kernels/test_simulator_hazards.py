@@ -3,30 +3,30 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.device import cuda
-from rlnumba.kernels.hopper import (
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
-    bulk_commit,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    bulk_wait_read,
-    fence_shared_to_bulk,
+from rlnumba.kernels.ptx.sm90 import (
+    bulk_commit_group,
+    bulk_wait_group,
+    bulk_wait_group_read,
+    fence_proxy_async,
     load_word,
-    operand,
+    mbarrier_arrive,
+    mbarrier_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    named_barrier_sync,
     shared_address,
+    smem_descriptor,
     store_pair,
-    sync_group,
     tensor_map,
     tensor_map_address,
-    warpgroup_product,
+    tma_load_2d,
+    tma_store_2d,
+    wgmma,
 )
-from rlnumba.kernels.instructions import ballot, shuffle_xor, warp_sum
-from rlnumba.kernels.launch import launch
+from rlnumba.kernels.ptx.warp import ballot, shuffle_xor, warp_sum
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 
 pytestmark = pytest.mark.sim
 if device.name() != "sim":
@@ -40,9 +40,9 @@ RIGHT, NO_WAIT, NO_FENCE, NO_COMMIT, OVERWRITES, TOUCHES = map(np.int32, range(6
 @pytest.fixture(autouse=True)
 def order_is_fixed(monkeypatch):
     """As late as possible, in the order of the threads."""
-    monkeypatch.setattr("rlnumba.simulator.SEED", None)
+    monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
     # Kernels that are wrong on purpose need not compile.
-    monkeypatch.setattr("rlnumba.kernels.launch.observers", [])
+    monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
 
 
 def shared_base():
@@ -54,12 +54,12 @@ def load_kernel(box, out, mistake):
     base = shared_base()
     barrier = base + 1024
     if cuda.threadIdx.x == 0:
-        barrier_init(barrier, 1)
-        barrier_expect(barrier, 1024)
-        bulk_load(base, tensor_map_address(box), 0, 0, barrier)
+        mbarrier_init(barrier, 1)
+        mbarrier_expect_tx(barrier, 1024)
+        tma_load_2d(base, tensor_map_address(box), 0, 0, barrier)
     cuda.syncthreads()
     if mistake != NO_WAIT:
-        barrier_wait(barrier, 0)
+        mbarrier_wait(barrier, 0)
     out[cuda.threadIdx.x] = load_word(base + 4 * cuda.threadIdx.x)
 
 
@@ -78,23 +78,23 @@ def store_kernel(box, mistake):
     for pair in range(thread, 128, 32):
         store_pair(base + 8 * pair, ONE, ONE)
     if mistake != NO_FENCE:
-        fence_shared_to_bulk()
+        fence_proxy_async()
     cuda.syncthreads()
     if thread == 0:
-        bulk_store(tensor_map_address(box), 0, 0, base)
+        tma_store_2d(tensor_map_address(box), 0, 0, base)
         if mistake != NO_COMMIT:
-            bulk_commit()
+            bulk_commit_group()
         if mistake == OVERWRITES:
             store_pair(base, ONE + ONE, ONE)
-        bulk_wait_read()
+        bulk_wait_group_read()
         if mistake != NO_WAIT:
-            bulk_wait()
+            bulk_wait_group()
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (NO_FENCE, "thread 0 wrote what is read here, without fence_shared_to_bulk"),
+        (NO_FENCE, "thread 0 wrote what is read here, without fence_proxy_async"),
         (NO_COMMIT, "returned without waiting for its bulk stores"),
         (OVERWRITES, "shared memory was written to while a copy or a product still read it"),
     ],
@@ -119,15 +119,15 @@ def product_kernel(a, b, out, mistake):
     base = shared_base()
     barrier = base + 16384
     if thread == 0:
-        barrier_init(barrier, 1)
-        barrier_expect(barrier, 8192 + 1024)
-        bulk_load(base, tensor_map_address(a), 0, 0, barrier)
-        bulk_load(base + 8192, tensor_map_address(b), 0, 0, barrier)
+        mbarrier_init(barrier, 1)
+        mbarrier_expect_tx(barrier, 8192 + 1024)
+        tma_load_2d(base, tensor_map_address(a), 0, 0, barrier)
+        tma_load_2d(base + 8192, tensor_map_address(b), 0, 0, barrier)
     cuda.syncthreads()
-    barrier_wait(barrier, 0)
+    mbarrier_wait(barrier, 0)
     acc = cuda.local.array(4, np.float32)
-    start(acc, operand(base), operand(base + 8192), np.int32(0))
-    start(acc, operand(base), operand(base + 8192), np.int32(1))
+    start(acc, smem_descriptor(base), smem_descriptor(base + 8192), np.int32(0))
+    start(acc, smem_descriptor(base), smem_descriptor(base + 8192), np.int32(1))
     if mistake == TOUCHES:
         acc[0] = ONE
     if mistake == OVERWRITES:
@@ -142,7 +142,7 @@ def product_kernel(a, b, out, mistake):
         wait_all(acc)
 
 
-start, wait_all_but_latest, wait_all = warpgroup_product(8, "float16")
+start, wait_all_but_latest, wait_all = wgmma(8, "float16")
 
 
 def test_products_hold_nan_until_they_are_waited_for():
@@ -165,11 +165,11 @@ def written_operand_kernel(out, synchronised):
     base = shared_base()
     for pair in range(thread, 72 * 16, 128):
         store_pair(base + 8 * pair, np.float32(0.0), np.float32(0.0))
-    fence_shared_to_bulk()
+    fence_proxy_async()
     if synchronised:
-        sync_group(1, 128)
+        named_barrier_sync(1, 128)
     acc = cuda.local.array(4, np.float32)
-    start(acc, operand(base), operand(base + 8192), np.int32(0))
+    start(acc, smem_descriptor(base), smem_descriptor(base + 8192), np.int32(0))
     wait_all(acc)
     out[thread] = acc[0]
 
@@ -187,16 +187,16 @@ def stuck_kernel(which):
     thread = cuda.threadIdx.x
     base = shared_base()
     if thread == 0:
-        barrier_init(base, 2)
+        mbarrier_init(base, 2)
     cuda.syncthreads()
     if which == 0 and thread < 20:
         warp_sum(ONE)
     if which == 1 and thread < 32:
-        sync_group(1, 64)
+        named_barrier_sync(1, 64)
     if which == 2:
         if thread == 3:
-            barrier_arrive(base)
-        barrier_wait(base, 0)
+            mbarrier_arrive(base)
+        mbarrier_wait(base, 0)
     if which == 3:
         if thread < 16:
             warp_sum(ONE)
@@ -208,8 +208,12 @@ def stuck_kernel(which):
     ("which", "message"),
     [
         (0, "block (0, 0, 0) is stuck: threads 0-19 wait in warp_sum; threads 20-63 have returned"),
-        (1, "block (0, 0, 0) is stuck: threads 0-31 wait in sync_group 1 of 64 threads; threads 32-63 have returned"),
-        (2, "block (0, 0, 0) is stuck: threads 0-63 wait in barrier_wait of parity 0"),
+        (
+            1,
+            "block (0, 0, 0) is stuck: threads 0-31 wait in named_barrier_sync 1 of 64 threads; threads 32-63 have "
+            "returned",
+        ),
+        (2, "block (0, 0, 0) is stuck: threads 0-63 wait in mbarrier_wait of parity 0"),
         (3, "other threads of the 32 are in warp_sum"),
     ],
 )
@@ -233,7 +237,7 @@ def race_kernel(out, barrier):
 def test_another_order_shows_a_race(monkeypatch):
     found = {0: set(), 1: set()}
     for seed in range(20):
-        monkeypatch.setattr("rlnumba.simulator.SEED", str(seed))
+        monkeypatch.setattr("rlnumba.runtime.simulator.SEED", str(seed))
         for barrier in found:
             out = np.empty(1, np.int32)
             launch(race_kernel, 1, 128, out, np.int32(barrier))

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels.swiglu import (
+from rlnumba.kernels.nn.swiglu import (
     swiglu,
     swiglu_backward,
     swiglu_backward_kernel,
@@ -10,6 +9,7 @@ from rlnumba.kernels.swiglu import (
     swiglu_kernel,
     swiglu_ref,
 )
+from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, F)
@@ -49,7 +49,7 @@ def test_simulator(rng, dtype):
 
 @pytest.mark.parametrize("shape", SMALL + [(64, 768)])
 def test_numpy_device(rng, shape):
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("the reference as operator")
     run_all(rng, shape, "float32")
 
@@ -91,7 +91,7 @@ def test_where_arrays_lie_changes_no_bits(rng):
 @pytest.mark.parametrize("element,vector", [("uint16", 8), ("float32", 4)])
 def test_kernels_compile_for_gpus(compile_offline, element, vector):
     """For rows that fill their blocks, as those of Qwen3 do."""
-    if device.name() != "numpy":
+    if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     single, double = f"{element}[:,::1]", f"{element}[:,:,::1]"
     troubles = []

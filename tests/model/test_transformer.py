@@ -5,15 +5,15 @@ import shutil
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.errors import UserError
-from rlnumba.kernels import gemm
-from rlnumba.kernels.gemm import linear
-from rlnumba.kernels.logprob import linear_logp, linear_logp_backward
-from rlnumba.memory import Arena
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Tape, find_model, load_model, pack, save_model, score
+from rlnumba.runtime import device
+from rlnumba.runtime.memory import Arena
 from tests.close import assert_close, assert_same_bits
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -39,7 +39,7 @@ def small():
 def fixed_order():
     """Matrix products whose rows do not depend on their number: on a GPU, not cuBLAS."""
     if device.name() == "cuda":
-        gemm.set_backend("numba")
+        gemm.set_backend("native")
     yield
     gemm.set_backend("auto")
 
@@ -278,7 +278,7 @@ def test_generation_config_keeps_what_is_not_ours(small, tmp_path):
 
 
 def test_the_numpy_device_has_float32_only():
-    if device.name() == "numpy":
+    if device.name() == "cpu":
         with pytest.raises(UserError, match="float32 only"):
             load_model(MODELS / "qwen2", "bfloat16")
         assert load_model(MODELS / "qwen2").dtype == np.float32

@@ -11,11 +11,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlnumba import device, memory
 from rlnumba.errors import UserError
 from rlnumba.model import weights
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import Weights, load_weights, open_tensors, save_weights, write_tensors
+from rlnumba.runtime import device, memory
 from tests.close import assert_same_bits
 
 MODELS = pathlib.Path(__file__).parent.parent / "golden" / "models"

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError
+from rlnumba.runtime import device
 from rlnumba.trainers import grpo
 from rlnumba.trainers.rollout import Rollouts, Sample
 from tests.close import assert_same_bits

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba import device
-from rlnumba.kernels import choice, logprob_hopper
-from rlnumba.memory import Arena
+from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.common import head_backward, head_forward, head_with_gradient
 from tests.close import assert_close, assert_same_bits
 
@@ -45,17 +45,17 @@ def test_one_call_is_two_calls_in_kernels(rng):
     test_one_call_is_two_calls(rng)
 
 
-@pytest.mark.hopper
+@pytest.mark.sm90
 @pytest.mark.sim
-def test_one_pass_on_hopper(rng, monkeypatch):
-    called, one_pass = [], logprob_hopper.linear_logp_with_gradient
+def test_one_pass_on_sm90(rng, monkeypatch):
+    called, one_pass = [], logprob_sm90.linear_logp_with_gradient
 
     def counted(hidden, *arguments):
         called.append(len(hidden))
         one_pass(hidden, *arguments)
 
-    monkeypatch.setattr(logprob_hopper, "linear_logp_with_gradient", counted)
-    with choice.forced("product=hopper,logprob=hopper"):
+    monkeypatch.setattr(logprob_sm90, "linear_logp_with_gradient", counted)
+    with dispatch.forced("gemm=sm90,logprob=sm90"):
         two, one = two_ways(rng, "bfloat16")
     # Targets with a derivative of 0 take the forward alone.
     assert called == [5]

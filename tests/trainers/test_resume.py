@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from rlnumba import device
 from rlnumba.config import to_toml
 from rlnumba.errors import UserError
+from rlnumba.runtime import device
 from rlnumba.trainers.common import RunFolder
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
@@ -65,7 +65,7 @@ def kill_after(process, run, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(device.name() != "numpy", reason="compares with processes on the numpy device")
+@pytest.mark.skipif(device.name() != "cpu", reason="compares with processes on the numpy device")
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":

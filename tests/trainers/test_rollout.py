@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rlnumba import device
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, SamplingParams
-from rlnumba.memory import Arena
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
+from rlnumba.runtime import device
+from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.common import Clock, target_logprobs
 from rlnumba.trainers.rollout import (
     Draw,

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from rlnumba import data, device, memory
+from rlnumba import data
 from rlnumba.config import SFTConfig
 from rlnumba.errors import UserError
-from rlnumba.memory import Arena
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.memory import Arena
 from rlnumba.trainers import sft
 from rlnumba.trainers.common import rate_of
 from tests.close import assert_same_bits

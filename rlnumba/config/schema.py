@@ -1,0 +1,729 @@
+"""A run's configuration: TOML files and --section.key overrides become frozen dataclasses.
+
+Key names and defaults are TRL's for [train] and vLLM's for [engine], unless a key's line says otherwise. Keys are
+strict: an unknown section or key, a wrong type or a value out of range is a ConfigError of one line that names the
+file, the key and what would be valid. docs/make_configuration.py writes docs/configuration.md from this file.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlnumba.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+
+
+def key(default, doc, **limits):
+    """A dataclass field with its line of documentation.
+
+    limits: `choices` (tuple), `minimum`, `above`, `maximum`, `below` (numbers), `nonempty` (bool), `words` (dict of
+    other spellings, in lower case).
+    """
+    metadata = {"doc": doc, **limits}
+    if default is dataclasses.MISSING:
+        return field(metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+REQUIRED = dataclasses.MISSING
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the rows come from and how a prompt is made of one."""
+
+    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
+    eval: str | None = key(None, "Held-out rows in the same form; `train.eval_steps` says when they are evaluated.")
+    prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
+    completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
+    answer_column: str | None = key(
+        None,
+        "GRPO: column of the reference answer, which rewards then get as `solution`. None: built-in rewards take the "
+        "first of solution, answer, ground_truth, final_answer.",
+    )
+    system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
+    prompt_template: str | None = key(
+        None,
+        "How a question becomes a prompt: {question} and any other column in braces are replaced. Where it is set, "
+        "GRPO uses it for strings of a `prompt` column too. None: the question, then a line that asks for `####` "
+        "(GSM8K) or a box around the answer.",
+    )
+    apply_chat_template: bool | None = key(
+        None,
+        "None: message lists get the chat template, strings are used verbatim, questions get it if the tokenizer has "
+        "one. true: strings too, as one user message. false: questions are used as plain text.",
+    )
+    chat_template_kwargs: dict[str, typing.Any] = key(
+        {}, "Further variables of the chat template, such as {enable_thinking = false}. TRL keeps it in [train]."
+    )
+    max_prompt_length: int | None = key(
+        None,
+        "Prompts of more tokens are dropped, and counted as dropped_prompts. None: only the model's limit holds, and a "
+        "prompt beyond it is an error.",
+        minimum=1,
+    )
+
+    def __post_init__(self):
+        check_values("data", self)
+
+
+@dataclass(frozen=True)
+class RewardsConfig:
+    """The reward functions of a run; their weighted values are summed, None left out."""
+
+    funcs: list[str] = key(
+        [],
+        "Built-in names (docs/writing-a-reward.md has them), `file.py:function` or `package.module:function`. Some "
+        'built-in ones take arguments: "soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)".',
+    )
+    weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
+    timeout: float = key(
+        30.0, "Seconds that one call of a function (a whole batch of completions) may take; ours.", above=0
+    )
+    reward_errors: str = key(
+        "raise",
+        "What a function that raises, hangs or returns the wrong count does: `raise` ends the run with a checkpoint, "
+        "`skip` gives its completions no value from it and counts them; ours.",
+        choices=("raise", "skip"),
+    )
+
+    def __post_init__(self):
+        check_values("rewards", self)
+        if self.weights is not None and len(self.weights) != len(self.funcs):
+            raise ConfigError(
+                f"rewards.weights must have one weight for each of the {len(self.funcs)} funcs, got {len(self.weights)}"
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The inference engine: vLLM's names."""
+
+    max_num_seqs: int = key(256, "Most sequences in one step.", minimum=1)
+    max_num_batched_tokens: int = key(
+        8192, "Token budget of one step; longer prompts are prefilled in chunks.", minimum=1
+    )
+    gpu_memory_utilization: float = key(
+        0.3,
+        "Share of the GPU's memory that the engine may fill with weights, activations, KV cache and attention's "
+        "partial results: 0.3 beside a trainer (TRL). `generate` uses 0.9 (vLLM).",
+        above=0,
+        maximum=1,
+    )
+    max_model_len: int | None = key(
+        None, "Longest sequence, prompt and completion; None: the model's max_position_embeddings.", minimum=2
+    )
+    enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
+    enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
+    num_gpu_blocks_override: int | None = key(
+        None, "Number of KV blocks of 16 tokens, instead of what memory allows.", minimum=1
+    )
+
+    def __post_init__(self):
+        check_values("engine", self)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
+
+    learning_rate: float = key(2e-5, "Highest learning rate of AdamW.", minimum=0)
+    lr_scheduler_type: str = key(
+        "linear",
+        "What the rate does after the warm-up: `linear` or `cosine` fall to 0, `constant` (the same as "
+        "`constant_with_warmup`) stays.",
+        choices=("constant", "constant_with_warmup", "linear", "cosine"),
+    )
+    warmup_steps: float = key(
+        0.0,
+        "Optimizer steps over which the rate rises linearly from 0; the first of them has rate 0. Below 1: a share of "
+        "all steps.",
+        minimum=0,
+    )
+    weight_decay: float = key(0.0, "Decoupled weight decay; biases and norms do not decay.", minimum=0)
+    adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
+    adam_beta2: float = key(0.999, "Decay of AdamW's second moment.", minimum=0, below=1)
+    adam_epsilon: float = key(1e-8, "Added to the root of the second moment.", above=0)
+    max_grad_norm: float = key(
+        1.0, "The gradient is scaled down to this global norm when it is longer; 0 turns clipping off.", minimum=0
+    )
+    per_device_train_batch_size: int = key(
+        8, "Sequences (GRPO: completions; SFT with packing: packs) in one forward and backward pass.", minimum=1
+    )
+    gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
+    max_steps: int = key(-1, "Optimizer steps of the run; -1: as many as num_train_epochs make.", minimum=-1)
+    num_train_epochs: float = key(3.0, "Passes over the data when max_steps is -1.", above=0)
+    dtype: str | None = key(
+        None,
+        "Type of weights and activations; 16-bit weights keep a float32 master copy. None: the checkpoint's on a GPU, "
+        "float32 elsewhere. TRL: bf16, fp16.",
+        choices=DTYPES,
+    )
+    gradient_checkpointing: bool = key(
+        True, "Keep only each layer's input and run the layer again in the backward pass: less memory, more time."
+    )
+    shuffle_dataset: bool = key(
+        True,
+        "A new order of the rows every epoch, drawn from the seed; false: file order. TRL's SFT default is false, but "
+        "its sampler shuffles all the same.",
+    )
+    logging_steps: int = key(
+        10, "Steps between two lines on a console that is not live; metrics.jsonl has a line for every step.", minimum=1
+    )
+    save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
+    save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
+    eval_steps: int | None = key(
+        None, "Steps between two evaluations on `data.eval`; None: only after the last step.", minimum=1
+    )
+    log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
+    num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
+
+    def __post_init__(self):
+        check_values("train", self)
+        if self.max_steps == 0:
+            raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
+
+
+@dataclass(frozen=True)
+class SFTConfig(TrainConfig):
+    """[train] of `rlnumba sft`."""
+
+    max_length: int | None = key(
+        1024, "Tokens of a sequence, and of a pack; longer sequences lose their end. None: no limit.", minimum=2
+    )
+    packing: bool = key(False, "Fill rows of max_length tokens with several sequences, which do not see one another.")
+    packing_strategy: str = key(
+        "bfd",
+        "`bfd`: best-fit decreasing, long sequences cut; `bfd_split`: their rest becomes another sequence; `wrapped`: "
+        "all tokens in one stream, cut every max_length.",
+        choices=("bfd", "bfd_split", "wrapped"),
+    )
+    padding_free: bool = key(True, "Accepted for TRL's files: batches are always packed tokens without padding.")
+    completion_only_loss: bool | None = key(
+        None, "Train on the completion's tokens only; None: on rows that have a prompt and a completion."
+    )
+    assistant_only_loss: bool = key(False, "Train on the assistant's tokens only; needs rows of messages.")
+    loss_type: str = key(
+        "nll",
+        "`nll`: mean negative log-likelihood of the trained tokens (`chunked_nll` is the same: it is always computed "
+        "in chunks); `dft`: each token weighted by its own probability, arXiv 2508.05629.",
+        choices=("nll", "chunked_nll", "dft"),
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.packing and self.max_length is None:
+            raise ConfigError("train.packing needs train.max_length, the size of a pack")
+
+
+@dataclass(frozen=True)
+class GRPOConfig(TrainConfig):
+    """[train] of `rlnumba grpo`."""
+
+    learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
+    num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
+    generation_batch_size: int | None = key(
+        None,
+        "Completions of one generation; None: per_device_train_batch_size x steps_per_generation. Not together with "
+        "steps_per_generation.",
+        minimum=2,
+    )
+    steps_per_generation: int | None = key(
+        None,
+        "Passes of per_device_train_batch_size completions that one generation feeds; None: "
+        "gradient_accumulation_steps.",
+        minimum=1,
+    )
+    num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
+    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
+    temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
+    top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
+    top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
+    min_p: float | None = key(
+        None, "Sample from tokens at least this share as likely as the likeliest; None is off.", minimum=0, maximum=1
+    )
+    repetition_penalty: float = key(
+        1.0, "Above 1: tokens of the prompt and of the text so far become less likely; 1 is off.", above=0
+    )
+    beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
+    use_bias_correction_kl: bool = key(
+        False, "Multiply the KL by the importance ratio (arXiv 2512.02556). TRL since 1.16: true."
+    )
+    sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
+    ref_model_mixup_alpha: float = key(
+        0.6, "Share of the policy in the reference model at each such move.", minimum=0, maximum=1
+    )
+    ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
+    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
+    epsilon_high: float | None = key(
+        None,
+        "The ratio is clipped above 1 + epsilon_high; None: epsilon; DAPO 0.28. For `cispo` it is the cap of the ratio "
+        "itself; ScaleRL 5.0.",
+        minimum=0,
+    )
+    delta: float | None = key(
+        None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
+    )
+    loss_type: str = key(
+        "dapo",
+        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
+        choices=GRPO_LOSS_TYPES,
+    )
+    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
+    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
+    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
+    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
+    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
+    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
+    importance_sampling_level: str = key(
+        "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
+    )
+    scale_rewards: str = key(
+        "group",
+        "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
+        choices=("group", "batch", "none"),
+        words={True: "group", False: "none", "true": "group", "false": "none"},
+    )
+    multi_objective_aggregation: str = key(
+        "sum_then_normalize",
+        "`sum_then_normalize`: the weighted sum of a completion's rewards is compared within its group; "
+        "`normalize_then_sum`: each function's rewards are scaled within the group, then summed, then scaled over the "
+        "batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+    mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
+    dynamic_sampling: bool = key(
+        False, "Replace groups whose rewards are all equal by groups of further prompts (DAPO; not in TRL)."
+    )
+    max_gen_batches: int = key(
+        10, "Most generations that dynamic_sampling spends on one batch; verl's DAPO recipe: 10.", minimum=1
+    )
+    vllm_importance_sampling_correction: bool = key(
+        True,
+        "Weight the loss by the ratio of training to sampling probabilities. It is 1 where both agree bit for bit.",
+    )
+    vllm_importance_sampling_mode: str = key(
+        "sequence_mask",
+        "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
+    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
+        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
+        minimum=0,
+    )
+
+    @property
+    def rollout_steps(self):
+        """Passes of per_device_train_batch_size completions that one generation feeds: int."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size // self.per_device_train_batch_size
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def rollout_batch_size(self):
+        """Completions of one generation: int."""
+        return self.per_device_train_batch_size * self.rollout_steps
+
+    @property
+    def prompts_per_rollout(self):
+        """Prompts of one generation, each with num_generations completions: int."""
+        return self.rollout_batch_size // self.num_generations
+
+    @property
+    def clip_high(self):
+        """epsilon_high, or epsilon where it is not set: float."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
+        if self.generation_batch_size is not None and self.generation_batch_size % self.per_device_train_batch_size:
+            raise ConfigError(
+                f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
+                f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
+            )
+        if self.rollout_batch_size % self.num_generations:
+            how = (
+                "train.generation_batch_size"
+                if self.generation_batch_size is not None
+                else "train.per_device_train_batch_size x steps_per_generation"
+            )
+            raise ConfigError(
+                f"{how} ({self.rollout_batch_size}) must be divisible by train.num_generations ({self.num_generations})"
+            )
+        if self.sync_ref_model and not self.beta:
+            raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
+                f"({high})"
+            )
+        truncates = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.endswith("truncate")
+        if low is None and high is None and truncates:
+            raise ConfigError(
+                f"train.vllm_importance_sampling_mode {self.vllm_importance_sampling_mode} needs "
+                "vllm_importance_sampling_clip_max or _clip_min"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What stands above the sections in every file."""
+
+    model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
+    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, curves, the final model.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    gemm: str = key(
+        "auto",
+        "GEMM backend on a GPU: `native`, our kernels, whose rows do not depend on the batch, so that rollout and "
+        "training log-probs agree bit for bit; `cublas`, with which they differ in their last bits; `auto`, which is "
+        "`native`. `numba` is a former name of `native`.",
+        choices=("auto", "native", "cublas", "numba"),
+    )
+    data: DataConfig = field(metadata={"section": True})
+    train: TrainConfig = field(metadata={"section": True}, default_factory=TrainConfig)
+    engine: EngineConfig = field(metadata={"section": True}, default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRun(Run):
+    """A file of `rlnumba sft`."""
+
+    train: SFTConfig = field(metadata={"section": True}, default_factory=SFTConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORun(Run):
+    """A file of `rlnumba grpo`."""
+
+    rewards: RewardsConfig = field(metadata={"section": True})
+    train: GRPOConfig = field(metadata={"section": True}, default_factory=GRPOConfig)
+
+    def __post_init__(self):
+        if not self.rewards.funcs:
+            raise ConfigError("rewards.funcs must name at least one reward function")
+
+
+RUNS = {"sft": SFTRun, "grpo": GRPORun}
+
+# (section, key) in other tools' files -> ours. Sources: TRL [train], prime-rl, verl, RL.cu.
+ALIASES = {
+    ("", "model_name_or_path"): ("", "model"),
+    ("", "reward_funcs"): ("rewards", "funcs"),
+    ("train", "output_dir"): ("", "output_dir"),
+    ("train", "seed"): ("", "seed"),
+    ("train", "reward_weights"): ("rewards", "weights"),
+    ("train", "chat_template_kwargs"): ("data", "chat_template_kwargs"),
+    ("train", "max_prompt_length"): ("data", "max_prompt_length"),
+    ("train", "vllm_gpu_memory_utilization"): ("engine", "gpu_memory_utilization"),
+    ("train", "vllm_max_model_length"): ("engine", "max_model_len"),
+    ("train", "vllm_importance_sampling_cap"): ("train", "vllm_importance_sampling_clip_max"),
+    ("train", "group_size"): ("train", "num_generations"),
+    ("train", "clip_ratio"): ("train", "epsilon"),
+    ("train", "clip_ratio_low"): ("train", "epsilon"),
+    ("train", "clip_ratio_high"): ("train", "epsilon_high"),
+    ("train", "num_gens"): ("train", "num_generations"),
+    ("", "num_gens"): ("train", "num_generations"),
+    ("train", "keep_last"): ("train", "save_total_limit"),
+}
+# batch_size is what one step holds: prime-rl counts completions, and SFT files count sequences.
+BATCH_SIZE = {"sft": ("train", "per_device_train_batch_size"), "grpo": ("train", "generation_batch_size")}
+
+# TRL keys that have no counterpart, with what to write instead.
+INSTEAD = {
+    "bf16": 'set train.dtype = "bfloat16"',
+    "fp16": 'set train.dtype = "float16"',
+    "use_vllm": "leave it out, rlnumba's own engine generates",
+    "vllm_mode": "leave it out, rlnumba's own engine generates",
+    "warmup_ratio": "set train.warmup_steps, which below 1 is a share of all steps",
+    "report_to": "leave it out, TensorBoard files are written when tensorboardX is installed",
+    "use_liger_kernel": "leave it out, logits are never materialised",
+}
+
+
+def range_problem(metadata, value):
+    """What is wrong with a value, as the end of a sentence, or None."""
+    if value == "" and "nonempty" in metadata:
+        return "must not be empty"
+    if "choices" in metadata and value not in metadata["choices"]:
+        return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"must be a finite number, got {value}"
+    limits = [
+        (word, metadata[name], holds)
+        for name, word, holds in (
+            ("above", "above", lambda v, limit: v > limit),
+            ("minimum", "at least", lambda v, limit: v >= limit),
+            ("below", "below", lambda v, limit: v < limit),
+            ("maximum", "at most", lambda v, limit: v <= limit),
+        )
+        if name in metadata
+    ]
+    if all(holds(value, limit) for _, limit, holds in limits):
+        return None
+    return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}, got {value}"
+
+
+def check_values(section, config):
+    """Raises ConfigError if a field of the dataclass is out of the range that its metadata states."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        problem = None if value is None else range_problem(f.metadata, value)
+        if problem:
+            raise ConfigError(f"{section}.{f.name} {problem}")
+
+
+def sections_of(run_class):
+    """{section name: dataclass}, the keys that stand above all sections under "": dict."""
+    hints = typing.get_type_hints(run_class)
+    named = {f.name: hints[f.name] for f in dataclasses.fields(run_class) if f.metadata.get("section")}
+    return {"": run_class, **named}
+
+
+def keys_of(section_class):
+    """{key: (type, metadata)} of one section: dict."""
+    hints = typing.get_type_hints(section_class)
+    return {
+        f.name: (hints[f.name], f.metadata) for f in dataclasses.fields(section_class) if not f.metadata.get("section")
+    }
+
+
+def split_optional(hint):
+    """(the type without None, whether None is allowed)."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (inner,) = [a for a in typing.get_args(hint) if a is not type(None)]
+        return inner, True
+    return hint, False
+
+
+TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list[str]: "a list of strings",
+    list[float]: "a list of numbers",
+    dict[str, typing.Any]: "a table",
+}
+
+
+def from_toml(value, hint):
+    """A TOML value as the wanted type. Raises ValueError if it is of another one."""
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if typing.get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ValueError
+        return [from_toml(item, typing.get_args(hint)[0]) for item in value]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise ValueError
+        return value
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ValueError
+    return value
+
+
+def split_at_commas(text):
+    """Splits at the commas that stand outside brackets: list of str."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in [*parts, text[start:]]]
+
+
+def from_text(text, hint):
+    """A value typed on the command line as the wanted type. Raises ValueError if it cannot be one."""
+    if hint is str:
+        return text
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError
+        return text.lower() == "true"
+    if hint in (int, float):
+        return hint(text)
+    if typing.get_origin(hint) is list:
+        if text.lstrip().startswith("["):
+            return from_toml(_toml_value(text), hint)
+        return [from_text(part, typing.get_args(hint)[0]) for part in split_at_commas(text) if part]
+    try:
+        value = _toml_value(text)
+    except tomllib.TOMLDecodeError:
+        value = json.loads(text)
+    return from_toml(value, hint)
+
+
+def _nearest(name, valid):
+    return difflib.get_close_matches(name, valid, n=1, cutoff=0)[0]
+
+
+def _toml_value(text):
+    return tomllib.loads(f"value = {text}")["value"]
+
+
+class _Values:
+    """The values of all files and overrides so far, checked one by one as they come."""
+
+    def __init__(self, kind):
+        self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE[kind]}
+        self.sections = sections_of(RUNS[kind])
+        self.keys = {name: keys_of(section) for name, section in self.sections.items()}
+        self.given = {name: {} for name in self.sections}
+
+    def put(self, section, name, value, convert, where, seen):
+        """Sets one key. `where` starts the message of an error; `seen` holds the keys this source already set."""
+        typed = f"{section}.{name}" if section else name
+        section, name = self.aliases.get((section, name), (section, name))
+        shown = typed if typed.endswith(name) else f"{typed} ({section}.{name})"
+        if name not in self.keys.get(section, {}):
+            raise ConfigError(f"{where}unknown key {typed}; {self._advice(section, name)}")
+        if (section, name) in seen:
+            raise ConfigError(f"{where}{shown} is given twice, as {seen[section, name]} and {typed}")
+        seen[section, name] = typed
+        hint, metadata = self.keys[section][name]
+        hint, optional = split_optional(hint)
+        if optional and value in ("None", "none", "null"):
+            self.given[section][name] = None
+            return
+        word = value.lower() if isinstance(value, str) else value
+        if isinstance(word, bool | str) and word in metadata.get("words", {}):
+            value = metadata["words"][word]
+        try:
+            value = convert(value, hint)
+        except (ValueError, tomllib.TOMLDecodeError) as error:
+            expected = TYPE_NAMES[hint] + (' or "None"' if optional else "")
+            raise ConfigError(f"{where}{shown} must be {expected}, got {value!r}") from error
+        problem = range_problem(metadata, value)
+        if problem:
+            raise ConfigError(f"{where}{shown} {problem}")
+        self.given[section][name] = value
+
+    def _advice(self, section, name):
+        if name in INSTEAD:
+            return INSTEAD[name]
+        everywhere = [f"{s}.{k}" if s else k for s, keys in self.keys.items() for k in keys]
+        elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
+        if elsewhere:
+            return f"did you mean {elsewhere[0]}?"
+        if not section:
+            return f"did you mean {_nearest(name, everywhere)}?"
+        section = _nearest(section, [s for s in self.keys if s])
+        return f"did you mean {section}.{_nearest(name, self.keys[section])}?"
+
+    def put_file(self, path):
+        seen = {}
+        for name, value in _read_toml(path).items():
+            if name in self.sections and name:
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{path}: [{name}] must be a table, got {value!r}")
+                for inner, inner_value in value.items():
+                    self.put(name, inner, inner_value, from_toml, f"{path}: ", seen)
+            elif isinstance(value, dict):
+                owners = [kind for kind, run_class in RUNS.items() if name in sections_of(run_class)]
+                near = _nearest(name, [s for s in self.sections if s])
+                advice = f"it belongs to {' and '.join(owners)}" if owners else f"did you mean [{near}]?"
+                raise ConfigError(f"{path}: unknown section [{name}]; {advice}")
+            else:
+                self.put("", name, value, from_toml, f"{path}: ", seen)
+
+    def put_override(self, option, text, seen):
+        section, _, name = option.lstrip("-").replace("-", "_").rpartition(".")
+        if text is None:
+            hint = split_optional(self.keys.get(section, {}).get(name, (str, None))[0])[0]
+            if hint is not bool and name in self.keys.get(section, {}):
+                raise ConfigError(f"--{section}.{name} needs a value".replace("--.", "--"))
+            text = "true"
+        self.put(section, name, text, from_text, "command line: ", seen)
+
+
+def _read_toml(path):
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such config file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def load_run(kind, path, overrides=()):
+    """Reads the run of a trainer.
+
+    kind: "sft" or "grpo". path: a TOML file, or a list of them, of which later ones win key by key.
+    overrides: (key, text) pairs from the command line, such as ("train.learning_rate", "1e-5"); dashes stand for
+    underscores, the text "None" for None, and a text of None for a bare flag.
+
+    Returns an SFTRun or GRPORun. Raises ConfigError: unknown key or section (with the nearest name), wrong type,
+    value out of range, missing key, keys that exclude one another.
+    """
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    values = _Values(kind)
+    for one in paths:
+        values.put_file(one)
+    seen = {}
+    for option, text in overrides:
+        values.put_override(option, text, seen)
+    source = ", ".join(str(one) for one in paths) or "command line"
+    for section, section_class in values.sections.items():
+        for f in dataclasses.fields(section_class):
+            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if required and not f.metadata.get("section") and f.name not in values.given[section]:
+                raise ConfigError(f"{source}: missing key {section}.{f.name}".replace(" .", " "))
+    try:
+        named = {s: c(**values.given[s]) for s, c in values.sections.items() if s}
+        return RUNS[kind](**values.given[""], **named)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def toml_value(value):
+    """A Python value as TOML text: str. Strings, numbers, bools, lists, tables with str keys; None is "None"."""
+    if value is None:
+        return '"None"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)} = {toml_value(v)}" for k, v in value.items()) + "}"
+
+
+def to_toml(run):
+    """The whole run as TOML that load_run reads back to the same run: str. Keys that are not set are comments."""
+    lines = []
+    for section, section_class in sections_of(type(run)).items():
+        values = getattr(run, section) if section else run
+        if section:
+            lines += ["", f"[{section}]"]
+        for f in dataclasses.fields(section_class):
+            if f.metadata.get("section"):
+                continue
+            value = getattr(values, f.name)
+            unset = value is None and f.default is None
+            lines.append(f"# {f.name} is not set" if unset else f"{f.name} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,211 @@
+"""Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
+
+The equations and the arithmetic are those of kernels/attention/ops.py, and so is the family of kernels that computes
+them; of the simple ones, `attend` runs here too. Only the place of a key differs: key j of sequence b is row
+j % block_size of block block_tables[b, j // block_size]. A row's output therefore has the bits that `attention`
+gives it.
+
+q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
+sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
+
+Neighbouring sequences with a common beginning may be declared a group. That is a hint: where `sharing` says so, the
+common keys are read once for the group; the bits of a row never depend on it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.attention import cpu as attention_cpu
+from rlnumba.kernels.attention import sm80_forward
+from rlnumba.kernels.attention import sm90_decode as sm90
+from rlnumba.kernels.attention.ops import attend_function, check_heads, family_for, family_of, few_rows, many_rows
+from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
+from rlnumba.kernels.ptx.warp import device_function
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
+
+
+@device_function
+def paged_row(block_tables, block_size, sequence, key):
+    """The row of a key in the cache seen as (blocks * block_size, HK, E)."""
+    key = np.int32(key)
+    return np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
+
+
+@specialize
+def paged_attention_kernel(tile):
+    """The kernel of `paged_attention` for a tile."""
+    rows, rows_per_thread = tile.rows, tile.rows_per_thread
+    attend = attend_function(tile, paged_row)
+
+    @cuda.jit
+    def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
+        """A block owns `rows` rows of a key head of a sequence (see attend); k, v (rows, HK, E)."""
+        row_max = cuda.local.array(rows_per_thread, np.float32)
+        row_sum = cuda.local.array(rows_per_thread, np.float32)
+        start = cu_seqlens[cuda.blockIdx.z]
+        length = cu_seqlens[cuda.blockIdx.z + 1] - start
+        first = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        if first >= length * (q.shape[1] // k.shape[1]):
+            return
+        context = context_lens[cuda.blockIdx.z]
+        attend(q, k, v, block_tables, block_size, start, length, context, first, scale, out, row_max, row_sum)
+
+    return paged_attention_kernel
+
+
+class Sharing(NamedTuple):
+    """How groups pay. sizes: what max_group_size may be with nothing wasted, ascending, none above the last; () if
+    never.
+
+    keys: a common beginning is read once in whole pieces of this many keys; what is left over, by each member.
+    """
+
+    sizes: tuple
+    keys: int
+
+
+def sharing(element, heads, kv_heads, head_dim, block_size):
+    """The Sharing of decode over a cache of such heads; element: the dtype's name. Only Hopper's kernels share."""
+    group = heads // kv_heads
+    if family_for(element, head_dim, group) != "sm90":
+        return Sharing((), 0)
+    tile = sm90.best_tile(head_dim, element, group, min(block_size, sm90.KEYS))
+    return Sharing(sm90.supported_group_sizes(group), tile.segment)
+
+
+def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
+    """Have the memory for partial results that any of `calls` takes, so that none of them allocates; its bytes.
+
+    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). The memory
+    is kept until the end of the process, since captured graphs know its addresses, and serves all caches.
+    """
+    group = heads // kv_heads
+    family = family_for(element, head_dim, group)
+    if family == "sm90":
+        box = min(block_size, sm90.KEYS)
+        calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
+        return sm90.reserve(element, kv_heads, group, head_dim, box, calls)
+    if family == "sm80":
+        return sm80_forward.reserve(element, kv_heads, group, head_dim, block_size, calls)
+    return 0
+
+
+def plan_paged_attention(
+    element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+    shared_prefix_lens=None, group_sizes=None, max_group_size=1,
+):  # fmt: skip
+    """What calls of paged_attention with the same arrays, such as the layers of a step, would each find out anew.
+
+    element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
+    from what the arrays hold then, and good until the next one is made; None where nothing is gained.
+    """
+    if family_for(element, head_dim, heads // kv_heads) != "sm90":
+        return None
+    return sm90.plan_units(
+        element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+        shared_prefix_lens, group_sizes, max_group_size,
+    )  # fmt: skip
+
+
+def check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences, max_seqlen_q):
+    """ValueError unless no groups are declared, or groups of sequences with one query token each."""
+    if (shared_prefix_lens is None) != (group_sizes is None):
+        raise ValueError(f"{op}: shared_prefix_lens and group_sizes must be given together, got one of them")
+    if shared_prefix_lens is None:
+        if max_group_size != 1:
+            raise ValueError(f"{op}: max_group_size must be 1 without groups, got {max_group_size}")
+        return
+    check(op, "shared_prefix_lens", shared_prefix_lens, (sequences,), I32)
+    check(op, "group_sizes", group_sizes, (sequences,), I32)
+    if max_group_size < 1:
+        raise ValueError(f"{op}: max_group_size must be at least 1, got {max_group_size}")
+    if max_seqlen_q > 1:
+        raise ValueError(f"{op}: max_seqlen_q must be 1 where groups are declared, got {max_seqlen_q}")
+
+
+def paged_attention(
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
+    shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
+):  # fmt: skip
+    """Causal attention of the newest tokens of B sequences to their keys in a block cache.
+
+    q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK,
+    E even and at most 256; scale > 0; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens
+    (B,), the keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not
+    checked against the device's arrays. out (N, H, E) of q's dtype is written; where context_lens is 0, with
+    zeros. The grid follows from the shapes and max_seqlen_q alone, so a captured graph stays valid while
+    the arrays' values change.
+
+    Groups of neighbouring sequences, one query token each, whose block tables begin with the same blocks may be
+    declared; out is the same, bit for bit. shared_prefix_lens (B,) int32: how many tokens, fewer than its context
+    has, a
+    sequence has in common with all of its group, which all have the same number. group_sizes (B,) int32: at a group's
+    first sequence how many there are, at the others 0; 1 for a sequence on its own. max_group_size: at least the
+    largest
+    of group_sizes, at most the last of `sharing`'s sizes where there are any; with 1, groups are not made use of.
+    plan: of plan_paged_attention for these arrays, or made anew.
+
+    Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the block tables, for groups
+    that are too large or have longer queries, for a plan of another call, and for a block_size that the family of
+    kernels does not take; all take 16, 32 and 64.
+    """
+    op = "paged_attention"
+    blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
+    check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
+    k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    _, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
+    sequences, max_blocks = check(op, "block_tables", block_tables, (None, None), I32)
+    check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
+    check(op, "context_lens", context_lens, (sequences,), I32)
+    check(op, "out", out, q.shape, (q.dtype,))
+    check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences, max_seqlen_q)
+    if max_context_len > max_blocks * block_size:
+        raise ValueError(
+            f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
+        )
+    if device.name() == "cpu":
+        attention_cpu.attend(
+            q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
+        )
+        return
+    family = family_of(q, k)
+    if family != "simt":
+        check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
+        if family == "sm90":
+            sm90.paged_attention_sm90(
+                q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
+            )
+        else:
+            sm80_forward.paged_attend(q, k, v, block_size, *numbers)
+        return
+    rows = max_seqlen_q * (heads // kv_heads)
+    tile = few_rows(head_dim)
+    if rows > tile.rows:
+        tile = many_rows(head_dim)
+    launch(
+        paged_attention_kernel(tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
+        q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
+        shared=tile.shared_bytes(),
+    )  # fmt: skip
+
+
+def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):
+    """out of paged_attention in float64, one sequence and one head at a time."""
+    out = np.zeros(q.shape)
+    for b, context in enumerate(context_lens):
+        start, end = cu_seqlens[b], cu_seqlens[b + 1]
+        if context == 0:
+            continue
+        keys = np.concatenate([k_cache[block] for block in block_tables[b]])[:context].astype(np.float64)
+        values = np.concatenate([v_cache[block] for block in block_tables[b]])[:context].astype(np.float64)
+        hidden = np.arange(context) > np.arange(context - (end - start), context)[:, None]
+        for h in range(q.shape[1]):
+            key_head = h * keys.shape[1] // q.shape[1]
+            s = np.where(hidden, -np.inf, scale * q[start:end, h].astype(np.float64) @ keys[:, key_head].T)
+            p = np.exp(s - s.max(axis=1, keepdims=True))
+            out[start:end, h] = p / p.sum(axis=1, keepdims=True) @ values[:, key_head]
+    return out

@@ -1,0 +1,103 @@
+"""cuBLAS matrix products through ctypes, with a handle, a workspace and a stream of our own.
+
+CuPy refuses its cuBLAS calls while a stream captures a graph; cuBLAS itself does not. The library is the one
+that CuPy or the CUDA wheels bring, the stream is CuPy's current one, and nothing is allocated in a call.
+cuBLAS picks a kernel by the shape, so the bits of a row may depend on how many rows there are.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+
+from rlnumba.errors import DeviceError
+from rlnumba.runtime import device
+
+# NVIDIA's advice for Hopper. Handed over explicitly: cuBLAS's own pool may allocate during a capture.
+WORKSPACE_BYTES = 32 << 20
+
+# library_types.h and cublas_api.h
+CUDA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, device.DTYPES["bfloat16"]: 14}
+COMPUTE_32F = 68
+ALGORITHM_DEFAULT = -1
+DISALLOW_REDUCED_PRECISION_REDUCTION = 16
+STATUS = {
+    1: "NOT_INITIALIZED",
+    3: "ALLOC_FAILED",
+    7: "INVALID_VALUE",
+    8: "ARCH_MISMATCH",
+    11: "MAPPING_ERROR",
+    13: "EXECUTION_FAILED",
+    14: "INTERNAL_ERROR",
+    15: "NOT_SUPPORTED",
+    16: "LICENSE_ERROR",
+}
+
+_pointer, _int = ctypes.c_void_p, ctypes.c_int
+_SIGNATURES = {
+    "cublasCreate_v2": [ctypes.POINTER(_pointer)],
+    "cublasSetMathMode": [_pointer, _int],
+    "cublasSetStream_v2": [_pointer, _pointer],
+    "cublasSetWorkspace_v2": [_pointer, _pointer, ctypes.c_size_t],
+    "cublasGemmEx": [_pointer, _int, _int, _int, _int, _int]
+    + [_pointer, _pointer, _int, _int, _pointer, _int, _int]
+    + [_pointer, _pointer, _int, _int, _int, _int],
+}
+
+
+class Cublas:
+    """One cuBLAS handle of this process on the current GPU."""
+
+    def __init__(self):
+        import cupy
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        self.library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+        for name, arguments in _SIGNATURES.items():
+            getattr(self.library, name).argtypes = arguments
+        self.current_stream = cupy.cuda.get_current_stream
+        self.workspace = cupy.empty(WORKSPACE_BYTES, np.uint8)
+        self.stream = None
+        self.alpha = ctypes.c_float(1.0)
+        self.beta = {False: ctypes.c_float(0.0), True: ctypes.c_float(1.0)}
+        self.handle = _pointer()
+        self._call("cublasCreate_v2", ctypes.byref(self.handle))
+        # No 16-bit partial sums where cuBLAS splits K. Products of float32 stay float32: tf32 is opt-in.
+        self._call("cublasSetMathMode", self.handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
+
+    def product(self, a, a_transposed, b, b_transposed, out, accumulate):
+        """out = (or += if accumulate) op(a) op(b), with op(a) = a^T if a_transposed else a, likewise b.
+
+        a, b: matrices of one dtype, out: of that dtype or float32; C-contiguous CuPy arrays, no side zero.
+        Sums are float32. Raises DeviceError with the name of the call that failed.
+        """
+        m, n = out.shape
+        k = a.shape[0] if a_transposed else a.shape[1]
+        self._follow_stream()
+        # A C-contiguous matrix is its transpose in cuBLAS's column order: out^T = op(b)^T op(a)^T.
+        self._call(
+            "cublasGemmEx",
+            *(self.handle, int(b_transposed), int(a_transposed), n, m, k, ctypes.byref(self.alpha)),
+            *(b.data.ptr, CUDA_TYPES[b.dtype], b.shape[1], a.data.ptr, CUDA_TYPES[a.dtype], a.shape[1]),
+            *(ctypes.byref(self.beta[accumulate]), out.data.ptr, CUDA_TYPES[out.dtype], n),
+            *(COMPUTE_32F, ALGORITHM_DEFAULT),
+        )
+
+    def _follow_stream(self):
+        stream = self.current_stream().ptr
+        if stream != self.stream:
+            self._call("cublasSetStream_v2", self.handle, stream)
+            # Setting the stream takes the workspace back to cuBLAS's own pool.
+            self._call("cublasSetWorkspace_v2", self.handle, self.workspace.data.ptr, WORKSPACE_BYTES)
+            self.stream = stream
+
+    def _call(self, name, *arguments):
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise DeviceError(f"{name} failed: {STATUS.get(status, 'unknown status')} ({status})")
+
+
+@functools.cache
+def cublas():
+    """The handle of this process, made at the first call. Make it before a capture begins."""
+    return Cublas()

@@ -1,0 +1,500 @@
+"""From the fused projection to rotated q, k and v: split, RMSNorm of each head (Qwen3), rotary embedding.
+
+A row of qkv holds H query heads, HK key heads and HK value heads of E values each. For a query or key head x,
+
+    rstd = 1 / sqrt(mean(x^2) + eps)        x^ = x * rstd        y = x^ * weight        out = rope(y)
+
+and for a value head out = x. Without norm weights y = x. Backward, with g = rope^-1(dout), u = g * weight:
+
+    dx = rstd * (u - x^ * mean(u * x^))     dweight = sum over rows and heads of g * x^
+
+qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK)
+and dweight (E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a
+lane's, over its part of either half in its order, then a butterfly of the group. In inference k and v go straight to
+their slots of the block cache (kv_cache.py).
+"""
+
+import functools
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, FLOATS, I32, check
+from rlnumba.kernels.nn import qkv_cpu
+from rlnumba.kernels.nn.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, add_rows_to, rmsnorm_backward_ref, rmsnorm_ref
+from rlnumba.kernels.nn.rope import WARPS, block_of, check_tables, head_access, head_shape, in_halves, rope_ref, rotate
+from rlnumba.kernels.ptx.warp import (
+    compiler_barrier,
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    inverse_sqrt,
+    shuffle_xor,
+    sync_warp,
+)
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import ALWAYS, launch, specialize
+
+i32 = np.int32
+
+# What stands in for absent weights on the numpy device.
+_EMPTY = np.empty(0, np.float32)
+_EMPTY_ROWS = np.empty((0, 0), np.float32)
+# Warps of a block that splits, and blocks that an SM has at a time; heads that a group of lanes owns at most, and one
+# where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
+# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache 72.6 us with
+# 12 blocks an SM and 74.3 with ten; not to a cache 72.4 and 70.6.
+SPLIT_WARPS, SPLIT_RESIDENT, CACHE_RESIDENT = 2, 10, 12
+SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
+# Blocks of the backward with norm that an SM has at a time, which leaves 96 registers a thread.
+RESIDENT = 5
+# Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Part of
+# the arithmetic.
+BACKWARD_BLOCKS = 660
+# Heads of an array of heads, which kernels count in 32 bits.
+MOST_HEADS = 1 << 31
+
+
+@specialize
+def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
+    """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
+
+    cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
+    without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
+    most_heads: that a group of lanes owns; changes no bits.
+    """
+    width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
+    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    heads_of_group, warps_of_token = shape.share(all_heads, most_heads)
+    of_head, steps = 2 * vector, lanes.bit_length() - 1
+    count = heads_of_group * of_head
+    load_head, store_head, load_angles = head_access(shape)
+
+    # For few tokens, which last as long as their loads do, one after the other: all but the heads come while the kernel
+    # ahead ends.
+    ahead = cached and heads_of_group == 1
+    # Of narrower heads, whose lanes come from more of them, addresses would not leave enough registers.
+    resident = CACHE_RESIDENT if cached and width >= 128 else SPLIT_RESIDENT
+
+    @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(resident)))
+    def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
+        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
+
+        At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
+        are read once for all of them. Heads are counted in 32 bits: 64 take one more instruction out of five.
+        """
+        warp = i32(cuda.blockIdx.x * SPLIT_WARPS + cuda.threadIdx.y)
+        row = i32(warp // i32(warps_of_token))
+        if row >= position_ids.shape[0]:
+            return
+        if not ahead:
+            griddepcontrol_wait()
+            griddepcontrol_launch_dependents()
+        lane = i32(cuda.threadIdx.x)
+        e = lane % i32(lanes) * i32(vector)
+        first_head = i32(warp % i32(warps_of_token) * i32(heads_of_group * groups) + lane // i32(lanes))
+        values = cuda.local.array(count, np.float32)
+        scales = cuda.local.array(heads_of_group, np.float32)
+        weights = cuda.local.array(of_head, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        position = position_ids[np.uint64(row)]
+        place = row
+        if ahead:
+            if first_head >= heads:
+                place = slot_mapping[np.uint64(row)]
+            if normed and first_head < heads:
+                load_head(q_weight, 0, e, weights, 0)
+            elif normed and first_head < rotated:
+                load_head(k_weight, 0, e, weights, 0)
+            load_angles(cos, sin, position, e, c, s)
+            griddepcontrol_wait()
+            griddepcontrol_launch_dependents()
+        for i in range(heads_of_group):
+            # A group without a head reads the last one.
+            head = i32(min(first_head + i32(i * groups), i32(all_heads - 1)))
+            load_head(qkv, i32(row * i32(all_heads) + head), e, values, i * of_head)
+        if not ahead:
+            # Angles wait for the position; heads do not.
+            compiler_barrier()
+            load_angles(cos, sin, position, e, c, s)
+        if cached and not ahead:
+            # ptxas would ask for the slot first, and late for the angles. Without a slot, k and v are not written.
+            sync_warp()
+            if first_head + i32((heads_of_group - 1) * groups) >= heads:
+                place = slot_mapping[np.uint64(row)]
+        if normed:
+            for i in range(heads_of_group):
+                squares, others = np.float32(0.0), np.float32(0.0)
+                for j in range(i * of_head, i * of_head + vector):
+                    squares = cuda.fma(values[j], values[j], squares)
+                    others = cuda.fma(values[j + vector], values[j + vector], others)
+                squares += others
+                for step in range(steps):
+                    squares += shuffle_xor(squares, lanes >> (step + 1))
+                scales[i] = inverse_sqrt(squares / np.float32(width) + eps)
+            # A loop of its own: NVVM unrolls short ones only, and values have to lie in registers.
+            for i in range(heads_of_group):
+                head = i32(first_head + i32(i * groups))
+                if head < rotated:
+                    if not ahead and head < heads:
+                        load_head(q_weight, 0, e, weights, 0)
+                    elif not ahead:
+                        load_head(k_weight, 0, e, weights, 0)
+                    for j in range(of_head):
+                        values[i * of_head + j] = values[i * of_head + j] * scales[i] * weights[j]
+                    if not cached and e == 0:
+                        rstd[np.uint64(row), np.uint64(head)] = scales[i]
+        for i in range(heads_of_group):
+            head = i32(first_head + i32(i * groups))
+            if head < rotated:
+                rotate(values, i * of_head, vector, c, s)
+            if head < heads:
+                store_head(q, i32(row * i32(heads) + head), e, values, i * of_head)
+            elif cached and place < 0:
+                continue
+            elif head < rotated:
+                store_head(k, i32(place * i32(kv_heads) + head - i32(heads)), e, values, i * of_head)
+            elif head < all_heads:
+                store_head(v, i32(place * i32(kv_heads) + head - i32(rotated)), e, values, i * of_head)
+
+    return qkv_split_kernel
+
+
+@specialize
+def qkv_split_backward_kernel(shape, heads, kv_heads):
+    """The kernel without norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    heads_of_group, warps_of_token = shape.share(all_heads)
+    of_head = 2 * vector
+    count = heads_of_group * of_head
+    load_head, store_head, load_angles = head_access(shape)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, 1))
+    def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
+        """Rotate back and write side by side; shared out as qkv_split_kernel."""
+        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        row = warp // warps_of_token
+        if row >= position_ids.shape[0]:
+            return
+        e = cuda.threadIdx.x % lanes * vector
+        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
+        values = cuda.local.array(count, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        position = position_ids[row]
+        for i in range(heads_of_group):
+            head = min(first_head + i * groups, all_heads - 1)
+            if head < heads:
+                load_head(dq, row * heads + head, e, values, i * of_head)
+            elif head < rotated:
+                load_head(dk, row * kv_heads + head - heads, e, values, i * of_head)
+            else:
+                load_head(dv, row * kv_heads + head - rotated, e, values, i * of_head)
+        compiler_barrier()
+        load_angles(cos, sin, position, e, c, s)
+        for i in range(vector):
+            s[i] = -s[i]
+        for i in range(heads_of_group):
+            head = first_head + i * groups
+            if head < rotated:
+                rotate(values, i * of_head, vector, c, s)
+            if head < all_heads:
+                store_head(dqkv, row * all_heads + head, e, values, i * of_head)
+
+    return qkv_split_backward_kernel
+
+
+@functools.cache
+def norm_backward_of_tile(shape, heads, first_head, all_heads):
+    """The part of qkv_split_norm_backward_kernel for a tile of the `heads` query or key heads.
+
+    first_head: the first of them among the all_heads of qkv.
+    """
+    width, vector, lanes = shape.width, shape.vector, shape.lanes
+    of_head, steps = 2 * vector, lanes.bit_length() - 1
+    load_head, store_head, load_angles = head_access(shape)
+
+    @device_function
+    def of_tile(dout, head, qkv, weight, cos, sin, position_ids, rstd, dqkv, dweight):
+        """dqkv of head `head` of dout, of none beyond the last; dweight: this lane's sums of g x^ over its tokens."""
+        # 64 bits would need more registers than there are.
+        rows, row_step = i32(position_ids.shape[0]), i32(cuda.gridDim.x * WARPS)
+        e = i32(cuda.threadIdx.x) % i32(lanes) * i32(vector)
+        # A group without a head works on the last one and keeps nothing.
+        exists = head < heads
+        head = i32(min(head, heads - 1))
+        weights = cuda.local.array(of_head, np.float32)
+        x = cuda.local.array(of_head, np.float32)
+        g = cuda.local.array(of_head, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        for i in range(of_head):
+            dweight[i] = np.float32(0.0)
+        row = i32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
+        from_place = i32(row * i32(heads) + head)
+        place = i32(row * i32(all_heads) + i32(first_head) + head)
+        position = position_ids[np.uint64(min(row, rows - i32(1)))]
+        while row < rows:
+            load_head(dout, from_place, e, g, 0)
+            load_head(qkv, place, e, x, 0)
+            load_angles(cos, sin, position, e, c, s)
+            scale = rstd[np.uint64(row), np.uint64(i32(first_head) + head)]
+            row = i32(row + row_step)
+            # The next angles should not have to wait for their position.
+            position = position_ids[np.uint64(min(row, rows - i32(1)))]
+            compiler_barrier()
+            # Each time from the first-level cache: the registers that hold it meanwhile are worth a block more.
+            load_head(weight, 0, e, weights, 0)
+            for i in range(vector):
+                s[i] = -s[i]
+            rotate(g, 0, vector, c, s)
+            projection = np.float32(0.0)
+            for i in range(of_head):
+                x[i] *= scale
+                projection += g[i] * weights[i] * x[i]
+            for step in range(steps):
+                projection += shuffle_xor(projection, lanes >> (step + 1))
+            projection /= np.float32(width)
+            if exists:
+                for i in range(of_head):
+                    dweight[i] += g[i] * x[i]
+                    x[i] = scale * (g[i] * weights[i] - x[i] * projection)
+                store_head(dqkv, place, e, x, 0)
+            from_place = i32(from_place + row_step * i32(heads))
+            place = i32(place + row_step * i32(all_heads))
+
+    return of_tile
+
+
+@specialize
+def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
+    """The kernel with norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
+    spread, of_head = groups.bit_length() - 1, 2 * vector
+    load_head, store_head, _ = head_access(shape)
+    _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
+    of_q = norm_backward_of_tile(shape, heads, 0, all_heads)
+    of_k = norm_backward_of_tile(shape, kv_heads, heads, all_heads)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
+    def qkv_split_norm_backward_kernel(
+        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, partials
+    ):
+        """A tile is `groups` query, key or value heads, one for each group of lanes.
+
+        Block (b, t) owns tile t of every gridDim.x-th WARPS tokens, a warp one of these tokens at a time; so a lane
+        keeps its share of the weights, and of their gradient, in registers. Order of that sum: a lane's tokens, the
+        groups by a butterfly, the warps in their order; it is head t * gridDim.x + b of partials.
+        """
+        sums = cuda.shared.array((WARPS, of_head, lanes), np.float32)
+        lane, warp, tile = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.y
+        e, head = lane % lanes * vector, tile * groups + lane // lanes
+        dweight = cuda.local.array(of_head, np.float32)
+        if tile < q_tiles:
+            of_q(dq, head, qkv, q_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+        elif tile < q_tiles + k_tiles:
+            head -= q_tiles * groups
+            of_k(dk, head, qkv, k_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+        else:
+            head -= (q_tiles + k_tiles) * groups
+            for row in range(cuda.blockIdx.x * WARPS + warp, position_ids.shape[0], cuda.gridDim.x * WARPS):
+                if head < kv_heads:
+                    load_head(dv, row * kv_heads + head, e, dweight, 0)
+                    store_head(dqkv, row * all_heads + rotated + head, e, dweight, 0)
+            return
+        griddepcontrol_launch_dependents()
+        for step in range(spread):
+            for i in range(of_head):
+                dweight[i] += shuffle_xor(dweight[i], lanes << step)
+        if lane < lanes:
+            for i in range(of_head):
+                sums[warp, i, lane] = dweight[i]
+        cuda.syncthreads()
+        if warp > 0 or lane >= lanes:
+            return
+        for i in range(of_head):
+            for other in range(1, WARPS):
+                dweight[i] += sums[other, i, lane]
+        store_partial(partials, tile * cuda.gridDim.x + cuda.blockIdx.x, e, dweight, 0)
+
+    return qkv_split_norm_backward_kernel
+
+
+@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
+def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
+    """dq_weight, dk_weight += sums of the rows of their partials; a block owns PARTIAL_COLUMNS of one of the two."""
+    partials, dweight = q_partials, dq_weight
+    if cuda.blockIdx.y == 1:
+        partials, dweight = k_partials, dk_weight
+    griddepcontrol_wait()
+    add_rows_to(partials, dweight)
+
+
+def tiles_of(shape, heads, kv_heads):
+    """Tiles of query heads, and of key heads (or value heads), of qkv_split_norm_backward_kernel."""
+    return -(-heads // shape.groups), -(-kv_heads // shape.groups)
+
+
+def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
+    """Check what all operators share, for heads q (N, H, E) that are known to be right."""
+    rows, heads, width = q.shape
+    check(op, "qkv", qkv, (rows, (heads + 2 * kv_heads) * width), (q.dtype,))
+    if rows * (heads + 2 * kv_heads) >= MOST_HEADS:
+        raise ValueError(f"{op}: qkv must have fewer than {MOST_HEADS} heads, got {rows * (heads + 2 * kv_heads)}")
+    check_tables(op, width, cos, sin)
+    check(op, "position_ids", position_ids, (rows,), I32)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError(f"{op}: q_weight and k_weight must both be arrays or both None")
+    if q_weight is not None:
+        check(op, "q_weight", q_weight, (width,), (q.dtype,))
+        check(op, "k_weight", k_weight, (width,), (q.dtype,))
+
+
+def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
+    """Both forms, arguments checked; k, v (places, HK, E); slot_mapping None: row n has place n. rstd may be None."""
+    rows, heads, width = q.shape
+    kv_heads = k.shape[1]
+    normed, cached = q_weight is not None, slot_mapping is not None
+    if device.name() == "cpu":
+        norm = (q_weight, k_weight) if normed else (_EMPTY, _EMPTY)
+        slots = slot_mapping if cached else np.arange(rows, dtype=np.int32)
+        rstd = rstd if normed and not cached else _EMPTY_ROWS
+        qkv_cpu.split(qkv, *norm, np.float32(eps), cos, sin, position_ids, slots, q, k, v, rstd)
+        return
+    if not rows:
+        return
+    norm = (q_weight, k_weight) if normed else ()
+    shape = head_shape(cos, sin, qkv, q, k, v, *norm)
+    # Few tokens are spread over more warps.
+    few = rows * shape.share(heads + 2 * kv_heads, 1)[1] <= FEW_SPLIT_WARPS
+    most_heads = 1 if few else SPLIT_HEADS
+    _, warps_of_token = shape.share(heads + 2 * kv_heads, most_heads)
+    blocks = -(-rows * warps_of_token // SPLIT_WARPS)
+    # What a version does not use is some array of the right type.
+    norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
+    slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
+    qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
+    arguments = (qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd)
+    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
+    launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, pdl=ALWAYS)
+
+
+def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
+    """Split qkv into heads, normalise query and key heads if weights are given, and rotate them.
+
+    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads]; q_weight, k_weight (E,) of the same dtype, or
+    both None (then eps and rstd are not used, and rstd may be None); cos, sin (P, E/2) float32;
+    position_ids (N,) int32 in [0, P). q (N, H, E), k, v (N, HK, E) of qkv's dtype and rstd (N, H + HK)
+    float32 are written. E is even and at most 256. Raises ValueError for other shapes, dtypes or layouts.
+    Source: Qwen3's q_norm and k_norm (transformers, Qwen3Attention), rope as rope.py.
+    """
+    op = "qkv_split"
+    rows, heads, width = check(op, "q", q, (None, None, None), FLOATS)
+    _, kv_heads, _ = check(op, "k", k, (rows, None, width), (q.dtype,))
+    check(op, "v", v, (rows, kv_heads, width), (q.dtype,))
+    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    if q_weight is not None:
+        check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
+    _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, None, q, k, v, rstd)
+
+
+def qkv_split_to_cache(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k_cache, v_cache):
+    """qkv_split and write_kv at once: k and v go to their slots of a block cache, in the same bits.
+
+    qkv, weights, eps, cos, sin, position_ids and q as in qkv_split; slot_mapping, k_cache and v_cache
+    (blocks, block_size, HK, E) of qkv's dtype as in kv_cache.write_kv: a token whose slot is -1 leaves the caches
+    as they are, and its q is written. Raises ValueError for other shapes, dtypes or layouts.
+    """
+    op = "qkv_split_to_cache"
+    rows, _, width = check(op, "q", q, (None, None, None), FLOATS)
+    shape = check(op, "k_cache", k_cache, (None, None, None, width), (q.dtype,))
+    check(op, "v_cache", v_cache, shape, (q.dtype,))
+    blocks, block_size, kv_heads, _ = shape
+    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check(op, "slot_mapping", slot_mapping, (rows,), I32)
+    k, v = (cache.reshape(blocks * block_size, kv_heads, width) for cache in (k_cache, v_cache))
+    _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, None)
+
+
+def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
+    """The gradient of qkv_split: dqkv =, and if there are weights dq_weight, dk_weight +=.
+
+    dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E), weights (E,) of one dtype; rstd as the
+    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are. Raises
+    ValueError for other shapes, dtypes or layouts.
+    """
+    op = "qkv_split_backward"
+    rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
+    _, kv_heads, _ = check(op, "dk", dk, (rows, None, width), (dq.dtype,))
+    check(op, "dv", dv, (rows, kv_heads, width), (dq.dtype,))
+    _check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
+    normed = q_weight is not None
+    if normed:
+        check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
+        check(op, "dq_weight", dq_weight, (width,), F32)
+        check(op, "dk_weight", dk_weight, (width,), F32)
+    if device.name() == "cpu":
+        norm, dnorm = ((q_weight, k_weight), (dq_weight, dk_weight))
+        if not normed:
+            norm, dnorm, rstd = (_EMPTY, _EMPTY), (_EMPTY, _EMPTY), _EMPTY_ROWS
+        qkv_cpu.split_backward(dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, *dnorm)
+        return
+    if not rows:
+        return
+    norm = (q_weight, k_weight) if normed else ()
+    shape = head_shape(cos, sin, dq, dk, dv, qkv, dqkv, *norm)
+    dq, dk, dv, qkv, dqkv = (in_halves(array, shape.half) for array in (dq, dk, dv, qkv, dqkv))
+    if not normed:
+        _, warps_of_token = shape.share(heads + 2 * kv_heads)
+        blocks, warps = block_of(rows * warps_of_token)
+        kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
+        launch(kernel, blocks, (32, warps), dq, dk, dv, cos, sin, position_ids, dqkv)
+        return
+    q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
+    tiles = q_tiles + 2 * k_tiles
+    blocks = min(-(-rows // WARPS), max(BACKWARD_BLOCKS // tiles, 1))
+    partials = device.xp().empty((2 * (q_tiles + k_tiles) * blocks, shape.half), np.float32)
+    norm = [in_halves(weight, shape.half) for weight in norm]
+    arguments = (dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, partials)
+    launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
+    q_rows = 2 * q_tiles * blocks
+    parts = (part.reshape(-1, width) for part in (partials[:q_rows], partials[q_rows:]))
+    grid = -(-width // PARTIAL_COLUMNS), 2
+    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight, pdl=ALWAYS)
+
+
+def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):
+    """(q, k, v, rstd) of qkv_split, in qkv's precision; rstd is None without weights."""
+    rows, width = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
+    split = qkv.reshape(rows, heads + 2 * kv_heads, width)
+    q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
+    rstd = None
+    if q_weight is not None:
+        q_normed, q_rstd = rmsnorm_ref(q.reshape(-1, width), q_weight, eps)
+        k_normed, k_rstd = rmsnorm_ref(k.reshape(-1, width), k_weight, eps)
+        q, k = q_normed.reshape(q.shape), k_normed.reshape(k.shape)
+        rstd = np.concatenate([q_rstd.reshape(rows, heads), k_rstd.reshape(rows, kv_heads)], axis=1)
+    return rope_ref(q, cos, sin, position_ids), rope_ref(k, cos, sin, position_ids), v, rstd
+
+
+def qkv_split_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd):
+    """(dqkv, dq_weight, dk_weight) of qkv_split_backward, in qkv's precision; None without weights."""
+    rows, heads, width = dq.shape
+    kv_heads = dk.shape[1]
+    dq = rope_ref(dq, cos, sin, position_ids, inverse=True)
+    dk = rope_ref(dk, cos, sin, position_ids, inverse=True)
+    dq_weight = dk_weight = None
+    if q_weight is not None:
+        split = qkv.reshape(rows, heads + 2 * kv_heads, width)
+        q, k, _ = np.split(split, [heads, heads + kv_heads], axis=1)
+        q_rstd, k_rstd = rstd[:, :heads].reshape(-1), rstd[:, heads:].reshape(-1)
+        dx, dq_weight = rmsnorm_backward_ref(dq.reshape(-1, width), q.reshape(-1, width), q_weight, q_rstd)
+        dq = dx.reshape(dq.shape)
+        dx, dk_weight = rmsnorm_backward_ref(dk.reshape(-1, width), k.reshape(-1, width), k_weight, k_rstd)
+        dk = dx.reshape(dk.shape)
+    return np.concatenate([dq, dk, dv], axis=1).reshape(qkv.shape), dq_weight, dk_weight

@@ -1,0 +1,436 @@
+"""RMSNorm (Zhang and Sennrich, 2019, eq. 4), forward and backward, alone or after a residual addition.
+
+    rstd = 1 / sqrt(mean(x^2) + eps)        out = x * rstd * weight
+
+    with g = dout * weight and x^ = x * rstd:
+    dx = rstd * (g - x^ * mean(g * x^))     dweight = sum over rows of dout * x^
+
+x, out, dout, dx (N, D) in float32, float16 or bfloat16; weight (D,) in the same; rstd (N,) and dweight (D,)
+float32. All arithmetic is float32. A row's sum of squares is taken by the same threads in the same order
+whatever N is, so a row's result does not depend on the other rows.
+
+Every array is read or written once: a row stays in the registers of its threads between the sum and the output.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, FLOATS, check
+from rlnumba.kernels.ptx.warp import (
+    access_length,
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    inverse_sqrt,
+    shuffle_xor,
+    vector_access,
+    warp_sum,
+)
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import ALWAYS, launch, specialize
+
+i32, u32 = np.int32, np.uint32
+
+# Columns that a thread owns, and threads that a row may have at most; the widest rows give a thread of the backward
+# more. Part of the arithmetic: it fixes who adds up which columns. The backward keeps five values a column.
+# H200, forward of 16,384 x 1,024: 18.0 us with 16 columns a thread, 18.3 with 32, 18.1 with 8.
+FORWARD = 16, 1024
+BACKWARD = 8, 1024
+# Backward that is 16 columns a thread, twice what fits into registers.
+MAX_COLUMNS = 16_384
+# Threads of a block where a row needs fewer: it has several rows then. Forward only beyond FEW_ROWS, so that few
+# rows spread over many SMs.
+FORWARD_BLOCK = 128
+BACKWARD_BLOCK = 256
+FEW_ROWS = 1024
+# Threads of an SM for which registers are kept: 64 each.
+RESIDENT = 1024
+# SMs of an H100 or H200. All blocks of the backward, each with a partial sum of dweight, run at once; part of the
+# arithmetic. H200, 16,384 x 1,024: 39.6 us with 528 blocks, 51.9 where only 396 of them run at once.
+PROCESSORS = 132
+# Columns of a block that adds partial sums, 32 bytes of a row; warps of it, each with four rows at a time; and rows
+# that a thread loads before it adds the first.
+PARTIAL_COLUMNS = 8
+PARTIAL_WARPS = 32
+PARTIAL_LOADS = 5
+# Rows, and columns of partial sums, that the backward counts in 32 bits; what they are multiplied to has 64.
+MOST_ROWS = 1 << 31
+
+
+class Row(NamedTuple):
+    """How threads share a row: thread t owns the columns t * vector .. (t + 1) * vector - 1 of each chunk.
+
+    A chunk is threads * vector columns. access: columns that one access to memory moves.
+    """
+
+    columns: int
+    vector: int
+    access: int
+    threads: int
+
+    @property
+    def chunks(self):
+        return -(-self.columns // (self.vector * self.threads))
+
+    @property
+    def full(self):
+        return self.columns == self.chunks * self.vector * self.threads
+
+    @property
+    def values(self):
+        """Columns that a thread owns."""
+        return self.chunks * self.vector
+
+    def resident(self, lines):
+        """Blocks of so many rows that an SM has at a time: fewer where columns beyond the end need registers, too."""
+        threads = RESIDENT if self.full else RESIDENT * 3 // 4
+        return max(threads // (self.threads * lines), 1)
+
+
+@functools.cache
+def share_row(columns, itemsize, access, per_thread, max_threads):
+    """The Row of the fewest threads, a multiple of 32, that leave each no more than per_thread columns.
+
+    Up to twice as many where these own the same number of columns each.
+    """
+    vector = 16 // itemsize
+    fewest = min(-(-columns // (32 * per_thread)) * 32, max_threads)
+    even = (t for t in range(fewest, min(2 * fewest, max_threads) + 1, 32) if columns % (t * vector) == 0)
+    return Row(columns, vector, access, next(even, fewest))
+
+
+@specialize
+def rmsnorm_kernel(row_shape, residual_too, early):
+    """The kernel for rows of this shape; with residual_too it first adds x to the residual.
+
+    Both versions have the same arguments; without residual_too the residual is not touched. early: for few rows, whose
+    kernel may begin before the one ahead has ended, and reads the weight meanwhile. 16,384 rows take 3 us more so.
+    """
+    columns, vector, access, threads = row_shape
+    chunks, values_count, warps = row_shape.chunks, row_shape.values, threads // 32
+    load, store = vector_access(vector, access, not row_shape.full)
+    # Narrow accesses need more registers for addresses, and are slow anyway.
+    resident = max(RESIDENT // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
+
+    @cuda.jit(launch_bounds=(max(threads, FORWARD_BLOCK), resident))
+    def rmsnorm_kernel(x, residual, weight, eps, out, rstd):
+        """`threads` threads own a row, which they read once. A block owns blockDim.y rows.
+
+        Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then a butterfly of
+        each warp; then the warps in their order.
+        """
+        sums = cuda.shared.array(32, np.float32)
+        row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        if row >= x.shape[0]:
+            return
+        first = cuda.threadIdx.x * vector
+        x_row, residual_row, out_row = x[row], residual[row], out[row]
+        values = cuda.local.array(values_count, np.float32)
+        others = cuda.local.array(values_count, np.float32)
+        weights = cuda.local.array(values_count, np.float32)
+        of_chunks = cuda.local.array(chunks, np.float32)
+        if early:
+            # The weight is older than all kernels that may still run.
+            for chunk in range(chunks):
+                load(weight, first + chunk * threads * vector, weights, chunk * vector)
+            griddepcontrol_wait()
+            griddepcontrol_launch_dependents()
+        for chunk in range(chunks):
+            load(x_row, first + chunk * threads * vector, values, chunk * vector)
+        if not early:
+            for chunk in range(chunks):
+                load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        if residual_too:
+            for chunk in range(chunks):
+                load(residual_row, first + chunk * threads * vector, others, chunk * vector)
+            for chunk in range(chunks):
+                for i in range(chunk * vector, (chunk + 1) * vector):
+                    values[i] = others[i] + values[i]
+                store(residual_row, first + chunk * threads * vector, values, chunk * vector)
+        for chunk in range(chunks):
+            of_chunks[chunk] = np.float32(0.0)
+            for i in range(chunk * vector, (chunk + 1) * vector):
+                of_chunks[chunk] += values[i] * values[i]
+        squares = of_chunks[0]
+        for chunk in range(1, chunks):
+            squares += of_chunks[chunk]
+        squares = warp_sum(squares)
+        if warps > 1:
+            if cuda.threadIdx.x % 32 == 0:
+                sums[cuda.threadIdx.x // 32] = squares
+            cuda.syncthreads()
+            squares = sums[0]
+            for warp in range(1, warps):
+                squares += sums[warp]
+        scale = inverse_sqrt(squares / np.float32(columns) + eps)
+        for chunk in range(chunks):
+            for i in range(chunk * vector, (chunk + 1) * vector):
+                values[i] = values[i] * scale * weights[i]
+            store(out_row, first + chunk * threads * vector, values, chunk * vector)
+        if cuda.threadIdx.x == 0:
+            rstd[row] = scale
+
+    return rmsnorm_kernel
+
+
+@specialize
+def rmsnorm_backward_kernel(row_shape, lines):
+    """The kernel for rows of this shape, of which a block has `lines` at a time."""
+    columns, vector, access, threads = row_shape
+    chunks, values_count, warps = row_shape.chunks, row_shape.values, threads // 32
+    exchanging = max((lines - 1) * threads, 1)
+    load, store = vector_access(vector, access, not row_shape.full)
+    # Narrow accesses need more registers for addresses, and are slow anyway.
+    resident = row_shape.resident(lines) if access == vector else 1
+
+    @cuda.jit(launch_bounds=(threads * lines, resident))
+    def rmsnorm_backward_kernel(dout, x, weight, rstd, accumulate, dx, partials):
+        """`threads` threads own a row, which they read once; the block owns every gridDim-th group of `lines` rows.
+
+        mean(g x^): a thread over its columns, ascending; then a butterfly of each warp; then the warps in their
+        order. A thread adds its columns of dout * x^ over its rows in registers, without a float atomic; then
+        the lines are added in their order, and the block writes its row of partials (blocks, D).
+        """
+        sums = cuda.shared.array((2, 32), np.float32)
+        exchange = cuda.shared.array((values_count, exchanging), np.float32)
+        griddepcontrol_wait()
+        # Of 32 bits, and rows not to be looked at for a sign.
+        thread, line, rows = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y), i32(x.shape[0])
+        first = i32(thread * vector)
+        weights = cuda.local.array(values_count, np.float32)
+        dweight = cuda.local.array(values_count, np.float32)
+        upstream = cuda.local.array(values_count, np.float32)
+        values = cuda.local.array(values_count, np.float32)
+        before = cuda.local.array(values_count, np.float32)
+        for i in range(values_count):
+            dweight[i] = np.float32(0.0)
+        for chunk in range(chunks):
+            load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        parity, top = i32(0), i32(cuda.blockIdx.x * lines)
+        while top < rows:
+            # All lines of a block meet; one without a row left works on the last one and keeps nothing.
+            row = u32(min(i32(top + line), i32(rows - 1)))
+            dout_row, x_row, dx_row = dout[row], x[row], dx[row]
+            for chunk in range(chunks):
+                load(dout_row, first + chunk * threads * vector, upstream, chunk * vector)
+                load(x_row, first + chunk * threads * vector, values, chunk * vector)
+            for i in range(values_count):
+                before[i] = np.float32(0.0)
+            if accumulate:
+                for chunk in range(chunks):
+                    load(dx_row, first + chunk * threads * vector, before, chunk * vector)
+            scale = rstd[row]
+            projection = np.float32(0.0)
+            for i in range(values_count):
+                values[i] *= scale
+                projection += upstream[i] * weights[i] * values[i]
+            projection = warp_sum(projection)
+            if warps > 1:
+                if thread & i32(31) == 0:
+                    sums[u32(parity), u32(line * warps + (thread >> i32(5)))] = projection
+                cuda.syncthreads()
+                projection = sums[u32(parity), u32(line * warps)]
+                for warp in range(1, warps):
+                    projection += sums[u32(parity), u32(line * warps + warp)]
+                # Whoever writes these sums again has passed the barrier of the other ones.
+                parity = i32(1 - parity)
+            projection /= np.float32(columns)
+            if i32(row) == i32(top + line):
+                for chunk in range(chunks):
+                    for i in range(chunk * vector, (chunk + 1) * vector):
+                        dweight[i] += upstream[i] * values[i]
+                        values[i] = before[i] + scale * (upstream[i] * weights[i] - values[i] * projection)
+                    store(dx_row, first + chunk * threads * vector, values, chunk * vector)
+            top = i32(top + cuda.gridDim.x * lines)
+        griddepcontrol_launch_dependents()
+        if lines > 1:
+            if line > 0:
+                for i in range(values_count):
+                    exchange[i, (line - 1) * threads + thread] = dweight[i]
+            cuda.syncthreads()
+            if line > 0:
+                return
+            for other in range(lines - 1):
+                for i in range(values_count):
+                    dweight[i] += exchange[i, other * threads + thread]
+        for chunk in range(chunks):
+            store(partials[cuda.blockIdx.x], first + chunk * threads * vector, dweight, chunk * vector)
+
+    return rmsnorm_backward_kernel
+
+
+@device_function
+def sum_of_rows(partials, sums):
+    """The sum of one of this block's PARTIAL_COLUMNS columns of partials, in every 8th lane of the first warp.
+
+    For blocks of (32, PARTIAL_WARPS) threads, block x having columns 8 x to 8 x + 7, lane l column l % 8. Lane l of
+    warp w adds rows 4 w + l / 8, and so on in steps of 128; then the lanes of a column are added by a butterfly, then
+    eight neighbouring warps in their order, then these four by a butterfly. sums: shared float32 (PARTIAL_WARPS, 8).
+    """
+    # 32 bits throughout: with 64, and checks for negative indices, 32 warps spend longer on places than on sums.
+    lane, warp = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y)
+    rows, last_column = i32(partials.shape[0]), i32(partials.shape[1] - 1)
+    column = u32(min(i32(cuda.blockIdx.x * PARTIAL_COLUMNS + (lane & i32(PARTIAL_COLUMNS - 1))), last_column))
+    step = PARTIAL_WARPS * 32 // PARTIAL_COLUMNS
+    total = np.float32(0.0)
+    found = cuda.local.array(PARTIAL_LOADS, np.float32)
+    top = i32(warp * (32 // PARTIAL_COLUMNS) + (u32(lane) // u32(PARTIAL_COLUMNS)))
+    while top < rows:
+        for i in range(PARTIAL_LOADS):
+            found[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column]
+        for i in range(PARTIAL_LOADS):
+            if i32(top + i * step) < rows:
+                total += found[i]
+        top = i32(top + step * PARTIAL_LOADS)
+    total += shuffle_xor(total, 8)
+    total += shuffle_xor(total, 16)
+    if lane < PARTIAL_COLUMNS:
+        sums[u32(warp), u32(lane)] = total
+    cuda.syncthreads()
+    if warp == 0:
+        place = u32(lane) % u32(PARTIAL_COLUMNS)
+        group = u32(u32(lane) - place)
+        total = sums[group, place]
+        for other in range(1, PARTIAL_COLUMNS):
+            total += sums[u32(group + u32(other)), place]
+        total += shuffle_xor(total, 8)
+        total += shuffle_xor(total, 16)
+    return total
+
+
+@device_function
+def add_rows_to(partials, total):
+    """total += the sum of the rows of partials; a block owns PARTIAL_COLUMNS columns."""
+    sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
+    column = u32(cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x)
+    mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
+    before = np.float32(0.0)
+    if mine:
+        before = total[column]
+    value = sum_of_rows(partials, sums)
+    if mine:
+        total[column] = before + value
+
+
+@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
+def add_partials_kernel(partials, total):
+    """total += the sum of the rows of partials, as add_rows_to does it."""
+    griddepcontrol_wait()
+    add_rows_to(partials, total)
+
+
+def add_partials(partials, total):
+    """total += the sum of the rows of partials (blocks, D), float32, in a fixed order.
+
+    Begins while the kernel ahead, which writes the partials, ends.
+    """
+    if total.size >= MOST_ROWS:
+        raise ValueError(f"add_partials: total must have fewer than {MOST_ROWS} columns, got {total.size}")
+    blocks = -(-total.size // PARTIAL_COLUMNS)
+    launch(add_partials_kernel, blocks, (32, PARTIAL_WARPS), partials, total, pdl=ALWAYS)
+
+
+def _check_columns(op, columns):
+    if not 0 < columns <= MAX_COLUMNS:
+        raise ValueError(f"{op}: rows must have 1 to {MAX_COLUMNS} columns, got {columns}")
+
+
+def _row_shape(budget, *arrays):
+    columns = arrays[0].shape[-1]
+    return share_row(columns, arrays[0].itemsize, access_length(columns, *arrays), *budget)
+
+
+def _launch_forward(row_shape, rows, residual_too, *arguments):
+    few = rows <= FEW_ROWS
+    # Only rows of one warp share a block: those of several meet at the block's barrier.
+    lines = 1 if few or row_shape.threads > 32 else FORWARD_BLOCK // 32
+    kernel = rmsnorm_kernel(row_shape, residual_too, few)
+    launch(kernel, -(-rows // lines), (row_shape.threads, lines), *arguments, pdl=few)
+
+
+def rmsnorm(x, weight, eps, out, rstd):
+    """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), row by row.
+
+    x (N, D), weight (D,) of one floating dtype; out (N, D) of x's dtype and rstd (N,) float32 are written.
+    Raises ValueError for other shapes, dtypes or layouts, or more than MAX_COLUMNS columns. Source: Zhang and
+    Sennrich 2019, eq. 4.
+    """
+    rows, columns = check("rmsnorm", "x", x, (None, None), FLOATS)
+    _check_columns("rmsnorm", columns)
+    check("rmsnorm", "weight", weight, (columns,), (x.dtype,))
+    check("rmsnorm", "out", out, (rows, columns), (x.dtype,))
+    check("rmsnorm", "rstd", rstd, (rows,), F32)
+    if device.name() == "cpu":
+        out[...], rstd[...] = rmsnorm_ref(x, weight, eps)
+        return
+    row_shape = _row_shape(FORWARD, x, weight, out)
+    _launch_forward(row_shape, rows, False, x, x, weight, float(eps), out, rstd)
+
+
+def rmsnorm_residual(x, residual, weight, eps, out, rstd):
+    """residual += x, then rmsnorm of residual: the step between two blocks of a transformer.
+
+    x, residual, out (N, D) and weight (D,) of one floating dtype, rstd (N,) float32. residual, out and
+    rstd are written. The norm sees the sum as it is stored, rounded to its dtype. Raises as rmsnorm.
+    """
+    rows, columns = check("rmsnorm_residual", "x", x, (None, None), FLOATS)
+    _check_columns("rmsnorm_residual", columns)
+    check("rmsnorm_residual", "residual", residual, (rows, columns), (x.dtype,))
+    check("rmsnorm_residual", "weight", weight, (columns,), (x.dtype,))
+    check("rmsnorm_residual", "out", out, (rows, columns), (x.dtype,))
+    check("rmsnorm_residual", "rstd", rstd, (rows,), F32)
+    if device.name() == "cpu":
+        residual += x
+        out[...], rstd[...] = rmsnorm_ref(residual, weight, eps)
+        return
+    row_shape = _row_shape(FORWARD, x, residual, weight, out)
+    _launch_forward(row_shape, rows, True, x, residual, weight, float(eps), out, rstd)
+
+
+def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
+    """The gradient of rmsnorm: dx = (or += if accumulate), dweight +=.
+
+    dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) as the forward wrote it; dweight (D,)
+    float32. For rmsnorm_residual, x is the residual after the addition, and dx the gradient of both terms.
+    Raises as rmsnorm, and for 2^31 rows or more.
+    """
+    rows, columns = check("rmsnorm_backward", "x", x, (None, None), FLOATS)
+    _check_columns("rmsnorm_backward", columns)
+    check("rmsnorm_backward", "dout", dout, (rows, columns), (x.dtype,))
+    check("rmsnorm_backward", "weight", weight, (columns,), (x.dtype,))
+    check("rmsnorm_backward", "rstd", rstd, (rows,), F32)
+    check("rmsnorm_backward", "dx", dx, (rows, columns), (x.dtype,))
+    check("rmsnorm_backward", "dweight", dweight, (columns,), F32)
+    if rows >= MOST_ROWS:
+        raise ValueError(f"rmsnorm_backward: x must have fewer than {MOST_ROWS} rows, got {rows}")
+    if device.name() == "cpu":
+        row_gradient, weight_gradient = rmsnorm_backward_ref(dout, x, weight, rstd)
+        dx[...] = dx + row_gradient if accumulate else row_gradient
+        dweight += weight_gradient
+        return
+    row_shape = _row_shape(BACKWARD, dout, x, weight, dx)
+    lines = max(BACKWARD_BLOCK // row_shape.threads, 1)
+    blocks = min(-(-rows // lines), PROCESSORS * row_shape.resident(lines))
+    partials = device.xp().empty((blocks, columns), np.float32)
+    arguments = (dout, x, weight, rstd, int(accumulate), dx, partials)
+    kernel = rmsnorm_backward_kernel(row_shape, lines)
+    launch(kernel, blocks, (row_shape.threads, lines), *arguments, pdl=ALWAYS)
+    if blocks:
+        add_partials(partials, dweight)
+
+
+def rmsnorm_ref(x, weight, eps):
+    """(out, rstd) of rmsnorm, in x's precision."""
+    rstd = 1.0 / np.sqrt(np.mean(x * x, axis=-1) + x.dtype.type(eps))
+    return x * rstd[:, None] * weight, rstd
+
+
+def rmsnorm_backward_ref(dout, x, weight, rstd):
+    """(dx, dweight) of rmsnorm, in x's precision."""
+    normalised = x * rstd[:, None]
+    g = dout * weight
+    dx = rstd[:, None] * (g - normalised * np.mean(g * normalised, axis=-1, keepdims=True))
+    return dx, np.sum(dout * normalised, axis=0)

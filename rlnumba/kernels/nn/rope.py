@@ -1,0 +1,311 @@
+"""Rotary position embedding (Su et al., 2021), NeoX layout, and the tables of angles of today's models.
+
+    angle(p, e) = p * frequency(e)                                  0 <= e < E/2
+    out[e]       = x[e] cos - x[e + E/2] sin
+    out[e + E/2] = x[e + E/2] cos + x[e] sin                         backward: the same with -sin
+
+x and out (N, H, E) in float32, float16 or bfloat16; tables (P, E/2) float32; arithmetic float32. The
+frequencies are theta^(-2e/E), changed by the scaling rule of the model's config.json; tables agree with
+Hugging Face transformers' modeling_rope_utils, whose every step is float32 as here.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, FLOATS, I32, check
+from rlnumba.kernels.ptx.warp import access_length, device_function, sync_warp, vector_access
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
+
+# With this width a half of a head of float32 has as many vectors as a warp has lanes.
+MAX_HEAD_DIM = 256
+# Heads that a group of lanes owns at most, all loaded before the first is used: 128 bytes a lane.
+MAX_HEADS = 4
+# Warps of a block, which share nothing; one where there are too few for WARPS on each of 132 SMs, as in decode.
+WARPS = 4
+FEW_WARPS = 528
+# Blocks of rope that an SM has at a time, which leaves 80 registers a thread.
+RESIDENT = 6
+
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a model stretches its rotary embedding: `rope_scaling` of config.json, its names and meaning.
+
+    rope_type: "linear" (Chen et al. 2023), "llama3" (Llama 3.1) or "yarn" (Peng et al. 2023). "dynamic"
+    depends on the length of the running sequence, so that cached keys would not match new queries; it
+    and all others raise ValueError, as does a field that the type needs and that is None.
+    """
+
+    rope_type: str
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self):
+        if self.rope_type not in _NEEDED:
+            raise ValueError(f"rope_scaling: rope_type must be one of {', '.join(_NEEDED)}, got {self.rope_type!r}")
+        for field in _NEEDED[self.rope_type]:
+            if getattr(self, field) is None:
+                raise ValueError(f"rope_scaling: rope_type {self.rope_type!r} needs {field}")
+
+
+class HeadShape(NamedTuple):
+    """How a group of lanes shares a head: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
+
+    So what rotates together lies in one lane. width: E; vector: elements of 16 bytes; access, table_access: elements
+    that one access to heads, or to the tables, moves.
+    """
+
+    width: int
+    vector: int
+    access: int
+    table_access: int
+
+    @property
+    def half(self):
+        return self.width // 2
+
+    @property
+    def lanes(self):
+        """Lanes of a group, a power of two."""
+        return 1 << (-(-self.half // self.vector) - 1).bit_length()
+
+    @property
+    def groups(self):
+        """Groups of a warp, which are as many heads."""
+        return 32 // self.lanes
+
+    @property
+    def bounded(self):
+        """Whether the last lanes have elements beyond the end of a half."""
+        return self.half != self.lanes * self.vector
+
+    def blocks_of_sm(self, most):
+        """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
+        return most if self.access == self.vector and not self.bounded else 1
+
+    def share(self, heads, most=MAX_HEADS):
+        """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most `most`."""
+        warps = -(-heads // (self.groups * most))
+        return -(-heads // (self.groups * warps)), warps
+
+
+def head_shape(cos, sin, *arrays):
+    """The HeadShape of tables (P, E/2) and of arrays of heads of one dtype, weights of a head among them."""
+    half, itemsize = cos.shape[1], arrays[0].itemsize
+    return HeadShape(2 * half, 16 // itemsize, access_length(half, *arrays), access_length(half, cos, sin))
+
+
+def in_halves(array, half):
+    """An array of heads side by side as (2 * heads, half), as kernels see it."""
+    return array.reshape(-1, half)
+
+
+def block_of(warps):
+    """(blocks, warps of a block) for so many warps."""
+    of_block = WARPS if warps > FEW_WARPS else 1
+    return -(-warps // of_block), of_block
+
+
+@functools.cache
+def head_access(shape):
+    """(load_head, store_head, load_angles), by which lanes read and write their part of a head; e: its first element.
+
+    load_head(array, head, e, values, at): values[at : at + 2 * vector] = this lane's part of the first and of the
+    second half. head: its number in all of the array. store_head(array, head, e, values, at): the reverse.
+    load_angles(cos, sin, position, e, c, s): c[:vector], s[:vector] = its part of the tables.
+    """
+    vector = shape.vector
+    load, store = vector_access(vector, shape.access, shape.bounded)
+    load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
+
+    # Of a signed index Numba asks each time whether it is to be counted from the end.
+
+    @device_function
+    def load_head(array, head, e, values, at):
+        half = np.uint64(2 * head)
+        load(array[half], e, values, at)
+        load(array[half + np.uint64(1)], e, values, at + vector)
+
+    @device_function
+    def store_head(array, head, e, values, at):
+        half = np.uint64(2 * head)
+        store(array[half], e, values, at)
+        store(array[half + np.uint64(1)], e, values, at + vector)
+
+    @device_function
+    def load_angles(cos, sin, position, e, c, s):
+        row = np.uint64(position)
+        load_table(cos[row], e, c, 0)
+        load_table(sin[row], e, s, 0)
+
+    return load_head, store_head, load_angles
+
+
+@device_function
+def rotate(values, at, count, c, s):
+    """Turn the pairs (values[at + i], values[at + count + i]) by angles of cosine c[i] and sine s[i], i < count.
+
+    Each result is one product, rounded, and one fused multiplication and addition: no compiler has a choice.
+    """
+    for i in range(count):
+        x, y = values[at + i], values[at + count + i]
+        values[at + i] = cuda.fma(x, c[i], -(y * s[i]))
+        values[at + count + i] = cuda.fma(y, c[i], x * s[i])
+
+
+@specialize
+def rope_kernel(shape, heads):
+    """The kernel for tokens of `heads` heads of this shape."""
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    heads_of_group, warps_of_token = shape.share(heads)
+    of_head = 2 * vector
+    count = heads_of_group * of_head
+    load_head, store_head, load_angles = head_access(shape)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
+    def rope_kernel(x, cos, sin, position_ids, sign, out):
+        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes.
+
+        At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
+        are read once for all of them.
+        """
+        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        row = warp // warps_of_token
+        if row >= position_ids.shape[0]:
+            return
+        e = cuda.threadIdx.x % lanes * vector
+        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
+        values = cuda.local.array(count, np.float32)
+        c = cuda.local.array(vector, np.float32)
+        s = cuda.local.array(vector, np.float32)
+        for i in range(heads_of_group):
+            # A group without a head reads the last one.
+            head = min(first_head + i * groups, heads - 1)
+            load_head(x, row * heads + head, e, values, i * of_head)
+        # Angles wait for the position. ptxas would put that wait before the heads, which need not wait for it.
+        sync_warp()
+        position = position_ids[row]
+        load_angles(cos, sin, position, e, c, s)
+        for i in range(vector):
+            s[i] *= sign
+        for i in range(heads_of_group):
+            rotate(values, i * of_head, vector, c, s)
+            head = first_head + i * groups
+            if head < heads:
+                store_head(out, row * heads + head, e, values, i * of_head)
+
+    return rope_kernel
+
+
+def rope(x, cos, sin, position_ids, out, inverse=False):
+    """Rotate each head of each token by the angles of its position; inverse=True is the backward.
+
+    x (N, H, E) of a floating dtype, E even and at most 256; cos, sin (P, E/2) float32 from rope_table;
+    position_ids (N,) int32 in [0, P), which is not checked on the GPU; out (N, H, E) of x's dtype is written
+    and may be x. Raises ValueError for other shapes, dtypes or layouts. Source: Su et al. 2021, eq. 34, NeoX layout.
+    """
+    rows, heads, width = check("rope", "x", x, (None, None, None), FLOATS)
+    check_tables("rope", width, cos, sin)
+    check("rope", "position_ids", position_ids, (rows,), I32)
+    check("rope", "out", out, (rows, heads, width), (x.dtype,))
+    if device.name() == "cpu":
+        out[...] = rope_ref(x, cos, sin, position_ids, inverse)
+        return
+    if not x.size:
+        return
+    shape = head_shape(cos, sin, x, out)
+    _, warps_of_token = shape.share(heads)
+    blocks, warps = block_of(rows * warps_of_token)
+    x, out = in_halves(x, shape.half), in_halves(out, shape.half)
+    sign = -1.0 if inverse else 1.0
+    launch(rope_kernel(shape, heads), blocks, (32, warps), x, cos, sin, position_ids, sign, out)
+
+
+def check_tables(op, head_dim, cos, sin):
+    """Raise ValueError unless head_dim is even and at most MAX_HEAD_DIM and both tables are (P, head_dim / 2) f32."""
+    if head_dim % 2:
+        raise ValueError(f"{op}: head_dim must be even, got {head_dim}")
+    if not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
+    positions, _ = check(op, "cos", cos, (None, head_dim // 2), F32)
+    check(op, "sin", sin, (positions, head_dim // 2), F32)
+
+
+def rope_table(max_positions, head_dim, theta, scaling=None):
+    """(cos, sin) of every position and frequency: NumPy float32 arrays (max_positions, head_dim / 2).
+
+    theta: rope_theta of config.json. scaling: a RopeScaling or None. Raises ValueError for an odd head_dim.
+    Source: modeling_rope_utils of transformers. Its powers are single precision, good to one unit in the
+    last place; ours are rounded once, so one frequency in some 250 differs by that unit.
+    """
+    if head_dim % 2:
+        raise ValueError(f"rope_table: head_dim must be even, got {head_dim}")
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    periods = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
+    frequencies = np.float32(1.0) / periods
+    amplitude = np.float32(1.0)
+    if scaling is not None and scaling.rope_type == "linear":
+        frequencies = frequencies / np.float32(scaling.factor)
+    elif scaling is not None and scaling.rope_type == "llama3":
+        frequencies = _llama3_frequencies(frequencies, scaling)
+    elif scaling is not None:
+        frequencies, amplitude = _yarn_frequencies(periods, head_dim, theta, scaling)
+    angles = np.arange(max_positions, dtype=np.float32)[:, None] * frequencies
+    return np.cos(angles) * amplitude, np.sin(angles) * amplitude
+
+
+def _llama3_frequencies(frequencies, scaling):
+    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    context = scaling.original_max_position_embeddings
+    low, high, factor = (
+        np.float32(value) for value in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor)
+    )
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    smooth = (np.float32(context) / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / factor + smooth * frequencies
+    stretched = np.where(wavelengths > np.float32(context / low), frequencies / factor, between)
+    return np.where(wavelengths < np.float32(context / high), frequencies, stretched)
+
+
+def _yarn_frequencies(periods, head_dim, theta, scaling):
+    """(frequencies, amplitude): a ramp over e between stretched and kept frequencies (Peng et al., eq. 23)."""
+
+    def pair_with_rotations(rotations):
+        wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with_rotations(scaling.beta_slow)), head_dim - 1)
+    steps = np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)
+    kept = 1 - np.clip(steps / np.float32(last - first or 0.001), 0, 1)
+    one, factor = np.float32(1.0), np.float32(scaling.factor)
+    frequencies = one / (factor * periods) * (1 - kept) + one / periods * kept
+    amplitude = scaling.attention_factor
+    if amplitude is None:
+        amplitude = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return frequencies, np.float32(amplitude)
+
+
+def rope_ref(x, cos, sin, position_ids, inverse=False):
+    """out of rope, in x's precision."""
+    c = cos[position_ids][:, None, :]
+    s = sin[position_ids][:, None, :] * x.dtype.type(-1 if inverse else 1)
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)

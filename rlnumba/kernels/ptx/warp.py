@@ -1,0 +1,573 @@
+"""Single instructions that Numba does not offer, each with its GPU lowering and its simulator twin.
+
+Element types. A kernel computes in float32 whatever the arrays hold. bfloat16 has no Numba type in the
+simulator, so arrays of it reach kernels as uint16, the upper half of a float32: `widen` turns an array
+element (float32, float16, or uint16 holding a bfloat16) into a float32, `narrow` rounds a float32 to
+nearest even into the element type of an array. `narrow` of a float64 does not compile, which catches an
+untyped literal that slipped into the arithmetic.
+
+Warps. `shuffle*` exchange a value among the 32 lanes; `warp_sum` and `warp_max` reduce by a butterfly
+(lane distance 16, 8, 4, 2, 1) and give every lane the same bits; `block_sum` and `block_max` add the
+warps' results in the order of the warps. All lanes of a warp, or all threads of a block, must call them.
+
+Kernels one after the other. On Hopper and later a kernel that `launch` starts inside `pdl_scope` may begin while
+the one before it still runs: `griddepcontrol_wait` waits for the end of all earlier ones and for what they wrote.
+`griddepcontrol_launch_dependents` allows the next one to begin, which happens once all blocks have called it or
+ended. What a
+kernel reads before it waits must be older than all pdl_scope kernels, as a model's weights are in decode.
+
+Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time. A kernel gives
+each thread `count` neighbouring elements at a time; `vector_access(count, access)` makes the load and the store
+for that, which move up to `access` of them at once. What a thread owns, and so the order of its sums, depends on
+`count`; `access` follows from where the arrays lie (`access_length`) and changes no bits. Two float32 are rounded
+to 16 bits by one instruction, of compute capability 8.0.
+"""
+
+import functools
+
+import numpy as np
+
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+
+FULL_WARP = 0xFFFFFFFF
+
+if device.name() == "sim":
+    from rlnumba.runtime.simulator import WARP, warp_wide
+
+    def device_function(function):
+        """A function that kernels call; plain Python here."""
+        return function
+
+    def widen(value):
+        """An array element as float32."""
+        if isinstance(value, np.uint16):
+            return (np.uint32(value) << np.uint32(16)).view(np.float32)
+        if not isinstance(value, (np.float16, np.float32)):
+            raise TypeError(f"widen: expected a float32, float16 or bfloat16 element, got {type(value).__name__}")
+        return np.float32(value)
+
+    def narrow(value, array):
+        """A float32 as an element of `array`, rounded to nearest even."""
+        if not isinstance(value, np.float32):
+            raise TypeError(f"narrow: expected float32, got {type(value).__name__}")
+        if array.dtype != np.uint16:
+            return array.dtype.type(value)
+        bits = int(value.view(np.uint32))
+        if value != value:
+            return np.uint16((bits >> 16) | 0x0040)
+        return np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+    def float_as_int(value):
+        """The 32 bits of a float32 as int32."""
+        return np.float32(value).view(np.int32)
+
+    def int_as_float(value):
+        """The float32 whose bits an int32 holds."""
+        return np.int32(value).view(np.float32)
+
+    def exp2(value):
+        """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
+        with np.errstate(over="ignore", under="ignore"):
+            power = np.exp2(np.float32(value))
+        return np.float32(0.0) if power < np.finfo(np.float32).tiny else power
+
+    def reciprocal(value):
+        """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
+        return np.float32(1.0) / np.float32(value)
+
+    def inverse_sqrt(value):
+        """1 / sqrt(value) of a positive float32, good to two units in the last place."""
+        return np.float32(1.0) / np.sqrt(np.float32(value))
+
+    def multiply_wide(a, b):
+        """(low, high) uint32 of the product of two uint32."""
+        product = int(a) * int(b)
+        return np.uint32(product & 0xFFFFFFFF), np.uint32(product >> 32)
+
+    def compiler_barrier():
+        """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+
+    @functools.cache
+    def vector_access(count, access, bounded=False):
+        """(load, store) of `count` neighbouring elements of an array with one axis.
+
+        load(array, index, values, at): values[at + i] = array[index + i], widened.
+        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
+        keep what was stored. values: a local array of float32, or of the array's own type, integers that keep
+        their bits.
+        access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
+        bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
+        a multiple of access.
+        """
+
+        def existing(array, index):
+            """How many of the elements exist; fails where the hardware would."""
+            at_once = min(access, 16 // array.dtype.itemsize)
+            if (array.ctypes.data // array.dtype.itemsize + int(index)) % at_once:
+                raise IndexError(f"vector_access: element {index} is not at a multiple of {at_once}")
+            found = min(max(len(array) - int(index), 0), count)
+            if found % at_once or (found < count and not bounded):
+                raise IndexError(f"vector_access: {count} elements from {index} on, of {len(array)}")
+            return found
+
+        def widened(elements, values):
+            if elements.dtype == np.uint16 and values.dtype == np.float32:
+                return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return elements.astype(values.dtype)
+
+        def load(array, index, values, at):
+            found = existing(array, index)
+            values[at : at + count] = 0
+            values[at : at + found] = widened(array[int(index) : int(index) + found].astype(array.dtype), values)
+
+        def store(array, index, values, at):
+            found = existing(array, index)
+            rounded = values[at : at + count]
+            if array.dtype == np.uint16 and values.dtype == np.float32:
+                rounded = rounded.astype(device.DTYPES["bfloat16"]).view(np.uint16)
+            with np.errstate(over="ignore"):
+                rounded = rounded.astype(array.dtype)
+            array[int(index) : int(index) + found] = rounded[:found]
+            values[at : at + count] = widened(rounded, values)
+
+        return load, store
+
+    @warp_wide
+    def shuffle_xor(lanes):
+        """Lane i receives the value of lane i ^ mask."""
+        return [lanes[i ^ int(mask)][0] for i, (_, mask) in enumerate(lanes)]
+
+    @warp_wide
+    def shuffle_down(lanes):
+        """Lane i receives the value of lane i + delta, or keeps its own beyond lane 31."""
+        return [lanes[i + int(delta)][0] if i + delta < WARP else value for i, (value, delta) in enumerate(lanes)]
+
+    @warp_wide
+    def shuffle_up(lanes):
+        """Lane i receives the value of lane i - delta, or keeps its own before lane 0."""
+        return [lanes[i - int(delta)][0] if i >= delta else value for i, (value, delta) in enumerate(lanes)]
+
+    @warp_wide
+    def shuffle(lanes):
+        """Lane i receives the value of lane `source`."""
+        return [lanes[int(source) % WARP][0] for _, source in lanes]
+
+    @warp_wide
+    def ballot(lanes):
+        """A 32-bit mask with bit i set if lane i's predicate holds."""
+        mask = np.packbits([bool(predicate) for (predicate,) in lanes], bitorder="little").view(np.int32)[0]
+        return [mask] * WARP
+
+    @warp_wide
+    def match(lanes):
+        """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
+        alike = [[value == other for (other,) in lanes] for (value,) in lanes]
+        return list(np.packbits(alike, axis=1, bitorder="little").view(np.int32)[:, 0])
+
+    def _butterfly(lanes, combine):
+        values = [value for (value,) in lanes]
+        for distance in (16, 8, 4, 2, 1):
+            values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
+        return values
+
+    @warp_wide
+    def warp_sum(lanes):
+        """The sum over the warp, in every lane."""
+        return _butterfly(lanes, lambda a, b: a + b)
+
+    @warp_wide
+    def warp_max(lanes):
+        """The largest value of the warp, in every lane."""
+        return _butterfly(lanes, max)
+
+    @warp_wide
+    def sync_warp(lanes):
+        """Wait for all lanes of the warp and make their writes visible to each other."""
+        return [None] * WARP
+
+    def griddepcontrol_wait():
+        """Wait until all earlier kernels have ended and what they wrote is visible: here they have."""
+
+    def griddepcontrol_launch_dependents():
+        """Allow the next kernel to begin."""
+
+else:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+    def device_function(function):
+        """A function that kernels call; always inlined."""
+        return cuda.jit(function, device=True, forceinline=True)
+
+    @intrinsic
+    def widen(typingctx, value):
+        """An array element as float32."""
+        if value not in (types.float32, types.float16, types.uint16):
+            return None
+
+        def codegen(context, builder, signature, args):
+            if signature.args[0] == types.uint16:
+                bits = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
+                return builder.bitcast(bits, _F32)
+            return context.cast(builder, args[0], signature.args[0], types.float32)
+
+        return types.float32(value), codegen
+
+    @intrinsic
+    def narrow(typingctx, value, array):
+        """A float32 as an element of `array`, rounded to nearest even."""
+        if value != types.float32:
+            return None
+
+        def codegen(context, builder, signature, args):
+            element = signature.args[1].dtype
+            if element != types.uint16:
+                return context.cast(builder, args[0], types.float32, element)
+            # Round to nearest even on the bits. sm_90 has an instruction for this, older targets do not;
+            # either way the memory access next to it is what takes the time.
+            bits = builder.bitcast(args[0], _I32)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+            rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+            quiet_nan = builder.or_(bits, ir.Constant(_I32, 0x00400000))
+            is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+            result = builder.select(is_nan, quiet_nan, rounded)
+            return builder.trunc(builder.lshr(result, ir.Constant(_I32, 16)), _I16)
+
+        return array.dtype(value, array), codegen
+
+    @intrinsic
+    def float_as_int(typingctx, value):
+        """The 32 bits of a float32 as int32."""
+
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], _I32)
+
+        return types.int32(types.float32), codegen
+
+    @intrinsic
+    def int_as_float(typingctx, value):
+        """The float32 whose bits an int32 holds."""
+
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], _F32)
+
+        return types.float32(types.int32), codegen
+
+    @intrinsic
+    def exp2(typingctx, value):
+        """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_F32, [_F32])
+            return builder.call(ir.InlineAsm(function, "ex2.approx.ftz.f32 $0, $1;", "=f,f"), args)
+
+        return types.float32(types.float32), codegen
+
+    @intrinsic
+    def reciprocal(typingctx, value):
+        """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_F32, [_F32])
+            return builder.call(ir.InlineAsm(function, "rcp.approx.ftz.f32 $0, $1;", "=f,f"), args)
+
+        return types.float32(types.float32), codegen
+
+    @intrinsic
+    def inverse_sqrt(typingctx, value):
+        """1 / sqrt(value) of a positive float32, good to two units in the last place."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_F32, [_F32])
+            return builder.call(ir.InlineAsm(function, "rsqrt.approx.ftz.f32 $0, $1;", "=f,f"), args)
+
+        return types.float32(types.float32), codegen
+
+    @intrinsic
+    def multiply_wide(typingctx, a, b):
+        """(low, high) uint32 of the product of two uint32."""
+
+        def codegen(context, builder, signature, args):
+            # LLVM would make two multiplications of one whose halves are both used.
+            text = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+            function = ir.FunctionType(ir.LiteralStructType([_I32] * 2), [_I32] * 2)
+            halves = builder.call(ir.InlineAsm(function, text, "=r,=r,r,r"), args)
+            return context.make_tuple(
+                builder, signature.return_type, [builder.extract_value(halves, i) for i in range(2)]
+            )
+
+        return types.UniTuple(types.uint32, 2)(types.uint32, types.uint32), codegen
+
+    @intrinsic
+    def compiler_barrier(typingctx):
+        """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+
+        def codegen(context, builder, signature, args):
+            nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+            builder.call(nothing, [])
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    def _unpack(builder, element, kept, word):
+        """The elements in 32 bits, one or two, as they are kept: widened to float32, or integers as they are."""
+        if element.bitwidth == 32:
+            return [builder.bitcast(word, _F32 if kept == types.float32 else _I32)]
+        halves = [builder.trunc(builder.lshr(word, ir.Constant(_I32, shift)), _I16) for shift in (0, 16)]
+        if kept != types.float32:
+            return halves
+        if element == types.float16:
+            return [builder.fpext(builder.bitcast(half, ir.HalfType()), _F32) for half in halves]
+        low = builder.shl(word, ir.Constant(_I32, 16))
+        high = builder.and_(word, ir.Constant(_I32, 0xFFFF0000))
+        return [builder.bitcast(half, _F32) for half in (low, high)]
+
+    def _pack(builder, element, kept, values):
+        """The reverse; float32 are rounded to 16 bits in pairs, by one instruction."""
+        if element.bitwidth == 32:
+            return builder.bitcast(values[0], _I32)
+        if kept != types.float32:
+            low, high = (builder.zext(value, _I32) for value in values)
+            return builder.or_(low, builder.shl(high, ir.Constant(_I32, 16)))
+        kind = "f16" if element == types.float16 else "bf16"
+        function = ir.FunctionType(_I32, [_F32] * 2)
+        return builder.call(ir.InlineAsm(function, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"), values)
+
+    @functools.cache
+    def vector_access(count, access, bounded=False):
+        """(load, store) of `count` neighbouring elements of an array with one axis.
+
+        load(array, index, values, at): values[at + i] = array[index + i], widened.
+        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
+        keep what was stored. values: a local array of float32, or of the array's own type, integers that keep
+        their bits.
+        access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
+        bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
+        a multiple of access.
+        """
+
+        def pieces(context, builder, signature, args):
+            """(array's and values' elements, elements a piece, [(offset, exists, pointer)], pointer to values[at])."""
+            array_type, _, values_type, _ = signature.args
+            array = context.make_array(array_type)(context, builder, args[0])
+            values = context.make_array(values_type)(context, builder, args[2])
+            element = array_type.dtype
+            at_once = min(access, 128 // element.bitwidth)
+            bits = at_once * element.bitwidth
+            kind = ir.VectorType(_I32, bits // 32) if bits >= 32 else _I16
+            found = []
+            for offset in range(0, count, at_once):
+                index = builder.add(args[1], ir.Constant(_I64, offset))
+                inside = None
+                if bounded:
+                    inside = builder.icmp_signed("<", index, builder.extract_value(array.shape, 0))
+                    # What is outside is read from the start of the array and thrown away: no branch.
+                    index = builder.select(inside, index, ir.Constant(_I64, 0))
+                pointer = builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
+                found.append((offset, inside, pointer))
+            return element, values_type.dtype, at_once, found, builder.gep(values.data, [args[3]])
+
+        def fits(array, values):
+            """Whether arrays of these types go together."""
+            floats, words = (types.float32, types.float16, types.uint16), (types.int32, types.uint32, types.uint16)
+            widened = values.dtype == types.float32 and array.dtype in floats
+            return array.ndim == 1 and (widened or (values.dtype == array.dtype and array.dtype in words))
+
+        @intrinsic
+        def load(typingctx, array, index, values, at):
+            if not fits(array, values):
+                return None
+
+            def codegen(context, builder, signature, args):
+                element, kept, at_once, found, target = pieces(context, builder, signature, args)
+                for offset, inside, pointer in found:
+                    loaded = builder.load(pointer, align=at_once * element.bitwidth // 8)
+                    if inside is not None:
+                        loaded = builder.select(inside, loaded, ir.Constant(loaded.type, None))
+                    if loaded.type == _I16:
+                        words = [builder.zext(loaded, _I32)]
+                    else:
+                        words = [builder.extract_element(loaded, _I32(i)) for i in range(loaded.type.count)]
+                    wide = [value for word in words for value in _unpack(builder, element, kept, word)]
+                    for i, value in enumerate(wide[:at_once]):
+                        builder.store(value, builder.gep(target, [_I32(offset + i)]))
+                return context.get_dummy_value()
+
+            return types.void(array, types.int64, values, types.int64), codegen
+
+        @intrinsic
+        def store(typingctx, array, index, values, at):
+            if not fits(array, values):
+                return None
+
+            def codegen(context, builder, signature, args):
+                element, kept, at_once, found, source = pieces(context, builder, signature, args)
+                a_word = 32 // element.bitwidth
+                for offset, inside, pointer in found:
+                    places = [builder.gep(source, [_I32(offset + i)]) for i in range(at_once)]
+                    wide = [builder.load(place) for place in places]
+                    # A lone half shares its 32 bits with itself.
+                    wide += wide[:1] * (-at_once % a_word)
+                    words = [_pack(builder, element, kept, wide[i : i + a_word]) for i in range(0, len(wide), a_word)]
+                    if at_once < a_word:
+                        moved = builder.trunc(words[0], _I16)
+                    else:
+                        moved = ir.Constant(ir.VectorType(_I32, len(words)), ir.Undefined)
+                        for i, word in enumerate(words):
+                            moved = builder.insert_element(moved, word, _I32(i))
+                    if inside is None:
+                        builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
+                    else:
+                        with builder.if_then(inside):
+                            builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
+                    stored = [value for word in words for value in _unpack(builder, element, kept, word)]
+                    for place, value in zip(places, stored, strict=False):
+                        builder.store(value, place)
+                return context.get_dummy_value()
+
+            return types.void(array, types.int64, values, types.int64), codegen
+
+        return load, store
+
+    @device_function
+    def shuffle_xor(value, mask):
+        """Lane i receives the value of lane i ^ mask."""
+        return cuda.shfl_xor_sync(FULL_WARP, value, mask)
+
+    @device_function
+    def shuffle_down(value, delta):
+        """Lane i receives the value of lane i + delta, or keeps its own beyond lane 31."""
+        return cuda.shfl_down_sync(FULL_WARP, value, delta)
+
+    @device_function
+    def shuffle_up(value, delta):
+        """Lane i receives the value of lane i - delta, or keeps its own before lane 0."""
+        return cuda.shfl_up_sync(FULL_WARP, value, delta)
+
+    @device_function
+    def shuffle(value, source):
+        """Lane i receives the value of lane `source`."""
+        return cuda.shfl_sync(FULL_WARP, value, source)
+
+    @device_function
+    def ballot(predicate):
+        """A 32-bit mask with bit i set if lane i's predicate holds."""
+        return cuda.ballot_sync(FULL_WARP, predicate)
+
+    @device_function
+    def match(value):
+        """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
+        return cuda.match_any_sync(FULL_WARP, value)
+
+    @device_function
+    def warp_sum(value):
+        """The sum over the warp, in every lane."""
+        value += shuffle_xor(value, 16)
+        value += shuffle_xor(value, 8)
+        value += shuffle_xor(value, 4)
+        value += shuffle_xor(value, 2)
+        value += shuffle_xor(value, 1)
+        return value
+
+    @device_function
+    def warp_max(value):
+        """The largest value of the warp, in every lane."""
+        value = max(value, shuffle_xor(value, 16))
+        value = max(value, shuffle_xor(value, 8))
+        value = max(value, shuffle_xor(value, 4))
+        value = max(value, shuffle_xor(value, 2))
+        value = max(value, shuffle_xor(value, 1))
+        return value
+
+    @device_function
+    def sync_warp():
+        """Wait for all lanes of the warp and make their writes visible to each other."""
+        cuda.syncwarp(FULL_WARP)
+
+    def _since_sm90(text, doc):
+        """An intrinsic without operands: PTX of compute capability 9.0, nothing on GPUs before."""
+
+        def define(typingctx):
+            def codegen(context, builder, signature, args):
+                module = builder.module
+                name = bytearray(b"__CUDA_ARCH\0")
+                kind = ir.ArrayType(ir.IntType(8), len(name))
+                constant = module.globals.get("rlnumba_architecture")
+                if constant is None:
+                    constant = ir.GlobalVariable(module, kind, "rlnumba_architecture")
+                    constant.global_constant, constant.linkage = True, "internal"
+                    constant.initializer = ir.Constant(kind, name)
+                pointer = ir.IntType(8).as_pointer()
+                # NVVM puts the architecture in place of this call, and drops the branch that it does not take.
+                reflect = module.globals.get("__nvvm_reflect")
+                if reflect is None:
+                    reflect = ir.Function(module, ir.FunctionType(_I32, [pointer]), "__nvvm_reflect")
+                architecture = builder.call(reflect, [builder.bitcast(constant, pointer)])
+                with builder.if_then(builder.icmp_signed(">=", architecture, ir.Constant(_I32, 900))):
+                    assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", side_effect=True)
+                    builder.call(assembly, [])
+                return context.get_dummy_value()
+
+            return types.void(), codegen
+
+        define.__doc__ = doc
+        return intrinsic(define)
+
+    griddepcontrol_wait = _since_sm90(
+        "griddepcontrol.wait;", "Wait until all earlier kernels have ended and what they wrote is visible."
+    )
+    griddepcontrol_launch_dependents = _since_sm90(
+        "griddepcontrol.launch_dependents;", "Allow the next kernel to begin."
+    )
+
+
+def access_length(columns, *arrays):
+    """How many elements one access may move: what divides `columns`, fits into 16 bytes, and suits every address.
+
+    columns: how many elements a row of the arrays has. On the host, for vector_access.
+    """
+    length = 16 // max(array.itemsize for array in arrays)
+    while columns % length or any(_address(array) % (length * array.itemsize) for array in arrays):
+        length //= 2
+    return length
+
+
+def _address(array):
+    return array.data.ptr if device.name() == "cuda" else array.ctypes.data
+
+
+@device_function
+def block_sum(value, scratch):
+    """The sum over a one-dimensional block, in every thread.
+
+    scratch: shared array with at least one element a warp. The block's size is a multiple of 32. Warps
+    are added in their order, so the result does not depend on timing.
+    """
+    total = warp_sum(value)
+    if cuda.threadIdx.x % 32 == 0:
+        scratch[cuda.threadIdx.x // 32] = total
+    cuda.syncthreads()
+    total = scratch[0]
+    for warp in range(1, cuda.blockDim.x // 32):
+        total += scratch[warp]
+    # The next call may write scratch while a slow thread still reads it.
+    cuda.syncthreads()
+    return total
+
+
+@device_function
+def block_max(value, scratch):
+    """The largest value of a one-dimensional block, in every thread; scratch as in block_sum."""
+    largest = warp_max(value)
+    if cuda.threadIdx.x % 32 == 0:
+        scratch[cuda.threadIdx.x // 32] = largest
+    cuda.syncthreads()
+    largest = scratch[0]
+    for warp in range(1, cuda.blockDim.x // 32):
+        largest = max(largest, scratch[warp])
+    cuda.syncthreads()
+    return largest

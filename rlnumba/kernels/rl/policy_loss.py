@@ -1,0 +1,707 @@
+"""The policy losses of GRPO and its relatives, and their derivative with respect to the log-probs.
+
+With lp = logprobs, old = old_logprobs, ref = ref_logprobs, roll = rollout_logprobs, mask m, advantage A of the
+sequence, and c the importance ratio,
+
+    c = exp(lp - old)                                    importance_sampling_level "token"
+    c = exp(sum(m (lp - old)) / max(sum m, 1))           "sequence": one ratio for all tokens (GSPO)
+
+    grpo, bnpo, dr_grpo, dapo, luspo   loss_t = -min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A)
+    cispo                              loss_t = -[min(c, epsilon_high)] A lp          []: no gradient taken
+    sapo                               loss_t = -sigmoid(tau (c - 1)) 4 / tau A       tau by the sign of A
+    vespo                              loss_t = -[exp(lambda + k log w - lambda w)] A lp
+                                       log w = clip(sum m clip(lp - old, -20, 20) + log of the correction)
+
+    loss = sum over tokens of weight m (keep correction loss_t + beta kl)
+    kl = exp(ref - lp) - (ref - lp) - 1, times c with use_bias_correction_kl
+    keep = 0 where A < 0 and the mean of roll - lp over the sequence passes off_policy_mask_threshold, else 1
+    correction = exp(old - roll) of the token, or of the sum over the sequence: clipped ("truncate") or 0
+                 outside the bounds ("mask"); part of w in vespo
+
+What differs among grpo, bnpo, dr_grpo, dapo and luspo is the weight of a token; policy_loss_scale has the
+table. Masked tokens are left out before any exp, so garbage there does no harm.
+
+All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is
+float32, reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO),
+Yu et al. 2025 (DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Schulman 2020
+(the estimator of the KL divergence, "k3").
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, I32, check
+from rlnumba.kernels.ptx.warp import block_max, block_sum, device_function, warp_max, warp_sum
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
+
+# Threads that share a sequence.
+THREADS = 128
+MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
+
+# How a token's loss depends on the ratio. Five loss types share the first form.
+CLIP, CISPO, SAPO, VESPO = range(4)
+FORMS = {
+    "grpo": CLIP,
+    "bnpo": CLIP,
+    "dr_grpo": CLIP,
+    "dapo": CLIP,
+    "luspo": CLIP,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "vespo": VESPO,
+}
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+# Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
+# clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
+LOSS, TOKENS, RATIOS, CLIPPED_LOW, CLIPPED_HIGH, KL, DIFFERENCE, CORRECTED, CORRECTION = range(9)
+DIFFERENCE_MAX, CORRECTION_MAX, CLIPPED_HIGH_MAX = range(9, 12)
+CORRECTION_MIN, CLIPPED_LOW_MIN = range(12, 14)
+SUMS, EXTREMES, METRICS = 9, 12, 14
+
+# What a maximum or minimum of nothing is; policy_metrics leaves such values out.
+NOTHING = np.float32(3.0e38)
+LOG_RATIO_LIMIT = np.float32(20.0)
+LOG_SMALLEST = np.float32(math.log(1e-8))
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which loss, with TRL's names and meanings; None switches a term off.
+
+    epsilon_high: None means epsilon; for cispo it is the absolute cap of the ratio (ScaleRL: 5.0).
+    max_completion_length: tokens, needed by dr_grpo. importance_sampling_correction: None or one of CORRECTIONS,
+    with its bounds. Raises ValueError for values that contradict each other.
+    """
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = False
+    max_completion_length: int | None = None
+    importance_sampling_correction: str | None = None
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self):
+        def expect(holds, message):
+            if not holds:
+                raise ValueError(f"policy_loss: {message}")
+
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        expect(self.loss_type in FORMS, f"loss_type must be one of {', '.join(FORMS)}, got {self.loss_type!r}")
+        expect(
+            self.importance_sampling_level in ("token", "sequence"),
+            f"importance_sampling_level must be token or sequence, got {self.importance_sampling_level!r}",
+        )
+        expect(
+            self.importance_sampling_correction in (None, *CORRECTIONS),
+            f"importance_sampling_correction must be None or one of {', '.join(CORRECTIONS)}, "
+            f"got {self.importance_sampling_correction!r}",
+        )
+        expect(
+            low is None or high is None or low < high,
+            f"importance_sampling_clip_min must be below importance_sampling_clip_max, got {low} and {high}",
+        )
+        expect(
+            self.loss_type != "dr_grpo" or (self.max_completion_length or 0) > 0,
+            f"dr_grpo needs max_completion_length > 0, got {self.max_completion_length}",
+        )
+
+    @property
+    def sequence_level(self):
+        return self.importance_sampling_level == "sequence"
+
+    @property
+    def per_sequence_mean(self):
+        """Whether a token's weight has its sequence's number of tokens under it."""
+        return self.loss_type in ("grpo", "sapo")
+
+    @property
+    def upper(self):
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def correction_bounds(self):
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        return -math.inf if low is None else low, math.inf if high is None else high
+
+
+def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num_micro_batches):
+    """The `scale` of policy_loss for one micro-batch, so that adding up micro-batches gives the step's gradient.
+
+    num_sequences, num_tokens: of the whole optimizer batch (num_tokens: those with mask 1, on all ranks,
+    divided by the number of ranks). micro_batch_tokens: tokens with mask 1 of this micro-batch.
+
+    | loss_type          | weight of a token                                                    |
+    | ------------------ | -------------------------------------------------------------------- |
+    | grpo, sapo         | 1 / (num_sequences tokens of its sequence)                           |
+    | bnpo               | 1 / (micro_batch_tokens num_micro_batches)                           |
+    | dr_grpo            | 1 / (num_sequences max_completion_length)                            |
+    | dapo, cispo, vespo | 1 / num_tokens                                                       |
+    | luspo              | 1 / num_sequences                                                    |
+
+    All but bnpo's are independent of how the batch is cut into micro-batches. TRL divides by its micro-batch's
+    number of sequences and by the number of micro-batches, which is the same where all have one size.
+    """
+    if config.loss_type == "bnpo":
+        return 1.0 / (max(micro_batch_tokens, 1) * num_micro_batches)
+    if config.loss_type == "dr_grpo":
+        return 1.0 / (num_sequences * config.max_completion_length)
+    if config.loss_type in ("dapo", "cispo", "vespo"):
+        return 1.0 / max(num_tokens, 1)
+    return 1.0 / num_sequences
+
+
+@device_function
+def clamp(value, low, high):
+    """value within [low, high]; a NaN stays one, where a GPU's min and max would give a bound."""
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+
+
+@device_function
+def clip_surrogate(ratio, advantage, low, high, delta):
+    """(loss, d loss / d ratio) of the clipped surrogate; where both branches are equal, the slope of the first."""
+    if math.isnan(ratio):
+        return ratio, ratio
+    capped = min(ratio, delta) * advantage
+    clipped = clamp(ratio, low, high) * advantage
+    slope = np.float32(0.0)
+    if capped <= clipped:
+        if ratio <= delta:
+            slope = -advantage
+    elif low <= ratio and ratio <= high:
+        slope = -advantage
+    return -min(capped, clipped), slope
+
+
+@device_function
+def soft_surrogate(ratio, advantage, temperature):
+    """(loss, d loss / d ratio) of sapo."""
+    gate = np.float32(1.0) / (np.float32(1.0) + math.exp(-temperature * (ratio - np.float32(1.0))))
+    slope = -advantage * np.float32(4.0) * gate * (np.float32(1.0) - gate)
+    return -gate * np.float32(4.0) / temperature * advantage, slope
+
+
+@device_function
+def bounded(ratio, truncate, low, high):
+    """The correction's ratio within its bounds (truncate), or 0 outside them."""
+    if truncate:
+        return clamp(ratio, low, high)
+    if ratio < low or ratio > high:
+        return np.float32(0.0)
+    return ratio
+
+
+@device_function
+def bounded_log(ratio):
+    """log of a correction for vespo, within its limits; of 0 the lower one."""
+    if ratio <= np.float32(1e-8):
+        return LOG_SMALLEST
+    return clamp(np.float32(math.log(ratio)), LOG_SMALLEST, LOG_RATIO_LIMIT)
+
+
+@cuda.jit
+def policy_loss_kernel(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    rollout_logprobs,
+    advantages,
+    loss_mask,
+    cu_seqlens,
+    form,
+    sequence_level,
+    per_sequence_mean,
+    correct_tokens,
+    correct_sequence,
+    truncate,
+    bias_correction,
+    scale,
+    low,
+    high,
+    delta,
+    beta,
+    correction_low,
+    correction_high,
+    off_policy_threshold,
+    temperature_pos,
+    temperature_neg,
+    k_pos,
+    lambda_pos,
+    k_neg,
+    lambda_neg,
+    dlogprobs,
+    sequence_stats,
+):
+    """A block owns a sequence, a thread every THREADS-th token of it.
+
+    Pass 1 adds up what belongs to the sequence as a whole (tokens, log-ratios); pass 2 computes each token's
+    loss and the part of its gradient that is its own; at sequence level pass 3 spreads the gradient of the
+    common ratio over the tokens. Sums: a thread's tokens in order, then block_sum.
+    """
+    scratch = cuda.shared.array(32, np.float32)
+    sequence = cuda.blockIdx.x
+    thread = cuda.threadIdx.x
+    begin = cu_seqlens[sequence]
+    end = cu_seqlens[sequence + 1]
+    advantage = advantages[sequence]
+    zero = np.float32(0.0)
+    one = np.float32(1.0)
+
+    tokens = zero
+    log_ratio = zero
+    log_ratio_limited = zero
+    log_correction = zero
+    log_correction_limited = zero
+    drift = zero
+    for n in range(begin + thread, end, THREADS):
+        mask = np.float32(loss_mask[n])
+        if mask != zero:
+            change = logprobs[n] - old_logprobs[n]
+            tokens += mask
+            log_ratio += mask * change
+            log_ratio_limited += mask * clamp(change, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            drift += mask * (rollout_logprobs[n] - logprobs[n])
+            difference = old_logprobs[n] - rollout_logprobs[n]
+            log_correction += mask * difference
+            if correct_tokens:
+                ratio = bounded(np.float32(math.exp(difference)), truncate, correction_low, correction_high)
+                log_correction_limited += mask * bounded_log(ratio)
+    tokens = block_sum(tokens, scratch)
+    log_ratio = block_sum(log_ratio, scratch)
+    drift = block_sum(drift, scratch)
+    divisor = max(tokens, one)
+    sequence_ratio = np.float32(math.exp(log_ratio / divisor))
+    keep = one
+    if advantage < zero and drift / divisor > off_policy_threshold:
+        keep = zero
+    sequence_correction = one
+    if correct_sequence:
+        log_correction = block_sum(log_correction, scratch)
+        sequence_correction = bounded(np.float32(math.exp(log_correction)), truncate, correction_low, correction_high)
+
+    temperature = temperature_neg
+    if advantage > zero:
+        temperature = temperature_pos
+    phi = one
+    if form == VESPO:
+        k = k_neg
+        lam = lambda_neg
+        if advantage >= zero:
+            k = k_pos
+            lam = lambda_pos
+        log_weight = block_sum(log_ratio_limited, scratch)
+        if correct_tokens:
+            log_weight += block_sum(log_correction_limited, scratch)
+        if correct_sequence:
+            log_weight += bounded_log(sequence_correction)
+        log_weight = clamp(log_weight, LOG_SMALLEST, LOG_RATIO_LIMIT)
+        phi = np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
+
+    weight = scale
+    if per_sequence_mean:
+        weight = scale / divisor
+    loss = zero
+    shared_slope = zero
+    clipped_low = zero
+    clipped_high = zero
+    kl_sum = zero
+    difference_sum = zero
+    difference_max = -NOTHING
+    correction_sum = zero
+    correction_max = -NOTHING
+    correction_min = NOTHING
+    for n in range(begin + thread, end, THREADS):
+        mask = np.float32(loss_mask[n])
+        gradient = zero
+        if mask != zero:
+            ratio = sequence_ratio
+            if not sequence_level:
+                ratio = np.float32(math.exp(logprobs[n] - old_logprobs[n]))
+            token_loss = zero
+            ratio_slope = zero
+            if form == CLIP:
+                token_loss, ratio_slope = clip_surrogate(ratio, advantage, low, high, delta)
+            elif form == SAPO:
+                token_loss, ratio_slope = soft_surrogate(ratio, advantage, temperature)
+            else:
+                # cispo and vespo: policy gradient with a weight that has no gradient.
+                gradient = -advantage * (phi if form == VESPO else clamp(ratio, low, high))
+                token_loss = gradient * logprobs[n]
+            difference = old_logprobs[n] - rollout_logprobs[n]
+            difference_sum += mask * abs(difference)
+            difference_max = max(difference_max, abs(difference))
+            correction = sequence_correction
+            if correct_tokens:
+                correction = bounded(np.float32(math.exp(difference)), truncate, correction_low, correction_high)
+            correction_sum += mask * correction
+            correction_max = max(correction_max, correction)
+            correction_min = min(correction_min, correction)
+            factor = keep
+            if form != VESPO:
+                factor *= correction
+            token_loss *= factor
+            gradient *= factor
+            ratio_slope *= factor
+            if beta != zero:
+                change = ref_logprobs[n] - logprobs[n]
+                growth = np.float32(math.expm1(change))
+                kl = growth - change
+                kl_slope = -growth
+                if bias_correction:
+                    ratio_slope += beta * kl
+                    kl *= ratio
+                    kl_slope *= ratio
+                kl_sum += mask * kl
+                token_loss += beta * kl
+                gradient += beta * kl_slope
+            # A slope of 0 stays 0 where the ratio overflowed.
+            through_ratio = zero
+            if ratio_slope != zero:
+                through_ratio = ratio_slope * ratio
+            if sequence_level:
+                shared_slope += mask * weight * through_ratio
+            else:
+                gradient += through_ratio
+            loss += mask * weight * token_loss
+            gradient *= mask * weight
+            if advantage < zero and ratio < low:
+                clipped_low += mask
+            if advantage > zero and ratio > high:
+                clipped_high += mask
+        dlogprobs[n] = gradient
+    if sequence_level:
+        shared_slope = block_sum(shared_slope, scratch) / divisor
+        # Each thread reads back only what it wrote itself.
+        for n in range(begin + thread, end, THREADS):
+            mask = np.float32(loss_mask[n])
+            if mask != zero:
+                dlogprobs[n] += mask * shared_slope
+
+    loss = block_sum(loss, scratch)
+    clipped_low = block_sum(clipped_low, scratch)
+    clipped_high = block_sum(clipped_high, scratch)
+    kl_sum = block_sum(kl_sum, scratch)
+    difference_sum = block_sum(difference_sum, scratch)
+    difference_max = block_max(difference_max, scratch)
+    correction_sum = block_sum(correction_sum, scratch)
+    correction_max = block_max(correction_max, scratch)
+    correction_min = -block_max(-correction_min, scratch)
+    if thread == 0:
+        ratios = tokens
+        if sequence_level:
+            ratios = one
+            # The ratio of a sequence without tokens is that of nothing.
+            clipped_low = one if tokens > zero and advantage < zero and sequence_ratio < low else zero
+            clipped_high = one if tokens > zero and advantage > zero and sequence_ratio > high else zero
+        corrected = tokens
+        if correct_sequence:
+            corrected = one
+            correction_sum = sequence_correction
+            correction_max = sequence_correction
+            correction_min = sequence_correction
+        stats = sequence_stats[sequence]
+        stats[LOSS] = loss
+        stats[TOKENS] = tokens
+        stats[RATIOS] = ratios
+        stats[CLIPPED_LOW] = clipped_low
+        stats[CLIPPED_HIGH] = clipped_high
+        stats[KL] = kl_sum
+        stats[DIFFERENCE] = difference_sum
+        stats[CORRECTED] = corrected
+        stats[CORRECTION] = correction_sum
+        stats[DIFFERENCE_MAX] = difference_max
+        stats[CORRECTION_MAX] = correction_max
+        stats[CLIPPED_HIGH_MAX] = clipped_high / ratios if ratios > zero else -NOTHING
+        stats[CORRECTION_MIN] = correction_min
+        stats[CLIPPED_LOW_MIN] = clipped_low / ratios if ratios > zero else NOTHING
+
+
+@cuda.jit
+def reduce_stats_kernel(sequence_stats, loss, metrics):
+    """A warp owns a column of sequence_stats (B, METRICS); lane l takes rows l, l + 32, ... in order."""
+    column = cuda.blockIdx.x
+    lane = cuda.threadIdx.x
+    value = np.float32(0.0) if column < SUMS else -NOTHING
+    for row in range(lane, sequence_stats.shape[0], 32):
+        if column < SUMS:
+            value += sequence_stats[row, column]
+        elif column < EXTREMES:
+            value = max(value, sequence_stats[row, column])
+        else:
+            value = max(value, -sequence_stats[row, column])
+    value = warp_sum(value) if column < SUMS else warp_max(value)
+    if lane == 0:
+        metrics[column] = value if column < EXTREMES else -value
+        if column == LOSS:
+            loss[0] += value
+
+
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    rollout_logprobs,
+    advantages,
+    loss_mask,
+    cu_seqlens,
+    config,
+    scale,
+    loss,
+    dlogprobs,
+    sequence_stats,
+    metrics,
+):
+    """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
+
+    logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's
+    log-probs) (N,) float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,)
+    float32; loss_mask (N,) float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a
+    PolicyLossConfig; scale from policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32,
+    sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima that
+    policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for
+    other shapes or dtypes, and where config asks for log-probs that are None.
+    """
+    (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
+    (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
+    check("policy_loss", "old_logprobs", old_logprobs, (tokens,), F32)
+    check("policy_loss", "loss_mask", loss_mask, (tokens,), MASKS)
+    check("policy_loss", "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
+    check("policy_loss", "loss", loss, (1,), F32)
+    check("policy_loss", "dlogprobs", dlogprobs, (tokens,), F32)
+    check("policy_loss", "sequence_stats", sequence_stats, (sequences, METRICS), F32)
+    check("policy_loss", "metrics", metrics, (METRICS,), F32)
+    if ref_logprobs is not None:
+        check("policy_loss", "ref_logprobs", ref_logprobs, (tokens,), F32)
+    elif config.beta:
+        raise ValueError(f"policy_loss: beta {config.beta} needs ref_logprobs, got None")
+    if rollout_logprobs is not None:
+        check("policy_loss", "rollout_logprobs", rollout_logprobs, (tokens,), F32)
+    elif config.importance_sampling_correction:
+        raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
+    if device.name() == "cpu":
+        total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(
+            logprobs,
+            old_logprobs,
+            ref_logprobs,
+            rollout_logprobs,
+            advantages,
+            loss_mask,
+            cu_seqlens,
+            config,
+            scale,
+        )
+        loss += np.float32(total)
+        metrics[...] = reduce_stats(sequence_stats)
+        return
+    form = FORMS[config.loss_type]
+    level, _, bounds = (config.importance_sampling_correction or "_").partition("_")
+    launch(
+        policy_loss_kernel,
+        sequences,
+        THREADS,
+        logprobs,
+        old_logprobs,
+        logprobs if ref_logprobs is None else ref_logprobs,
+        old_logprobs if rollout_logprobs is None else rollout_logprobs,
+        advantages,
+        loss_mask,
+        cu_seqlens,
+        form,
+        int(config.sequence_level),
+        int(config.per_sequence_mean),
+        int(level == "token"),
+        int(level == "sequence"),
+        int(bounds == "truncate"),
+        int(config.use_bias_correction_kl),
+        float(scale),
+        *map(float, ratio_range(config)),
+        math.inf if config.delta is None else float(config.delta),
+        float(config.beta),
+        *map(float, config.correction_bounds),
+        math.inf if config.off_policy_mask_threshold is None else float(config.off_policy_mask_threshold),
+        float(config.sapo_temperature_pos),
+        float(config.sapo_temperature_neg),
+        float(config.vespo_k_pos),
+        float(config.vespo_lambda_pos),
+        float(config.vespo_k_neg),
+        float(config.vespo_lambda_neg),
+        dlogprobs,
+        sequence_stats,
+    )
+    launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
+
+
+def ratio_range(config):
+    """(low, high): the range in which the ratio counts as not clipped. cispo caps the ratio at epsilon_high."""
+    form = FORMS[config.loss_type]
+    if form == CISPO:
+        return -math.inf, config.upper
+    if form == CLIP:
+        return 1.0 - config.epsilon, 1.0 + config.upper
+    return -math.inf, math.inf
+
+
+def reduce_stats(stats):
+    """Metrics (METRICS,) of sequences, or of micro-batches, from their rows (n, METRICS), n > 0; on the host."""
+    return np.concatenate(
+        [
+            stats[:, :SUMS].sum(axis=0),
+            stats[:, SUMS:EXTREMES].max(axis=0, initial=-NOTHING),
+            stats[:, EXTREMES:].min(axis=0, initial=NOTHING),
+        ]
+    )
+
+
+def policy_metrics(stats, config, rollout=False):
+    """TRL's metrics, a dict of floats, of an optimizer step from its micro-batches' metrics (n, METRICS), host.
+
+    rollout: whether rollout_logprobs were given. Means are over all tokens of the step (at sequence level, over
+    all sequences); low_min and high_max are extremes over sequences. The sum of losses is the step's loss, as
+    each micro-batch's scale already divides by the whole. Source of names: TRL's GRPOTrainer.
+    """
+    total = reduce_stats(np.asarray(stats, np.float64))
+    ratios, tokens = max(total[RATIOS], 1.0), max(total[TOKENS], 1.0)
+    found = {}
+    if FORMS[config.loss_type] == CLIP:
+        found["clip_ratio/low_mean"] = total[CLIPPED_LOW] / ratios
+        found["clip_ratio/low_min"] = total[CLIPPED_LOW_MIN]
+        found["clip_ratio/high_mean"] = total[CLIPPED_HIGH] / ratios
+        found["clip_ratio/high_max"] = total[CLIPPED_HIGH_MAX]
+        found["clip_ratio/region_mean"] = (total[CLIPPED_LOW] + total[CLIPPED_HIGH]) / ratios
+    elif FORMS[config.loss_type] == CISPO:
+        found["cispo_clip_ratio"] = total[CLIPPED_HIGH] / ratios
+    if config.beta:
+        found["kl"] = total[KL] / tokens
+    if rollout:
+        found["sampling/sampling_logp_difference/mean"] = total[DIFFERENCE] / tokens
+        found["sampling/sampling_logp_difference/max"] = total[DIFFERENCE_MAX]
+    if config.importance_sampling_correction:
+        found["sampling/importance_sampling_ratio/min"] = total[CORRECTION_MIN]
+        found["sampling/importance_sampling_ratio/mean"] = total[CORRECTION] / max(total[CORRECTED], 1.0)
+        found["sampling/importance_sampling_ratio/max"] = total[CORRECTION_MAX]
+    return {name: float(value) for name, value in found.items() if abs(value) < NOTHING}
+
+
+def policy_loss_ref(
+    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale
+):
+    """(loss, dlogprobs, sequence_stats) of policy_loss, in float64."""
+    sequences = len(advantages)
+    owner = np.repeat(np.arange(sequences), np.diff(cu_seqlens))
+    mask = np.asarray(loss_mask, np.float64)
+    active = mask != 0
+    behaviour = old_logprobs if rollout_logprobs is None else rollout_logprobs
+
+    def minus(a, b):
+        return np.where(active, a.astype(np.float64) - b, 0.0)
+
+    def by_sequence(values):
+        return np.bincount(owner, weights=mask * values, minlength=sequences)
+
+    tokens = by_sequence(1.0)
+    divisor = np.maximum(tokens, 1.0)
+    advantage = advantages.astype(np.float64)[owner]
+    log_ratio = minus(logprobs, old_logprobs)
+    ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if config.sequence_level else log_ratio)
+
+    correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
+    level, _, bounds = (config.importance_sampling_correction or "").partition("_")
+    if level:
+        difference = minus(old_logprobs, behaviour)
+        correction = np.exp(by_sequence(difference) if level == "sequence" else difference)
+        least, most = config.correction_bounds
+        inside = (least <= correction) & (correction <= most)
+        correction = np.clip(correction, least, most) if bounds == "truncate" else np.where(inside, correction, 0.0)
+        log_correction = np.clip(np.log(np.maximum(correction, 1e-8)), None, 20.0)
+        if level == "sequence":
+            sequence_correction, correction = correction, correction[owner]
+        else:
+            log_correction = by_sequence(log_correction)
+
+    form, (low, high) = FORMS[config.loss_type], ratio_range(config)
+    slope, gradient = np.zeros(len(mask)), np.zeros(len(mask))
+    if form == CLIP:
+        delta = math.inf if config.delta is None else config.delta
+        capped, clipped = np.minimum(ratio, delta) * advantage, np.clip(ratio, low, high) * advantage
+        token_loss = -np.minimum(capped, clipped)
+        slope = -advantage * np.where(capped <= clipped, ratio <= delta, (low <= ratio) & (ratio <= high))
+        slope = np.where(np.isnan(ratio), ratio, slope)
+    elif form == SAPO:
+        tau = np.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+        gate = 1.0 / (1.0 + np.exp(-tau * (ratio - 1.0)))
+        token_loss, slope = -gate * 4.0 / tau * advantage, -4.0 * gate * (1.0 - gate) * advantage
+    else:
+        pull = np.minimum(ratio, high)
+        if form == VESPO:
+            log_w = np.clip(by_sequence(np.clip(log_ratio, -20.0, 20.0)) + log_correction, math.log(1e-8), 20.0)
+            k = np.where(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg)
+            lam = np.where(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
+            pull = np.exp(lam + k * log_w - lam * np.exp(log_w))[owner]
+        gradient = -pull * advantage
+        token_loss = gradient * np.where(active, logprobs, 0.0)
+
+    factor = np.ones(len(mask)) if form == VESPO else correction
+    if config.off_policy_mask_threshold is not None:
+        far = by_sequence(minus(behaviour, logprobs)) / divisor > config.off_policy_mask_threshold
+        factor = np.where(far[owner] & (advantage < 0), 0.0, factor)
+    token_loss, gradient, slope = token_loss * factor, gradient * factor, slope * factor
+    kl = np.zeros(len(mask))
+    if config.beta:
+        change = minus(ref_logprobs, logprobs)
+        kl, kl_slope = np.expm1(change) - change, -np.expm1(change)
+        if config.use_bias_correction_kl:
+            slope = slope + config.beta * kl
+            kl, kl_slope = kl * ratio, kl_slope * ratio
+        token_loss, gradient = token_loss + config.beta * kl, gradient + config.beta * kl_slope
+
+    weight = np.where(active, scale / divisor[owner] if config.per_sequence_mean else scale, 0.0)
+    through = np.where(slope == 0, 0.0, weight * slope * np.where(slope == 0, 0.0, ratio))
+    if config.sequence_level:
+        through = (by_sequence(through) / divisor)[owner]
+    dlogprobs = mask * (weight * gradient + through)
+
+    ratios = np.ones(sequences) if config.sequence_level else tokens
+    clipped_low, clipped_high = (
+        by_sequence(flags) / (divisor if config.sequence_level else 1.0)
+        for flags in ((ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
+    )
+
+    stats = np.zeros((sequences, METRICS))
+    stats[:, LOSS], stats[:, KL] = by_sequence(weight * token_loss), by_sequence(kl)
+    stats[:, TOKENS], stats[:, RATIOS] = tokens, ratios
+    stats[:, CLIPPED_LOW], stats[:, CLIPPED_HIGH] = clipped_low, clipped_high
+    stats[:, CLIPPED_LOW_MIN] = np.where(ratios > 0, clipped_low / np.maximum(ratios, 1.0), NOTHING)
+    stats[:, CLIPPED_HIGH_MAX] = np.where(ratios > 0, clipped_high / np.maximum(ratios, 1.0), -NOTHING)
+    difference = np.abs(minus(old_logprobs, behaviour))
+    stats[:, DIFFERENCE] = by_sequence(difference)
+    stats[:, DIFFERENCE_MAX] = -NOTHING
+    np.maximum.at(stats[:, DIFFERENCE_MAX], owner[active], difference[active])
+    if level == "sequence":
+        stats[:, CORRECTED] = 1.0
+        stats[:, [CORRECTION, CORRECTION_MAX, CORRECTION_MIN]] = sequence_correction[:, None]
+    else:
+        stats[:, CORRECTED], stats[:, CORRECTION] = tokens, by_sequence(correction)
+        stats[:, CORRECTION_MAX], stats[:, CORRECTION_MIN] = -NOTHING, NOTHING
+        np.maximum.at(stats[:, CORRECTION_MAX], owner[active], correction[active])
+        np.minimum.at(stats[:, CORRECTION_MIN], owner[active], correction[active])
+    return stats[:, LOSS].sum(), dlogprobs, stats

@@ -1,0 +1,162 @@
+"""Which machine does the work: chosen once for a process, before any kernel is launched.
+
+| device | `cuda`        | arrays | for                                                              |
+| ------ | ------------- | ------ | ---------------------------------------------------------------- |
+| cuda   | numba-cuda    | CuPy   | real work                                                        |
+| cpu    | never called  | NumPy  | any machine: every operator runs its reference, float32          |
+| sim    | the simulator | NumPy  | the kernels themselves, thread by thread, under pdb; tiny shapes |
+
+`cuda`, the module whose `jit` decorates every kernel, can be imported on all three: decorating compiles
+nothing. No other module imports numba.cuda or cupy first.
+"""
+
+import os
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from rlnumba.errors import ConfigError, DeviceError
+
+DEVICES = ("auto", "cuda", "sim", "cpu")
+# Former names that stay accepted.
+ALIASES = {"numpy": "cpu"}
+
+_chosen = None
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def _simulator_asked_for():
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
+
+def select(wanted="auto"):
+    """Choose the device of this process and return its name: "cuda", "sim" or "cpu".
+
+    `auto` is the simulator if NUMBA_ENABLE_CUDASIM=1 is set, else the GPU if one answers, else NumPy.
+    Raises ConfigError for an unknown name, and DeviceError for a device that is not there, or if another
+    one was chosen before. Never falls back to another device than the one asked for.
+    """
+    global _chosen
+    wanted = ALIASES.get(wanted, wanted)
+    if wanted not in DEVICES:
+        raise ConfigError(f"--device or RLNUMBA_DEVICE: must be one of {', '.join(DEVICES)}, got {wanted!r}")
+    if _chosen is not None:
+        if wanted not in ("auto", _chosen):
+            raise DeviceError(f"device {wanted} asked for, but this process already runs on {_chosen}")
+        return _chosen
+    if wanted == "auto":
+        wanted = "sim" if _simulator_asked_for() else "cuda" if _gpu_problem() is None else "cpu"
+    elif wanted == "cuda":
+        problem = _gpu_problem()
+        if problem is not None:
+            raise DeviceError(f"device cuda: {problem}")
+    elif wanted == "sim" and not _simulator_asked_for():
+        if "numba" in sys.modules:
+            raise DeviceError("device sim: set NUMBA_ENABLE_CUDASIM=1 before Python starts")
+        os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+    _chosen = wanted
+    return _chosen
+
+
+def _gpu_problem():
+    """None if a GPU answers, else one line that says what is missing and how to get it."""
+    if _simulator_asked_for():
+        return "NUMBA_ENABLE_CUDASIM is set, so kernels would run in the simulator; unset it"
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed; pip install 'rlnumba[cuda12]' or 'rlnumba[cuda13]'"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no GPU answers ({error}); is the NVIDIA driver installed?"
+    return None if count else "the driver sees no GPU"
+
+
+def name():
+    """The chosen device; the first call chooses by RLNUMBA_DEVICE, or `auto` if that is unset or empty."""
+    return _chosen or select(os.environ.get("RLNUMBA_DEVICE") or "auto")
+
+
+def xp():
+    """The array module: cupy on the GPU, else numpy."""
+    if name() == "cuda":
+        import cupy
+
+        return cupy
+    return np
+
+
+def dtype(dtype_name):
+    """The NumPy dtype of "float32", "float16" or "bfloat16"; ConfigError for any other name."""
+    if dtype_name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype_name!r}")
+    return DTYPES[dtype_name]
+
+
+def asarray(array):
+    """A NumPy array (or what makes one) as an array of the device."""
+    return xp().asarray(array)
+
+
+def to_host(array):
+    """An array of the device (or of NumPy already) as a NumPy array; waits for the device."""
+    if name() == "cuda":
+        import cupy
+
+        return cupy.asnumpy(array)
+    return np.asarray(array)
+
+
+def synchronize():
+    """Wait until the device has done all work given to it."""
+    if name() == "cuda":
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+
+
+def memory_info():
+    """(free, total) bytes of the device's memory; of the machine's on cpu and sim."""
+    if name() == "cuda":
+        import cupy
+
+        return cupy.cuda.runtime.memGetInfo()
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def describe():
+    """One line for people: the device's name and memory."""
+    if name() == "cuda":
+        import cupy
+
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        return f"cuda: {properties['name'].decode()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+    if name() == "sim":
+        return "sim: kernels run in Numba's CUDA simulator, thread by thread"
+    return f"cpu: {os.cpu_count()} CPU cores, float32"
+
+
+def __getattr__(attribute):
+    # `cuda` is resolved at its first use, because importing numba fixes simulator or hardware for good.
+    if attribute == "cuda":
+        if name() == "cuda":
+            # CuPy makes the context that Numba then shares.
+            import cupy
+
+            cupy.cuda.Device().use()
+        if name() == "sim":
+            from rlnumba.runtime.simulator import SimulatedCuda
+
+            return SimulatedCuda()
+        from numba import cuda
+
+        return cuda
+    raise AttributeError(f"module {__name__} has no attribute {attribute!r}")

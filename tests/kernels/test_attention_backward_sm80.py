@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+
+from rlnumba.kernels.attention.backward import attention_backward_ref
+from rlnumba.kernels.attention.ops import attention_ref
+from rlnumba.kernels.attention.sm80_backward import (
+    KeyTile,
+    RowTile,
+    attend_backward,
+    key_tile,
+    row_tile,
+    sm80_dkv_kernel,
+    sm80_dq_kernel,
+)
+from rlnumba.runtime import device
+from tests.close import assert_close, assert_same_bits
+
+
+def bounds(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile=None, rows_tile=None):
+    """Compare dq, dk and dv with float64; returns them on the host."""
+    tokens, kind, scale, starts = sum(lengths), device.dtype(dtype), head_dim**-0.5, bounds(lengths)
+    shapes = [(tokens, h, head_dim) for h in (heads, heads, kv_heads, kv_heads)]
+    dout, q, k, v = (rng.standard_normal(shape).astype(kind) for shape in shapes)
+    k *= kind.type(2)
+    out, lse = attention_ref(q, k, v, starts, scale)
+    gradients = [device.xp().full(x.shape, np.nan, kind) for x in (q, k, v)]
+    arrays = [device.asarray(x) for x in (dout, q, k, v, out.astype(kind), lse.astype(np.float32), starts)]
+    attend_backward(*arrays, max(lengths), scale, *gradients, keys_tile, rows_tile)
+    expected = attention_backward_ref(dout, q, k, v, starts, scale)
+    for name, actual, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+        # p and ds are rounded before they multiply, and delta holds out's rounding.
+        size = 4 * np.max(np.abs(wanted), initial=1.0)
+        assert_close(actual, wanted, terms=head_dim + max(lengths), scale=size, what=name)
+    return [device.to_host(gradient) for gradient in gradients]
+
+
+SIMULATED = [
+    # Ragged sequences, more tiles than stages, a warp without keys or rows, two heads a key head.
+    ([5, 0, 35], 2, 1, 16, "bfloat16", KeyTile(16, "bfloat16", 2, 32, 2), RowTile(16, "bfloat16", 2, 1)),
+    # Padded columns, and rows that do not stay in registers.
+    ([18], 3, 1, 24, "float16", KeyTile(24, "float16", 1, 32, 1), RowTile(24, "float16", 1, 2, False)),
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile", SIMULATED)
+def test_simulator(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile):
+    run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile)
+
+
+def test_every_chosen_tile_is_possible():
+    for limit in (99 * 1024, 163 * 1024, 227 * 1024):
+        for head_dim in range(8, 264, 8):
+            for tile in (key_tile(head_dim, "bfloat16", limit), row_tile(head_dim, "bfloat16", limit)):
+                assert tile.shared_bytes <= limit
+
+
+# Compute capabilities, and the shared memory of a block there.
+GPUS = [((8, 0), 163 * 1024), ((8, 6), 99 * 1024), ((9, 0), 227 * 1024), ((12, 0), 99 * 1024)]
+
+
+@pytest.mark.parametrize("architecture, limit", GPUS, ids=str)
+def test_kernels_compile_for_gpus(compile_offline, architecture, limit):
+    """Without a spill, whatever the GPU."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the numpy device")
+    x, f = "uint16[:,:,::1]", "float32[:,::1]"
+    types = [x, x, x, x, f, f, "int32[::1]", "float32", x]
+    troubles = compile_offline(sm80_dkv_kernel(key_tile(128, "bfloat16", limit)), [*types, x], architecture)
+    troubles += compile_offline(sm80_dq_kernel(row_tile(128, "bfloat16", limit)), types, architecture)
+    assert not troubles, "\n".join(troubles)
+
+
+SHAPES = [(16, 8, 128), (6, 6, 48), (8, 2, 80), (9, 3, 64), (4, 1, 256), (12, 1, 96), (4, 2, 72)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpu(shape, dtype):
+    """Against float64, and twice: the same bits."""
+    lengths = [1, 7, 64, 129, 500, 1000, 1400] if shape == (16, 8, 128) else [1, 31, 0, 63, 64, 65, 200]
+    first, second = (run(np.random.default_rng(0), lengths, *shape, dtype) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpu_tiles(shape):
+    """The tiles of GPUs with less shared memory."""
+    run(
+        np.random.default_rng(0), [130, 65, 300], *shape, "bfloat16",
+        key_tile(shape[2], "bfloat16", 99 * 1024), row_tile(shape[2], "bfloat16", 99 * 1024),
+    )  # fmt: skip

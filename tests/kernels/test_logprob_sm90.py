@@ -1,0 +1,339 @@
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.sm90 import Tile, sm90_product
+from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.logprob.ops import IGNORED, linear_logp_backward_ref, linear_logp_ref
+from rlnumba.kernels.logprob.sm90 import HeadTile, block_rows, chunk_columns, may_lead, slab_division
+from rlnumba.kernels.sampling.ops import sample
+from rlnumba.runtime import device, dispatch
+from tests.close import ROUNDING, assert_close, assert_same_bits
+from tests.kernels.test_logprob import NAMES, one_and_two_calls
+
+pytestmark = pytest.mark.sm90
+QWEN3_06B = (16_384, 151_936, 1024)
+CHECKED = 64
+
+
+def make(rng, rows, vocabulary, width, dtype, ignored=True):
+    """(hidden, weight, ids, dlogp) on the host; logits of a few units."""
+    kind = device.dtype(dtype)
+    hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
+    weight = (3 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
+    ids = rng.integers(0, vocabulary, rows).astype(np.int32)
+    if ignored:
+        ids[2::5] = IGNORED
+    return hidden, weight, ids, rng.standard_normal(rows, np.float32)
+
+
+def terms(rows):
+    """Arrays for logp, lse, entropy, top1."""
+    xp = device.xp()
+    return [xp.full(rows, np.nan, np.float32) for _ in range(3)] + [xp.full(rows, -7, np.int32)]
+
+
+@pytest.fixture
+def fused():
+    """The operators of logprob.py take the Hopper kernels."""
+    with dispatch.forced("sm90"):
+        yield
+
+
+def check_terms(out, case, temperature, rows=slice(None)):
+    hidden, weight, ids, _ = case
+    live = ids[rows] != IGNORED
+    h, w = hidden[rows].astype(np.float64), weight.astype(np.float64)
+    expected = linear_logp_ref(h, w, ids[rows], temperature)
+    size = (15 + np.log(len(weight))) / temperature
+    logp, lse, entropy, top1 = (device.to_host(array)[rows] for array in out)
+    for actual, value, what in zip((logp, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
+        assert_close(actual, value, "float32", terms=weight.shape[1], scale=size, what=what)
+    assert np.all((top1 == -1) == ~live)
+    logits = h[live] @ w.T
+    chosen = np.take_along_axis(logits, top1[live, None], 1)[:, 0]
+    assert_close(chosen, logits.max(axis=1, initial=-np.inf), "float32", weight.shape[1], size, "the logit of top1")
+
+
+def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.0):
+    """lost: relative roundings of dz, in units of the dtype's; rows outside `checked` have dlogp 0."""
+    hidden, weight, ids, dlogp = case
+    h, w = hidden[checked].astype(np.float64), weight.astype(np.float64)
+    dh, dw, _ = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
+    rounding = lost * 4 * ROUNDING[hidden.dtype.name] / ROUNDING["float32"]
+    spread = float(np.abs(dlogp).max()) / temperature
+    largest = float(np.abs(w).max()) * spread
+    dhidden = device.to_host(dhidden)
+    assert_close(dhidden[checked], dh, terms=len(weight) + rounding, scale=2 * largest, what="dhidden")
+    assert not np.delete(dhidden, checked, axis=0).any()
+    scale = 2 * spread * float(np.abs(h).max()) + before
+    # dz is rounded to 16 bits, dweight is not.
+    assert_close(dweight, dw + before, hidden.dtype.name, terms=len(checked) + 400, scale=lost * scale, what="dweight")
+
+
+SIMULATED = HeadTile("bfloat16", "terms", groups=1, stages=2, entropy=True, top1=True)
+
+
+def no_gpu():
+    if device.name() == "cuda":
+        pytest.skip("the gpu tests have this")
+
+
+@pytest.mark.sim
+def test_simulator_forward(rng):
+    """Two tiles of columns, the second ragged; the bits are those that a sampler finds in float32 logits."""
+    no_gpu()
+    case = make(rng, 5, 300, 72, "bfloat16", ignored=False)
+    hidden, weight, ids, _ = case
+    out = terms(5)
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, tile=SIMULATED)
+    check_terms(out, case, 0.8)
+    logits = np.empty((5, 300), np.float32)
+    sm90_product(Tile(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
+    plain = terms(5)
+    logprob._logp_of_rows(logits, None, ids, 0.8, *plain)
+    for one, other, what in zip(out, plain, ("logp", "lse", "entropy", "top1"), strict=True):
+        assert_same_bits(one, other, what)
+
+
+@pytest.mark.sim
+def test_simulator_two_consumers(rng):
+    """More rounds than stages, two tiles for one block, one consumer after the other; neither entropy nor top1."""
+    no_gpu()
+    case = make(rng, 66, 257, 136, "float16", ignored=False)
+    hidden, weight, ids, _ = case
+    logp, lse = terms(66)[:2]
+    logprob_sm90.linear_logp(hidden, weight, ids, 1.0, logp, lse, tile=HeadTile("float16", "terms", 2, 2, 1))
+    expected = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids)
+    assert_close(logp, expected[0], terms=136, scale=20.0, what="logp")
+    assert_close(lse, expected[1], terms=136, scale=20.0, what="lse")
+
+
+@pytest.mark.sim
+def test_simulator_backward(rng, monkeypatch):
+    """Two chunks of the vocabulary, the second narrower."""
+    no_gpu()
+    case = make(rng, 20, 300, 64, "bfloat16", ignored=False)
+    hidden, weight, ids, dlogp = case
+    lse = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
+    monkeypatch.setattr(logprob_sm90, "EXTRA_BYTES", 20 * (8 * 64 + 2 * 256) + 100)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    tile = HeadTile("bfloat16", "gradient", groups=1, stages=2)
+    logprob_sm90.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, tile=tile)
+    check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype, temperature", [("bfloat16", 1.3), ("bfloat16", 0.05), ("float16", 1.3)])
+def test_simulator_with_gradient(rng, dtype, temperature):
+    """Two blocks of rows, the second shorter; two slabs of a vocabulary of two tiles, the second ragged.
+
+    At a low temperature some rows have logits too far above their target's for one reference.
+    """
+    no_gpu()
+    case = make(rng, 66, 300, 64, dtype, ignored=False)
+    hidden, weight, ids, dlogp = case
+    out = terms(66)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    logp, lse, entropy, top1 = out
+    arguments = (hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    tile = SIMULATED._replace(element=dtype, mode="exponentials")
+    logprob_sm90.linear_logp_with_gradient(*arguments, tile=tile, shape=(64, 2))
+    check_terms(out, case, temperature)
+    check_gradient(dhidden, dweight, case, temperature, np.arange(66), lost=2)
+    far = -logp * np.log2(np.e) > logprob_sm90.REACH["bfloat16"]
+    assert far.any() == (temperature < 0.1) and not far.all()
+
+
+@pytest.mark.sim
+def test_simulator_short_last_slab(rng, monkeypatch):
+    """On three SMs two tiles of five rounds are two of four, and for the third SM two of one."""
+    no_gpu()
+    monkeypatch.setattr(logprob_sm90, "processors", lambda: 3)
+    assert slab_division(5, 2, 2) == (4, 4)
+    case = make(rng, 66, 300, 64, "bfloat16", ignored=False)
+    hidden, weight, ids, dlogp = case
+    out = terms(66)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    logp, lse, entropy, top1 = out
+    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    tile = SIMULATED._replace(mode="exponentials")
+    logprob_sm90.linear_logp_with_gradient(*arguments, tile=tile, shape=(128, 2))
+    check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
+
+
+def test_slab_division(monkeypatch):
+    """Slabs cover all rounds, none is empty, and no division with fewer slabs has a shorter longest SM."""
+    monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
+    assert slab_division(2374, 24, 6) == (432, 432) and slab_division(2374, 24, 5) == (475, 475)
+    for rounds in (1, 7, 100, 2374):
+        for tiles in (1, 8, 24, 100, 131, 132, 500):
+            before = math.inf
+            for slabs in range(1, 18):
+                length, longest = slab_division(rounds, tiles, slabs)
+                assert 0 < -(-rounds // length) <= slabs
+                assert longest * 132 >= tiles * rounds and longest <= before
+                before = longest
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("rows", "without", "blocks", "accumulate"), [(170, 200, [128, 7], False), (11, 3, [6], True), (11, 1, [1], False)]
+)
+def test_simulator_operator(rng, monkeypatch, rows, without, blocks, accumulate):
+    """The operator in one pass: few rows have no gradient, some, or all but one."""
+    no_gpu()
+    called = []
+    one_pass = logprob_sm90.linear_logp_with_gradient
+
+    def counted(hidden, *arguments):
+        called.append(len(hidden))
+        one_pass(hidden, *arguments)
+
+    monkeypatch.setattr(logprob_sm90, "linear_logp_with_gradient", counted)
+    monkeypatch.setattr(logprob_sm90, "block_rows", lambda width, vocabulary: (128, 2))
+    with dispatch.forced("sm90"):
+        one, two = one_and_two_calls(rng, rows, 100, 72, "bfloat16", without=without, accumulate=accumulate)
+    assert called == blocks
+    for first, second, what in zip(one[:4], two[:4], NAMES, strict=False):
+        assert_same_bits(first, second, what)
+    for first, second, what in zip(one[4:], two[4:], NAMES[4:], strict=True):
+        assert_close(first, second, "bfloat16", terms=400, scale=8.0, what=what)
+    assert not one[4][2::5].any() and not one[4][1::without].any()
+
+
+@pytest.mark.sim
+def test_simulator_operator_without_a_gradient(rng):
+    no_gpu()
+    hidden, weight, ids, dlogp = make(rng, 5, 100, 72, "bfloat16", ignored=False)
+    logp, lse, _, _ = terms(5)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.nan, np.float32)
+    dlogp.fill(0)
+    with dispatch.forced("sm90"):
+        logprob.linear_logp_with_gradient(
+            hidden, weight, ids, 1.0, dlogp, logp, lse, dhidden, dweight, accumulate=False
+        )
+    assert np.isfinite(logp).all() and not dhidden.any() and not dweight.any()
+
+
+def test_the_second_consumer_follows():
+    """However short the tiles, stages stop the first consumer before it passes the barrier between them twice."""
+    for stages in (2, 3, 4):
+        for lead in (1, 2, 3):
+            tile = HeadTile("bfloat16", "terms", stages=stages, lead=lead)
+            for rounds in range(1, 9):
+                # Stages that the first takes from where the second waits for a tile to its next tile's barrier.
+                taken = rounds + min(lead, rounds - 1) + 1
+                assert may_lead(tile, rounds) == (taken > stages)
+    assert may_lead(HeadTile("bfloat16", "terms"), 16) and not may_lead(HeadTile("bfloat16", "terms"), 2)
+    assert not may_lead(HeadTile("bfloat16", "terms", groups=1), 16)
+
+
+@pytest.mark.parametrize("shape", [QWEN3_06B, (4096, 151_936, 4096), (700, 50_264, 768), (65_536, 128_256, 2048)])
+def test_extra_memory(shape, monkeypatch):
+    """dz and the float32 gradient of a chunk, or a block's exponentials and parts, fit into EXTRA_BYTES."""
+    monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
+    rows, vocabulary, width = shape
+    rows = min(rows, logprob_sm90.QUARTER // (4 * width))
+    columns = chunk_columns(rows, width, vocabulary)
+    assert columns == vocabulary or columns % 256 == 0
+    assert rows * (2 * columns + 8 * width) <= logprob_sm90.EXTRA_BYTES
+    rows, slabs = block_rows(width, vocabulary)
+    a_row = 2 * vocabulary + 16 * -(-vocabulary // 256) + 4 * (slabs + 1) * width
+    assert rows % 128 == 0 and rows * a_row <= logprob_sm90.EXTRA_BYTES
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_memory_of_the_operators(monkeypatch, left_out):
+    """What they ask for beside their arguments, at Qwen3-0.6B's shape, counted where nothing is computed."""
+    if device.name() != "cpu":
+        pytest.skip("the memory of NumPy arrays is counted")
+    rows, vocabulary, width = QWEN3_06B
+    monkeypatch.setattr(logprob, "_fused", lambda *arrays: True)
+    monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
+    for name in ("launch", "cast"):
+        monkeypatch.setattr(logprob_sm90, name, lambda *arguments, **options: None)
+    monkeypatch.setattr(logprob_sm90, "_head", lambda *arguments, **options: lambda: None)
+    monkeypatch.setattr(logprob_sm90.gemm_sm90, "sm90_product", lambda *arguments, **options: None)
+    # Empty arrays take no memory before they are written.
+    hidden, dhidden = (np.empty((rows, width), np.float16) for _ in range(2))
+    weight, dweight = np.empty((vocabulary, width), np.float16), np.empty((vocabulary, width), np.float32)
+    ids, dlogp = np.zeros(rows, np.int32), np.ones(rows, np.float32)
+    if left_out:
+        ids[0], dlogp[1] = IGNORED, 0
+    logp, lse, entropy, top1 = terms(rows)
+    inputs = hidden, weight, ids, 1.0
+    calls = {
+        "forward": lambda: logprob.linear_logp(*inputs, logp, lse, entropy, top1),
+        "backward": lambda: logprob.linear_logp_backward(*inputs, lse, dlogp, dhidden, dweight),
+        "one pass": lambda: logprob.linear_logp_with_gradient(
+            *inputs, dlogp, logp, lse, dhidden, dweight, entropy, top1
+        ),
+    }
+    tracemalloc.start()
+    try:
+        for what, call in calls.items():
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            call()
+            extra = tracemalloc.get_traced_memory()[1] - before
+            least = 244 if what == "one pass" else 60
+            assert least << 20 < extra <= logprob_sm90.EXTRA_BYTES + 64 * rows, (what, extra / 2**20)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [QWEN3_06B, (4097, 50_264, 768), (300, 32_000, 288), (1, 1000, 64)])
+def test_gpu(rng, fused, shape, dtype):
+    """Terms, gradient, and both again in one pass, on a sample of rows; some rows are ignored."""
+    rows, vocabulary, width = shape
+    case = make(rng, rows, vocabulary, width, dtype)
+    checked = np.sort(rng.permutation(rows)[:CHECKED])
+    case[3][~np.isin(np.arange(rows), checked)] = 0
+    hidden, weight, ids, dlogp = (device.asarray(array) for array in case)
+    xp = device.xp()
+    out, again = terms(rows), terms(rows)
+    logprob.linear_logp(hidden, weight, ids, 0.8, *out)
+    check_terms(out, case, 0.8, checked)
+    dhidden, dweight = xp.full_like(hidden, np.nan), xp.ones(weight.shape, np.float32)
+    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], dlogp, dhidden, dweight)
+    check_gradient(dhidden, dweight, case, 0.8, checked, lost=1)
+    dhidden.fill(np.nan)
+    dweight.fill(1.0)
+    logp, lse, entropy, top1 = again
+    arguments = (hidden, weight, ids, 0.8, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    logprob.linear_logp_with_gradient(*arguments)
+    for one, other in zip(again, out, strict=True):
+        assert_same_bits(one, other, "one pass")
+    check_gradient(dhidden, dweight, case, 0.8, checked, lost=2)
+    dweight.fill(np.nan)
+    logprob.linear_logp_with_gradient(*arguments, accumulate=False)
+    check_gradient(dhidden, dweight + 1, case, 0.8, checked, lost=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature):
+    """For any number of rows in the sampler's product, and on both ways to the log-prob."""
+    case = make(rng, 256, 151_936, 1024, "bfloat16", ignored=False)
+    hidden, weight, _, _ = (device.asarray(array) for array in case)
+    xp = device.xp()
+    for rows in (1, 8, 64, 256):
+        logits, drawn = xp.empty((rows, weight.shape[0]), np.float32), xp.empty(rows, np.float32)
+        token_ids, index = xp.empty(rows, np.int32), xp.arange(rows, dtype=np.int32)
+        full = {name: xp.full(rows, value, np.float32) for name, value in (("t", temperature), ("p", 1.0), ("m", 0.0))}
+        keys, none = xp.ones((rows, 2), np.uint32), xp.zeros(rows, np.int32)
+        gemm.linear(hidden[:rows], weight, logits)
+        sample(logits, full["t"], none, full["p"], full["m"], keys, index, index, token_ids, drawn)
+        out, plain = terms(rows), terms(rows)
+        logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, *out)
+        assert_same_bits(out[0], drawn, f"{rows} rows, drawn")
+        logprob._logp_of_rows(logits, None, token_ids, temperature, *plain)
+        for one, other in zip(out, plain, strict=True):
+            assert_same_bits(one, other, f"{rows} rows")

@@ -1,0 +1,157 @@
+"""Hopper's kernels where every ring of stages goes round and every block has several items of work.
+
+Copies and products run beside the program there, so a wait that is missing need not show at small sizes. Each case
+runs with the threads in their own order, and, if RLNUMBA_SLOW=1, in two orders that are drawn.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from rlnumba.kernels.attention import sm90_decode
+from rlnumba.kernels.attention.sm90_backward import Tile as GradientTile
+from rlnumba.kernels.attention.sm90_forward import Tile
+from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.logprob.sm90 import HeadTile
+from rlnumba.runtime import device, simulator
+from tests.kernels import test_attention_backward_sm90 as gradient
+from tests.kernels import test_attention_sm90 as forward
+from tests.kernels import test_logprob_sm90 as head
+
+pytestmark = [pytest.mark.sim, pytest.mark.sm90]
+BF16, F16 = "bfloat16", "float16"
+
+
+@pytest.fixture(
+    params=[None, *(pytest.param(seed, marks=pytest.mark.slow) for seed in "12")],
+    ids=["in order", "drawn", "drawn again"],
+    autouse=True,
+)
+def order(request, monkeypatch):
+    if device.name() != "sim":
+        pytest.skip("GPU tests have larger cases")
+    monkeypatch.setattr("rlnumba.runtime.simulator.SEED", request.param)
+    # These tiles are of use here only; the tests of each kernel compile those that operators take.
+    monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "lengths, heads, kv_heads, tile",
+    [
+        ([300, 5, 200], 4, 2, Tile(64, BF16, stages=2, segment=128)),
+        ([333, 70], 2, 2, Tile(48, F16, stages=2, paired=False, segment=256)),
+        ([290], 2, 1, Tile(80, BF16, stages=3, paired=False, segment=64)),
+        ([260], 2, 1, Tile(256, BF16, stages=2, segment=1024)),
+    ],
+    ids=["two heads", "neighbours", "many segments", "wide"],
+)
+def test_attention(rng, lengths, heads, kv_heads, tile):
+    forward.check_forward(*forward.packed(rng, lengths, heads, kv_heads, tile.head_dim, tile.element), lengths, tile)
+
+
+def test_paged_attention(rng):
+    """Many tiles for each sequence and segment, in decode and in chunks."""
+    cache = forward.Cache(rng, [330, 130, 210], 4, 2, 32, F16, segment=256, flat=70)
+    cache.compare([0, 1, 2, 0], [328, 129, 205, 260], [330, 130, 210, 264], blocks=3)
+    cache.compare([2, 0], [100, 201], [210, 330], max_context=336)
+
+
+def late(function, latencies, warps):
+    """`function` of a kernel; in some warps after as long as so many copies take one after the other."""
+
+    def later(*arguments):
+        thread = simulator._thread
+        for _ in range(latencies if thread.index // 32 in warps else 0):
+            gate = simulator.Gate()
+            thread.block.grid.pending.append(gate.open)
+            gate.wait("a latency")
+        return function(*arguments)
+
+    return later
+
+
+@pytest.mark.parametrize("function, latencies, warps", [("atomic_add_acq_rel", 40, [6]), ("mbarrier_wait", 10, [5])])
+def test_slow_servants_of_decode(rng, monkeypatch, function, latencies, warps):
+    """Warps that merge, or copy, far behind those that compute and find units: nothing they read is overwritten."""
+    slow = late(getattr(sm90_decode, function), latencies, warps)
+    monkeypatch.setattr(sm90_decode, function, slow)
+    # A kernel is made once; this one is made of what is patched.
+    make = sm90_decode.paged_attention_sm90_kernel.__wrapped__
+    monkeypatch.setattr(sm90_decode, "paged_attention_sm90_kernel", make)
+    cache = forward.Cache(rng, [330, 130, 210, 20], 2, 1, 16, F16, segment=64, flat=70)
+    begins, ends = [328, 129, 5, 6, 7, 8, 9, 10, 205], [330, 130, 0, 0, 0, 0, 0, 0, 210]
+    cache.compare([0, 1, 3, 3, 3, 3, 3, 3, 2], begins, ends, blocks=1, run=1)
+
+
+def test_groups(rng):
+    cache = forward.Cache(rng, [300, 290, 260, 40], 2, 1, 64, BF16, segment=64)
+    for sequence in (1, 2):
+        cache.tables[sequence, :16] = cache.tables[0, :16]
+    step = [0, 1, 2, 3], [299, 289, 259, 39], [300, 290, 260, 40], 320
+    grouped = cache.paged(*step, common=[256, 256, 256, 0], group_sizes=[3, 0, 0, 1], blocks=2)
+    for actual, expected in zip(grouped, cache.paged(*step), strict=True):
+        forward.assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "lengths, heads, kv_heads, tile",
+    [
+        ([300, 40], 4, 2, GradientTile(64, BF16)),
+        ([270], 2, 1, GradientTile(48, F16, ahead=False)),
+        ([200, 150], 2, 1, GradientTile(128, BF16)),
+        ([200], 2, 2, GradientTile(136, BF16)),
+    ],
+    ids=str,
+)
+def test_attention_backward(rng, monkeypatch, order, lengths, heads, kv_heads, tile):
+    arrays, gradients = gradient.run(rng, lengths, heads, kv_heads, tile)
+    if order:
+        # Blocks that add to the same rows do so in turns.
+        monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
+        for one, other in zip(gradients, gradient.backward(arrays, lengths, tile), strict=True):
+            forward.assert_same_bits(one, other)
+
+
+HEADS = [
+    HeadTile(BF16, "terms", groups=2, stages=3, lead=2, entropy=True, top1=True),
+    HeadTile(F16, "terms", groups=1, stages=2),
+]
+
+
+@pytest.mark.parametrize("tile", HEADS, ids=["two consumers", "one"])
+def test_log_prob(rng, tile):
+    case = head.make(rng, 150, 700, 328, tile.element, ignored=False)
+    hidden, weight, ids, _ = case
+    out = head.terms(150)
+    if not tile.entropy:
+        out = [*out[:2], None, None]
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, tile=tile)
+    if tile.entropy:
+        head.check_terms(out, case, 0.8)
+    else:
+        expected = head.linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.8)
+        head.assert_close(out[0], expected[0], terms=328, scale=20.0, what="logp")
+
+
+@pytest.mark.parametrize("tile", HEADS, ids=["two consumers", "one"])
+def test_log_prob_backward(rng, monkeypatch, tile):
+    case = head.make(rng, 150, 700, 200, tile.element, ignored=False)
+    hidden, weight, ids, dlogp = case
+    lse = head.linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    backward = functools.partial(logprob_sm90.linear_logp_backward, columns=512)
+    backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, tile=tile._replace(mode="gradient", top1=False))
+    head.check_gradient(dhidden, dweight, case, 0.7, np.arange(150), lost=1)
+
+
+def test_log_prob_in_one_pass(rng):
+    case = head.make(rng, 150, 700, 200, BF16, ignored=False)
+    hidden, weight, ids, dlogp = case
+    logp, lse, entropy, top1 = out = head.terms(150)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    logprob_sm90.linear_logp_with_gradient(*arguments, tile=HEADS[0]._replace(mode="exponentials"), shape=(128, 2))
+    head.check_terms(out, case, 1.3)
+    head.check_gradient(dhidden, dweight, case, 1.3, np.arange(150), lost=2)

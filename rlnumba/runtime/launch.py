@@ -34,6 +34,7 @@ import numpy as np
 
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 
 DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0)
 # A block gets more dynamic shared memory than this only after asking the driver once.
@@ -50,9 +51,6 @@ observers = []
 WAIT = "griddepcontrol_wait"
 # For launch(pdl=): outside of `pdl_scope`, too.
 ALWAYS = "always"
-_pdl_scope = False
-# Whether the next kernel is launched without PDL (serialize_next).
-_serialized = False
 
 
 @contextlib.contextmanager
@@ -60,15 +58,15 @@ def pdl_scope():
     """Launches inside may begin while the kernel before them still runs, if they call griddepcontrol_wait.
 
     Those kernels may read arrays ahead of that wait, such as weights, which nothing launched inside may write, unless
-    it is launched with `holds`. Meant for the capture of graphs of many short kernels. GPUs before Hopper run one
+    it is launched with serialize_next. Meant for the capture of graphs of many short kernels. GPUs before Hopper run one
     kernel after the other, as outside.
     """
-    global _pdl_scope
-    before, _pdl_scope = _pdl_scope, True
+    context = current()
+    before, context.pdl = context.pdl, True
     try:
         yield
     finally:
-        _pdl_scope = before
+        context.pdl = before
 
 
 def specialize(make):
@@ -188,7 +186,6 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     kernel without PDL, so that later kernels may read this output before their griddepcontrol_wait. An empty grid
     launches nothing. Raises DeviceError with the kernel's name.
     """
-    global _serialized
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
     if 0 in grid:
@@ -214,15 +211,15 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     if shared > compiled.shared_limit:
         compiled.allow_shared(shared)
     current_stream, launch_kernel, errors = _driver()
-    stream = current_stream()
+    stream, context = current_stream(), current()
     try:
         if DEBUG and not stream.is_capturing():
             begin = _now(stream)
-        if pdl and compiled.waits and (_pdl_scope or pdl is ALWAYS) and not _serialized:
+        if pdl and compiled.waits and (context.pdl or pdl is ALWAYS) and not context.serialize_next:
             _launch_with_pdl(compiled, parameters, grid, block, shared, stream)
         else:
             launch_kernel(compiled.address, *grid, *block, shared, stream.ptr, parameters.address, 0)
-        _serialized = serialize_next
+        context.serialize_next = serialize_next
         # A stream that captures a graph does no work to wait for.
         if DEBUG and not stream.is_capturing():
             end = _now(stream)

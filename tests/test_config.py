@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlnumba import config
 from rlnumba.config import EngineConfig, GRPOConfig, RewardsConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import schema as config
 from rlnumba.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from rlnumba import rewards
 from rlnumba.config import RewardsConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import RewardError, Rewards, load_rewards, resolve
+from rlnumba.rewards import functions as rewards
 
 PROMPTS = ["a", "b", "c"]
 TEXTS = ["one", "two words", "three more words"]

@@ -148,7 +148,8 @@ LIGHT = {
     "help": "from rlnumba.cli import run; assert run(['--help']) == 0",
     "help of a command": "from rlnumba.cli import run; assert run(['grpo', '--help']) == 0",
     "config": "from rlnumba.config import load_run; load_run('grpo', 'examples/quickstart.toml')",
-    "dry run": "from rlnumba.cli import run; assert run(['grpo', '--config', 'examples/quickstart.toml', '--dry-run']) == 0",
+    "dry run": "from rlnumba.cli import run;"
+    " assert run(['grpo', '--config', 'examples/quickstart.toml', '--dry-run']) == 0",
     "data, rewards, reporting": "import rlnumba.data, rlnumba.rewards, rlnumba.reporting.metrics",
 }
 

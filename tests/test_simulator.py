@@ -31,7 +31,7 @@ if device.name() != "cpu":
 
 
 def files_of_part(part):
-    """The test files of a part: those with simulator tests, the largest first, each to the part with the fewest bytes."""
+    """The test files of a part: of those with simulator tests, the largest first, each to the part with least bytes."""
     texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     sizes = {path: len(text) for path, text in texts.items() if "mark.sim" in text and path.name != "test_simulator.py"}
     parts = [[] for _ in range(PARTS)]

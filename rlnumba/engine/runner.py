@@ -324,7 +324,7 @@ class Runner:
 
     def _addresses(self):
         """Where the buffers are that graphs read and write; the cache's addresses are `allocate`'s care."""
-        return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
+        return self.upload.generation, [chunk.data.ptr for chunk in self.arena.chunks]
 
     def _compute(self, arrays, drawn, max_seqlen_q, max_context_len, max_group_size):
         attend = PagedAttend(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)

@@ -147,7 +147,7 @@ def memory_info():
 
 
 def describe():
-    """One line for people: the device's name and memory."""
+    """The device's name and memory, as one line: str."""
     if name() == "cuda":
         import cupy
 

@@ -90,6 +90,20 @@ def test_the_environment_forces(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "former, families",
+    [
+        ("hopper", ["sm90", "sm90", "sm90"]),
+        ("tensor_core", ["sm80", "sm80", "simt"]),
+        ("simple", ["simt", "simt", "simt"]),
+        ("product=simple,attention=tensor_core", ["simt", "sm80", "sm90"]),
+    ],
+)
+def test_former_names_are_accepted(gpu, former, families):
+    with dispatch.forced(former):
+        assert [dispatch.family(operator) for operator in dispatch.OFFERED] == families
+
+
+@pytest.mark.parametrize(
     "names, message",
     [
         ("wgmma", "kernels: must be auto, operator=family or one of sm90, sm80, simt, got 'wgmma'"),
@@ -330,7 +344,7 @@ def test_gpu_products(rng, family, m, n, k):
 @pytest.mark.sim
 def test_families_compute_products_where_they_can(rng, monkeypatch):
     if device.name() == "cpu":
-        pytest.skip("numpy has one product")
+        pytest.skip("the cpu device has one product")
     called = []
     for family in gemm.FAMILIES:
         monkeypatch.setitem(gemm.FAMILIES, family, lambda *arguments, family=family, **options: called.append(family))
@@ -356,7 +370,7 @@ def test_families_compute_products_where_they_can(rng, monkeypatch):
 def test_logprob(rng, family):
     """Both ways to a log-prob have the same bits, where the products are Hopper's."""
     if device.name() == "cpu":
-        pytest.skip("numpy has one way")
+        pytest.skip("the cpu device has one way")
     if device.name() == "cuda":
         skip_unless_runs("sm90")
     kind = device.dtype("bfloat16")

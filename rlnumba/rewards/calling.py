@@ -14,7 +14,6 @@ functions are awaited together, in one event loop for the whole run, so that the
 import asyncio
 import contextlib
 import copy
-import functools
 import inspect
 import math
 import numbers
@@ -107,8 +106,7 @@ class Rewards:
         coroutines = [k for k, function in enumerate(self.functions) if _is_async(function)]
         for k, function in enumerate(self.functions):
             if k not in coroutines:
-                call = functools.partial(function, **_accepted_keywords(function, keywords))
-                results[k] = _call_with_timeout(call, self.timeout_s)
+                results[k] = _call_with_timeout(lambda f=function: f(**_accepted_keywords(f, keywords)), self.timeout_s)
         if coroutines:
             functions = [self.functions[k] for k in coroutines]
             for k, result in zip(coroutines, self._await_all(functions, keywords), strict=True):

@@ -35,10 +35,10 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the rows come from and how a prompt is made of one."""
+    """The files of rows, and how a row becomes a prompt."""
 
     train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
-    eval: str | None = key(None, "Held-out rows in the same form; `train.eval_steps` says when they are evaluated.")
+    eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(
@@ -49,8 +49,8 @@ class DataConfig:
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
     prompt_template: str | None = key(
         None,
-        "How a question becomes a prompt: {question} and any other column in braces are replaced. Where it is set, "
-        "GRPO uses it for strings of a `prompt` column too. None: the question, then a line that asks for `####` "
+        "How a question becomes a prompt: {question} and any other column in braces are replaced. If set, GRPO "
+        "applies it to strings of a `prompt` column too. None: the question, then a line that asks for `####` "
         "(GSM8K) or a box around the answer.",
     )
     apply_chat_template: bool | None = key(
@@ -63,8 +63,8 @@ class DataConfig:
     )
     max_prompt_length: int | None = key(
         None,
-        "Prompts of more tokens are dropped, and counted as dropped_prompts. None: only the model's limit holds, and a "
-        "prompt beyond it is an error.",
+        "Longer prompts are dropped, and counted as dropped_prompts. None: only the model's limit applies, and a "
+        "longer prompt is an error.",
         minimum=1,
     )
 
@@ -74,7 +74,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """The reward functions of a run; their weighted values are summed, None left out."""
+    """The reward functions of a run. A completion's reward is the weighted sum of their values that are not None."""
 
     funcs: list[str] = key(
         [],
@@ -83,12 +83,12 @@ class RewardsConfig:
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(
-        30.0, "Seconds that one call of a function (a whole batch of completions) may take; ours.", above=0
+        30.0, "Seconds that one call of a function (a whole batch of completions) may take; not in TRL.", above=0
     )
     reward_errors: str = key(
         "raise",
-        "What a function that raises, hangs or returns the wrong count does: `raise` ends the run with a checkpoint, "
-        "`skip` gives its completions no value from it and counts them; ours.",
+        "When a function raises, times out or returns the wrong number of values: `raise` ends the run with a "
+        "checkpoint, `skip` leaves its completions without a value and counts them; not in TRL.",
         choices=("raise", "skip"),
     )
 
@@ -102,16 +102,16 @@ class RewardsConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The inference engine: vLLM's names."""
+    """The inference engine, with vLLM's names."""
 
     max_num_seqs: int = key(256, "Most sequences in one step.", minimum=1)
     max_num_batched_tokens: int = key(
-        8192, "Token budget of one step; longer prompts are prefilled in chunks.", minimum=1
+        8192, "Most tokens in one step; longer prompts are prefilled in chunks.", minimum=1
     )
     gpu_memory_utilization: float = key(
         0.3,
-        "Share of the GPU's memory that the engine may fill with weights, activations, KV cache and attention's "
-        "partial results: 0.3 beside a trainer (TRL). `generate` uses 0.9 (vLLM).",
+        "Share of the GPU's memory for the engine's weights, activations, KV cache and split-KV partials: 0.3 beside "
+        "a trainer (TRL). `generate` uses 0.9 (vLLM).",
         above=0,
         maximum=1,
     )
@@ -121,7 +121,7 @@ class EngineConfig:
     enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(
-        None, "Number of KV blocks of 16 tokens, instead of what memory allows.", minimum=1
+        None, "Number of KV blocks of 16 tokens; None: as many as fit in memory.", minimum=1
     )
 
     def __post_init__(self):
@@ -380,16 +380,16 @@ class GRPOConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What stands above the sections in every file."""
+    """The keys above all sections, and the sections."""
 
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
     output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, curves, the final model.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
-        "GEMM backend on a GPU: `native`, our kernels, whose rows do not depend on the batch, so that rollout and "
-        "training log-probs agree bit for bit; `cublas`, with which they differ in their last bits; `auto`, which is "
-        "`native`. `numba` is a former name of `native`.",
+        "GEMM backend on a GPU: `native`, the kernels of this package, whose rows do not depend on the batch, so that "
+        "rollout and training log-probs agree bit for bit; `cublas`, with which they differ in their last bits; "
+        "`auto`, which is `native`. `numba` is a former name of `native`.",
         choices=("auto", "native", "cublas", "numba"),
     )
     data: DataConfig = field(metadata={"section": True})
@@ -420,7 +420,7 @@ RUNS = {"sft": SFTRun, "grpo": GRPORun}
 
 
 def range_problem(metadata, value):
-    """What is wrong with a value, as the end of a sentence, or None."""
+    """The limit that a value violates, as the end of a sentence: str, or None."""
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:
@@ -452,7 +452,7 @@ def check_values(section, config):
 
 
 def sections_of(run_class):
-    """{section name: dataclass}, the keys that stand above all sections under "": dict."""
+    """{section name: dataclass}, with "" for the keys above all sections: dict."""
     hints = typing.get_type_hints(run_class)
     named = {f.name: hints[f.name] for f in dataclasses.fields(run_class) if f.metadata.get("section")}
     return {"": run_class, **named}

@@ -1,4 +1,4 @@
-"""The simulator shows what a GPU would hide: forgotten waits, missing fences, threads that never come."""
+"""The simulator shows what a GPU would hide: missing waits, missing fences, deadlocks, races."""
 
 import numpy as np
 import pytest
@@ -33,13 +33,13 @@ if device.name() != "sim":
     pytest.skip("about the simulator: run with NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
 ONE = np.float32(1.0)
-# How the kernels below may go wrong; RIGHT is none of it.
+# Mistakes of the kernels below; RIGHT is none.
 RIGHT, NO_WAIT, NO_FENCE, NO_COMMIT, OVERWRITES, TOUCHES = map(np.int32, range(6))
 
 
 @pytest.fixture(autouse=True)
 def order_is_fixed(monkeypatch):
-    """As late as possible, in the order of the threads."""
+    """Asynchronous operations complete as late as possible, threads run in order."""
     monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
     # Kernels that are wrong on purpose need not compile.
     monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
@@ -63,7 +63,7 @@ def load_kernel(box, out, mistake):
     out[cuda.threadIdx.x] = load_word(base + 4 * cuda.threadIdx.x)
 
 
-def test_a_copy_arrives_late():
+def test_a_tma_load_completes_late():
     box, out = np.ones((8, 64), np.float16), np.empty(4, np.int32)
     launch(load_kernel, 1, 4, tensor_map(box, 8, 64), out, RIGHT, shared=2056)
     assert (out.view(np.float16) == 1).all()
@@ -217,7 +217,7 @@ def stuck_kernel(which):
         (3, "other threads of the 32 are in warp_sum"),
     ],
 )
-def test_threads_that_wait_for_what_never_comes(which, message):
+def test_a_deadlock_names_the_waiting_threads(which, message):
     with pytest.raises(RuntimeError) as error:
         launch(stuck_kernel, 1, 64, np.int32(which), shared=2048)
     assert message in str(error.value)
@@ -225,7 +225,7 @@ def test_threads_that_wait_for_what_never_comes(which, message):
 
 @cuda.jit
 def race_kernel(out, barrier):
-    """Each warp leaves its number; the last to write wins, unless a barrier lets warp 0 write last."""
+    """Each warp writes its index; the last one to write determines the result, with a barrier always warp 0."""
     if cuda.threadIdx.x >= 32:
         out[0] = cuda.threadIdx.x // 32
     if barrier:
@@ -253,7 +253,7 @@ def test_an_error_names_its_thread():
     with pytest.raises(IndexError) as error:
         launch(out_of_range_kernel, (1, 2), (4, 2), np.zeros(4, np.int32))
     assert error.value.__notes__ == ["in thread (2, 0, 0) of block (0, 0, 0)"]
-    # The next kernel runs in a clean simulator.
+    # The next kernel is not affected.
     launch(race_kernel, 1, 32, np.empty(1, np.int32), np.int32(0))
 
 

@@ -428,8 +428,8 @@ def range_problem(metadata, value):
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value}"
     limits = [
-        (word, metadata[name], holds)
-        for name, word, holds in (
+        (word, metadata[name], is_met)
+        for name, word, is_met in (
             ("above", "above", lambda v, limit: v > limit),
             ("minimum", "at least", lambda v, limit: v >= limit),
             ("below", "below", lambda v, limit: v < limit),
@@ -437,7 +437,7 @@ def range_problem(metadata, value):
         )
         if name in metadata
     ]
-    if all(holds(value, limit) for _, limit, holds in limits):
+    if all(is_met(value, limit) for _, limit, is_met in limits):
         return None
     return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}, got {value}"
 

@@ -1,4 +1,4 @@
-"""Reward functions on a batch of completions: one by one, each under a timeout.
+"""Reward functions applied to a batch of completions, each under a timeout.
 
 A reward function has TRL's signature. It gets the whole batch by keyword and returns a value for each completion, or
 None where it has none:
@@ -237,8 +237,8 @@ def _as_reward_error(name, error, timeout_s):
         return RewardError(f"reward {name}: {error}")
     if isinstance(error, TimeUp) or (isinstance(error, TimeoutError) and not error.args):
         return RewardError(f"reward {name} did not return within {timeout_s:g} s (rewards.timeout)")
-    ours = Path(__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != ours]
+    package = Path(__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != package]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return RewardError(f"reward {name} raised {type(error).__name__}: {text}{where}")

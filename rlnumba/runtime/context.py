@@ -50,9 +50,9 @@ class Context:
     def wait_for(self, other):
         """Order what is launched here from now on after all that was launched in `other` so far.
 
-        The host does not wait. An array of `other` that kernels launched here use must stay referenced until `other`
-        has waited for this context in turn, or the device was synchronized: CuPy's memory pool gives freed memory
-        back to the stream that allocated it. Without a GPU a launch has finished when it returns.
+        The host does not wait. An array allocated in `other` that kernels launched here use must stay referenced until
+        `other` has waited for this context, or the device was synchronized: CuPy's memory pool reuses freed memory on
+        the stream that allocated it. Without a GPU a launch has finished when it returns, and this does nothing.
         """
         if device.name() == "cuda":
             import cupy

@@ -27,7 +27,7 @@ from rlnumba.model.weights import open_tensors, write_json, write_tensors
 
 STATE = "trainer_state.json"
 ARRAYS = "trainer_state.safetensors"
-# In trainer_state.json, an object with this one key stands for the array of that name.
+# In trainer_state.json, an object with this key alone is a reference to the array of that name.
 ARRAY_KEY = "__array__"
 
 

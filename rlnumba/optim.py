@@ -94,10 +94,10 @@ class Optimizer:
         Raises UserError if an array is missing, not expected, or not of this model's size.
         """
         arrays = self._arrays()
-        wanted = {*arrays, "steps", "skipped_steps"}
-        if set(state) != wanted:
+        expected = {*arrays, "steps", "skipped_steps"}
+        if set(state) != expected:
             raise UserError(
-                f"optimizer state: expected {', '.join(sorted(wanted))}, got {', '.join(sorted(state))}; "
+                f"optimizer state: expected {', '.join(sorted(expected))}, got {', '.join(sorted(state))}; "
                 "was it saved with another train.dtype?"
             )
         for key, array in arrays.items():

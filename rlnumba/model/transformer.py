@@ -2,7 +2,7 @@
 
     token ids -> embedding -> L x (attention block, mlp block) -> rmsnorm -> hidden states (N, D)
 
-Everything is N packed tokens: sequences lie end to end, position ids restart. There is no autograd: `backward`
+Everything is N packed tokens: sequences end to end, position ids restart. There is no autograd: `backward`
 reads the tape that `forward` wrote in reverse; with recompute the tape has each layer's input alone, and the layer
 runs again. Log-probs come from the hidden states (model/heads.py); the logits of all tokens never exist at once.
 """
@@ -128,7 +128,7 @@ class Transformer:
                         layers.mlp_block_backward(dx, w, g, ctx, mlp)
                     with memory.scope():
                         layers.attention_block_backward(index, dx, w, g, ctx, attention)
-            # As in transformers: a padding token that stands in a text is read, and its embedding is not trained.
+            # As in transformers: a padding token inside a text has its embedding, which is not trained.
             embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.token_list)
         tape.last, tape.token_list = (), None
 
@@ -177,7 +177,7 @@ class Score(NamedTuple):
     """The model's log-probs of packed tokens and what belongs to them, (N,) each, on the device.
 
     Entry n is about token n given those before it: logprobs float32 (0 at sequence starts), entropy float32 of
-    the distribution it was drawn from (0 there), top1 int32, the likeliest id in its place (-1 there).
+    the distribution it was drawn from (0 there), top1 int32, the likeliest id there (-1 at sequence starts).
     """
 
     logprobs: object
@@ -244,9 +244,9 @@ def find_model(path_or_hub_id):
         raise UserError(
             f"{name}: no such folder; to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
         ) from None
-    wanted = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{name}: no such folder, and not to be had from the Hugging Face hub: {reason}") from None

@@ -26,7 +26,7 @@ from rlnumba.runtime.memory import Arena
 
 @dataclass(frozen=True)
 class TargetBatch:
-    """Packed sequences on the device, and the T of their tokens whose log-probs are wanted.
+    """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
 
     input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets;
     target_ids (T,) i32.
@@ -137,10 +137,12 @@ class Policy:
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):
-        """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}."""
+        """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
+
+        It may return before the weights are written. A reader on another stream, such as the engine, has to wait for
+        this one: at the end of a Clock phase the device is synchronised.
+        """
         info = self.optimizer.step(learning_rate)
-        # The engine reads the weights in place, on a stream of its own.
-        device.synchronize()
         metrics = {"grad_norm": info.grad_norm, "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps

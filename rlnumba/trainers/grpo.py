@@ -45,7 +45,7 @@ from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memo
 
 
 def run_grpo(run, resume=False, reward_funcs=()):
-    """Train as a GRPORun says; writes its output_dir.
+    """Train a GRPORun; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
     the functions themselves, where run.rewards.funcs only names them. Raises ConfigError and UserError, of one line
@@ -77,7 +77,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     clock = Clock()
     with policy.context.use(), folder.writer(schedule.total_steps) as writer:
         for step in range(folder.step, schedule.total_steps):
-            # What a checkpoint holds if a reward fails in this step.
+            # The state of the checkpoint if a reward fails in this step.
             before = state.state_dict(schedule.within_generation(step))
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
             micro_batches, generation_metrics_of, num_generated = [], [], 0
@@ -395,7 +395,7 @@ class DataState:
             self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
 
     def state_dict(self, within_generation):
-        """What a checkpoint holds; the generation only if the next step still trains on it."""
+        """The state for a checkpoint; the generation only if the next step still trains on it."""
         kept = within_generation and self.rollouts is not None
         return {
             "prompts": [self.order.epoch, self.order.position],
@@ -419,7 +419,7 @@ class DataState:
 
 
 def policy_state(policy):
-    """What a checkpoint holds beside the weights; the reference only if it moves, otherwise it is the run's `model`."""
+    """The state for a checkpoint besides the weights; without sync_ref_model the reference is the run's `model`."""
     moves = policy.train.sync_ref_model
     return {
         "optimizer": policy.optimizer.state_dict(),

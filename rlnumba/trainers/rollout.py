@@ -204,7 +204,7 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
 
 
 def generation_metrics(generations, names):
-    """TRL's metrics of some Generations, a dict of floats. names: of the reward functions."""
+    """TRL's metrics of a list of Generations, a dict of floats. names: of the reward functions."""
     samples = [sample for each in generations for sample in each.samples]
     values = np.array([sample.values for sample in samples])
     rewards = np.array([sample.reward for sample in samples])
@@ -326,7 +326,7 @@ class Rollouts:
         """All sequences on the device: RolloutBatch."""
         lengths = self.prompt_lengths + self.completion_lengths
         cu_seqlens = np.concatenate([[0], np.cumsum(self.completion_lengths)]).astype(np.int32)
-        # Completion tokens stand behind the prompts up to their own sequence's.
+        # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
         return RolloutBatch(
             targets=TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1])),

@@ -24,7 +24,7 @@ from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memo
 
 
 def run_sft(run, resume=False):
-    """Train as an SFTRun says; writes its output_dir.
+    """Train an SFTRun; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. Raises
     ConfigError and UserError, of one line each, for what a user can cause.
@@ -134,7 +134,7 @@ def target_batch(sequences):
 
 
 class TargetSums:
-    """Log-probs, entropies and top-1 ids of all targets of some rows, kept on the device until the step is done."""
+    """Log-probs, entropies and top-1 ids of all targets of the rows, kept on the device until the step is done."""
 
     def __init__(self, rows):
         self.count = sum(sequence.num_trained for row in rows for sequence in row)

@@ -18,8 +18,8 @@ sequence, and c the importance ratio,
     correction = exp(old - roll) of the token, or of the sum over the sequence: clipped ("truncate") or 0
                  outside the bounds ("mask"); part of w in vespo
 
-What differs among grpo, bnpo, dr_grpo, dapo and luspo is the weight of a token; policy_loss_scale has the
-table. Masked tokens are left out before any exp, so garbage there does no harm.
+grpo, bnpo, dr_grpo, dapo and luspo differ in the weight of a token: the table is in policy_loss_scale. Masked
+tokens are skipped before any exp, so their log-probs may be arbitrary.
 
 All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is
 float32, reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO),
@@ -70,7 +70,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 class LossTerms(NamedTuple):
-    """What policy_loss_kernel is compiled for: the terms of a PolicyLossConfig that its loss has, None for the others.
+    """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
     form: of FORMS. ratio_range: (low, high), outside of which a ratio counts as clipped. delta: infinite if not set.
     if_positive, if_negative: (temperature,) of sapo or (k, lambda) of vespo, by the sign of the advantage.
@@ -153,7 +153,7 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
 
 @device_function
 def clamp(value, low, high):
-    """value within [low, high]; a NaN stays one, where a GPU's min and max would give a bound."""
+    """value within [low, high]; a NaN stays NaN, where a GPU's min and max would return a bound."""
     if value < low:
         return low
     if value > high:
@@ -315,7 +315,7 @@ def token_function(terms):
             growth = np.float32(math.expm1(change))
             kl = growth - change
             kl_slope = -growth
-            # Explicit, since the compiler could as well fuse the products with factor, which rounds otherwise.
+            # Explicit fma: left to the compiler, the product with factor could be fused instead, which rounds differently.
             if bias_correction:
                 slope = cuda.fma(kl, beta, slope)
                 kl *= ratio
@@ -333,7 +333,7 @@ def token_function(terms):
 
 @specialize
 def policy_loss_kernel(terms):
-    """The kernel for LossTerms: their branches and constants are compiled in, and what a loss does not have is not."""
+    """The kernel for LossTerms, whose branches and constants are compiled in."""
     sequence_terms, token_terms = sequence_function(terms), token_function(terms)
     correction_of = correction_function(terms)
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
@@ -355,9 +355,9 @@ def policy_loss_kernel(terms):
     ):
         """A block owns a sequence, a thread every THREADS-th token of it.
 
-        Pass 1 adds up what belongs to the sequence as a whole (tokens, log-ratios); pass 2 computes each token's
-        loss and the part of its gradient that is its own; at sequence level pass 3 adds the gradient through the
-        common ratio to every token. Sums: a thread's tokens in order, then block_sum.
+        Pass 1 sums over the sequence (tokens, log-ratios); pass 2 computes each token's loss and the part of its
+        gradient that depends on itself alone; at sequence level pass 3 adds the gradient through the common ratio to
+        every token. Sums: a thread's tokens in order, then block_sum.
         """
         scratch = cuda.shared.array(32, np.float32)
         sequence = cuda.blockIdx.x
@@ -434,7 +434,7 @@ def policy_loss_kernel(terms):
             ratios = tokens
             if sequence_level:
                 ratios = ONE
-                # The ratio of a sequence without tokens is that of nothing.
+                # A sequence without tokens has no ratio.
                 clipped_low = ONE if tokens > ZERO and advantage < ZERO and sequence_ratio < low else ZERO
                 clipped_high = ONE if tokens > ZERO and advantage > ZERO and sequence_ratio > high else ZERO
             corrected = tokens
@@ -505,7 +505,7 @@ def policy_loss(
     PolicyLossConfig; scale from policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32,
     sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima that
     policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for
-    other shapes or dtypes, and where config asks for log-probs that are None.
+    other shapes or dtypes, and where config needs log-probs that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)

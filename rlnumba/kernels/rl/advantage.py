@@ -129,10 +129,7 @@ def group_advantages(
     samples, functions = check("group_advantages", "rewards_per_func", rewards_per_func, (None, None), F32)
     if num_generations < 1 or samples % num_generations:
         raise ValueError(f"group_advantages: num_generations {num_generations} does not divide {samples} completions")
-    for name, value, known in (
-        ("scale_rewards", scale_rewards, SCALES),
-        ("aggregation", aggregation, AGGREGATIONS),
-    ):
+    for name, value, known in (("scale_rewards", scale_rewards, SCALES), ("aggregation", aggregation, AGGREGATIONS)):
         if value not in known:
             raise ValueError(f"group_advantages: {name} must be one of {', '.join(known)}, got {value!r}")
     groups = samples // num_generations
@@ -154,50 +151,20 @@ def group_advantages(
     batch_mean, batch_std = xp.empty(1, np.float32), xp.empty(1, np.float32)
     group_mean_std(rewards.reshape(groups, num_generations), group_mean, group_std)
     if aggregation == "normalize_then_sum":
-        z = xp.empty_like(rewards_per_func)
-        threads = groups * functions
+        z, threads = xp.empty_like(rewards_per_func), groups * functions
         launch(
-            normalize_functions_kernel,
-            -(-threads // THREADS),
-            THREADS,
-            rewards_per_func,
-            num_generations,
-            EPSILON,
-            z,
+            normalize_functions_kernel, -(-threads // THREADS), THREADS, rewards_per_func, num_generations, EPSILON, z
         )
         launch(reward_sum_kernel, blocks, THREADS, z, weights, advantages)
         group_mean_std(advantages.reshape(1, samples), batch_mean, batch_std)
-        launch(
-            advantage_kernel,
-            blocks,
-            THREADS,
-            advantages,
-            samples,
-            batch_mean,
-            samples,
-            batch_std,
-            1,
-            EPSILON,
-            advantages,
-        )
-        return
-    rows_per_std, used_std = num_generations, group_std
-    if scale_rewards == "batch":
+        scaled = advantages, samples, batch_mean, samples, batch_std
+    elif scale_rewards == "batch":
         group_mean_std(rewards.reshape(1, samples), batch_mean, batch_std)
-        rows_per_std, used_std = samples, batch_std
-    launch(
-        advantage_kernel,
-        blocks,
-        THREADS,
-        rewards,
-        num_generations,
-        group_mean,
-        rows_per_std,
-        used_std,
-        int(scale_rewards != "none"),
-        EPSILON,
-        advantages,
-    )
+        scaled = rewards, num_generations, group_mean, samples, batch_std
+    else:
+        scaled = rewards, num_generations, group_mean, num_generations, group_std
+    divides = int(aggregation == "normalize_then_sum" or scale_rewards != "none")
+    launch(advantage_kernel, blocks, THREADS, *scaled, divides, EPSILON, advantages)
 
 
 def rloo_advantages(rewards, num_generations, advantages):

@@ -315,7 +315,7 @@ def token_function(terms):
             growth = np.float32(math.expm1(change))
             kl = growth - change
             kl_slope = -growth
-            # Explicit fma: left to the compiler, the product with factor could be fused instead, which rounds differently.
+            # Explicit fma: the compiler could fuse the product with factor instead, which rounds differently.
             if bias_correction:
                 slope = cuda.fma(kl, beta, slope)
                 kl *= ratio
@@ -342,17 +342,9 @@ def policy_loss_kernel(terms):
 
     @cuda.jit
     def policy_loss_kernel(
-        logprobs,
-        old_logprobs,
-        ref_logprobs,
-        rollout_logprobs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        scale,
-        dlogprobs,
-        sequence_stats,
-    ):
+        logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, scale,
+        dlogprobs, sequence_stats,
+    ):  # fmt: skip
         """A block owns a sequence, a thread every THREADS-th token of it.
 
         Pass 1 sums over the sequence (tokens, log-ratios); pass 2 computes each token's loss and the part of its
@@ -483,20 +475,9 @@ def reduce_stats_kernel(sequence_stats, loss, metrics):
 
 
 def policy_loss(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    rollout_logprobs,
-    advantages,
-    loss_mask,
-    cu_seqlens,
-    config,
-    scale,
-    loss,
-    dlogprobs,
-    sequence_stats,
-    metrics,
-):
+    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
+    loss, dlogprobs, sequence_stats, metrics,
+):  # fmt: skip
     """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
 
     logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's
@@ -526,34 +507,16 @@ def policy_loss(
         raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
     if device.name() == "cpu":
         total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(
-            logprobs,
-            old_logprobs,
-            ref_logprobs,
-            rollout_logprobs,
-            advantages,
-            loss_mask,
-            cu_seqlens,
-            config,
-            scale,
+            logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale
         )
         loss += np.float32(total)
         metrics[...] = reduce_stats(sequence_stats)
         return
-    launch(
-        policy_loss_kernel(loss_terms(config)),
-        sequences,
-        THREADS,
-        logprobs,
-        old_logprobs,
-        logprobs if ref_logprobs is None else ref_logprobs,
-        old_logprobs if rollout_logprobs is None else rollout_logprobs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        float(scale),
-        dlogprobs,
-        sequence_stats,
-    )
+    ref_logprobs = logprobs if ref_logprobs is None else ref_logprobs
+    rollout_logprobs = old_logprobs if rollout_logprobs is None else rollout_logprobs
+    arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
+    kernel = policy_loss_kernel(loss_terms(config))
+    launch(kernel, sequences, THREADS, *arrays, float(scale), dlogprobs, sequence_stats)
     launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
 
 

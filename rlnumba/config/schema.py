@@ -222,7 +222,83 @@ class SFTConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(TrainConfig):
+class PolicyLossConfig:
+    """The options of the policy losses (kernels/rl/policy_loss.py); trainers that use them inherit from it."""
+
+    loss_type: str = key(
+        "dapo",
+        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
+        choices=GRPO_LOSS_TYPES,
+    )
+    importance_sampling_level: str = key(
+        "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
+    )
+    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
+    epsilon_high: float | None = key(
+        None,
+        "The ratio is clipped above 1 + epsilon_high; None: epsilon; DAPO 0.28. For `cispo` it is the cap of the ratio "
+        "itself; ScaleRL 5.0.",
+        minimum=0,
+    )
+    delta: float | None = key(
+        None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
+    )
+    beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
+    use_bias_correction_kl: bool = key(
+        False, "Multiply the KL by the importance ratio (arXiv 2512.02556). TRL since 1.16: true."
+    )
+    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
+    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
+    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
+    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
+    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
+    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
+    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
+    vllm_importance_sampling_correction: bool = key(
+        True,
+        "Weight the loss by the ratio of training to sampling probabilities. It is 1 where both agree bit for bit.",
+    )
+    vllm_importance_sampling_mode: str = key(
+        "sequence_mask",
+        "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
+    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
+        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
+        minimum=0,
+    )
+
+    @property
+    def clip_high(self):
+        """epsilon_high, or epsilon where it is not set: float."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def importance_sampling_correction(self):
+        """vllm_importance_sampling_mode, or None without the correction."""
+        return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
+
+    def __post_init__(self):
+        check_values("train", self)
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
+                f"({high})"
+            )
+        mode = self.importance_sampling_correction
+        if low is None and high is None and mode in ("token_truncate", "sequence_truncate"):
+            raise ConfigError(
+                f"train.vllm_importance_sampling_mode {mode} needs vllm_importance_sampling_clip_max or _clip_min"
+            )
+
+
+@dataclass(frozen=True)
+class GRPOConfig(PolicyLossConfig, TrainConfig):
     """[train] of `rlnumba grpo`."""
 
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
@@ -240,7 +316,6 @@ class GRPOConfig(TrainConfig):
         minimum=1,
     )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
-    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
@@ -250,39 +325,11 @@ class GRPOConfig(TrainConfig):
     repetition_penalty: float = key(
         1.0, "Above 1: tokens of the prompt and of the text so far become less likely; 1 is off.", above=0
     )
-    beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
-    use_bias_correction_kl: bool = key(
-        False, "Multiply the KL by the importance ratio (arXiv 2512.02556). TRL since 1.16: true."
-    )
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
     ref_model_mixup_alpha: float = key(
         0.6, "Share of the policy in the reference model at each such move.", minimum=0, maximum=1
     )
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
-    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
-    epsilon_high: float | None = key(
-        None,
-        "The ratio is clipped above 1 + epsilon_high; None: epsilon; DAPO 0.28. For `cispo` it is the cap of the ratio "
-        "itself; ScaleRL 5.0.",
-        minimum=0,
-    )
-    delta: float | None = key(
-        None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
-    )
-    loss_type: str = key(
-        "dapo",
-        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
-        choices=GRPO_LOSS_TYPES,
-    )
-    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
-    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
-    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
-    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
-    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
-    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
-    importance_sampling_level: str = key(
-        "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
-    )
     scale_rewards: str = key(
         "group",
         "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
@@ -303,24 +350,6 @@ class GRPOConfig(TrainConfig):
     max_gen_batches: int = key(
         10, "Most generations that dynamic_sampling spends on one batch; verl's DAPO recipe: 10.", minimum=1
     )
-    vllm_importance_sampling_correction: bool = key(
-        True,
-        "Weight the loss by the ratio of training to sampling probabilities. It is 1 where both agree bit for bit.",
-    )
-    vllm_importance_sampling_mode: str = key(
-        "sequence_mask",
-        "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
-        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    )
-    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
-    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
-
-    off_policy_mask_threshold: float | None = key(
-        None,
-        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
-        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
-        minimum=0,
-    )
 
     @property
     def rollout_steps(self):
@@ -339,13 +368,9 @@ class GRPOConfig(TrainConfig):
         """Prompts of one generation, each with num_generations completions: int."""
         return self.rollout_batch_size // self.num_generations
 
-    @property
-    def clip_high(self):
-        """epsilon_high, or epsilon where it is not set: float."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
     def __post_init__(self):
-        super().__post_init__()
+        TrainConfig.__post_init__(self)
+        PolicyLossConfig.__post_init__(self)
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
         if self.generation_batch_size is not None and self.generation_batch_size % self.per_device_train_batch_size:
@@ -364,18 +389,6 @@ class GRPOConfig(TrainConfig):
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(
-                f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
-                f"({high})"
-            )
-        truncates = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.endswith("truncate")
-        if low is None and high is None and truncates:
-            raise ConfigError(
-                f"train.vllm_importance_sampling_mode {self.vllm_importance_sampling_mode} needs "
-                "vllm_importance_sampling_clip_max or _clip_min"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,15 +120,15 @@ class PagedAttend:
             *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
         )
 
-    def split(self, layer, qkv, w, step, q):
-        """As PackedAttention.split, but k and v go to the layer's cache, which stands for them; there is no rstd."""
+    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
+        """As PackedAttention.qkv_norm_rope, but k and v are written to the layer's cache, and there is no rstd."""
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        norm, slots = (w.q_norm, w.k_norm, step.config.rms_norm_eps), self.arrays["slot_mapping"]
-        qkv_split_to_cache(qkv, *norm, *step.rope, step.position_ids, slots, q, k_cache, v_cache)
+        norm, slots = (w.q_norm, w.k_norm, ctx.config.rms_norm_eps), self.arrays["slot_mapping"]
+        qkv_split_to_cache(qkv, *norm, *ctx.rope, ctx.position_ids, slots, q, k_cache, v_cache)
         return k_cache, v_cache, None
 
     def forward(self, layer, q, k_cache, v_cache, out):
-        """q (N, H, E) and the caches of split -> out (N, H, E), written in place."""
+        """q (N, H, E) and the caches of qkv_norm_rope -> out (N, H, E), written in place."""
         tables, cu_seqlens, contexts = (self.arrays[name] for name in ("block_tables", "cu_seqlens", "context_lens"))
         numbers = (tables, cu_seqlens, contexts, *self.bounds, self.scale)
         paged_attention(q, k_cache, v_cache, *numbers, out, *self.groups, self.plan)
@@ -137,7 +137,7 @@ class PagedAttend:
 class NoAttention:
     """Stands in for attention where only the memory of a forward pass is of interest."""
 
-    def split(self, layer, qkv, w, step, q):
+    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
         return None, None, None
 
     def forward(self, layer, q, k, v, out):

@@ -170,8 +170,8 @@ def test_params_of_each_prompt(model, prompts):
 def logits_after(model, token_ids):
     """float32 logits (V,) of the token that follows, in float64 from the transformer's last hidden row."""
     batch = pack([token_ids])
-    attend = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
-    hidden = device.to_host(model.forward(batch.input_ids, batch.position_ids, attend))
+    attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
+    hidden = device.to_host(model.forward(batch.input_ids, batch.position_ids, attention))
     return hidden[-1].astype(np.float64) @ device.to_host(model.lm_head).astype(np.float64).T
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlnumba.config import PolicyLossConfig
 from rlnumba.kernels.adamw import adamw, adamw_scalars
 from rlnumba.kernels.attention import backward as attention_backward
 from rlnumba.kernels.attention import ops as attention
@@ -14,7 +15,7 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.nn import elementwise, embedding, kv_cache, qkv, reduce, rmsnorm, rope, swiglu
 from rlnumba.kernels.rl import advantage, gae, policy_loss
-from rlnumba.kernels.rl.policy_loss import METRICS, PolicyLossConfig
+from rlnumba.kernels.rl.policy_loss import METRICS
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device, dispatch, launch
 
@@ -140,7 +141,8 @@ OPERATORS = {
     policy_loss.policy_loss: lambda: {
         "logprobs": -(f32(N) ** 2), "old_logprobs": -(f32(N) ** 2), "ref_logprobs": -(f32(N) ** 2),
         "rollout_logprobs": -(f32(N) ** 2), "advantages": f32(B), "loss_mask": np.ones(N, np.float32),
-        "cu_seqlens": STARTS, "config": PolicyLossConfig(), "scale": 1.0, "loss": f32(1), "dlogprobs": f32(N),
+        "cu_seqlens": STARTS, "config": PolicyLossConfig(vllm_importance_sampling_correction=False), "scale": 1.0,
+        "loss": f32(1), "dlogprobs": f32(N),
         "sequence_stats": f32(B, METRICS), "metrics": f32(METRICS),
     },
     advantage.group_advantages: lambda: {

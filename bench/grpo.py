@@ -52,7 +52,7 @@ def one_step(llm, learner, prompts, arguments, step, clock):
         learner.add_logprobs(rollouts, True)
     with clock.phase("train"):
         metrics = learner.step(rollouts.parts(arguments.micro_batch), step, 1e-6)
-    llm.reset_prefix_cache()
+    llm.update_weights(step + 1)
     return int(rollouts.completion_lengths.sum()), metrics
 
 

@@ -113,7 +113,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
                 parts_metrics.append(data.metrics)
             with clock.phase("train"):
                 metrics = learner.step(micro_batches, step, rate_of(train, step, plan.total_steps))
-            llm.reset_prefix_cache()
+            llm.update_weights(step + 1)
             # The run's own names win over those that rewards log.
             metrics = metrics | mean_metrics(parts_metrics) | metrics
             metrics |= {"epoch": plan.epochs_done(step + 1), "num_tokens": data.num_tokens}

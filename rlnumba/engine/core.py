@@ -225,7 +225,7 @@ class Engine:
         step = scheduler.schedule()
         token_ids, logprobs = self.runner.run(step, scheduler.table)
         check_finite(logprobs)
-        sequences = scheduler.table.sequences[step.rows[step.samples]]
+        sequences = scheduler.table.sequences[step.sampled_rows]
         finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs)]
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
 

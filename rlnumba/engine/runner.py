@@ -73,7 +73,7 @@ def step_arrays(step, table, block_size):
     groups = step.prefix_groups
     if groups is not None:
         arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes
-    sampled = rows[step.samples]
+    sampled = step.sampled_rows
     if not len(sampled):
         return arrays
     for name in TABLE_COLUMNS:
@@ -295,7 +295,7 @@ class Runner:
         The device has then done all work that it was given.
         """
         arrays = step_arrays(step, table, self.block_size)
-        sampled = int(step.samples.sum())
+        sampled = len(step.sampled_rows)
         max_group_size = step.prefix_groups.max_group_size if step.prefix_groups is not None else 1
         with self.context.use():
             decode = len(step.rows) == step.num_tokens == sampled

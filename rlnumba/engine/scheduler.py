@@ -30,8 +30,8 @@ from rlnumba.kernels.attention.paged import Sharing
 class SchedulerOutput:
     """The work of one step, an entry of each array a sequence: tokens [start, start + count) of table row `row`.
 
-    samples: whether a token is sampled after the last of them. prefix_groups: of the sequences, which are in its order;
-    None where they share little, and where a sequence has more tokens than one.
+    samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of the
+    sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
     """
 
     rows: np.ndarray
@@ -40,9 +40,9 @@ class SchedulerOutput:
     samples: np.ndarray
     prefix_groups: PrefixGroups | None = None
 
-    @property
-    def num_tokens(self):
-        return int(self.counts.sum())
+    def __post_init__(self):
+        self.num_tokens = int(self.counts.sum())
+        self.sampled_rows = self.rows[self.samples]
 
 
 def blocks_needed(length_limit, block_size):
@@ -153,7 +153,7 @@ class Scheduler:
             for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
                 self.release_waiters(table.sequences[row])
 
-        rows = step.rows[step.samples]
+        rows = step.sampled_rows
         position = table.length[rows]
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs

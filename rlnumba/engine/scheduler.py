@@ -30,8 +30,8 @@ from rlnumba.kernels.attention.paged import Sharing
 class SchedulerOutput:
     """The work of one step, an entry of each array a sequence: tokens [start, start + count) of table row `row`.
 
-    samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of the
-    sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
+    samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of
+    the sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
     """
 
     rows: np.ndarray

@@ -84,7 +84,7 @@ def request_pool(rng, count):
             max_tokens=int(rng.choice([1, 2, 4, 8, 40])),
             n=int(rng.choice([1, 1, 1, 2, 3])),
             seed=int(rng.integers(3)),
-            ignore_eos=bool(rng.random() < 0.8),
+            ignore_eos=bool(rng.random() < 0.6),
             stop_token_ids=tuple(rng.integers(6, 40, rng.choice([0, 0, 0, 3])).tolist()),
         )
         pool.append((stem + rng.integers(0, 40, rng.integers(1, 6)).tolist(), params))
@@ -141,7 +141,7 @@ def test_2000_requests_at_random_times_with_random_aborts(model, alone):
         if rng.random() < 0.05:
             check_blocks(engine)
     check_idle(engine)
-    assert engine.num_preemptions > 5 and len(aborted) > 50, (engine.num_preemptions, len(aborted))
+    assert engine.num_preemptions > 2 and len(aborted) > 50, (engine.num_preemptions, len(aborted))
     versions = set()
     for (request_id, index), completion in outputs.items():
         assert result(completion) == alone(*added[request_id])[index]

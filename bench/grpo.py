@@ -53,7 +53,7 @@ def one_step(llm, policy, prompts, arguments, step, clock):
         add_logprobs(policy, rollouts, on_policy=True)
     with clock.phase("train"):
         metrics = train_step(policy, rollouts.parts(arguments.micro_batch, on_policy=True), 1e-6)
-    llm.reset_prefix_cache()
+    llm.update_weights(step + 1)
     return int(rollouts.completion_lengths.sum()), metrics
 
 

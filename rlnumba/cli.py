@@ -280,7 +280,8 @@ def generate(model, prompts, output, dtype, **options):
         rows = read_rows(prompts)
         for row, where in rows:
             _check_row(row, where, "prompt_token_ids", "'prompt'")
-        from rlnumba.engine.llm import LLM, PromptError, longest_sequence
+        from rlnumba.engine.core import PromptError, longest_sequence
+        from rlnumba.engine.llm import LLM
         from rlnumba.model.transformer import load_model
 
         folder, config, tokenizer = _open(model)
@@ -294,7 +295,7 @@ def generate(model, prompts, output, dtype, **options):
         try:
             outputs = llm.generate(ids, params, progress.generated)
         except PromptError as error:
-            raise UserError(f"{rows.locations[error.index]}: {error.reason}") from error
+            raise UserError(f"{rows.locations[error.request_id]}: {error.reason}") from error
         for result in outputs:
             completions = [
                 {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.engine.cache import KVCache
-from rlnumba.engine.llm import BLOCK_SIZE, LLM
-from rlnumba.engine.runner import PagedAttend
+from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.runner import PagedAttention
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.model.layers import PackedAttention
@@ -147,7 +148,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
             "context_lens": np.full(copies, end, np.int32),
         }
         arrays = {name: device.asarray(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        attend = PagedAttend(cache, model.config, arrays, end - start, end)
+        attend = PagedAttention(cache, model.config, arrays, end - start, end)
         tape = Tape()
         hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attend, tape)
         pieces.append(_on_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))

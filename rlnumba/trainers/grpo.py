@@ -103,7 +103,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
                 metrics = train_step(policy, micro_batches, learning_rate_at(train, step, schedule.total_steps))
                 if train.sync_ref_model and (step + 1) % train.ref_model_sync_steps == 0:
                     policy.move_reference(train.ref_model_mixup_alpha)
-            llm.reset_prefix_cache()
+            llm.update_weights(step + 1)
             # The run's own names take precedence over those that rewards log.
             metrics = metrics | mean_metrics(generation_metrics_of) | metrics
             metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": state.num_tokens}

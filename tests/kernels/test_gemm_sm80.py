@@ -1,16 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.gemm.sm80 import (
-    SHAPES,
-    Sm80GemmConfig,
-    best_config,
-    configs_for,
-    gemm,
-    gemm_sm80_kernel,
-    gemm_with_config,
-    max_shared_bytes,
-)
+from rlnumba.kernels.gemm.sm80 import gemm, gemm_sm80_kernel, gemm_with_config
+from rlnumba.kernels.gemm.sm80_config import SHAPES, Sm80GemmConfig, best_config, configs_for, max_shared_bytes
 from rlnumba.runtime import device, dispatch
 from tests.close import assert_same_bits
 from tests.kernels.gemm_cases import SHAPES_OF_MODELS, check_config, check_operators, check_rows, matrix

@@ -44,10 +44,10 @@ from rlnumba.kernels.attention.backward import attention_backward
 from rlnumba.kernels.attention.sm80_backward import KeyTile, RowTile, attend_backward, key_tile, row_tile
 from rlnumba.kernels.attention.sm80_forward import FewTile, Tile, attend, few_rows, many_rows, paged_attend
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.scheduler import sm_count
 from rlnumba.kernels.gemm.sm80 import gemm_with_config
-from rlnumba.kernels.gemm.sm80_config import best_config, configs_for, max_shared_bytes
+from rlnumba.kernels.gemm.sm80_config import best_config, configs_for
 from rlnumba.kernels.ptx.sm80 import mma
+from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
@@ -85,7 +85,7 @@ def peak_kernel(element):
 
 def peak_tflops():
     """What mma.sync reaches with operands and sums in registers."""
-    blocks = 2 * sm_count()
+    blocks = 2 * device.sm_count()
     values, out = random_array(128, 64).view(np.int32), cupy.empty(blocks * 128, np.float32)
     us = time_us(lambda: launch(peak_kernel(BF16), blocks, 128, values, out, ROUNDS), 5)
     return blocks * 4 * ROUNDS * FRAGMENTS * FRAGMENTS * 2 * 16 * 16 * 16 / us / 1e6
@@ -113,7 +113,7 @@ def gemm_case(label, peer, a, copies, result, kinds, shape, timer, limit, ceilin
     with_backend("cublas", lambda: peer(copies[0]))()
     expected = result.copy()
     peer_us = timer(peer, copies)
-    chosen = best_config(m, n, k, BF16, *kinds, False, False, sm_count(), limit)
+    chosen = best_config(m, n, k, BF16, *kinds, False, False, device.sm_count(), limit)
     print(f"{label}: cuBLAS {peer_us:.1f} us", flush=True)
     found = None
     for config, blocks in configs_for(BF16, *kinds, False, False, limit):
@@ -177,7 +177,8 @@ def gemms(limit):
 def forward_tiles(limit):
     chosen = many_rows(E, BF16, 0, limit)
     others = [Tile(E, BF16), Tile(E, BF16, 4, 16, keeps_q=True), Tile(E, BF16, 8, 16, 2), Tile(E, BF16, 8, 16)]
-    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < max_shared_bytes() - 64)]
+    limit = device.max_shared_bytes() - 64
+    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < limit)]
 
 
 def forward(limit):
@@ -222,7 +223,8 @@ def backward(limit):
         pairs.append((keys, chosen[1]))
     for rows in (RowTile(E, BF16, 4, 1), RowTile(E, BF16, 4, 2), RowTile(E, BF16, 8, 2)):
         pairs.append((chosen[0], rows))
-    pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= max_shared_bytes() for tile in pair)]
+    limit = device.max_shared_bytes()
+    pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= limit for tile in pair)]
     for name, (lengths, *_) in ({"check, 5 x ragged": ([1, 65, 300, 511, 700],)} | FORWARD).items():
         tokens, longest = sum(lengths), max(lengths)
         q, dout = (random_array(tokens, H, E) for _ in range(2))
@@ -277,7 +279,7 @@ def decode(limit):
 
         chosen = few_rows(E, BF16, BLOCK, limit)
         for tile in [chosen, *(FewTile(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
-            if tile.shared_bytes > max_shared_bytes() - 6 * 1024:
+            if tile.shared_bytes > device.max_shared_bytes() - 6 * 1024:
                 continue
             some = calls(tile)
             some[0]()
@@ -305,7 +307,7 @@ def main():
     add_parts(parser, parts)
     parser.add_argument("--limit", type=int, help="KiB of shared memory a block that tiles are chosen for")
     options = parser.parse_args()
-    limit = min(options.limit * 1024, max_shared_bytes()) if options.limit else max_shared_bytes()
+    limit = min(options.limit * 1024, device.max_shared_bytes()) if options.limit else device.max_shared_bytes()
     for name in options.parts:
         parts[name](limit)
 

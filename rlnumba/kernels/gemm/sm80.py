@@ -25,12 +25,13 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.gemm.scheduler import sm_count, tile_coordinates
-from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, SYSTEM_BYTES, best_config, max_shared_bytes  # noqa: F401
+from rlnumba.kernels.gemm.scheduler import tile_coordinates
+from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, best_config
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, load_word, shared_address, store_pair, store_word
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
+    SYSTEM_BYTES,  # noqa: F401
     copy_to_global,
     cp_async_16,
     cp_async_commit_group,
@@ -360,7 +361,9 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     k = a.shape[0] if a_mn else a.shape[1]
     output = "add" if add else "same" if out.dtype == a.dtype else "float32"
     kinds = a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None
-    gemm_with_config(best_config(m, n, k, *kinds, sm_count(), max_shared_bytes()), a, b, out, bias, residual)
+    gemm_with_config(
+        best_config(m, n, k, *kinds, device.sm_count(), device.max_shared_bytes()), a, b, out, bias, residual
+    )
 
 
 def gemm_with_config(config, a, b, out, bias=None, residual=None):
@@ -388,4 +391,4 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None):
 
 
 # Former names, for callers that have not moved.
-shared_limit, product = max_shared_bytes, gemm
+shared_limit, product = device.max_shared_bytes, gemm

@@ -3,12 +3,10 @@
 import functools
 from typing import NamedTuple
 
-from rlnumba.runtime import device
+from rlnumba.kernels.ptx.sm80 import SYSTEM_BYTES
 
 # Bytes that all banks of shared memory hold side by side.
 BANK_BYTES = 128
-# Shared memory of an SM that the system keeps for each block.
-SYSTEM_BYTES = 1024
 
 
 class Sm80GemmConfig(NamedTuple):
@@ -89,14 +87,6 @@ class Sm80GemmConfig(NamedTuple):
         """How many blocks the registers allow, at 255 a thread for the largest parts."""
         registers = 255 if self.accumulators > 64 else 168 if self.accumulators > 32 else 128
         return max(1, 65536 // (registers * self.threads))
-
-
-@functools.cache
-def max_shared_bytes():
-    """Bytes of shared memory that a block may have on this GPU."""
-    if device.name() != "cuda":
-        return 227 * 1024
-    return device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
 
 
 # Shapes worth a kernel: rows, columns, warps down and across, reduction of a stage; then how many blocks an SM and how

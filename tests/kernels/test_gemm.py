@@ -195,7 +195,7 @@ def family(request):
         yield request.param
 
 
-def forms(x, weight, bias, residual):
+def forms(x, weight, bias, residual, with_swiglu):
     """What a model computes of x by a weight, one form after the other."""
     xp, (m, n) = device.xp(), (len(x), len(weight))
 
@@ -203,12 +203,14 @@ def forms(x, weight, bias, residual):
         return xp.full((m, columns), np.nan, dtype)
 
     plain, with_bias, with_residual, in_place, logits = empty(), empty(), empty(), residual.copy(), empty(n, np.float32)
-    gate_up, activated = empty(), empty(n // 2)
     linear(x, weight, plain)
     linear(x, weight, with_bias, bias=bias)
     linear(x, weight, with_residual, bias=bias, residual=residual)
     linear(x, weight, in_place, bias=bias, residual=in_place)
     linear(x, weight, logits)
+    if not with_swiglu:
+        return plain, with_bias, with_residual, in_place, logits
+    gate_up, activated = empty(), empty(n // 2)
     linear_swiglu(x, weight, gate_up, activated)
     return plain, with_bias, with_residual, in_place, logits, gate_up, activated
 
@@ -221,21 +223,25 @@ def test_a_row_depends_on_itself_alone(rng, family, dtype):
     m, n, k = {"simt": (17, 18, 20), "sm80": (33, 32, 24), "sm90": (65, 48, 40)}[family]
     shapes = (m, k), (n, k), (n,), (m, n)
     x, weight, bias, residual = (device.asarray(random(rng, shape, dtype)) for shape in shapes)
-    whole = forms(x, weight, bias, residual)
-    plain, with_bias, with_residual, in_place, logits, gate_up, activated = whole
-    xp = device.xp()
+    # Elsewhere linear_swiglu is linear and swiglu.
+    fused = family == "sm90"
+    whole = forms(x, weight, bias, residual, fused)
+    plain, with_bias, with_residual, in_place, logits = whole[:5]
     assert_same_bits(in_place, with_residual, "out in place of the residual")
-    assert_same_bits(gate_up, plain, "gate_up of linear_swiglu")
-    separate = xp.full(activated.shape, np.nan, activated.dtype)
-    swiglu(plain, separate)
-    assert_same_bits(activated, separate, "linear_swiglu, and linear and swiglu")
+    if fused:
+        gate_up, activated = whole[5:]
+        assert_same_bits(gate_up, plain, "gate_up of linear_swiglu")
+        separate = device.xp().full(activated.shape, np.nan, activated.dtype)
+        swiglu(plain, separate)
+        assert_same_bits(activated, separate, "linear_swiglu, and linear and swiglu")
     # The epilogue adds in float32 and rounds once.
     wide_bias, wide_residual = bias.astype(np.float32), residual.astype(np.float32)
     assert_same_bits(plain, logits.astype(x.dtype), "out, and float32 out")
     assert_same_bits(with_bias, (logits + wide_bias).astype(x.dtype), "bias")
     assert_same_bits(with_residual, (logits + wide_bias + wide_residual).astype(x.dtype), "bias and residual")
     for rows in (slice(m - 1, m), slice(3, 12)):
-        for all_rows, some_rows in zip(whole, forms(x[rows].copy(), weight, bias, residual[rows].copy()), strict=True):
+        alone = forms(x[rows].copy(), weight, bias, residual[rows].copy(), fused)
+        for some_rows, all_rows in zip(alone, whole, strict=True):
             assert_same_bits(some_rows, all_rows[rows], f"rows {rows}")
 
 

@@ -186,12 +186,11 @@ def test_gpu_bits(rng, shape):
 def test_gpu_many_blocks_share_slots(rng):
     """More blocks with several segments than slots for their totals, twice: the same bits, and all slots free again."""
     from rlnumba.kernels.attention.sm80_forward import slots_for
-    from rlnumba.kernels.gemm.sm80 import shared_limit
 
     case = Case(rng, [2048, 3000, 1500, 4096], 16, 8, 128, "bfloat16")
     first, second = case.packed(None), case.packed(None)
     assert_same_bits(second[0], first[0])
-    tile = many_rows(128, "bfloat16", 0, shared_limit())
+    tile = many_rows(128, "bfloat16", 0, device.max_shared_bytes())
     assert not device.to_host(slots_for(tile, 4096)[1]).any()
 
 

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rlnumba.kernels.attention import sm90_backward, sm90_decode, sm90_forward
+from rlnumba.kernels.attention import sm90_backward, sm90_decode, sm90_forward, softmax
 from rlnumba.kernels.logprob.sm90 import HeadTile, chunk_columns
 from rlnumba.kernels.nn import rmsnorm
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
@@ -119,8 +119,8 @@ def product_tiles():
 
 def attention_tiles():
     """Which scores an item computes, and what a block holds of them."""
-    tile = sm90_forward.best_tile(HEAD_DIM, "bfloat16", GROUP)
-    keys, rows, segment = sm90_forward.KEYS, sm90_forward.ROWS, sm90_forward.SEGMENT
+    tile = sm90_forward.attention_config(HEAD_DIM, "bfloat16", GROUP)
+    keys, rows, segment = softmax.TILE_KEYS, sm90_forward.TILE_ROWS, softmax.SEGMENT_KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5.6), gridspec_kw={"width_ratios": [1.1, 1]})
     lengths, step = (9, 14), 1.0
     total = sum(lengths)
@@ -289,7 +289,7 @@ def attention_backward():
 def decode_units():
     """Decode: how contexts are cut into units, and what a unit computes."""
     tile = sm90_decode.best_tile(HEAD_DIM, "bfloat16", GROUP, 16)
-    segment, keys = sm90_decode.SEGMENT, sm90_decode.KEYS
+    segment, keys = softmax.SEGMENT_KEYS, softmax.TILE_KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.0), gridspec_kw={"width_ratios": [1.15, 1]})
     contexts = [2300, 2150, 2260, 700, 3500]
     scale = 1 / 400

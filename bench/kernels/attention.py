@@ -107,7 +107,7 @@ def flops(lengths):
 
 
 def forward_tiles():
-    best = packed_form.best_tile(E, BF16, H // HK)
+    best = packed_form.attention_config(E, BF16, H // HK)
     yield "best", best
     yield "3 stages", best._replace(stages=3)
     yield "2 stages", best._replace(stages=2)
@@ -285,7 +285,7 @@ def prefill():
     for sequences, context, tokens in ((8, 2048, 2048), (8, 4096, 512), (64, 640, 128)):
         work = Decode(sequences, context, copies=1, tokens=tokens)
         pairs = sum(2 * context - tokens + 1 for _ in range(sequences)) * tokens / 2
-        best = packed_form.best_tile(E, BF16, H // HK, True, BLOCK)
+        best = packed_form.attention_config(E, BF16, H // HK, True, BLOCK)
         for label, tile in (("best", None), ("two heads", best), ("neighbours", best._replace(paired=False))):
             calls = work.calls(prefill_tile=tile)
             same = work.check(calls)

@@ -9,10 +9,10 @@ from rlnumba.kernels.attention.ops import attention_ref
 from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90, paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import (
     ARCHITECTURES,
-    Tile,
+    AttentionConfig,
+    attention_config,
     attention_sm90,
     attention_sm90_kernel,
-    best_tile,
 )
 from rlnumba.kernels.ptx.sm90 import shared_address
 from rlnumba.runtime import device
@@ -62,9 +62,9 @@ def check_forward(q, k, v, lengths, tile=None):
     "lengths, heads, kv_heads, head_dim, tile",
     [
         # Two segments, rows that end inside a tile, two heads side by side.
-        ([70, 0, 3], 2, 1, 16, Tile(16, BF16, stages=2, segment=64)),
+        ([70, 0, 3], 2, 1, 16, AttentionConfig(16, BF16, stages=2, segment=64)),
         # Three segments for one of two neighbouring blocks of tokens, and 80 columns.
-        ([130], 1, 1, 80, Tile(80, F16, stages=2, paired=False, segment=64)),
+        ([130], 1, 1, 80, AttentionConfig(80, F16, stages=2, paired=False, segment=64)),
     ],
     ids=["paired", "neighbours"],
 )
@@ -104,7 +104,7 @@ class Cache:
     @functools.cached_property
     def expected(self):
         """(out, lse) of the packed form, on the host."""
-        tile = best_tile(self.q.shape[2], self.element, self.group)._replace(segment=self.segment)
+        tile = attention_config(self.q.shape[2], self.element, self.group)._replace(segment=self.segment)
         return [device.to_host(x) for x in forward(*self.packed, self.lengths, tile)]
 
     def rows(self, order, begins, ends):
@@ -117,7 +117,7 @@ class Cache:
         rows = self.rows(order, begins, np.add(begins, tokens))
         head_dim, most = self.q.shape[2], max(group_sizes or [1])
         tile = paged_form.best_tile(head_dim, self.element, self.group, self.box, most)
-        prefill = packed_form.best_tile(head_dim, self.element, self.group, True, self.box)
+        prefill = packed_form.attention_config(head_dim, self.element, self.group, True, self.box)
         q, *arrays = (
             device.asarray(x) for x in (self.q[rows], self.tables[order], bounds(tokens), np.array(ends, np.int32))
         )
@@ -222,7 +222,7 @@ def test_groups_in_the_simulator(rng, monkeypatch, blocks):
         return looks[-1]
 
     if device.name() == "sim":
-        monkeypatch.setattr(paged_form, "counted", looked)
+        monkeypatch.setattr(paged_form, "load_acquire", looked)
     grouped = cache.paged(*step, common=[0, 80, 80], group_sizes=[1, 2, 0], blocks=blocks)
     for actual, expected in zip(grouped, cache.paged(*step), strict=True):
         assert_same_bits(actual, expected)
@@ -284,8 +284,8 @@ def test_a_plan_of_another_call_is_refused():
 def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
-    tile = best_tile(head_dim, BF16, group, paged, 16 if paged else 64)
-    assert tile.shared_bytes <= 227 * 1024
+    tile = attention_config(head_dim, BF16, group, paged, 16 if paged else 64)
+    assert tile.layout.nbytes <= 227 * 1024
     troubles = compile_offline(attention_sm90_kernel(tile), FORWARD, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 

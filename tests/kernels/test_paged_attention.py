@@ -202,7 +202,7 @@ def shorten_segments(monkeypatch):
     """Give Hopper tiles whose segments are short enough for the simulator, in every form of attention."""
     monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
     for module in (sm90_forward, sm90_decode):
-        for name in ("best_tile", "best_prefill_tile"):
+        for name in ("best_tile", "attention_config"):
             if name in vars(module):
                 whole = getattr(module, name)
                 monkeypatch.setattr(module, name, lambda *a, whole=whole, **k: whole(*a, **k)._replace(segment=64))

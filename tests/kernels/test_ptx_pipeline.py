@@ -11,7 +11,7 @@ import pytest
 
 from rlnumba.kernels.attention import sm90_decode
 from rlnumba.kernels.attention.sm90_backward import Tile as GradientTile
-from rlnumba.kernels.attention.sm90_forward import Tile
+from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90 import HeadTile
 from rlnumba.runtime import device, simulator
@@ -40,10 +40,10 @@ def order(request, monkeypatch):
 @pytest.mark.parametrize(
     "lengths, heads, kv_heads, tile",
     [
-        ([300, 5, 200], 4, 2, Tile(64, BF16, stages=2, segment=128)),
-        ([333, 70], 2, 2, Tile(48, F16, stages=2, paired=False, segment=256)),
-        ([290], 2, 1, Tile(80, BF16, stages=3, paired=False, segment=64)),
-        ([260], 2, 1, Tile(256, BF16, stages=2, segment=1024)),
+        ([300, 5, 200], 4, 2, AttentionConfig(64, BF16, stages=2, segment=128)),
+        ([333, 70], 2, 2, AttentionConfig(48, F16, stages=2, paired=False, segment=256)),
+        ([290], 2, 1, AttentionConfig(80, BF16, stages=3, paired=False, segment=64)),
+        ([260], 2, 1, AttentionConfig(256, BF16, stages=2, segment=1024)),
     ],
     ids=["two heads", "neighbours", "many segments", "wide"],
 )

@@ -72,7 +72,7 @@ def sharing(element, heads, kv_heads, head_dim, block_size):
     group = heads // kv_heads
     if family_for(element, head_dim, group) != "sm90":
         return Sharing((), 0)
-    tile = sm90.best_tile(head_dim, element, group, min(block_size, sm90.KEYS))
+    tile = sm90.best_tile(head_dim, element, group, min(block_size, sm90.TILE_KEYS))
     return Sharing(sm90.supported_group_sizes(group), tile.segment)
 
 
@@ -85,7 +85,7 @@ def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
     group = heads // kv_heads
     family = family_for(element, head_dim, group)
     if family == "sm90":
-        box = min(block_size, sm90.KEYS)
+        box = min(block_size, sm90.TILE_KEYS)
         calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
         return sm90.reserve(element, kv_heads, group, head_dim, box, calls)
     if family == "sm80":

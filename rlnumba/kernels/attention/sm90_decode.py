@@ -7,7 +7,7 @@ tensor cores want 64. So keys and queries change places: S^T = K Q^T has 64 keys
 of them with padding, for columns, and O^T = V^T P^T the columns of v for rows. A row of scores lies across the
 warps: its maximum goes through shared memory, and so does P^T on its way to be an operand.
 
-A unit of work is a sequence, a key head and a segment of SEGMENT keys; a sequence's first unit may have several, a run.
+A unit of work is a sequence, a key head and a segment of SEGMENT_KEYS keys; a sequence's first unit may have several, a run.
 A small kernel lists them, once for all layers of a step: a Plan. Blocks stay on their SM. In each, a warpgroup
 computes, and three warps serve it. Two bring keys and values: they draw lines of the list from a common counter, and
 look up the next unit while the copy engine still brings the tiles of this. Where a sequence has more than one unit,
@@ -27,25 +27,25 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.sm90_forward import (
-    KEYS,
-    LOG2_E,
-    MINUS_INFINITY,
-    ROWS,
-    ROWS_OF_UNIT,
-    SEGMENT,
+    MAX_DECODE_ROWS,
     SHARED_LIMIT,
     WARPGROUP,
-    attention_sm90_kernel,
-    log_sum,
-    merge_weights,
-    moved,
-    nothing,
-    paged_row_function,
-    processors,
+    attention_config,
+    launch_attention,
+    no_array,
+    page_lookup,
     zero_function,
 )
-from rlnumba.kernels.attention.sm90_forward import best_tile as best_prefill_tile
-from rlnumba.kernels.gemm.sm90 import udiv
+from rlnumba.kernels.attention.softmax import (
+    LOG2_E,
+    MINUS_INFINITY,
+    SEGMENT_KEYS,
+    TILE_KEYS,
+    log_sum_exp,
+    merge_weights,
+    next_row_max,
+)
+from rlnumba.kernels.gemm.sm90 import processors, udiv
 from rlnumba.kernels.ptx.sm90 import (
     BOX_BYTES,
     LINE,
@@ -135,7 +135,7 @@ class Tile(NamedTuple):
     stages: int = 3
     blocks: int = 2
     grouped: bool = False
-    segment: int = SEGMENT
+    segment: int = SEGMENT_KEYS
 
     @property
     def most_run(self):
@@ -286,7 +286,7 @@ def plan_units_kernel(rows, segment, grouped):
                     if number > 0:
                         first_key, keys = i32((number - 1 + own_run) * segment), i32(segment)
                     keys = min(i32(context - first_key), keys)
-                    units[row + i, TILES] = i32((keys + (KEYS - 1)) // KEYS)
+                    units[row + i, TILES] = i32((keys + (TILE_KEYS - 1)) // TILE_KEYS)
                     units[row + i, SEQUENCE] = sequence
                     units[row + i, PART] = number
                     units[row + i, FIRST_KEY] = first_key
@@ -310,7 +310,7 @@ def token_of(row, per_token):
 @functools.cache
 def look_up_function(box, looked_up):
     """The device function by which a warp looks up where the boxes of a segment's keys lie."""
-    paged_row = paged_row_function(box)
+    paged_row = page_lookup(box)
 
     @device_function
     def look_up(known, block_tables, block_size, sequence, first_key, context, lane):
@@ -328,7 +328,7 @@ def fold_function(acc_count, columns):
 
     @device_function
     def fold(acc, reference, running, total, total_reference, total_sum, first):
-        """The total, in place, of what it was (nothing if `first`) and of a segment."""
+        """The total, in place, of what it was (no_array if `first`) and of a segment."""
         for i in range(columns):
             j = i // 2 * 4 + i % 2
             if first:
@@ -498,7 +498,7 @@ def merge_function(head_dim, element, ahead):
             for j in range(0, 4, 2):
                 out[place, (column + j) // 2] = pack_two(kept[j] * inverse, kept[j + 1] * inverse)
             if column == 0 and lse.shape[0] > 0:
-                lse[head_of_row, token_of_row] = log_sum(kept_reference, kept_sum)
+                lse[head_of_row, token_of_row] = log_sum_exp(kept_reference, kept_sum)
 
     return merge
 
@@ -509,7 +509,7 @@ def producer_function(tile):
     boxes, tile_bytes, stages, box = tile.boxes, tile.tile_bytes, tile.stages, tile.box
     rows, runs, carries = tile.rows, tile.most_run > 1, tile.carries
     query_bytes = boxes * rows * LINE
-    copies, segment, segment_tiles = KEYS // box, tile.segment, tile.segment // KEYS
+    copies, segment, segment_tiles = TILE_KEYS // box, tile.segment, tile.segment // TILE_KEYS
     # Rows of the cache that a lane looks up for a segment, and tiles that 32 lanes know the rows of.
     looked_up, tiles_known = -(-segment // (box * 32)), 32 // copies
     look_up = look_up_function(box, looked_up)
@@ -635,7 +635,7 @@ def producer_function(tile):
                 info[slot, TILES] = i32(-1)
             if lane < FIELDS:
                 mbarrier_arrive(Address(q_full + slot * 8))
-        # Whoever is the last block to draw nothing makes the counters ready for the next launch.
+        # Whoever is the last block to draw no_array makes the counters ready for the next launch.
         if brings_k and lane == 0 and cuda.atomic.add(counters, 1, i32(1)) == cuda.gridDim.x - 1:
             counters[0] = i32(0)
             counters[1] = i32(0)
@@ -649,7 +649,7 @@ def paged_attention_sm90_kernel(tile):
     head_dim, element, rows, box, stages, blocks, grouped, segment = tile
     boxes, tile_bytes, moves_registers = tile.boxes, tile.tile_bytes, tile.moves_registers
     runs, carries = tile.most_run > 1, tile.carries
-    segment_tiles = segment // KEYS
+    segment_tiles = segment // TILE_KEYS
     query_bytes = boxes * rows * LINE
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     depth = -(-head_dim // 16) * 16
@@ -680,7 +680,7 @@ def paged_attention_sm90_kernel(tile):
         # Of a unit; -1 tiles: there are no more.
         info = cuda.shared.array((SLOTS, TOLD), np.int32)
         tickets = cuda.shared.array(TICKETS, np.int32)
-        # To the merging warp: sequence (-1: there is nothing more), key head, first token, sequences, rows of each.
+        # To the merging warp: sequence (-1: there is no_array more), key head, first token, sequences, rows of each.
         letters = cuda.shared.array((LETTERS, 5), np.int32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & i32(31), warp_uniform(thread >> i32(5))
@@ -804,13 +804,13 @@ def paged_attention_sm90_kernel(tile):
                         reference[i], running[i] = MINUS_INFINITY, f32(0.0)
                         position[i] = i32(context - length + token_of(i32(i // 2 * 8 + pair + i % 2), per_token))
                         if grouped and sharing > 0:
-                            position[i] = i32(first_key + tiles * KEYS)
+                            position[i] = i32(first_key + tiles * TILE_KEYS)
                     place = Address(queries + slot * query_bytes)
                     lowest = i32(context - length)
                     if grouped and sharing > 0:
-                        lowest = i32(first_key + tiles * KEYS)
+                        lowest = i32(first_key + tiles * TILE_KEYS)
                     for index in range(tiles):
-                        tile_key = i32(first_key + index * KEYS)
+                        tile_key = i32(first_key + index * TILE_KEYS)
                         k_place = Address(ring + stage * (2 * tile_bytes))
                         begins = (index & i32(segment_tiles - 1)) == 0
                         if runs and begins and index > 0:
@@ -821,7 +821,7 @@ def paged_attention_sm90_kernel(tile):
                         mbarrier_wait(Address(full + stage * 8), parity)
                         start_scores(scores, smem_descriptor(k_place), smem_descriptor(place), i32(0))
                         wait_scores(scores)
-                        if i32(tile_key + (KEYS - 1)) > lowest:
+                        if i32(tile_key + (TILE_KEYS - 1)) > lowest:
                             key = i32(tile_key + warp * 16 + group_lane)
                             for i in range(columns):
                                 j = i // 2 * 4 + i % 2
@@ -846,8 +846,8 @@ def paged_attention_sm90_kernel(tile):
                                 largest[i], largest[i + 1] = max(largest[i], first), max(largest[i + 1], second)
                         for i in range(columns):
                             j = i // 2 * 4 + i % 2
-                            new = moved(reference[i], largest[i], c)
-                            # A row that has seen no key yet has nothing to subtract; -inf - -inf would be NaN.
+                            new = next_row_max(reference[i], largest[i], c)
+                            # A row that has seen no key yet has no_array to subtract; -inf - -inf would be NaN.
                             subtracted = new if new > MINUS_INFINITY else f32(0.0)
                             shrink[i] = exp2(reference[i] - subtracted)
                             reference[i] = new
@@ -858,7 +858,7 @@ def paged_attention_sm90_kernel(tile):
                             words[i] = pack_two(scores[2 * i], scores[2 * i + 1])
                         for i in range(word_count // 2):
                             stmatrix_x2_trans(weight_target + i * (8 * LINE), words[2 * i], words[2 * i + 1])
-                        if i32(context - tile_key) < KEYS:
+                        if i32(context - tile_key) < TILE_KEYS:
                             zero_rows(Address(k_place + tile_bytes), i32(context - tile_key), thread)
                         fence_proxy_async()
                         for b in range(boxes):
@@ -909,7 +909,7 @@ def paged_attention_sm90_kernel(tile):
                         if thread < alive and lse.shape[0] > 0:
                             total_here = Address(total_place + thread * 4)
                             token = token_of(thread, per_token)
-                            lse[kv_head * group + thread - token * group, start + token] = log_sum(
+                            lse[kv_head * group + thread - token * group, start + token] = log_sum_exp(
                                 int_as_float(load_word(total_here)), int_as_float(load_word(total_here + rows * 4))
                             )
                         index = thread
@@ -1000,10 +1000,10 @@ def best_tile(head_dim, element, group, box, group_sizes=1):
 
 def best_chunk_tile(head_dim, element, group, box, max_seqlen_q):
     """The Tile of attention_sm90 for chunks of up to so many query tokens."""
-    tile = best_prefill_tile(head_dim, element, group, True, box)
+    tile = attention_config(head_dim, element, group, True, box)
     # H200, 16 and 8 heads of 128, 128 or 256 tokens at the end of 640 or 1,024: 1.06 and 1.09 of the speed of paired
     # consumers; 0.97 for chunks of 1,024 and 2,048 tokens.
-    return tile._replace(paired=False) if tile.groups > 1 and max_seqlen_q <= SHORT_CHUNK else tile
+    return tile._replace(paired=False) if tile.consumers > 1 and max_seqlen_q <= SHORT_CHUNK else tile
 
 
 def best_run(sequence_heads, blocks):
@@ -1015,11 +1015,11 @@ def best_run(sequence_heads, blocks):
 
 
 def supported_group_sizes(group):
-    """What max_group_size may be with nothing wasted, ascending: tiles of 8, 16, 32 rows full of group_sizes' queries.
+    """What max_group_size may be with no_array wasted, ascending: tiles of 8, 16, 32 rows full of group_sizes' queries.
 
     The last one is the limit. group: query heads of a key head. Empty where a tile has no room for two group_sizes.
     """
-    return tuple(rows // group for rows in (8, 16, ROWS_OF_UNIT) if rows // group > 1)
+    return tuple(rows // group for rows in (8, 16, MAX_DECODE_ROWS) if rows // group > 1)
 
 
 class Workspace:
@@ -1108,11 +1108,11 @@ def plan_units(
     The list stays until the next plan is made.
     """
     sequences, group = len(context_lens), heads // kv_heads
-    if block_size % KEYS and block_size not in (16, 32):
+    if block_size % TILE_KEYS and block_size not in (16, 32):
         raise ValueError(f"paged_attention: block_size must be 16, 32 or a multiple of 64, got {block_size}")
-    if max_group_size > 1 and (max_group_size * group > ROWS_OF_UNIT or max_seqlen_q > 1):
+    if max_group_size > 1 and (max_group_size * group > MAX_DECODE_ROWS or max_seqlen_q > 1):
         raise ValueError(
-            f"paged_attention: a group has at most {ROWS_OF_UNIT // group} sequences of one query token each, "
+            f"paged_attention: a group has at most {MAX_DECODE_ROWS // group} sequences of one query token each, "
             f"got {max_group_size} sequences of up to {max_seqlen_q}"
         )
     made_for = (
@@ -1126,7 +1126,7 @@ def plan_units(
         max_context_len,
         max_group_size,
     )
-    tile = tile or best_tile(head_dim, element, group, min(block_size, KEYS), max_group_size)
+    tile = tile or best_tile(head_dim, element, group, min(block_size, TILE_KEYS), max_group_size)
     filled = blocks or processors() * tile.blocks
     run = min(run or best_run(sequences * kv_heads, filled), tile.most_run)
     # What a group has in common may be one segment, and then its run is no longer.
@@ -1136,7 +1136,7 @@ def plan_units(
     units = _workspace.list_of(sequences * parts)
     launch(
         plan_units_kernel(tile.rows, tile.segment, tile.grouped), 1, min(-(-max(sequences, 1) // 32) * 32, PLANNERS),
-        cu_seqlens, context_lens, *((shared_prefix_lens, group_sizes) if tile.grouped else (nothing(1), nothing(1))),
+        cu_seqlens, context_lens, *((shared_prefix_lens, group_sizes) if tile.grouped else (no_array(1), no_array(1))),
         np.int32(group), np.int32(run), units, serialize_next=True,
     )  # fmt: skip
     return Plan(made_for, tile, min(filled, sequences * kv_heads * parts), run, parts, places, rows, units)
@@ -1184,8 +1184,8 @@ def paged_attention_sm90(
     )
     if plan.made_for != made_for:
         raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
-    lse = nothing(2, np.float32) if lse is None else lse
-    box = min(block_size, KEYS)
+    lse = no_array(2, np.float32) if lse is None else lse
+    box = min(block_size, TILE_KEYS)
     k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
     k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
     c = float(scale * LOG2_E)
@@ -1197,20 +1197,15 @@ def paged_attention_sm90(
     launch(
         paged_attention_sm90_kernel(tile), plan.blocks, THREADS,
         tensor_map(q, at_once, group, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
-        context_lens, shared_prefix_lens if tile.grouped else nothing(1), plan.units, block_tables,
+        context_lens, shared_prefix_lens if tile.grouped else no_array(1), plan.units, block_tables,
         np.int32(block_size),
         np.int32(heads), np.int32(group), np.int32(at_once), np.int32(plan.parts), np.int32(plan.rows),
         np.int32(plan.run), parts, references, sums, counters, c, shared=tile.shared_bytes,
     )  # fmt: skip
     if max_seqlen_q * group <= tile.rows:
         return
-    few, tile = tile.rows, prefill_tile or best_chunk_tile(head_dim, element, group, box, max_seqlen_q)
-    levels = -(-max_seqlen_q // tile.rows)
-    items = levels * sequences * (heads // tile.groups if tile.paired else heads)
-    launch(
-        attention_sm90_kernel(tile), min(items, processors()), (tile.groups + 1) * WARPGROUP,
-        tensor_map(q, ROWS, 1, 64), k_map, v_map, tensor_map(out, ROWS, 1, 64),
-        out.reshape(tokens, -1).view(np.int32), lse, cu_seqlens, context_lens, block_tables,
-        np.int32(block_size), np.int32(group), np.int32(levels), np.int32(few), c,
-        shared=tile.shared_bytes,
+    prefill_config = prefill_tile or best_chunk_tile(head_dim, element, group, box, max_seqlen_q)
+    launch_attention(
+        prefill_config, q, k_map, v_map, cu_seqlens, context_lens, block_tables, block_size, group, max_seqlen_q,
+        tile.rows, c, out, lse,
     )  # fmt: skip

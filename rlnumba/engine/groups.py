@@ -59,7 +59,7 @@ def find_groups(block_tables, contexts, block_size, sharing):
     """The Groups of a decode step, or None where they would save too little.
 
     block_tables (B, W) int32 and contexts (B,), the keys with the new one, whose block nobody shares; sharing: a
-    Sharing with sizes. Those that share most of their pieces are joined first.
+    PrefixSharing with sizes. Those that share most of their pieces are joined first.
     """
     total, most, blocks = len(contexts), sharing.sizes[-1], sharing.keys // block_size
     levels = shared_pieces(block_tables, (contexts - 1) // sharing.keys, blocks)

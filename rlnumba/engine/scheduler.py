@@ -23,7 +23,7 @@ import numpy as np
 from rlnumba.engine.block_manager import BlockManager, block_hash
 from rlnumba.engine.groups import Groups, find_groups
 from rlnumba.engine.sequence import Sequence, SequenceTable
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Scheduler:
     table, blocks: the running sequences and the cache. max_num_batched_tokens: tokens a step at most; not
     smaller than the table has rows. prefix_caching: whether blocks are named and found again; policy_version
     salts their names. has_stop_string(sequence, completion ids so far): asked after each token of a sequence
-    with stop strings. sharing: the Sharing of attention, if it reads once what sequences of a step have in common.
+    with stop strings. sharing: the PrefixSharing of attention, if it reads a shared prefix once for several sequences.
     Every sequence must fit into the cache alone: `add` raises ValueError where it does not.
     """
 
@@ -68,7 +68,7 @@ class Scheduler:
         prefix_caching: bool = True,
         policy_version: int = 0,
         has_stop_string=None,
-        sharing: Sharing | None = None,
+        sharing: PrefixSharing | None = None,
     ):
         if max_num_batched_tokens < table.rows:
             raise ValueError(f"scheduler: {max_num_batched_tokens} tokens a step for {table.rows} sequences")

@@ -30,11 +30,12 @@ Sources: Dao et al. 2022; Shah et al. 2024 (FlashAttention-3).
 """
 
 import functools
+from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.scheduler import Batch, prefill_scheduler
+from rlnumba.kernels.attention.scheduler import Batch, page_lookup, prefill_scheduler
 from rlnumba.kernels.attention.softmax import (
     LOG2_E,
     MINUS_INFINITY,
@@ -45,6 +46,7 @@ from rlnumba.kernels.attention.softmax import (
     merge_weights,
     online_softmax_step,
     row_sum,
+    zero_function,
 )
 from rlnumba.kernels.gemm.sm90 import processors
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
@@ -78,13 +80,14 @@ from rlnumba.kernels.ptx.sm90 import (
 )
 from rlnumba.kernels.ptx.sm90_async import setmaxnreg
 from rlnumba.kernels.ptx.warp import ballot, device_function, shuffle, sync_warp
-from rlnumba.runtime import context, device
+from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 i32, f32 = np.int32, np.float32
 
-# Where the kernels of this module compile.
+# Where the kernel of this module compiles.
 ARCHITECTURES = [(9, 0, "a")]
 
 # Query rows of a consumer's tile.
@@ -155,23 +158,6 @@ class AttentionConfig(NamedTuple):
 
 
 @functools.cache
-def page_lookup(box):
-    """The device function that looks up where a box of keys lies in the cache. A block is one box, or many of 64."""
-    shift = box.bit_length() - 1
-
-    @device_function
-    def page_row(block_tables, block_size, sequence, key, context_len):
-        """The cache's row of a key that begins a box; beyond the last key, of the sequence's last box, for no use."""
-        index = i32(min(key, i32(context_len - 1)) >> i32(shift))
-        if box < TILE_KEYS:
-            return i32(block_tables[sequence, index] << i32(shift))
-        boxes = block_size >> i32(shift)
-        return i32(((block_tables[sequence, index // boxes] * boxes) + index % boxes) << i32(shift))
-
-    return page_row
-
-
-@functools.cache
 def load_functions(config):
     """(load_q, load_kv): the device functions by which a producer warp loads a work item's tiles."""
     _, _, consumers, stages, paired, paged, box, _ = config
@@ -187,15 +173,10 @@ def load_functions(config):
         """Load the tiles of q of all consumers, by one lane."""
         mbarrier_expect_tx(q_full, consumers * tile_bytes)
         for consumer in range(consumers):
+            q_head, q_row = (head + consumer, row) if paired else (head, row + consumer * TILE_ROWS)
             for b in range(boxes):
-                tma_load_3d(
-                    target + consumer * tile_bytes + b * BOX_BYTES,
-                    q_source,
-                    b * 64,
-                    head + consumer if paired else head,
-                    row if paired else row + consumer * TILE_ROWS,
-                    q_full,
-                )
+                box_target = target + consumer * tile_bytes + b * BOX_BYTES
+                tma_load_3d(box_target, q_source, b * 64, q_head, q_row, q_full)
 
     @device_function
     def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
@@ -252,8 +233,8 @@ def producer_function(config):
         """Warp 0 publishes work items and loads Q and K, warp 1 loads V, until no work is left."""
         loads_k, is_v, lane = thread < 32, i32(thread >> i32(5)), i32(thread & i32(31))
         source = k_source if loads_k else v_source
-        target = Address(Address(base + layout.k) + is_v * (layout.v - layout.k))
-        full = Address(Address(base + layout.k_full) + is_v * (layout.v_full - layout.k_full))
+        target = Address(base + layout.k + is_v * (layout.v - layout.k))
+        full = Address(base + layout.k_full + is_v * (layout.v_full - layout.k_full))
         empty = Address(full + stages * MBARRIER_BYTES)
         q_full, q_empty = Address(base + layout.q_full), Address(base + layout.q_empty)
         heads = query_heads // i32(consumers) if paired else query_heads
@@ -352,49 +333,26 @@ def accumulator_functions(head_dim):
 
 
 @functools.cache
-def zero_function(boxes):
-    """The device function that zeroes the rows of a tile of V from valid_rows on; a warpgroup calls it.
-
-    They may hold infinities or NaNs, and 0 times those is not 0.
-    """
-
-    @device_function
-    def zero_rows(values, valid_rows, thread):
-        row = i32(valid_rows + (thread >> i32(3)))
-        while row < TILE_KEYS:
-            for b in range(boxes):
-                target = Address(values + b * BOX_BYTES + row * LINE + (thread & i32(7)) * 16)
-                store_four(target, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
-            row = i32(row + WARPGROUP // 8)
-        fence_proxy_async()
-
-    return zero_rows
-
-
-@functools.cache
 def score_functions(head_dim, element, in_registers):
-    """(load_q, start, wait_all_but_latest, wait_all): S = Q K^T of a tile, Q from registers or from shared memory."""
+    """(load_q, start, wait_all_but_latest, wait_all) of S = Q K^T.
+
+    load_q(q, q_tile, warp, lane) gives the operand Q: the local array q with its elements, or q_tile's descriptor.
+    start, wait..: as wgmma makes them, with Q for an argument of waits, too.
+    """
     depth = -(-head_dim // 16) * 16
-    begin, wait_all_but_latest, wait_all = wgmma(TILE_KEYS, element, depth=depth, registers=in_registers)
+    start, wait_all_but_latest, wait_all = wgmma(TILE_KEYS, element, depth=depth, registers=in_registers)
 
     @device_function
-    def load_registers(q, q_tile, warp, lane):
+    def load_q(q, q_tile, warp, lane):
         for step in range(depth // 16):
             words = ldmatrix_x4(Address(matrix_address(q_tile, step, warp, lane)))
             for i in range(4):
                 q[4 * step + i] = words[i]
+        return q
 
     @device_function
-    def start_registers(scores, q, q_tile, k_tile):
-        begin(scores, q, smem_descriptor(k_tile), i32(0))
-
-    @device_function
-    def load_nothing(q, q_tile, warp, lane):
-        pass
-
-    @device_function
-    def start_shared(scores, q, q_tile, k_tile):
-        begin(scores, smem_descriptor(q_tile), smem_descriptor(k_tile), i32(0))
+    def describe_q(q, q_tile, warp, lane):
+        return smem_descriptor(q_tile)
 
     @device_function
     def wait_all_but_latest_shared(scores, q):
@@ -405,50 +363,16 @@ def score_functions(head_dim, element, in_registers):
         wait_all(scores)
 
     if in_registers:
-        return load_registers, start_registers, wait_all_but_latest, wait_all
-    return load_nothing, start_shared, wait_all_but_latest_shared, wait_all_shared
+        return load_q, start, wait_all_but_latest, wait_all
+    return describe_q, start, wait_all_but_latest_shared, wait_all_shared
 
 
-class ConsumerMemory(NamedTuple):
-    """Shared memory addresses of a consumer: its tile of q, its merged accumulators, the rings, the barriers."""
-
-    q: object
-    merged: object
-    k: object
-    v: object
-    q_full: object
-    q_empty: object
-    k_full: object
-    k_empty: object
-    v_full: object
-    v_empty: object
-
-
-class WorkItem(NamedTuple):
-    """A consumer's part of a work item, as ITEM_FIELDS."""
-
-    tiles: object
-    head: object
-    row: object
-    position: object
-    valid_rows: object
-    valid_keys: object
-
-
-class Registers(NamedTuple):
-    """A consumer thread's local arrays; the last six hold values of its two rows."""
-
-    q: object
-    scores: object
-    p: object
-    acc: object
-    sums: object
-    row_max: object
-    rescale: object
-    segment_max: object
-    segment_sum: object
-    merged_max: object
-    merged_sum: object
+# Shared memory addresses of a consumer: its tile of q, its merged accumulators, the rings, the barriers.
+ConsumerMemory = namedtuple("ConsumerMemory", "q merged k v q_full q_empty k_full k_empty v_full v_empty")
+# A consumer's part of a work item, see ITEM_FIELDS.
+WorkItem = namedtuple("WorkItem", "tiles head row position valid_rows valid_keys")
+# A consumer thread's local arrays; those from row_max on hold values of its two rows.
+Registers = namedtuple("Registers", "q scores p acc sums row_max rescale segment_max segment_sum merged_max merged_sum")
 
 
 @functools.cache
@@ -486,17 +410,17 @@ def mainloop_function(config):
 
         mask_offset: the position of this thread's first row less its first column; thread: of the consumer.
         """
-        q, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
+        _, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
         k_stage, k_parity, v_stage, v_parity = ring_state
         merged = Address(memory.merged + thread * 16)
-        load_q(q, memory.q, i32(thread >> i32(5)), i32(thread & i32(31)))
+        q = load_q(registers.q, memory.q, i32(thread >> i32(5)), i32(thread & i32(31)))
         if in_registers:
             mbarrier_arrive(memory.q_empty)
         reset(row_max, sums)
 
         # The first tile's probabilities.
         mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
-        start_scores(scores, q, memory.q, Address(memory.k + k_stage * tile_bytes))
+        start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
         wait_only_scores(scores, q)
         k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
         if item.position < TILE_KEYS - 1:
@@ -509,7 +433,7 @@ def mainloop_function(config):
             mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
         while index < item.tiles:
             # S = Q K^T of this tile and O += P V of the one before run on the tensor cores together.
-            start_scores(scores, q, memory.q, Address(memory.k + k_stage * tile_bytes))
+            start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
             mbarrier_wait(Address(memory.v_full + v_stage * MBARRIER_BYTES), v_parity)
             start_values(acc, p, smem_descriptor(Address(memory.v + v_stage * tile_bytes)), accumulate)
             wait_scores(scores, q)
@@ -603,9 +527,8 @@ def epilogue_function(config):
             named_barrier_sync(1 + consumer, WARPGROUP)
             if thread == 0:
                 for b in range(boxes):
-                    tma_store_3d(
-                        tensor_map_address(out_map), b * 64, item.head, item.row, memory.merged + b * BOX_BYTES
-                    )
+                    source = memory.merged + b * BOX_BYTES
+                    tma_store_3d(tensor_map_address(out_map), b * 64, item.head, item.row, source)
                 bulk_commit_group()
         else:
             # The rows behind the sequence's last are another sequence's.
@@ -631,8 +554,8 @@ def consumer_function(config):
     @device_function
     def consumer_memory(base, consumer):
         return ConsumerMemory(
-            Address(Address(base + layout.q) + consumer * tile_bytes),
-            Address(Address(base + layout.merged) + consumer * merged_bytes),
+            Address(base + layout.q + consumer * tile_bytes),
+            Address(base + layout.merged + consumer * merged_bytes),
             Address(base + layout.k), Address(base + layout.v),
             Address(base + layout.q_full), Address(base + layout.q_empty),
             Address(base + layout.k_full), Address(base + layout.k_empty),
@@ -744,11 +667,7 @@ def attention_config(head_dim, element, gqa_ratio, paged=False, box=TILE_KEYS):
 
 def no_array(dimensions, dtype=np.int32):
     """An array without elements that stands for an argument left out."""
-    return context.current().own(_empty, dimensions, dtype)
-
-
-def _empty(dimensions, dtype):
-    return device.xp().zeros((0,) * dimensions, dtype)
+    return current().own(device.xp().zeros, (0,) * dimensions, dtype)
 
 
 def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):

@@ -11,10 +11,12 @@ probabilities stay below 2^RESCALE_THRESHOLD. 2^x is one instruction, `exp2`.
 Sources: Milakov and Gimelshein 2018; Dao 2023 (FlashAttention-2); the threshold: FlashAttention-4.
 """
 
+import functools
 import math
 
 import numpy as np
 
+from rlnumba.kernels.ptx.sm90 import BOX_BYTES, LINE, Address, fence_proxy_async, store_four
 from rlnumba.kernels.ptx.warp import device_function, exp2, shuffle_xor
 from rlnumba.runtime.device import cuda
 
@@ -112,3 +114,23 @@ def row_sum(sums, half):
     even = (sums[half * 8] + sums[half * 8 + 2]) + (sums[half * 8 + 4] + sums[half * 8 + 6])
     odd = (sums[half * 8 + 1] + sums[half * 8 + 3]) + (sums[half * 8 + 5] + sums[half * 8 + 7])
     return quad_sum(even + odd)
+
+
+@functools.cache
+def zero_function(boxes):
+    """The device function that zeroes the rows of a tile of V from valid_rows on, by 128 threads.
+
+    They may hold infinities or NaNs, and 0 times those is not 0.
+    """
+
+    @device_function
+    def zero_rows(values, valid_rows, thread):
+        row = i32(valid_rows + (thread >> i32(3)))
+        while row < TILE_KEYS:
+            for b in range(boxes):
+                target = Address(values + b * BOX_BYTES + row * LINE + (thread & i32(7)) * 16)
+                store_four(target, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
+            row = i32(row + 128 // 8)
+        fence_proxy_async()
+
+    return zero_rows

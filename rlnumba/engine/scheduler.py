@@ -23,7 +23,7 @@ import numpy as np
 from rlnumba.engine.block_manager import BlockManager, block_hash
 from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
 from rlnumba.engine.sequence import Sequence, SequenceTable
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Scheduler:
         prefix_caching: bool = True,
         policy_version: int = 0,
         has_stop_string=None,
-        sharing: Sharing | None = None,
+        sharing: PrefixSharing | None = None,
     ):
         if max_num_batched_tokens < table.num_rows:
             raise ValueError(f"scheduler: {max_num_batched_tokens} tokens a step for {table.num_rows} sequences")

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlnumba.engine.prefix_groups import MIN_SAVED_SHARE, find_prefix_groups
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 BLOCK = 4
-SHARING = Sharing((2, 4), 2 * BLOCK)
+SHARING = PrefixSharing((2, 4), 2 * BLOCK)
 
 
 def expected_groups(tables, contexts, sharing):

@@ -9,7 +9,7 @@ from rlnumba.engine import scheduler as scheduler_module
 from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 BLOCK = 4
 
@@ -125,7 +125,7 @@ def test_E03_any_schedule_gives_the_same_text_and_returns_all_blocks(
 ):
     make = lambda: sequences_of(requests, eos=(1, 7, 23) if eos else ())  # noqa: E731
     num_blocks = max(blocks_needed(s.length_limit, BLOCK) for s in make()) + spare_blocks
-    sharing = Sharing((2, 3), BLOCK)
+    sharing = PrefixSharing((2, 3), BLOCK)
     results, _, _ = run(make(), rows, rows + extra_budget - 1, num_blocks, prefix_caching=caching, sharing=sharing)
     assert results == expected(make())
 
@@ -182,11 +182,11 @@ def test_completions_of_one_prompt_compute_it_once():
 
 def test_completions_of_one_prompt_are_a_prefix_group():
     requests = [(list(range(9)), 3, 6), ([*range(50, 59)], 2, 4), ([3], 1, 8)]
-    results, _, model = run(sequences_of(requests), budget=64, sharing=Sharing((2, 4), 2 * BLOCK))
+    results, _, model = run(sequences_of(requests), budget=64, sharing=PrefixSharing((2, 4), 2 * BLOCK))
     assert results == expected(sequences_of(requests))
     # Prefill; then all lack one token, until the prefix leaders and then the others end.
     assert model.largest == [1, 3, 3, 3, 3, 3, 2, 1]
-    _, _, model = run(sequences_of(requests), budget=64, sharing=Sharing((), 0))
+    _, _, model = run(sequences_of(requests), budget=64, sharing=PrefixSharing((), 0))
     assert set(model.largest) == {1}
 
 
@@ -194,7 +194,11 @@ def test_prefix_groups_are_searched_again_only_when_others_run(monkeypatch):
     calls = []
     found = scheduler_module.find_prefix_groups
     monkeypatch.setattr(scheduler_module, "find_prefix_groups", lambda *a: calls.append(len(a[1])) or found(*a))
-    run(sequences_of([(list(range(9)), 3, 30), ([*range(50, 59)], 2, 20)]), budget=64, sharing=Sharing((4,), BLOCK))
+    run(
+        sequences_of([(list(range(9)), 3, 30), ([*range(50, 59)], 2, 20)]),
+        budget=64,
+        sharing=PrefixSharing((4,), BLOCK),
+    )
     # The prefix leader is one token ahead.
     assert calls == [5, 4, 3, 2]
 

@@ -1,6 +1,6 @@
-"""Hopper's kernels where every ring of stages goes round and every block has several items of work.
+"""sm90 kernels where every ring of stages wraps around and every block has several work items.
 
-Copies and products run beside the program there, so a wait that is missing need not show at small sizes. Each case
+TMA and wgmma are asynchronous, so a wait that is missing need not show at small sizes. Each case
 runs with the threads in their own order, and, if RLNUMBA_SLOW=1, in two orders that are drawn.
 """
 
@@ -9,9 +9,9 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_decode
+from rlnumba.kernels.attention import sm90_decode, sm90_paged
 from rlnumba.kernels.attention.sm90_backward import Tile as GradientTile
-from rlnumba.kernels.attention.sm90_forward import Tile
+from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90 import HeadTile
 from rlnumba.runtime import device, simulator
@@ -40,10 +40,10 @@ def order(request, monkeypatch):
 @pytest.mark.parametrize(
     "lengths, heads, kv_heads, tile",
     [
-        ([300, 5, 200], 4, 2, Tile(64, BF16, stages=2, segment=128)),
-        ([333, 70], 2, 2, Tile(48, F16, stages=2, paired=False, segment=256)),
-        ([290], 2, 1, Tile(80, BF16, stages=3, paired=False, segment=64)),
-        ([260], 2, 1, Tile(256, BF16, stages=2, segment=1024)),
+        ([300, 5, 200], 4, 2, AttentionConfig(64, BF16, stages=2, segment=128)),
+        ([333, 70], 2, 2, AttentionConfig(48, F16, stages=2, paired=False, segment=256)),
+        ([290], 2, 1, AttentionConfig(80, BF16, stages=3, paired=False, segment=64)),
+        ([260], 2, 1, AttentionConfig(256, BF16, stages=2, segment=1024)),
     ],
     ids=["two heads", "neighbours", "many segments", "wide"],
 )
@@ -73,16 +73,16 @@ def late(function, latencies, warps):
 
 
 @pytest.mark.parametrize("function, latencies, warps", [("atomic_add_acq_rel", 40, [6]), ("mbarrier_wait", 10, [5])])
-def test_slow_servants_of_decode(rng, monkeypatch, function, latencies, warps):
-    """Warps that merge, or copy, far behind those that compute and find units: nothing they read is overwritten."""
+def test_slow_producer_and_merging_warps_of_decode(rng, monkeypatch, function, latencies, warps):
+    """Warps that merge, or load, far behind those that compute and find work: nothing they read is overwritten."""
     slow = late(getattr(sm90_decode, function), latencies, warps)
     monkeypatch.setattr(sm90_decode, function, slow)
     # A kernel is made once; this one is made of what is patched.
     make = sm90_decode.paged_attention_sm90_kernel.__wrapped__
-    monkeypatch.setattr(sm90_decode, "paged_attention_sm90_kernel", make)
+    monkeypatch.setattr(sm90_paged, "paged_attention_sm90_kernel", make)
     cache = forward.Cache(rng, [330, 130, 210, 20], 2, 1, 16, F16, segment=64, flat=70)
     begins, ends = [328, 129, 5, 6, 7, 8, 9, 10, 205], [330, 130, 0, 0, 0, 0, 0, 0, 210]
-    cache.compare([0, 1, 3, 3, 3, 3, 3, 3, 2], begins, ends, blocks=1, run=1)
+    cache.compare([0, 1, 3, 3, 3, 3, 3, 3, 2], begins, ends, blocks=1, max_leading=1)
 
 
 def test_groups(rng):

@@ -389,7 +389,7 @@ def attention_kernel(tile):
     return attention_kernel
 
 
-TAKES = {"sm90": sm90_forward.takes, "sm80": sm80_forward.takes}
+TAKES = {"sm90": sm90_forward.is_supported, "sm80": sm80_forward.takes}
 
 
 def family_of(q, k):

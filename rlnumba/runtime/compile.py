@@ -142,5 +142,13 @@ def _identity(value):
     function = getattr(value, "py_func", getattr(value, "_defn", value))
     if callable(function) and hasattr(function, "__qualname__"):
         cells = getattr(function, "__closure__", None) or ()
-        return [function.__module__, function.__qualname__, [_identity(cell.cell_contents) for cell in cells]]
+        return [function.__module__, function.__qualname__, [_identity(_content(cell)) for cell in cells]]
     return repr(value)
+
+
+def _content(cell):
+    """What a closure's cell holds; None where its name was never assigned, in a branch that a factory did not take."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

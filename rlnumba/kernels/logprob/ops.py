@@ -273,7 +273,7 @@ def _fused(hidden, weight, bias):
     """Whether logprob/sm90.py serves these arrays."""
     if device.name() == "cpu" or bias is not None or dispatch.family("logprob") != "sm90":
         return False
-    like_products = backend(hidden.dtype) == "numba" and dispatch.family("gemm") == "sm90"
+    like_products = backend() == "native" and dispatch.family("gemm") == "sm90"
     return like_products and logprob_sm90.takes(hidden, weight)
 
 

@@ -64,13 +64,8 @@ LARGE_WEIGHT = 1 << 23
 def load_functions(config):
     """(load_a, load_b): the device functions that load the boxes of a tile and a stage to `target`."""
     columns, panels, rows, tile_columns = config.columns, config.panels, config.rows, config.tile_columns
-    a_mn, b_mn, swiglu, consumers, eight_rows = (
-        config.a_mn,
-        config.b_mn,
-        config.swiglu,
-        config.consumers,
-        config.eight_rows,
-    )
+    a_mn, b_mn, swiglu = config.a_mn, config.b_mn, config.swiglu
+    consumers, eight_rows = config.consumers, config.eight_rows
 
     @device_function
     def load_a(target, a, tile_row, tile_column, step, full, n):
@@ -179,12 +174,8 @@ def main_loop_function(config):
 @functools.cache
 def consumer_function(config):
     """The device function of a consumer warpgroup: all of its tiles, from the main loop to the stores."""
-    columns, rows, tile_columns, staged_columns = (
-        config.columns,
-        config.rows,
-        config.tile_columns,
-        config.staged_columns,
-    )
+    columns, rows = config.columns, config.rows
+    tile_columns, staged_columns = config.tile_columns, config.staged_columns
     a_bytes, staged_bytes, prefetched_columns = config.a_bytes, config.staged_bytes, config.prefetched_columns
     prefetches, layout = config.prefetches, gemm_layout(config)
     accumulators, residual_words = columns // 2, columns // 4 if config.residual and not prefetches else 1
@@ -239,13 +230,8 @@ def consumer_function(config):
 @specialize
 def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
-    rows, tile_columns, steps, consumers, stages = (
-        config.rows,
-        config.tile_columns,
-        config.steps,
-        config.consumers,
-        config.stages,
-    )
+    rows, tile_columns, steps = config.rows, config.tile_columns, config.steps
+    consumers, stages = config.consumers, config.stages
     reallocates_registers, a_bytes, b_bytes = config.reallocates_registers, config.a_bytes, config.b_bytes
     layout = gemm_layout(config)
     init_ring, _ = ring(stages)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import paged as paged_attention_module
-from rlnumba.kernels.attention import sm80_forward, sm90_decode, sm90_forward
-from rlnumba.kernels.attention.ops import attention, few_rows, many_rows
+from rlnumba.kernels.attention import sm80_decode, sm80_forward, sm90_decode, sm90_forward
+from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.paged import (
     paged_attention,
     paged_attention_kernel,
@@ -13,8 +13,10 @@ from rlnumba.kernels.attention.paged import (
     reserve_workspace,
     sharing,
 )
+from rlnumba.kernels.attention.simt import decode_config, prefill_config
 from rlnumba.kernels.nn.kv_cache import write_kv
 from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.context import Context
 from tests.close import assert_close, assert_same_bits
 
 
@@ -272,9 +274,7 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
     if device.name() != "sim":
         pytest.skip("calls without a launch")
     monkeypatch.setattr(sm90_decode, "_workspace", sm90_decode.Workspace())
-    monkeypatch.setattr(sm80_forward, "_partials", [])
-    monkeypatch.setattr(sm80_forward, "_slots", {})
-    for module in (paged_attention_module, sm90_decode, sm80_forward):
+    for module in (paged_attention_module, sm90_decode, sm80_decode, sm80_forward):
         monkeypatch.setattr(module, "launch", lambda *arguments, **options: None)
     heads, kv_heads, head_dim = shape
     kind = device.dtype("bfloat16")
@@ -287,7 +287,7 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
         bounds = np.zeros(sequences + 1, np.int32)
         paged_attention(q, cache, cache, tables, bounds, lens, longest, context, 1.0, np.zeros_like(q), *groups)
 
-    with dispatch.forced(f"attention={family}"):
+    with Context().use(), dispatch.forced(f"attention={family}"):
         reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16)
         largest = [(9, 64, 64, 4100), (16, 16, 1, 4992)]
         reserved = reserve(largest)
@@ -297,7 +297,7 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
             call(3, longest, 1024)
         call(16, 1, 4992)
         call(16, 1, 4992, 4)
-        # Would tell of all that is held.
+        # Returns the bytes of all that is allocated.
         assert reserve(largest) == reserved
 
 
@@ -356,7 +356,7 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
         pytest.skip("compiles without a GPU, from the numpy device")
     x, tables, lengths = "uint16[:,:,::1]", "int32[:,::1]", "int32[::1]"
     troubles = []
-    for tile in (few_rows(head_dim), many_rows(head_dim)):
+    for tile in (decode_config(head_dim), prefill_config(head_dim)):
         types = [x, x, x, tables, "int32", lengths, lengths, "float32", x]
         troubles += compile_offline(paged_attention_kernel(tile), types, (9, 0))
     assert not troubles, "\n".join(troubles)

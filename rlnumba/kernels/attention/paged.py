@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
 
-The equations and the arithmetic are those of kernels/attention/ops.py, and so is the family of kernels that computes
-them; of the simple ones, `attend` runs here too. Only the place of a key differs: key j of sequence b is row
+The equations are those of kernels/attention/ops.py, and so is the family of kernels that computes them; of the simt
+ones, the device function `attend` of simt.py runs here too. Only the place of a key differs: key j of sequence b is row
 j % block_size of block block_tables[b, j // block_size]. A row's output therefore has the bits that `attention`
 gives it.
 
@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import cpu as attention_cpu
-from rlnumba.kernels.attention import sm80_forward
+from rlnumba.kernels.attention import sm80_decode as sm80
 from rlnumba.kernels.attention import sm90_decode as sm90
-from rlnumba.kernels.attention.ops import attend_function, check_heads, family_for, family_of, few_rows, many_rows
+from rlnumba.kernels.attention.ops import attention_family, check_heads
+from rlnumba.kernels.attention.simt import attention_function, decode_config, prefill_config
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
@@ -38,7 +39,7 @@ def paged_row(block_tables, block_size, sequence, key):
 def paged_attention_kernel(tile):
     """The kernel of `paged_attention` for a tile."""
     rows, rows_per_thread = tile.rows, tile.rows_per_thread
-    attend = attend_function(tile, paged_row)
+    attend = attention_function(tile, paged_row)
 
     @cuda.jit
     def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
@@ -70,7 +71,7 @@ class Sharing(NamedTuple):
 def sharing(element, heads, kv_heads, head_dim, block_size):
     """The Sharing of decode over a cache of such heads; element: the dtype's name. Only Hopper's kernels share."""
     group = heads // kv_heads
-    if family_for(element, head_dim, group) != "sm90":
+    if attention_family(element, head_dim, group) != "sm90":
         return Sharing((), 0)
     tile = sm90.best_tile(head_dim, element, group, min(block_size, sm90.KEYS))
     return Sharing(sm90.supported_group_sizes(group), tile.segment)
@@ -83,13 +84,13 @@ def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
     is kept until the end of the process, since captured graphs know its addresses, and serves all caches.
     """
     group = heads // kv_heads
-    family = family_for(element, head_dim, group)
+    family = attention_family(element, head_dim, group)
     if family == "sm90":
         box = min(block_size, sm90.KEYS)
         calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
         return sm90.reserve(element, kv_heads, group, head_dim, box, calls)
     if family == "sm80":
-        return sm80_forward.reserve(element, kv_heads, group, head_dim, block_size, calls)
+        return sm80.reserve(element, kv_heads, group, head_dim, block_size, calls)
     return 0
 
 
@@ -102,7 +103,7 @@ def plan_paged_attention(
     element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
     from what the arrays hold then, and good until the next one is made; None where nothing is gained.
     """
-    if family_for(element, head_dim, heads // kv_heads) != "sm90":
+    if attention_family(element, head_dim, heads // kv_heads) != "sm90":
         return None
     return sm90.plan_units(
         element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
@@ -171,7 +172,7 @@ def paged_attention(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
         )
         return
-    family = family_of(q, k)
+    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
@@ -180,12 +181,12 @@ def paged_attention(
                 q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
             )
         else:
-            sm80_forward.paged_attend(q, k, v, block_size, *numbers)
+            sm80.paged_attention_sm80(q, k, v, block_size, *numbers)
         return
     rows = max_seqlen_q * (heads // kv_heads)
-    tile = few_rows(head_dim)
+    tile = decode_config(head_dim)
     if rows > tile.rows:
-        tile = many_rows(head_dim)
+        tile = prefill_config(head_dim)
     launch(
         paged_attention_kernel(tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
         q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,

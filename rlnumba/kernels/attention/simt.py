@@ -3,7 +3,7 @@
 The equations are those of kernels/attention/ops.py. What a row (a query head of a token) computes, in this order,
 wherever it is in whatever batch:
 
-    for each tile of KEYS keys, the tiles fixed by the keys' absolute positions:
+    for each tile of TILE_KEYS keys, the tiles fixed by the keys' absolute positions:
         s_j = fma chain over e of (scale * q_e) * k_je          for each key j of the tile; -inf beyond the row
         new = max(m, max_j s_j)      rescale = exp(m - new)      p_j = exp(s_j - new)      m = new
         l = fma(l, rescale, p_0 + p_1 + ...)                    in the order of the keys
@@ -28,9 +28,9 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 # Keys of a tile. Part of the arithmetic: the row max changes at the borders of the tiles.
-KEYS = 32
+TILE_KEYS = 32
 # Floats from one row of scores to the next in shared memory; odd, as SimtAttentionConfig.stride.
-SCORE_STRIDE = KEYS + 1
+SCORE_STRIDE = TILE_KEYS + 1
 # Columns or keys that the inner loops take at once; rows in shared memory are padded with zeros to a multiple of it.
 UNROLL = 4
 # Global loads in flight per thread: on an H200 (64 x 640 tokens, 16 and 8 heads of 128, bfloat16) 8, 16, 32 give
@@ -56,7 +56,7 @@ class SimtAttentionConfig(NamedTuple):
     @property
     def keys_per_thread(self):
         """Scores of a row that a thread computes: of the keys lane, lane + lanes, ... of the tile."""
-        return KEYS // self.lanes
+        return TILE_KEYS // self.lanes
 
     @property
     def columns(self):
@@ -69,8 +69,8 @@ class SimtAttentionConfig(NamedTuple):
         return self.columns * self.lanes + 1
 
     def shared_bytes(self, row_tiles=1):
-        """For row_tiles arrays of the block's rows, two of KEYS rows, the scores and two numbers a key."""
-        return 4 * (self.stride * (row_tiles * self.rows + 2 * KEYS) + self.rows * SCORE_STRIDE + 2 * KEYS)
+        """For row_tiles arrays of the block's rows, two of TILE_KEYS rows, the scores and two numbers a key."""
+        return 4 * (self.stride * (row_tiles * self.rows + 2 * TILE_KEYS) + self.rows * SCORE_STRIDE + 2 * TILE_KEYS)
 
 
 def decode_config(head_dim):
@@ -146,7 +146,7 @@ def accumulate_function(config):
         value = cuda.local.array(columns, np.float32)
         for i in range(rows_per_thread):
             sums[i] = np.float32(0.0)
-        for key in range(0, KEYS, UNROLL):
+        for key in range(0, TILE_KEYS, UNROLL):
             for u in range(UNROLL):
                 weight_offset = ((weights + key) & OFFSET_MASK) + u
                 value_offset = ((values + key * stride) & OFFSET_MASK) + u * stride
@@ -294,16 +294,16 @@ def attention_function(config, key_row):
     rows_per_thread = config.rows_per_thread
     columns, stride = config.columns, config.stride
     warps = threads // 32
-    warp_rows, warp_keys = rows // warps, KEYS // warps
+    warp_rows, warp_keys = rows // warps, TILE_KEYS // warps
     score_count, acc_count = rows_per_thread * config.keys_per_thread, rows_per_thread * columns
     # Shared memory in floats: rows of q, keys, values, then the scores of a tile.
     key_tile = rows * stride
-    value_tile = key_tile + KEYS * stride
-    score_tile = value_tile + KEYS * stride
+    value_tile = key_tile + TILE_KEYS * stride
+    score_tile = value_tile + TILE_KEYS * stride
     dot_products, accumulate = dot_products_function(config), accumulate_function(config)
     online_softmax_step, store_rows = softmax_function(config), store_rows_function(config)
     row_indices, load_queries = row_indices_function(config, rows), load_rows_function(config, rows)
-    load_keys = load_rows_function(config, KEYS)
+    load_keys = load_rows_function(config, TILE_KEYS)
 
     @device_function
     def attend(q, k, v, table, block_size, seq_start, query_len, context_len, first_row, scale, out, row_max, row_sum):
@@ -345,7 +345,7 @@ def attention_function(config, key_row):
             acc[i] = np.float32(0.0)
 
         visible_keys = query_offset + (first_row + valid_rows - 1) // gqa_ratio + 1
-        for tile_start in range(0, visible_keys, KEYS):
+        for tile_start in range(0, visible_keys, TILE_KEYS):
             cuda.syncthreads()
             for i in range(warp_keys):
                 key = min(tile_start + thread // 32 + i * warps, context_len - 1)

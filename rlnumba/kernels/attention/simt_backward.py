@@ -12,8 +12,8 @@ import numpy as np
 
 from rlnumba.kernels.attention.delta import attention_delta
 from rlnumba.kernels.attention.simt import (
-    KEYS,
     SCORE_STRIDE,
+    TILE_KEYS,
     accumulate_function,
     dot_products_function,
     load_rows_function,
@@ -31,16 +31,16 @@ def attention_dq_kernel(config):
     """The kernel of dq for a SimtAttentionConfig."""
     _, rows, lanes, threads = config
     rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
-    stride, warp_rows, warp_tile_rows = config.stride, rows // (threads // 32), KEYS // (threads // 32)
+    stride, warp_rows, warp_tile_rows = config.stride, rows // (threads // 32), TILE_KEYS // (threads // 32)
     score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * config.columns
     # Shared memory in floats: rows of q and dout, keys, values, then ds of a tile.
     dout_tile = rows * stride
     key_tile = dout_tile + rows * stride
-    value_tile = key_tile + KEYS * stride
-    score_tile = value_tile + KEYS * stride
+    value_tile = key_tile + TILE_KEYS * stride
+    score_tile = value_tile + TILE_KEYS * stride
     dot_products, accumulate = dot_products_function(config), accumulate_function(config)
     block_indices, load_block = row_indices_function(config, rows), load_rows_function(config, rows)
-    tile_indices, load_tile = row_indices_function(config, KEYS), load_rows_function(config, KEYS)
+    tile_indices, load_tile = row_indices_function(config, TILE_KEYS), load_rows_function(config, TILE_KEYS)
     store_rows = store_rows_function(config)
 
     @cuda.jit
@@ -83,8 +83,8 @@ def attention_dq_kernel(config):
         for i in range(acc_count):
             acc[i] = np.float32(0.0)
 
-        for tile_start in range(0, (first_row + valid_rows - 1) // gqa_ratio + 1, KEYS):
-            tile_keys = min(length - tile_start, KEYS)
+        for tile_start in range(0, (first_row + valid_rows - 1) // gqa_ratio + 1, TILE_KEYS):
+            tile_keys = min(length - tile_start, TILE_KEYS)
             cuda.syncthreads()
             tile_indices(start, kv_head, 1, tile_start, tile_keys, tile_tokens, tile_heads)
             load_tile(shared, key_tile, k, tile_tokens, tile_heads, tile_keys, np.float32(1.0))
@@ -116,21 +116,21 @@ def attention_dq_kernel(config):
 
 @specialize
 def attention_dkv_kernel(config):
-    """The kernel of dk and dv for a SimtAttentionConfig, whose rows are keys here and whose KEYS are query rows."""
+    """The kernel of dk and dv for a SimtAttentionConfig: its rows are keys here, its TILE_KEYS keys query rows."""
     _, rows, lanes, threads = config
     rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
-    stride, warp_rows, warp_tile_rows = config.stride, rows // (threads // 32), KEYS // (threads // 32)
+    stride, warp_rows, warp_tile_rows = config.stride, rows // (threads // 32), TILE_KEYS // (threads // 32)
     score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * config.columns
     # Shared memory in floats: the block's keys and values, rows of q and dout, p or ds, lse and delta of the rows.
     value_tile = rows * stride
     query_tile = value_tile + rows * stride
-    dout_tile = query_tile + KEYS * stride
-    score_tile = dout_tile + KEYS * stride
+    dout_tile = query_tile + TILE_KEYS * stride
+    score_tile = dout_tile + TILE_KEYS * stride
     lse_tile = score_tile + rows * SCORE_STRIDE
-    delta_tile = lse_tile + KEYS
+    delta_tile = lse_tile + TILE_KEYS
     dot_products, accumulate = dot_products_function(config), accumulate_function(config)
     block_indices, load_block = row_indices_function(config, rows), load_rows_function(config, rows)
-    tile_indices, load_tile = row_indices_function(config, KEYS), load_rows_function(config, KEYS)
+    tile_indices, load_tile = row_indices_function(config, TILE_KEYS), load_rows_function(config, TILE_KEYS)
     store_rows = store_rows_function(config)
 
     @cuda.jit
@@ -170,13 +170,13 @@ def attention_dkv_kernel(config):
             dk_acc[i] = np.float32(0.0)
             dv_acc[i] = np.float32(0.0)
 
-        for tile_start in range(first_key * gqa_ratio // KEYS * KEYS, length * gqa_ratio, KEYS):
-            tile_rows = min(length * gqa_ratio - tile_start, KEYS)
+        for tile_start in range(first_key * gqa_ratio // TILE_KEYS * TILE_KEYS, length * gqa_ratio, TILE_KEYS):
+            tile_rows = min(length * gqa_ratio - tile_start, TILE_KEYS)
             cuda.syncthreads()
             tile_indices(start, kv_head, gqa_ratio, tile_start, tile_rows, tile_tokens, tile_heads)
             load_tile(shared, query_tile, q, tile_tokens, tile_heads, tile_rows, scale)
             load_tile(shared, dout_tile, dout, tile_tokens, tile_heads, tile_rows, np.float32(1.0))
-            if thread < KEYS:
+            if thread < TILE_KEYS:
                 index = tile_start + min(thread, tile_rows - 1)
                 head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
                 shared[lse_tile + thread] = lse[head, token]

@@ -19,16 +19,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.delta import attention_delta
-from rlnumba.kernels.attention.sm80_forward import LOG2_E
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
-    KEYS,
     copy_functions,
     fragment_functions,
     line_pitch,
     padded,
     store_rows_function,
 )
+from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES, shared_limit
 from rlnumba.kernels.ptx.sm80 import CHUNK, address_of, copies_end, copies_wait, copy_chunk, copy_word, multiply
 from rlnumba.kernels.ptx.sm90 import cvt_pack, load_pair, shared_address
@@ -80,7 +79,7 @@ class Sm80DkvConfig(NamedTuple):
 
 
 class Sm80DqConfig(NamedTuple):
-    """The constants of the kernel of dq. warps: of 16 rows; stages: tiles of KEYS keys and values in shared memory.
+    """The constants of the kernel of dq. warps: of 16 rows each; stages: tiles of keys and values in shared memory.
 
     rows_in_registers: q and dout stay in registers, and their shared memory is reused for the keys.
     """
@@ -101,7 +100,7 @@ class Sm80DqConfig(NamedTuple):
 
     @property
     def shared_bytes(self):
-        rows, kv = 2 * self.rows * line_pitch(self.head_dim), 2 * self.stages * KEYS * line_pitch(self.head_dim)
+        rows, kv = 2 * self.rows * line_pitch(self.head_dim), 2 * self.stages * TILE_KEYS * line_pitch(self.head_dim)
         return max(rows, kv) if self.rows_in_registers else rows + kv
 
 
@@ -374,7 +373,7 @@ def sm80_dq_kernel(config):
     acc_count, row_words = 8 * steps, 4 * (steps if rows_in_registers else 1)
     # Shared memory in bytes: rows of q and of dout, unless they stay in registers; stages of [keys | values] of a tile.
     kv_offset = 0 if rows_in_registers else 2 * rows * pitch
-    tile_bytes, stage_bytes = KEYS * pitch, 2 * KEYS * pitch
+    tile_bytes, stage_bytes = TILE_KEYS * pitch, 2 * TILE_KEYS * pitch
     copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
     load_rows, gemm, softmax_backward, accumulate = dq_functions(config)
     store_rows = store_rows_function(head_dim, head_dim, 16, element)
@@ -403,14 +402,14 @@ def sm80_dq_kernel(config):
         if valid_rows <= 0:
             return
         visible_keys = i32(i32(i32(first_row + valid_rows) - i32(1)) // gqa_ratio + i32(1))
-        tiles = i32(i32(visible_keys + i32(KEYS - 1)) // i32(KEYS))
+        tiles = i32(i32(visible_keys + i32(TILE_KEYS - 1)) // i32(TILE_KEYS))
 
         base = shared_address(cuda.shared.array(0, np.uint8))
         token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
         q_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
         k_source = address_of(k) + np.int64(start) * key_bytes + kv_head * (head_dim * 2)
         v_source = address_of(v) + np.int64(start) * key_bytes + kv_head * (head_dim * 2)
-        next_tile, warp_row = np.int64(KEYS) * key_bytes, warp * i32(16)
+        next_tile, warp_row = np.int64(TILE_KEYS) * key_bytes, warp * i32(16)
         warp_lines = base + warp_row * i32(pitch)
         copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         copy_rows(
@@ -424,7 +423,7 @@ def sm80_dq_kernel(config):
             cuda.syncthreads()
         for stage in range(stages):
             if stage < tiles:
-                tile, key = base + kv_offset + stage * stage_bytes, i32(stage * KEYS)
+                tile, key = base + kv_offset + stage * stage_bytes, i32(stage * TILE_KEYS)
                 copy_keys(tile, k_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
                 copy_keys(tile + tile_bytes, v_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
             copies_end()
@@ -448,8 +447,8 @@ def sm80_dq_kernel(config):
             wait_for_tile()
             cuda.syncthreads()
             tile = base + kv_offset + stage * i32(stage_bytes)
-            for part in range(KEYS // WIDTH):
-                key = i32(i32(i32(j) * i32(KEYS)) + i32(part * WIDTH))
+            for part in range(TILE_KEYS // WIDTH):
+                key = i32(i32(i32(j) * i32(TILE_KEYS)) + i32(part * WIDTH))
                 if key <= last_position:
                     keys = tile + part * (WIDTH * pitch)
                     gemm(scores, q_fragments, warp_lines, keys, lane)
@@ -461,7 +460,7 @@ def sm80_dq_kernel(config):
             cuda.syncthreads()
             ahead = i32(i32(j) + i32(stages))
             if ahead < tiles:
-                key = i32(ahead * i32(KEYS))
+                key = i32(ahead * i32(TILE_KEYS))
                 copy_keys(tile, k_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
                 copy_keys(tile + tile_bytes, v_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
             copies_end()

@@ -13,29 +13,29 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.sm80_forward import (
-    LOG2_E,
     SegmentTotals,
     Sm80AttentionConfig,
     attention_config,
     paged_prefill_sm80,
 )
-from rlnumba.kernels.attention.sm80_softmax import (
-    MINUS_INFINITY,
-    finite_max,
-    lane_sum,
-    merge_weights,
-    next_row_max,
-    quad_max,
-    quad_sum,
-)
+from rlnumba.kernels.attention.sm80_softmax import lane_sum
 from rlnumba.kernels.attention.sm80_tiles import (
-    KEYS,
-    SEGMENT,
     copy_functions,
     fragment_functions,
     kv_tile_function,
     line_pitch,
     padded,
+)
+from rlnumba.kernels.attention.softmax import (
+    LOG2_E,
+    MINUS_INFINITY,
+    SEGMENT_KEYS,
+    TILE_KEYS,
+    finite_row_max,
+    merge_weights,
+    next_row_max,
+    quad_max,
+    quad_sum,
 )
 from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES, shared_limit
 from rlnumba.kernels.ptx.sm80 import CHUNK, address_of, copies_wait, multiply, store_word, write_chunk
@@ -63,12 +63,12 @@ class Sm80DecodeConfig(NamedTuple):
     element: str
     stages: int = 2
     block_size: int = 16
-    segment: int = SEGMENT
+    segment: int = SEGMENT_KEYS
 
     @property
     def shared_bytes(self):
-        lines = DECODE_ROWS + 2 * self.stages * KEYS
-        return lines * line_pitch(self.head_dim) + DECODE_ROWS * line_pitch(KEYS)
+        lines = DECODE_ROWS + 2 * self.stages * TILE_KEYS
+        return lines * line_pitch(self.head_dim) + DECODE_ROWS * line_pitch(TILE_KEYS)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def decode_softmax_functions(element):
 
     Each warp holds 16 keys of all rows, and each thread two rows; between the steps, all threads synchronize.
     """
-    pack, p_pitch = cvt_pack(element), line_pitch(KEYS)
+    pack, p_pitch = cvt_pack(element), line_pitch(TILE_KEYS)
 
     @device_function
     def publish_max(scores, key, position, maxima, warp, lane):
@@ -101,7 +101,7 @@ def decode_softmax_functions(element):
             for other in range(1, DECODE_WARPS):
                 tile_max = max(tile_max, maxima[other * DECODE_ROWS + row])
             new_max = next_row_max(row_max[half], tile_max, scale)
-            subtracted = finite_max(new_max)
+            subtracted = finite_row_max(new_max)
             rescale[half] = exp2(row_max[half] - subtracted)
             row_max[half] = new_max
             for block in range(2):
@@ -130,7 +130,7 @@ def decode_gemm_functions(head_dim, element):
     pitch, steps = line_pitch(head_dim), padded(head_dim) // 16
     warp_steps = -(-steps // DECODE_WARPS)
     _, load_b, load_b_transposed = fragment_functions(head_dim)
-    load_probabilities, _, _ = fragment_functions(KEYS)
+    load_probabilities, _, _ = fragment_functions(TILE_KEYS)
     mma = multiply(element)
 
     @device_function
@@ -152,7 +152,7 @@ def decode_gemm_functions(head_dim, element):
             for block in range(2):
                 for e in range(4):
                     acc[8 * i + 4 * block + e] *= rescale[e // 2]
-        for step in range(KEYS // 16):
+        for step in range(TILE_KEYS // 16):
             load_probabilities(words, 0, p_lines, step, lane)
             for i in range(warp_steps):
                 n = warp * warp_steps + i
@@ -172,7 +172,7 @@ def sm80_decode_kernel(config):
     q_words, warp_steps = 4 * steps, -(-steps // DECODE_WARPS)
     acc_count = 8 * warp_steps
     # Shared memory in bytes: rows of q; stages of keys; stages of values; probabilities.
-    k_offset, tile_bytes = DECODE_ROWS * pitch, KEYS * pitch
+    k_offset, tile_bytes = DECODE_ROWS * pitch, TILE_KEYS * pitch
     v_offset = k_offset + stages * tile_bytes
     p_offset = v_offset + stages * tile_bytes
     segment_blocks, max_count = segment // block_size, DECODE_WARPS * DECODE_ROWS
@@ -250,7 +250,7 @@ def sm80_decode_kernel(config):
         if segment_index > 0 and first_key >= visible_keys:
             return
         segment_keys = min(i32(visible_keys - first_key), i32(segment))
-        tiles = i32((segment_keys + KEYS - 1) // KEYS)
+        tiles = i32((segment_keys + TILE_KEYS - 1) // TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
         token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
@@ -287,7 +287,7 @@ def sm80_decode_kernel(config):
             v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_offset + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, blocks, i32(0), v_tile, tiles, segment_keys, key_bytes, thread)
             qk(scores, q_fragments, base + k_offset + stage * i32(tile_bytes) + warp * i32(16 * pitch), lane)
-            key = i32(first_key + i32(i32(j) * i32(KEYS))) + warp * i32(16) + ((lane & i32(3)) << i32(1))
+            key = i32(first_key + i32(i32(j) * i32(TILE_KEYS))) + warp * i32(16) + ((lane & i32(3)) << i32(1))
             publish_max(scores, key, position, maxima, warp, lane)
             cuda.syncthreads()
             online_softmax_step(scores, row_max, rescale, scale, maxima, lane_sums, base + p_offset, warp, lane)
@@ -415,10 +415,10 @@ def paged_attention_sm80(
 
     k, v: the cache as (blocks * block_size, HK, E). config: of decode or of prefill; by default decode's for up to
     DECODE_ROWS rows of a KV head. The grid follows from shapes, max_seqlen_q and max_context_len alone. Raises
-    ValueError for a block_size that does not divide SEGMENT.
+    ValueError for a block_size that does not divide SEGMENT_KEYS.
     """
-    if SEGMENT % block_size:
-        raise ValueError(f"paged_attention: block_size must divide {SEGMENT}, got {block_size}")
+    if SEGMENT_KEYS % block_size:
+        raise ValueError(f"paged_attention: block_size must divide {SEGMENT_KEYS}, got {block_size}")
     (tokens, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], context_lens.shape[0]
     gqa_ratio = heads // kv_heads
     if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:

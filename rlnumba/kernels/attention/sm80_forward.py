@@ -3,9 +3,9 @@
 The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. What a row
 (a query head of a token) computes, wherever it is in whatever batch, here and in kernels/attention/sm80_decode.py:
 
-    for each segment of SEGMENT keys, the segments fixed by the keys' absolute positions:
+    for each segment of SEGMENT_KEYS keys, the segments fixed by the keys' absolute positions:
         m = -inf, l_t = 0 (t = 0 .. 3), acc = 0
-        for each tile of KEYS keys of the segment, in ascending order:
+        for each tile of TILE_KEYS keys of the segment, in ascending order:
             s_j = sum over e of q_e k_je by mma.sync, 16 columns at a time in ascending order; -inf beyond the row
             new = c max_j s_j if that is above m + RESCALE_THRESHOLD, else m
             rescale = 2^(m - new)    p_j = 2^fma(s_j, c, -new)    m = new
@@ -26,27 +26,28 @@ Source: Dao 2023 (FlashAttention-2).
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.sm80_softmax import (
-    MINUS_INFINITY,
-    merge_weights,
-    quad_sum,
-    softmax_functions,
-)
+from rlnumba.kernels.attention.sm80_softmax import softmax_functions
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
-    KEYS,
-    SEGMENT,
     copy_functions,
     fragment_functions,
     kv_tile_function,
     line_pitch,
     padded,
     store_rows_function,
+)
+from rlnumba.kernels.attention.softmax import (
+    LOG2_E,
+    MINUS_INFINITY,
+    SEGMENT_KEYS,
+    TILE_KEYS,
+    log_sum_exp,
+    merge_weights,
+    quad_sum,
 )
 from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES, shared_limit
 from rlnumba.kernels.gemm.sm90 import processors
@@ -72,16 +73,14 @@ i32, f32 = np.int32, np.float32
 # What a block keeps in shared memory rather than in registers: a slot for totals over segments; the packed row of its
 # sequence's first token; query heads a KV head; its rows; keys before the first token.
 SLOT, SEQ_START, GQA_RATIO, VALID_ROWS, QUERY_OFFSET, BLOCK_VALUES = range(6)
-LN2 = f32(math.log(2.0))
-LOG2_E = math.log2(math.e)
 
 
 class Sm80AttentionConfig(NamedTuple):
     """The constants of the kernel. element: "float16" or "bfloat16"; each of `warps` warps owns warp_rows rows.
 
     stages: tiles of keys, and of values, in shared memory. q_in_registers: the rows of q stay in registers, and their
-    shared memory is reused for the keys. block_size: of the cache, 0 for packed sequences. segment: SEGMENT, smaller
-    in tests.
+    shared memory is reused for the keys. block_size: of the cache, 0 for packed sequences. segment: SEGMENT_KEYS,
+    smaller in tests.
     """
 
     head_dim: int
@@ -91,7 +90,7 @@ class Sm80AttentionConfig(NamedTuple):
     stages: int = 1
     q_in_registers: bool = False
     block_size: int = 0
-    segment: int = SEGMENT
+    segment: int = SEGMENT_KEYS
 
     @property
     def threads(self):
@@ -108,7 +107,7 @@ class Sm80AttentionConfig(NamedTuple):
 
     @property
     def shared_bytes(self):
-        q, kv = self.rows * line_pitch(self.head_dim), 2 * self.stages * KEYS * line_pitch(self.head_dim)
+        q, kv = self.rows * line_pitch(self.head_dim), 2 * self.stages * TILE_KEYS * line_pitch(self.head_dim)
         return max(q, kv) if self.q_in_registers else q + kv
 
     @property
@@ -136,7 +135,7 @@ def gemm_functions(config):
     """(load_q, qk, pv, rescale_rows): the device functions of a warp's GEMMs with a tile of keys and values."""
     warp_rows, q_in_registers, pitch = config.warp_rows, config.q_in_registers, line_pitch(config.head_dim)
     steps, blocks = padded(config.head_dim) // 16, warp_rows // 16
-    score_count, word_count = blocks * KEYS // 2, 4 * blocks
+    score_count, word_count = blocks * TILE_KEYS // 2, 4 * blocks
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
     mma, pack = multiply(config.element), cvt_pack(config.element)
 
@@ -157,21 +156,21 @@ def gemm_functions(config):
             if not q_in_registers:
                 for i in range(blocks):
                     load_a(q_fragments, 4 * i, q_lines + i * 16 * pitch, step, lane)
-            for n in range(KEYS // 16):
+            for n in range(TILE_KEYS // 16):
                 load_b(fragment, 0, keys + n * 16 * pitch, step, lane)
                 for i in range(blocks):
                     q_first = 4 * (step * blocks + i) if q_in_registers else 4 * i
-                    mma(scores, (i * (KEYS // 16) + n) * 8, q_fragments, q_first, fragment, 0)
+                    mma(scores, (i * (TILE_KEYS // 16) + n) * 8, q_fragments, q_first, fragment, 0)
 
     @device_function
     def pv(acc, probabilities, values, lane):
         """acc += p v of a warp's rows and a tile of values."""
         fragment = cuda.local.array(4, np.int32)
         words = cuda.local.array(word_count, np.int32)
-        for step in range(KEYS // 16):
+        for step in range(TILE_KEYS // 16):
             for i in range(blocks):
                 for j in range(4):
-                    at = (i * (KEYS // 16) + step) * 8 + 2 * j
+                    at = (i * (TILE_KEYS // 16) + step) * 8 + 2 * j
                     words[4 * i + j] = pack(probabilities[at], probabilities[at + 1])
             for n in range(steps):
                 load_b_transposed(fragment, 0, values + step * 16 * pitch, n, lane)
@@ -270,9 +269,8 @@ def epilogue_function(config, rescale_rows):
             index = i32(warp_row + i32(row * 8) + (lane >> i32(2)))
             if is_packed and (lane & i32(3)) == 0 and index < valid_rows:
                 index = i32(first_row + index)
-                lse[kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio] = cuda.fma(
-                    row_max[row], LN2, f32(math.log(sums[row]))
-                )
+                head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
+                lse[head, token] = log_sum_exp(row_max[row], sums[row])
             # A row without keys (an empty context) gives zeros.
             sums[row] = f32(1.0) / sums[row] if sums[row] != f32(0.0) else f32(0.0)
         rescale_rows(acc, sums)
@@ -292,12 +290,12 @@ def sm80_attention_kernel(config):
     head_dim, _, _, warp_rows, stages, q_in_registers, block_size, segment = config
     threads, rows, pitch = config.threads, config.rows, line_pitch(head_dim)
     steps, blocks = padded(head_dim) // 16, warp_rows // 16
-    row_count, score_count, acc_count = 2 * blocks, blocks * KEYS // 2, config.accumulators
+    row_count, score_count, acc_count = 2 * blocks, blocks * TILE_KEYS // 2, config.accumulators
     q_words = 4 * blocks * (steps if q_in_registers else 1)
     # Shared memory in bytes: rows of q, unless they stay in registers; stages of keys; stages of values.
     k_offset = 0 if q_in_registers else rows * pitch
-    tile_bytes, v_offset = KEYS * pitch, k_offset + stages * KEYS * pitch
-    segment_tiles = segment // KEYS
+    tile_bytes, v_offset = TILE_KEYS * pitch, k_offset + stages * TILE_KEYS * pitch
+    segment_tiles = segment // TILE_KEYS
     copy_rows, copy_keys = copy_functions(head_dim, rows, threads, block_size)
     load_kv_tile = kv_tile_function(copy_keys)
     load_q, qk, pv, rescale_rows = gemm_functions(config)
@@ -371,7 +369,7 @@ def sm80_attention_kernel(config):
         visible_keys = i32(i32(query_offset + i32(i32(first_row + valid_rows) - 1) // gqa_ratio) + 1)
         if context_len == 0:
             visible_keys = i32(0)
-        tiles = i32((visible_keys + KEYS - 1) // KEYS)
+        tiles = i32((visible_keys + TILE_KEYS - 1) // TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
         token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
@@ -400,7 +398,7 @@ def sm80_attention_kernel(config):
             cuda.syncthreads()
         # cp.async groups alternate, K0 V0 K1 V1 ..., `stages` tiles ahead. Packed keys are contiguous, so their address
         # advances with the tiles.
-        next_tile = np.int64(0) if block_size else np.int64(KEYS) * key_bytes
+        next_tile = np.int64(0) if block_size else np.int64(TILE_KEYS) * key_bytes
         for j in range(stages):
             target = base + k_offset + j * tile_bytes
             load_kv_tile(target, k_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
@@ -420,11 +418,11 @@ def sm80_attention_kernel(config):
             v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_offset + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, block_tables, table, v_tile, tiles, context_len, key_bytes, thread)
             v_source += next_tile
-            tile_start = i32(i32(j) * i32(KEYS))
+            tile_start = i32(i32(j) * i32(TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_offset + stage * i32(tile_bytes), lane)
-                if i32(tile_start + i32(KEYS - 1)) > first_position:
+                if i32(tile_start + i32(TILE_KEYS - 1)) > first_position:
                     mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()

@@ -11,6 +11,7 @@ import functools
 
 import numpy as np
 
+from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
@@ -26,9 +27,6 @@ from rlnumba.kernels.ptx.warp import device_function, sync_warp
 
 i32 = np.int32
 
-# Parts of the arithmetic: keys between two updates of the row max, and keys that decode gives to one block.
-KEYS = 64
-SEGMENT = 1024
 # Shared memory that a block takes beyond the tiles: what kernels declare, and what the system reserves.
 BLOCK_BYTES = SYSTEM_BYTES + 64
 
@@ -80,9 +78,9 @@ def copy_functions(head_dim, rows, threads, block_size):
 
     @device_function
     def copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread):
-        """Keys first_key .. first_key + KEYS of a KV head; zeros from end_key on. key_bytes: from one key to the next.
+        """Keys first_key .. first_key + TILE_KEYS of a KV head; zeros from end_key on.
 
-        source: address of the row of the first key, or of row 0 if block_table, from table_offset on, gives the rows.
+        key_bytes: from one key to the next. source: address of the row of the first key, or of row 0 if block_table, from table_offset on, gives the rows.
         """
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         if chunk < chunks:
@@ -91,7 +89,7 @@ def copy_functions(head_dim, rows, threads, block_size):
             valid_lines = i32(end_key - first_key) if chunk < real_chunks else i32(0)
             if not block_size:
                 source += np.int64(line) * key_bytes
-            for i in range(KEYS // lines_per_pass):
+            for i in range(TILE_KEYS // lines_per_pass):
                 is_valid = i32(line + i32(i * lines_per_pass)) < valid_lines
                 chunk_source = source
                 if block_size and is_valid:
@@ -114,7 +112,7 @@ def kv_tile_function(copy_keys):
     def load_kv_tile(target, source, block_table, table_offset, tile, tiles, end_key, key_bytes, thread):
         """Tile `tile` of `tiles`; beyond the last, an empty group, so that waits may count groups."""
         if tile < tiles:
-            first_key = i32(tile * i32(KEYS))
+            first_key = i32(tile * i32(TILE_KEYS))
             copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread)
         copies_end()
 

@@ -168,7 +168,7 @@ def paged_attention(
             f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
         )
     if device.name() == "cpu":
-        attention_cpu.attend(
+        attention_cpu.paged_attention(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
         )
         return

@@ -80,7 +80,8 @@ def copy_functions(head_dim, rows, threads, block_size):
     def copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread):
         """Keys first_key .. first_key + TILE_KEYS of a KV head; zeros from end_key on.
 
-        key_bytes: from one key to the next. source: address of the row of the first key, or of row 0 if block_table, from table_offset on, gives the rows.
+        key_bytes: from one key to the next. source: address of the row of the first key, or of row 0 where block_table
+        gives the rows, from table_offset on.
         """
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         if chunk < chunks:

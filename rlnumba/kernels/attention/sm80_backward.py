@@ -153,7 +153,7 @@ def dkv_functions(config):
     rows, pitch, steps = config.rows, line_pitch(config.head_dim), padded(config.head_dim) // 16
     column_steps, score_count = min(padded(config.head_dim), COLUMNS) // 16, WIDTH // 2
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma, pack = multiply(config.element), cvt_pack(config.element)
+    mma_fragments, pack = multiply(config.element), cvt_pack(config.element)
 
     @device_function
     def gemm_t(scores, key_lines, row_lines, lane):
@@ -166,7 +166,7 @@ def dkv_functions(config):
             load_a(a, 0, key_lines, step, lane)
             for n in range(WIDTH // 16):
                 load_b(b, 0, row_lines + n * 16 * pitch, step, lane)
-                mma(scores, 8 * n, a, 0, b, 0)
+                mma_fragments(scores, 8 * n, a, 0, b, 0)
 
     @device_function
     def softmax_backward(scores, gradients, lse, row, full, first_key, gqa_ratio, scale_log2, lane):
@@ -203,7 +203,7 @@ def dkv_functions(config):
                 a[i] = pack(weights[8 * step + 2 * i], weights[8 * step + 2 * i + 1])
             for n in range(column_steps):
                 load_b_transposed(b, 0, lines + step * 16 * pitch, first_step + n, lane)
-                mma(acc, 8 * n, a, 0, b, 0)
+                mma_fragments(acc, 8 * n, a, 0, b, 0)
 
     return gemm_t, softmax_backward, accumulate
 
@@ -313,7 +313,7 @@ def dq_functions(config):
     rows, pitch, steps = config.rows, line_pitch(config.head_dim), padded(config.head_dim) // 16
     rows_in_registers, score_count = config.rows_in_registers, WIDTH // 2
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma, pack = multiply(config.element), cvt_pack(config.element)
+    mma_fragments, pack = multiply(config.element), cvt_pack(config.element)
 
     @device_function
     def load_rows(q_fragments, dout_fragments, lines, lane):
@@ -333,7 +333,7 @@ def dq_functions(config):
                 load_a(row_fragments, 0, row_lines, step, lane)
             for n in range(WIDTH // 16):
                 load_b(fragment, 0, key_lines + n * 16 * pitch, step, lane)
-                mma(scores, 8 * n, row_fragments, 4 * step if rows_in_registers else 0, fragment, 0)
+                mma_fragments(scores, 8 * n, row_fragments, 4 * step if rows_in_registers else 0, fragment, 0)
 
     @device_function
     def softmax_backward(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
@@ -359,7 +359,7 @@ def dq_functions(config):
                 words[i] = pack(gradients[8 * step + 2 * i], gradients[8 * step + 2 * i + 1])
             for n in range(steps):
                 load_b_transposed(fragment, 0, key_lines + step * 16 * pitch, n, lane)
-                mma(acc, 8 * n, words, 0, fragment, 0)
+                mma_fragments(acc, 8 * n, words, 0, fragment, 0)
 
     return load_rows, gemm, softmax_backward, accumulate
 

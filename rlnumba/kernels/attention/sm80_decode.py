@@ -131,7 +131,7 @@ def decode_gemm_functions(head_dim, element):
     warp_steps = -(-steps // DECODE_WARPS)
     _, load_b, load_b_transposed = fragment_functions(head_dim)
     load_probabilities, _, _ = fragment_functions(TILE_KEYS)
-    mma = multiply(element)
+    mma_fragments = multiply(element)
 
     @device_function
     def qk(scores, q_fragments, keys, lane):
@@ -141,7 +141,7 @@ def decode_gemm_functions(head_dim, element):
             scores[i] = f32(0.0)
         for step in range(steps):
             load_b(fragment, 0, keys, step, lane)
-            mma(scores, 0, q_fragments, 4 * step, fragment, 0)
+            mma_fragments(scores, 0, q_fragments, 4 * step, fragment, 0)
 
     @device_function
     def pv(acc, rescale, p_lines, values, warp, lane):
@@ -158,7 +158,7 @@ def decode_gemm_functions(head_dim, element):
                 n = warp * warp_steps + i
                 if n < steps:
                     load_b_transposed(fragment, 0, values + step * 16 * pitch, n, lane)
-                    mma(acc, 8 * i, words, 0, fragment, 0)
+                    mma_fragments(acc, 8 * i, words, 0, fragment, 0)
 
     return qk, pv
 

@@ -137,7 +137,7 @@ def gemm_functions(config):
     steps, blocks = padded(config.head_dim) // 16, warp_rows // 16
     score_count, word_count = blocks * TILE_KEYS // 2, 4 * blocks
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma, pack = multiply(config.element), cvt_pack(config.element)
+    mma_fragments, pack = multiply(config.element), cvt_pack(config.element)
 
     @device_function
     def load_q(q_fragments, q_lines, lane):
@@ -160,7 +160,7 @@ def gemm_functions(config):
                 load_b(fragment, 0, keys + n * 16 * pitch, step, lane)
                 for i in range(blocks):
                     q_first = 4 * (step * blocks + i) if q_in_registers else 4 * i
-                    mma(scores, (i * (TILE_KEYS // 16) + n) * 8, q_fragments, q_first, fragment, 0)
+                    mma_fragments(scores, (i * (TILE_KEYS // 16) + n) * 8, q_fragments, q_first, fragment, 0)
 
     @device_function
     def pv(acc, probabilities, values, lane):
@@ -175,7 +175,7 @@ def gemm_functions(config):
             for n in range(steps):
                 load_b_transposed(fragment, 0, values + step * 16 * pitch, n, lane)
                 for i in range(blocks):
-                    mma(acc, (i * steps + n) * 8, words, 4 * i, fragment, 0)
+                    mma_fragments(acc, (i * steps + n) * 8, words, 4 * i, fragment, 0)
 
     @device_function
     def rescale_rows(acc, factors):

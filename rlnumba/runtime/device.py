@@ -11,6 +11,7 @@ environment decides. `cuda`, the module whose `jit` decorates every kernel, can 
 decorating compiles nothing. No other module imports numba.cuda or cupy first.
 """
 
+import functools
 import os
 import sys
 
@@ -144,6 +145,18 @@ def memory_info():
         return cupy.cuda.runtime.memGetInfo()
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+@functools.cache
+def sm_count():
+    """How many SMs the GPU has; 1 without one."""
+    return xp().cuda.Device().attributes["MultiProcessorCount"] if name() == "cuda" else 1
+
+
+@functools.cache
+def max_shared_bytes():
+    """Bytes of shared memory that a block may have on this GPU; those of an H200 without one."""
+    return xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] if name() == "cuda" else 227 * 1024
 
 
 def describe():

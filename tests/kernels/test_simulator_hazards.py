@@ -3,27 +3,24 @@
 import numpy as np
 import pytest
 
+from rlnumba.kernels.ptx.pipeline import shared_base
+from rlnumba.kernels.ptx.shared_memory import fence_proxy_async, load_word, store_pair
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
     bulk_wait_group,
     bulk_wait_group_read,
-    fence_proxy_async,
-    load_word,
     mbarrier_arrive,
     mbarrier_expect_tx,
     mbarrier_init,
     mbarrier_wait,
     named_barrier_sync,
-    shared_address,
-    smem_descriptor,
-    store_pair,
-    tensor_map,
     tensor_map_address,
     tma_load_2d,
     tma_store_2d,
-    wgmma,
 )
+from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import ballot, shuffle_xor, warp_sum
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
@@ -43,10 +40,6 @@ def order_is_fixed(monkeypatch):
     monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
     # Kernels that are wrong on purpose need not compile.
     monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
-
-
-def shared_base():
-    return (shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024
 
 
 @cuda.jit
@@ -142,7 +135,8 @@ def product_kernel(a, b, out, mistake):
         wait_all(acc)
 
 
-start, wait_all_but_latest, wait_all = wgmma(8, "float16")
+start = wgmma_async(8, "float16", 4)
+wait_all_but_latest, wait_all = wgmma_wait_group(4, 1), wgmma_wait_group(4)
 
 
 def test_products_hold_nan_until_they_are_waited_for():

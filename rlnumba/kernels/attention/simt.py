@@ -88,9 +88,7 @@ def prefill_config(head_dim, row_tiles=1):
     row_tiles: as in shared_bytes; 2 for the gradient. 64 rows, 8 lanes, 128 threads; H200, forward as above but with
     loads one by one: 1.05x over 16 lanes and 256 threads, 1.30x over 32 rows, 1.21x over 128 rows and 256 threads.
     """
-    limit = 227 * 1024
-    if device.name() == "cuda":
-        limit = device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+    limit = device.max_shared_bytes()
     for rows in (64, 32, 16):
         config = SimtAttentionConfig(head_dim, rows, 8, 128)
         if rows * head_dim <= 64 * 128 and config.shared_bytes(row_tiles) <= limit:

@@ -28,10 +28,19 @@ from rlnumba.kernels.attention.sm80_tiles import (
     store_rows_function,
 )
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
-from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES, shared_limit
-from rlnumba.kernels.ptx.sm80 import CHUNK, address_of, copies_end, copies_wait, copy_chunk, copy_word, multiply
-from rlnumba.kernels.ptx.sm90 import cvt_pack, load_pair, shared_address
-from rlnumba.kernels.ptx.warp import device_function, exp2
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import load_pair, shared_address
+from rlnumba.kernels.ptx.sm80 import (
+    CHUNK,
+    SYSTEM_BYTES,
+    cp_async_4,
+    cp_async_16,
+    cp_async_commit_group,
+    cp_async_wait_group,
+    mma,
+)
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
+from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
@@ -131,8 +140,8 @@ def row_tile_function(head_dim, rows, threads):
                     offset = np.int64(token) * token_bytes + (head * (head_dim * 2) + chunk * CHUNK)
                     chunk_target = target + row * i32(pitch) + chunk * i32(CHUNK)
                     nbytes = i32(CHUNK) if i32(first_row + row) < end_row and chunk < real_chunks else i32(0)
-                    copy_chunk(chunk_target, q_source + offset, nbytes)
-                    copy_chunk(chunk_target + rows * pitch, dout_source + offset, nbytes)
+                    cp_async_16(chunk_target, q_source + offset, nbytes)
+                    cp_async_16(chunk_target + rows * pitch, dout_source + offset, nbytes)
                 token, head = i32(token + token_step), i32(head + head_step)
                 if head >= gqa_ratio:
                     token, head = i32(token + i32(1)), i32(head - gqa_ratio)
@@ -141,8 +150,8 @@ def row_tile_function(head_dim, rows, threads):
             offset = (np.int64(kv_head * gqa_ratio + row % gqa_ratio) * lse.shape[1] + start + row // gqa_ratio) * 4
             word_target = target + 2 * rows * pitch + thread * 4
             nbytes = i32(4) if row < end_row else i32(0)
-            copy_word(word_target, address_of(lse) + offset, nbytes)
-            copy_word(word_target + rows * 4, address_of(delta) + offset, nbytes)
+            cp_async_4(word_target, address_of(lse) + offset, nbytes)
+            cp_async_4(word_target + rows * 4, address_of(delta) + offset, nbytes)
 
     return load_row_tile
 
@@ -153,7 +162,7 @@ def dkv_functions(config):
     rows, pitch, steps = config.rows, line_pitch(config.head_dim), padded(config.head_dim) // 16
     column_steps, score_count = min(padded(config.head_dim), COLUMNS) // 16, WIDTH // 2
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma_fragments, pack = multiply(config.element), cvt_pack(config.element)
+    mma_fragments, pack = mma(config.element), cvt_pack(config.element)
 
     @device_function
     def gemm_t(scores, key_lines, row_lines, lane):
@@ -222,7 +231,7 @@ def sm80_dkv_kernel(config):
     load_row_tile = row_tile_function(head_dim, rows, threads)
     gemm_t, softmax_backward, accumulate = dkv_functions(config)
     store_rows = store_rows_function(head_dim, columns, 16, element)
-    wait_for_tile, wait_for_all = copies_wait(stages - 1), copies_wait(0)
+    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
 
     @cuda.jit(launch_bounds=(threads, 1))
     def sm80_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
@@ -259,7 +268,7 @@ def sm80_dkv_kernel(config):
                     base + rows_offset + stage * stage_bytes, q_source, dout_source, lse, delta,
                     i32(first_row + i32(stage * rows)), end_row, gqa_ratio, token_bytes, start, kv_head, thread,
                 )  # fmt: skip
-            copies_end()
+            cp_async_commit_group()
         for i in range(acc_count):
             dk_acc[i], dv_acc[i] = f32(0.0), f32(0.0)
         warp_key, scale_log2 = i32(warp * i32(16)), scale * f32(LOG2_E)
@@ -290,7 +299,7 @@ def sm80_dkv_kernel(config):
                     tile, q_source, dout_source, lse, delta, i32(first_row + i32(next_tile * i32(rows))), end_row,
                     gqa_ratio, token_bytes, start, kv_head, thread,
                 )  # fmt: skip
-            copies_end()
+            cp_async_commit_group()
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
         # Only the warp itself reads its lines of keys and values, so its gradients may overwrite them.
@@ -313,7 +322,7 @@ def dq_functions(config):
     rows, pitch, steps = config.rows, line_pitch(config.head_dim), padded(config.head_dim) // 16
     rows_in_registers, score_count = config.rows_in_registers, WIDTH // 2
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma_fragments, pack = multiply(config.element), cvt_pack(config.element)
+    mma_fragments, pack = mma(config.element), cvt_pack(config.element)
 
     @device_function
     def load_rows(q_fragments, dout_fragments, lines, lane):
@@ -377,7 +386,7 @@ def sm80_dq_kernel(config):
     copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
     load_rows, gemm, softmax_backward, accumulate = dq_functions(config)
     store_rows = store_rows_function(head_dim, head_dim, 16, element)
-    wait_for_tile, wait_for_all = copies_wait(stages - 1), copies_wait(0)
+    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
 
     @cuda.jit(launch_bounds=(threads, 2))
     def sm80_dq_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dq):
@@ -416,7 +425,7 @@ def sm80_dq_kernel(config):
             base + rows * pitch, address_of(dout) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread
         )
         if rows_in_registers:
-            copies_end()
+            cp_async_commit_group()
             wait_for_all()
             cuda.syncthreads()
             load_rows(q_fragments, dout_fragments, warp_lines, lane)
@@ -426,7 +435,7 @@ def sm80_dq_kernel(config):
                 tile, key = base + kv_offset + stage * stage_bytes, i32(stage * TILE_KEYS)
                 copy_keys(tile, k_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
                 copy_keys(tile + tile_bytes, v_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
-            copies_end()
+            cp_async_commit_group()
             k_source += next_tile
             v_source += next_tile
         for half in range(2):
@@ -463,7 +472,7 @@ def sm80_dq_kernel(config):
                 key = i32(ahead * i32(TILE_KEYS))
                 copy_keys(tile, k_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
                 copy_keys(tile + tile_bytes, v_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
-            copies_end()
+            cp_async_commit_group()
             k_source += next_tile
             v_source += next_tile
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
@@ -516,8 +525,8 @@ def attention_backward_sm80(
     """
     _, heads, head_dim = q.shape
     kv_heads, sequences, element = k.shape[1], len(cu_seqlens) - 1, q.dtype.name
-    for_dkv = for_dkv or dkv_config(head_dim, element, shared_limit())
-    for_dq = for_dq or dq_config(head_dim, element, shared_limit())
+    for_dkv = for_dkv or dkv_config(head_dim, element, device.max_shared_bytes())
+    for_dq = for_dq or dq_config(head_dim, element, device.max_shared_bytes())
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
     grid = (kv_heads * for_dkv.column_blocks, sequences, -(-max_seqlen // for_dkv.keys))
     launch(sm80_dkv_kernel(for_dkv), grid, for_dkv.threads, *arguments, dk, dv, shared=for_dkv.shared_bytes)

@@ -37,10 +37,10 @@ from rlnumba.kernels.attention.softmax import (
     quad_max,
     quad_sum,
 )
-from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES, shared_limit
-from rlnumba.kernels.ptx.sm80 import CHUNK, address_of, copies_wait, multiply, store_word, write_chunk
-from rlnumba.kernels.ptx.sm90 import cvt_pack, shared_address
-from rlnumba.kernels.ptx.warp import device_function, exp2, narrow
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
+from rlnumba.kernels.ptx.sm80 import CHUNK, SYSTEM_BYTES, copy_to_global, cp_async_wait_group, mma
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, narrow
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -131,7 +131,7 @@ def decode_gemm_functions(head_dim, element):
     warp_steps = -(-steps // DECODE_WARPS)
     _, load_b, load_b_transposed = fragment_functions(head_dim)
     load_probabilities, _, _ = fragment_functions(TILE_KEYS)
-    mma_fragments = multiply(element)
+    mma_fragments = mma(element)
 
     @device_function
     def qk(scores, q_fragments, keys, lane):
@@ -182,7 +182,7 @@ def sm80_decode_kernel(config):
     publish_max, online_softmax_step, add_sums = decode_softmax_functions(element)
     qk, pv = decode_gemm_functions(head_dim, element)
     pack = cvt_pack(element)
-    wait_for_tile, wait_for_all = copies_wait(2 * (stages - 1)), copies_wait(0)
+    wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
     out_chunks = head_dim // 8
 
     @device_function
@@ -316,7 +316,7 @@ def sm80_decode_kernel(config):
                 row, chunk = i32(index) // i32(out_chunks), i32(index) % i32(out_chunks)
                 token, head = i32(first_row + row) // gqa_ratio, i32(first_row + row) % gqa_ratio
                 target = address_of(out) + head_offset + np.int64(token) * token_bytes + head * (head_dim * 2)
-                write_chunk(target + chunk * CHUNK, base + row * i32(pitch) + chunk * i32(CHUNK))
+                copy_to_global(target + chunk * CHUNK, base + row * i32(pitch) + chunk * i32(CHUNK))
 
     return sm80_decode_kernel
 
@@ -391,8 +391,8 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
     calls: of each (sequences, tokens, max_seqlen_q, max_context_len), as bounds. Earlier arrays stay, in case a graph
     holds their addresses.
     """
-    decode = decode_config(head_dim, element, block_size, shared_limit())
-    prefill = attention_config(head_dim, element, block_size, shared_limit())
+    decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
+    prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
     totals, partials = current().own(SegmentTotals), current().own(SplitPartials)
     rows = 1
     for sequences, tokens, max_seqlen_q, max_context_len in calls:
@@ -427,7 +427,7 @@ def paged_attention_sm80(
             config,
         )  # fmt: skip
         return
-    config = config or decode_config(head_dim, q.dtype.name, block_size, shared_limit())
+    config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     segments = max(-(-max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
     partial, weights = current().own(SplitPartials).get(rows, padded(head_dim))

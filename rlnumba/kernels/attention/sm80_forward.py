@@ -49,20 +49,19 @@ from rlnumba.kernels.attention.softmax import (
     merge_weights,
     quad_sum,
 )
-from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES, shared_limit
-from rlnumba.kernels.gemm.sm90 import processors
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import shared_address
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
-    address_of,
-    copies_end,
-    copies_wait,
-    multiply,
-    processor,
-    read_four,
-    write_four,
+    SYSTEM_BYTES,
+    cp_async_commit_group,
+    cp_async_wait_group,
+    load_global_four,
+    mma,
+    smid,
+    store_global_four,
 )
-from rlnumba.kernels.ptx.sm90 import cvt_pack, shared_address
-from rlnumba.kernels.ptx.warp import ballot, device_function
+from rlnumba.kernels.ptx.warp import ballot, cvt_pack, device_function
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -124,7 +123,7 @@ class Sm80AttentionConfig(NamedTuple):
 @device_function
 def acquire_slot(in_use):
     """The number of a slot that no other block uses; the caller releases it by writing 0."""
-    slot = i32(processor() % i32(in_use.shape[0]))
+    slot = i32(smid() % i32(in_use.shape[0]))
     while cuda.atomic.cas(in_use, slot, i32(0), i32(1)) != 0:
         slot = i32(i32(slot + i32(1)) % i32(in_use.shape[0]))
     return slot
@@ -137,7 +136,7 @@ def gemm_functions(config):
     steps, blocks = padded(config.head_dim) // 16, warp_rows // 16
     score_count, word_count = blocks * TILE_KEYS // 2, 4 * blocks
     load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma_fragments, pack = multiply(config.element), cvt_pack(config.element)
+    mma_fragments, pack = mma(config.element), cvt_pack(config.element)
 
     @device_function
     def load_q(q_fragments, q_lines, lane):
@@ -206,28 +205,30 @@ def segment_functions(config):
     def store_first(total, acc, row_max, sums):
         """The first segment becomes the total."""
         for n in range(acc_count // 4):
-            write_four(total + n * threads * CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
+            store_global_four(total + n * threads * CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
         for i in range(blocks):
             address = total + (acc_count // 4 + i) * threads * CHUNK
-            write_four(address, row_max[2 * i], quad_sum(sums[2 * i]), row_max[2 * i + 1], quad_sum(sums[2 * i + 1]))
+            store_global_four(
+                address, row_max[2 * i], quad_sum(sums[2 * i]), row_max[2 * i + 1], quad_sum(sums[2 * i + 1])
+            )
 
     @device_function
     def merge(total, acc, row_max, sums):
         """Add a segment to the total."""
         for i in range(blocks):
             address = total + (acc_count // 4 + i) * threads * CHUNK
-            first_max, first_sum, second_max, second_sum = read_four(address)
+            first_max, first_sum, second_max, second_sum = load_global_four(address)
             first_max, a, b = merge_weights(first_max, row_max[2 * i])
             second_max, c, d = merge_weights(second_max, row_max[2 * i + 1])
             first_sum = cuda.fma(quad_sum(sums[2 * i]), b, first_sum * a)
             second_sum = cuda.fma(quad_sum(sums[2 * i + 1]), d, second_sum * c)
-            write_four(address, first_max, first_sum, second_max, second_sum)
+            store_global_four(address, first_max, first_sum, second_max, second_sum)
             for n in range(2 * steps):
                 at, address = (i * 2 * steps + n) * 4, total + (i * 2 * steps + n) * threads * CHUNK
-                first, second, third, fourth = read_four(address)
+                first, second, third, fourth = load_global_four(address)
                 first, second = cuda.fma(acc[at], b, first * a), cuda.fma(acc[at + 1], b, second * a)
                 third, fourth = cuda.fma(acc[at + 2], d, third * c), cuda.fma(acc[at + 3], d, fourth * c)
-                write_four(address, first, second, third, fourth)
+                store_global_four(address, first, second, third, fourth)
 
     @device_function
     def add_segment(is_first, totals, in_use, block_values, acc, row_max, sums, thread):
@@ -245,10 +246,10 @@ def segment_functions(config):
         """acc, row_max and sums over all segments."""
         total = thread_address(totals, slot, thread)
         for n in range(acc_count // 4):
-            acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3] = read_four(total + n * threads * CHUNK)
+            acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3] = load_global_four(total + n * threads * CHUNK)
         for i in range(blocks):
             address = total + (acc_count // 4 + i) * threads * CHUNK
-            row_max[2 * i], sums[2 * i], row_max[2 * i + 1], sums[2 * i + 1] = read_four(address)
+            row_max[2 * i], sums[2 * i], row_max[2 * i + 1], sums[2 * i + 1] = load_global_four(address)
 
     return add_segment, load_total
 
@@ -302,7 +303,7 @@ def sm80_attention_kernel(config):
     apply_causal_mask, online_softmax_step = softmax_functions(blocks)
     add_segment, load_total = segment_functions(config)
     epilogue = epilogue_function(config, rescale_rows)
-    wait_for_tile, wait_for_all = copies_wait(2 * (stages - 1)), copies_wait(0)
+    wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
 
     @device_function
     def mask_scores(scores, mask_offset, block_values, warp_first_row, tile_start, lane):
@@ -391,7 +392,7 @@ def sm80_attention_kernel(config):
             block_values[VALID_ROWS], block_values[QUERY_OFFSET] = valid_rows, query_offset
         copy_rows(base, address_of(q) + q_source, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         if q_in_registers:
-            copies_end()
+            cp_async_commit_group()
             wait_for_all()
             cuda.syncthreads()
             load_q(q_fragments, warp_lines, lane)
@@ -481,7 +482,7 @@ class SegmentTotals:
         """(totals, in_use) of the kernel: one unused slot if no sequence has more than one segment."""
         floats = config.slot_floats if max_context_len > config.segment else 0
         if floats not in self._slots:
-            xp, count = device.xp(), processors() * config.blocks_per_sm if floats else 1
+            xp, count = device.xp(), device.sm_count() * config.blocks_per_sm if floats else 1
             self._slots[floats] = xp.empty((count, max(floats, 1)), np.float32), xp.zeros(count, np.int32)
         return self._slots[floats]
 
@@ -497,7 +498,7 @@ def unused(dimensions, dtype):
 
 def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
     """As the operator attention, which has checked the arguments. config: by default what attention_config chooses."""
-    config = config or attention_config(q.shape[2], q.dtype.name, 0, shared_limit())
+    config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
     gqa_ratio, context = q.shape[1] // k.shape[1], current()
     no_lens = context.own(unused, 1, np.int32)
     launch(
@@ -515,7 +516,7 @@ def paged_prefill_sm80(
 ):
     """As paged_attention_sm80, of kernels/attention/sm80_decode.py, for more rows than decode's kernel takes."""
     (_, heads, head_dim), (_, kv_heads, _) = q.shape, k.shape
-    config = config or attention_config(head_dim, q.dtype.name, block_size, shared_limit())
+    config = config or attention_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     context = current()
     launch(
         sm80_attention_kernel(config),

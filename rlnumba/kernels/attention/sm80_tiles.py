@@ -12,18 +12,17 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.attention.softmax import TILE_KEYS
-from rlnumba.kernels.gemm.sm80 import SYSTEM_BYTES
+from rlnumba.kernels.ptx.shared_memory import store_word
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
-    copies_end,
-    copy_chunk,
-    load_fragment,
-    load_fragment_across,
-    store_word,
-    write_chunk,
+    SYSTEM_BYTES,
+    copy_to_global,
+    cp_async_16,
+    cp_async_commit_group,
+    ldmatrix_fragment,
+    ldmatrix_fragment_trans,
 )
-from rlnumba.kernels.ptx.sm90 import ELEMENTS, cvt_pack
-from rlnumba.kernels.ptx.warp import device_function, sync_warp
+from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, device_function, sync_warp
 
 i32 = np.int32
 
@@ -36,7 +35,7 @@ def is_supported(element, head_dim, gqa_ratio):
 
     element: the dtype's name; gqa_ratio: query heads of a KV head, any number.
     """
-    return element in ELEMENTS and head_dim % 8 == 0 and 0 < head_dim <= 256 and gqa_ratio > 0
+    return element in PTX_TYPES and head_dim % 8 == 0 and 0 < head_dim <= 256 and gqa_ratio > 0
 
 
 def padded(head_dim):
@@ -74,7 +73,7 @@ def copy_functions(head_dim, rows, threads, block_size):
                 token, head = (first_row + row) // gqa_ratio, (first_row + row) % gqa_ratio
                 chunk_source = source + np.int64(token) * token_bytes + (head * head_dim * 2 + chunk * CHUNK)
                 nbytes = i32(CHUNK) if row < valid_rows and chunk < real_chunks else i32(0)
-                copy_chunk(target + row * i32(pitch) + chunk * i32(CHUNK), chunk_source, nbytes)
+                cp_async_16(target + row * i32(pitch) + chunk * i32(CHUNK), chunk_source, nbytes)
 
     @device_function
     def copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread):
@@ -98,7 +97,7 @@ def copy_functions(head_dim, rows, threads, block_size):
                     block = block_table[table_offset + key // i32(block_size)]
                     row = i32(block * i32(block_size) + key % i32(block_size))
                     chunk_source += np.int64(row) * key_bytes
-                copy_chunk(target + i * lines_per_pass * pitch, chunk_source, i32(CHUNK) if is_valid else i32(0))
+                cp_async_16(target + i * lines_per_pass * pitch, chunk_source, i32(CHUNK) if is_valid else i32(0))
                 if not block_size:
                     source += np.int64(lines_per_pass) * key_bytes
 
@@ -115,7 +114,7 @@ def kv_tile_function(copy_keys):
         if tile < tiles:
             first_key = i32(tile * i32(TILE_KEYS))
             copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread)
-        copies_end()
+        cp_async_commit_group()
 
     return load_kv_tile
 
@@ -129,20 +128,20 @@ def fragment_functions(columns):
     def load_a(words, first, lines, step, lane):
         """Of A: 16 lines at address `lines`, 16 columns from 16 step on."""
         address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(CHUNK)
-        load_fragment(words, first, address + step * 2 * CHUNK)
+        ldmatrix_fragment(words, first, address + step * 2 * CHUNK)
 
     @device_function
     def load_b(words, first, lines, step, lane):
         """Of B: 16 lines at address `lines`, 16 columns from 16 step on."""
         line = (lane & i32(7)) | ((lane >> i32(4)) << i32(3))
         address = lines + line * i32(pitch) + ((lane >> i32(3)) & i32(1)) * i32(CHUNK)
-        load_fragment(words, first, address + step * 2 * CHUNK)
+        ldmatrix_fragment(words, first, address + step * 2 * CHUNK)
 
     @device_function
     def load_b_transposed(words, first, lines, step, lane):
         """Of B: 16 columns, from 16 step on, whose k are the 16 lines at address `lines`."""
         address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(CHUNK)
-        load_fragment_across(words, first, address + step * 2 * CHUNK)
+        ldmatrix_fragment_trans(words, first, address + step * 2 * CHUNK)
 
     return load_a, load_b, load_b_transposed
 
@@ -171,6 +170,6 @@ def store_rows_function(head_dim, columns, warp_rows, element):
             row, chunk = i32(index) // chunks, i32(index) % chunks
             token, head = i32(first_row + row) // gqa_ratio, i32(first_row + row) % gqa_ratio
             chunk_target = target + np.int64(token) * token_bytes + (head * (head_dim * 2) + column * 2 + chunk * CHUNK)
-            write_chunk(chunk_target, lines + row * i32(pitch) + chunk * i32(CHUNK))
+            copy_to_global(chunk_target, lines + row * i32(pitch) + chunk * i32(CHUNK))
 
     return store_rows

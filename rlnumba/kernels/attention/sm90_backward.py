@@ -63,32 +63,24 @@ from rlnumba.kernels.attention.sm90_backward_config import (
 )
 from rlnumba.kernels.attention.sm90_backward_mainloop import consumer_function, wide_consumer_function
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, MBARRIER_BYTES, ring, shared_base
+from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
+from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.sm90 import (
-    LINE,
     bulk_commit_group,
     bulk_wait_group,
     bulk_wait_group_read,
-    cvt_pack,
-    cvt_unpack,
     mbarrier_arrive,
     mbarrier_expect_tx,
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
-    tensor_map,
     tensor_map_address,
     tma_load_3d,
     warp_uniform,
 )
-from rlnumba.kernels.ptx.sm90_async import (
-    bulk_copy_load,
-    bulk_copy_store,
-    bulk_reduce_add,
-    semaphore_release,
-    semaphore_wait,
-    setmaxnreg,
-)
-from rlnumba.kernels.ptx.warp import device_function, vector_access, warp_sum
+from rlnumba.kernels.ptx.sm90_async import bulk_copy_load, bulk_copy_store, bulk_reduce_add, setmaxnreg
+from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, vector_access, warp_sum
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, shared_layout
-from rlnumba.kernels.ptx.sm90 import LINE
+from rlnumba.kernels.ptx.shared_memory import LINE
 
 WARPGROUP = 128
 # Queries of a step; bytes of a TMA box of them, of their lse or delta, and of what they exchange with the block's keys.

@@ -19,21 +19,10 @@ from rlnumba.kernels.attention.sm90_backward_config import (
     layout,
 )
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
-from rlnumba.kernels.ptx.sm90 import (
-    BOX_BYTES,
-    LINE,
-    cvt_pack,
-    fence_proxy_async,
-    load_pair,
-    mbarrier_arrive,
-    mbarrier_wait,
-    named_barrier_sync,
-    smem_descriptor,
-    stmatrix_x4,
-    store_four,
-)
-from rlnumba.kernels.ptx.sm90_async import wgmma_async, wgmma_wait_group
-from rlnumba.kernels.ptx.warp import device_function, exp2
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
+from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32

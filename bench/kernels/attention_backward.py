@@ -5,7 +5,7 @@
     python bench/kernels/attention_backward.py --shapes          the training shapes alone
     python bench/kernels/attention_backward.py --unordered       what the fixed order of dq costs (dq is then wrong)
 
-TFLOP/s count 2.5 times the forward's causal products, as everyone does. bar: what the kernel has to reach (torch's
+TFLOP/s count 2.5 times the forward's causal GEMMs, as is usual. bar: what the kernel has to reach (torch's
 FlashAttention-2 on an H200), and 0.8 of cuDNN. packed: 64 sequences of 128 .. 2048 tokens, to be compared with equal
 lengths. RLNUMBA_DEBUG=2 prints the time of each of the three kernels. Ends with exit code 1 if an error is too large.
 """

@@ -382,7 +382,7 @@ def attention_round_dq_kernel(config):
 
 
 def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):
-    """As the operator attention_backward, which has checked the arguments: 16-bit, with a head_dim that is_supported.
+    """As the operator attention_backward, which has checked the arguments: 16-bit, head_dim a multiple of 8 up to 256.
 
     The same bits for the same arguments and config.
     """

@@ -105,8 +105,3 @@ def layout(config):
         dq_full=2 * MBARRIER_BYTES,
         dq_empty=MBARRIER_BYTES,
     )
-
-
-def is_supported(head_dim):
-    """Whether the kernels take heads of this size."""
-    return head_dim % 8 == 0 and 0 < head_dim <= 256

@@ -37,6 +37,8 @@ SHARED_KERNELS = {"ptx", "nn", "philox", "checks"}
 BETWEEN_OPERATORS = {
     ("attention.sm80_backward", "gemm.sm80"): "shared-memory limits",
     ("attention.sm80_forward", "gemm.sm80"): "shared-memory limits",
+    ("attention.sm80_decode", "gemm.sm80"): "shared-memory limits",
+    ("attention.sm80_tiles", "gemm.sm80"): "shared-memory limits",
     ("attention.sm80_forward", "gemm.sm90"): "shared-memory offsets",
     ("attention.sm90_decode", "gemm.sm90"): "tile scheduling",
     ("logprob.ops", "gemm.cpu"): "the product with the LM head on the cpu device",

@@ -35,11 +35,6 @@ ORDER_WITHIN_0 = ["errors", "config", "data", "rewards", "reporting"]
 SHARED_KERNELS = {"ptx", "nn", "philox", "checks"}
 # (importer, imported) between packages of different operators, each with its reason.
 BETWEEN_OPERATORS = {
-    ("attention.sm80_backward", "gemm.sm80"): "shared-memory limits",
-    ("attention.sm80_forward", "gemm.sm80"): "shared-memory limits",
-    ("attention.sm80_decode", "gemm.sm80"): "shared-memory limits",
-    ("attention.sm80_tiles", "gemm.sm80"): "shared-memory limits",
-    ("attention.sm80_forward", "gemm.sm90"): "shared-memory offsets",
     ("attention.sm90_decode", "gemm.sm90"): "tile scheduling",
     ("logprob.ops", "gemm.cpu"): "the product with the LM head on the cpu device",
     ("logprob.ops", "gemm.ops"): "the product with the LM head is the GEMM operator",

@@ -40,9 +40,16 @@ from gemm import WEIGHTS, with_backend
 from harness import geometric_mean, graph_time_us, random_array, relative_error, rows_of, time_us
 from report import add_parts, row
 
-from rlnumba.kernels.attention.backward import attention_backward
-from rlnumba.kernels.attention.sm80_backward import KeyTile, RowTile, attend_backward, key_tile, row_tile
-from rlnumba.kernels.attention.sm80_forward import FewTile, Tile, attend, few_rows, many_rows, paged_attend
+from rlnumba.kernels.attention.ops import attention_backward
+from rlnumba.kernels.attention.sm80_backward import (
+    Sm80DkvConfig,
+    Sm80DqConfig,
+    attention_backward_sm80,
+    dkv_config,
+    dq_config,
+)
+from rlnumba.kernels.attention.sm80_decode import Sm80DecodeConfig, decode_config, paged_attention_sm80
+from rlnumba.kernels.attention.sm80_forward import Sm80AttentionConfig, attention_config, attention_sm80
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.sm80 import gemm_with_config
 from rlnumba.kernels.gemm.sm80_config import best_config, configs_for
@@ -175,10 +182,14 @@ def gemms(limit):
 
 
 def forward_tiles(limit):
-    chosen = many_rows(E, BF16, 0, limit)
-    others = [Tile(E, BF16), Tile(E, BF16, 4, 16, keeps_q=True), Tile(E, BF16, 8, 16, 2), Tile(E, BF16, 8, 16)]
-    limit = device.max_shared_bytes() - 64
-    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < limit)]
+    chosen = attention_config(E, BF16, 0, limit)
+    others = [
+        Sm80AttentionConfig(E, BF16),
+        Sm80AttentionConfig(E, BF16, 4, 16, q_in_registers=True),
+        Sm80AttentionConfig(E, BF16, 8, 16, 2),
+        Sm80AttentionConfig(E, BF16, 8, 16),
+    ]
+    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < device.max_shared_bytes() - 64)]
 
 
 def forward(limit):
@@ -195,7 +206,7 @@ def forward(limit):
         for tile in forward_tiles(limit):
 
             def call(tile=tile):
-                attend(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
+                attention_sm80(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
 
             out.fill(0)
             call()
@@ -208,7 +219,7 @@ def forward(limit):
                 f"{'' if error < 0.02 and lse_error < 1e-3 else '  WRONG'}",
                 flush=True,
             )
-            if tile == many_rows(E, BF16, 0, limit):
+            if tile == attention_config(E, BF16, 0, limit):
                 result = f"{rate:.0f} TFLOP/s, {rate / ceiling:.2f} of the ceiling"
                 row(f"mma.sync attention forward, {name}", result, bar or "")
 
@@ -217,11 +228,11 @@ def backward(limit):
     """TFLOP/s count 2.5 times the forward's products, though the two passes take 3.5 times as many."""
     ceiling = peak_tflops()
     print(f"\nattention backward, causal; ceiling {ceiling:.0f} TFLOP/s")
-    chosen = key_tile(E, BF16, limit), row_tile(E, BF16, limit)
+    chosen = dkv_config(E, BF16, limit), dq_config(E, BF16, limit)
     pairs = [chosen]
-    for keys in (KeyTile(E, BF16), KeyTile(E, BF16, 8, 32), KeyTile(E, BF16, 4, 64, 1)):
+    for keys in (Sm80DkvConfig(E, BF16), Sm80DkvConfig(E, BF16, 8, 32), Sm80DkvConfig(E, BF16, 4, 64, 1)):
         pairs.append((keys, chosen[1]))
-    for rows in (RowTile(E, BF16, 4, 1), RowTile(E, BF16, 4, 2), RowTile(E, BF16, 8, 2)):
+    for rows in (Sm80DqConfig(E, BF16, 4, 1), Sm80DqConfig(E, BF16, 4, 2), Sm80DqConfig(E, BF16, 8, 2)):
         pairs.append((chosen[0], rows))
     limit = device.max_shared_bytes()
     pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= limit for tile in pair)]
@@ -230,7 +241,7 @@ def backward(limit):
         q, dout = (random_array(tokens, H, E) for _ in range(2))
         k, v = (random_array(tokens, HK, E) for _ in range(2))
         out, lse, cu_seqlens = cupy.empty_like(q), cupy.empty((H, tokens), np.float32), bounds(lengths)
-        attend(q, k, v, cu_seqlens, longest, SCALE, out, lse)
+        attention_sm80(q, k, v, cu_seqlens, longest, SCALE, out, lse)
         gradients = [cupy.empty_like(x) for x in (q, k, v)]
         expected = None
         if tokens < 4096:
@@ -240,7 +251,7 @@ def backward(limit):
         for keys, rows in pairs:
 
             def call(keys=keys, rows=rows):
-                attend_backward(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *gradients, keys, rows)
+                attention_backward_sm80(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *gradients, keys, rows)
 
             for gradient in gradients:
                 gradient.fill(np.nan)
@@ -270,15 +281,15 @@ def decode(limit):
 
         def calls(tile, work=work, caches=caches):
             def make(k, v):
-                return lambda: paged_attend(
+                return lambda: paged_attention_sm80(
                     work.q, k, v, BLOCK, work.tables, work.cu_seqlens, work.contexts, 1, work.context, SCALE, work.out,
                     tile,
                 )  # fmt: skip
 
             return [make(*pair) for pair in caches]
 
-        chosen = few_rows(E, BF16, BLOCK, limit)
-        for tile in [chosen, *(FewTile(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
+        chosen = decode_config(E, BF16, BLOCK, limit)
+        for tile in [chosen, *(Sm80DecodeConfig(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
             if tile.shared_bytes > device.max_shared_bytes() - 6 * 1024:
                 continue
             some = calls(tile)
@@ -288,7 +299,7 @@ def decode(limit):
             q = cupy.zeros((context, H, E), k.dtype)
             q[-1] = work.q[0]
             out, lse = cupy.empty_like(q), cupy.empty((H, context), np.float32)
-            attend(q, k, v, bounds([context]), context, SCALE, out, lse)
+            attention_sm80(q, k, v, bounds([context]), context, SCALE, out, lse)
             same = bool((out[-1].view(np.uint16) == work.out[0].view(np.uint16)).all())
             us = graph_time_us(some)
             print(

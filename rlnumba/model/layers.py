@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.kernels.attention.backward import attention_backward
-from rlnumba.kernels.attention.ops import attention
+from rlnumba.kernels.attention.ops import attention, attention_backward
 from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight, linear_swiglu
 from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward

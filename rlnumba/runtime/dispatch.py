@@ -157,6 +157,16 @@ def family(operator):
     return row.family if row else "simt"
 
 
+def select(operator, is_supported, *constants):
+    """The family that computes an operator for a model: its family, or "simt" where that one does not take the model.
+
+    is_supported: {family: function}, one of each family but simt, from the module that implements it; each takes the
+    constants, such as dtype and head_dim, and never the number of rows.
+    """
+    chosen = family(operator)
+    return chosen if chosen == "simt" or is_supported[chosen](*constants) else "simt"
+
+
 def describe(operator):
     """The operator's family and the reason, as one line: str."""
     if device.name() == "cpu":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import sm90_decode
-from rlnumba.kernels.attention.ops import attention_ref
+from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.scheduler import list_work_items_kernel
 from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_decode_config import DecodeConfig, decode_config

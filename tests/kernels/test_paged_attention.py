@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import paged as paged_attention_module
-from rlnumba.kernels.attention import sm80_forward, sm90_decode_config, sm90_forward, sm90_paged
-from rlnumba.kernels.attention.ops import attention, few_rows, many_rows
+from rlnumba.kernels.attention import sm80_decode, sm80_forward, sm90_decode_config, sm90_forward, sm90_paged
+from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.paged import (
     paged_attention,
     paged_attention_kernel,
@@ -13,6 +13,7 @@ from rlnumba.kernels.attention.paged import (
     reserve_workspace,
     sharing,
 )
+from rlnumba.kernels.attention.simt import decode_config, prefill_config
 from rlnumba.kernels.nn.kv_cache import write_kv
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import Context
@@ -272,9 +273,7 @@ def test_every_size_of_groups_has_a_kernel(compile_offline):
 def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, shape):
     if device.name() != "sim":
         pytest.skip("calls without a launch")
-    monkeypatch.setattr(sm80_forward, "_partials", [])
-    monkeypatch.setattr(sm80_forward, "_slots", {})
-    for module in (paged_attention_module, sm90_forward, sm90_paged, sm80_forward):
+    for module in (paged_attention_module, sm90_forward, sm90_paged, sm80_decode, sm80_forward):
         monkeypatch.setattr(module, "launch", lambda *arguments, **options: None)
     heads, kv_heads, head_dim = shape
     kind = device.dtype("bfloat16")
@@ -356,7 +355,7 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
         pytest.skip("compiles without a GPU, from the numpy device")
     x, tables, lengths = "uint16[:,:,::1]", "int32[:,::1]", "int32[::1]"
     troubles = []
-    for tile in (few_rows(head_dim), many_rows(head_dim)):
+    for tile in (decode_config(head_dim), prefill_config(head_dim)):
         types = [x, x, x, tables, "int32", lengths, lengths, "float32", x]
         troubles += compile_offline(paged_attention_kernel(tile), types, (9, 0))
     assert not troubles, "\n".join(troubles)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import sm90_decode, sm90_paged
-from rlnumba.kernels.attention.sm90_backward import Tile as GradientTile
+from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
 from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90 import HeadTile
@@ -96,21 +96,21 @@ def test_groups(rng):
 
 
 @pytest.mark.parametrize(
-    "lengths, heads, kv_heads, tile",
+    "lengths, heads, kv_heads, config",
     [
-        ([300, 40], 4, 2, GradientTile(64, BF16)),
-        ([270], 2, 1, GradientTile(48, F16, ahead=False)),
-        ([200, 150], 2, 1, GradientTile(128, BF16)),
-        ([200], 2, 2, GradientTile(136, BF16)),
+        ([300, 40], 4, 2, AttentionBackwardConfig(64, BF16)),
+        ([270], 2, 1, AttentionBackwardConfig(48, F16, prefetch_scores=False)),
+        ([200, 150], 2, 1, AttentionBackwardConfig(128, BF16)),
+        ([200], 2, 2, AttentionBackwardConfig(136, BF16)),
     ],
     ids=str,
 )
-def test_attention_backward(rng, monkeypatch, order, lengths, heads, kv_heads, tile):
-    arrays, gradients = gradient.run(rng, lengths, heads, kv_heads, tile)
+def test_attention_backward(rng, monkeypatch, order, lengths, heads, kv_heads, config):
+    arrays, gradients = gradient.run(rng, lengths, heads, kv_heads, config)
     if order:
-        # Blocks that add to the same rows do so in turns.
+        # Blocks that add to the same rows do so in KV order.
         monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
-        for one, other in zip(gradients, gradient.backward(arrays, lengths, tile), strict=True):
+        for one, other in zip(gradients, gradient.backward(arrays, lengths, config), strict=True):
             forward.assert_same_bits(one, other)
 
 

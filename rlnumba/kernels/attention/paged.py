@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
 
-The equations and the arithmetic are those of kernels/attention/ops.py, and so is the family of kernels that computes
-them; of the simt ones, `attend` runs here too. Only where a key lies differs: key j of sequence b is row
+The equations are those of kernels/attention/ops.py, and so is the family of kernels that computes them; of the simt
+ones, the device function `attend` of simt.py runs here too. Only the place of a key differs: key j of sequence b is row
 j % block_size of block block_tables[b, j // block_size]. A row's output therefore has the bits that `attention`
 gives it.
 
@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import cpu as attention_cpu
-from rlnumba.kernels.attention import sm80_forward, sm90_paged
-from rlnumba.kernels.attention.ops import attend_function, check_heads, family_for, family_of, few_rows, many_rows
-from rlnumba.kernels.attention.sm90_decode_config import decode_config
+from rlnumba.kernels.attention import sm80_decode, sm90_paged
+from rlnumba.kernels.attention.ops import attention_family, check_heads
+from rlnumba.kernels.attention.simt import attention_function, decode_config, prefill_config
+from rlnumba.kernels.attention.sm90_decode_config import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.ptx.warp import device_function
@@ -39,7 +40,7 @@ def paged_row(block_tables, block_size, sequence, key):
 def paged_attention_kernel(tile):
     """The kernel of `paged_attention` for a tile."""
     rows, rows_per_thread = tile.rows, tile.rows_per_thread
-    attend = attend_function(tile, paged_row)
+    attend = attention_function(tile, paged_row)
 
     @cuda.jit
     def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
@@ -71,9 +72,9 @@ class PrefixSharing(NamedTuple):
 def sharing(element, heads, kv_heads, head_dim, block_size):
     """The PrefixSharing of decode over a cache of such heads; element: the dtype's name. Only sm90 kernels share."""
     group = heads // kv_heads
-    if family_for(element, head_dim, group) != "sm90":
+    if attention_family(element, head_dim, group) != "sm90":
         return PrefixSharing((), 0)
-    config = decode_config(head_dim, element, group, min(block_size, TILE_KEYS))
+    config = sm90_decode_config(head_dim, element, group, min(block_size, TILE_KEYS))
     return PrefixSharing(sm90_paged.supported_group_sizes(group), config.segment)
 
 
@@ -84,13 +85,13 @@ def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
     stays with the context, since captured graphs hold its addresses, and serves all caches.
     """
     group = heads // kv_heads
-    family = family_for(element, head_dim, group)
+    family = attention_family(element, head_dim, group)
     if family == "sm90":
         box = min(block_size, TILE_KEYS)
         calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
         return sm90_paged.reserve(element, kv_heads, group, head_dim, box, calls)
     if family == "sm80":
-        return sm80_forward.reserve(element, kv_heads, group, head_dim, block_size, calls)
+        return sm80_decode.reserve(element, kv_heads, group, head_dim, block_size, calls)
     return 0
 
 
@@ -103,7 +104,7 @@ def plan_paged_attention(
     element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
     from what the arrays hold then, and good until the next one is made; None where nothing is gained.
     """
-    if family_for(element, head_dim, heads // kv_heads) != "sm90":
+    if attention_family(element, head_dim, heads // kv_heads) != "sm90":
         return None
     return sm90_paged.plan_decode(
         element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
@@ -166,11 +167,11 @@ def paged_attention(
             f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
         )
     if device.name() == "cpu":
-        attention_cpu.attend(
+        attention_cpu.paged_attention(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
         )
         return
-    family = family_of(q, k)
+    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
@@ -179,12 +180,12 @@ def paged_attention(
                 q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
             )
         else:
-            sm80_forward.paged_attend(q, k, v, block_size, *numbers)
+            sm80_decode.paged_attention_sm80(q, k, v, block_size, *numbers)
         return
     rows = max_seqlen_q * (heads // kv_heads)
-    tile = few_rows(head_dim)
+    tile = decode_config(head_dim)
     if rows > tile.rows:
-        tile = many_rows(head_dim)
+        tile = prefill_config(head_dim)
     launch(
         paged_attention_kernel(tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
         q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,

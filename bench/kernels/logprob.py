@@ -34,7 +34,7 @@ from rlnumba.kernels.gemm import sm90 as gemm_sm90
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
-from rlnumba.kernels.logprob.sm90 import HeadTile, block_rows, chunk_columns, head_kernel
+from rlnumba.kernels.logprob.sm90 import HeadTile, chunk_columns, head_kernel, one_pass_shape
 from rlnumba.kernels.nn import elementwise
 from rlnumba.runtime import dispatch, launch
 
@@ -398,7 +398,7 @@ def sweep(problem):
     print_candidates("one pass, exponentials", ((name, one_pass(tile=tile)) for name, tile in named.items()))
     named = tiles("slabs")
     print_candidates("one pass, slabs", ((name, one_pass(slab_tile=tile)) for name, tile in named.items()))
-    best = block_rows(width, vocabulary)
+    best = one_pass_shape(width, vocabulary)
     shapes = [best, (768, 2), (768, 3), (768, 5), (768, 8), (640, 5), (640, 6), (640, 10), (512, 8), (512, 16)]
     candidates = {f"{n} rows, {slabs} slabs": one_pass(shape=(n, slabs)) for n, slabs in shapes}
     print_candidates("one pass", candidates.items())

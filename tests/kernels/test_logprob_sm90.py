@@ -8,8 +8,9 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.sm90 import Tile, sm90_product
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp_backward_ref, linear_logp_ref
-from rlnumba.kernels.logprob.sm90 import HeadTile, block_rows, chunk_columns, may_lead, slab_division
+from rlnumba.kernels.logprob.sm90 import HeadTile, chunk_columns, may_lead, one_pass_shape, slab_division
 from rlnumba.kernels.sampling.ops import sample
 from rlnumba.runtime import device, dispatch
 from tests.close import ROUNDING, assert_close, assert_same_bits
@@ -63,7 +64,7 @@ def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.
     """lost: relative roundings of dz, in units of the dtype's; rows outside `checked` have dlogp 0."""
     hidden, weight, ids, dlogp = case
     h, w = hidden[checked].astype(np.float64), weight.astype(np.float64)
-    dh, dw, _ = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
+    dh, dw = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
     rounding = lost * 4 * ROUNDING[hidden.dtype.name] / ROUNDING["float32"]
     spread = float(np.abs(dlogp).max()) / temperature
     largest = float(np.abs(w).max()) * spread
@@ -95,7 +96,7 @@ def test_simulator_forward(rng):
     logits = np.empty((5, 300), np.float32)
     sm90_product(Tile(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
     plain = terms(5)
-    logprob._logp_of_rows(logits, None, ids, 0.8, *plain)
+    logp_of_logits(logits, ids, 0.8, *plain)
     for one, other, what in zip(out, plain, ("logp", "lse", "entropy", "top1"), strict=True):
         assert_same_bits(one, other, what)
 
@@ -195,7 +196,7 @@ def test_simulator_operator(rng, monkeypatch, rows, without, blocks, accumulate)
         one_pass(hidden, *arguments)
 
     monkeypatch.setattr(logprob_sm90, "linear_logp_with_gradient", counted)
-    monkeypatch.setattr(logprob_sm90, "block_rows", lambda width, vocabulary: (128, 2))
+    monkeypatch.setattr(logprob_sm90, "one_pass_shape", lambda width, vocabulary: (128, 2))
     with dispatch.forced("sm90"):
         one, two = one_and_two_calls(rng, rows, 100, 72, "bfloat16", without=without, accumulate=accumulate)
     assert called == blocks
@@ -242,7 +243,7 @@ def test_extra_memory(shape, monkeypatch):
     columns = chunk_columns(rows, width, vocabulary)
     assert columns == vocabulary or columns % 256 == 0
     assert rows * (2 * columns + 8 * width) <= logprob_sm90.EXTRA_BYTES
-    rows, slabs = block_rows(width, vocabulary)
+    rows, slabs = one_pass_shape(width, vocabulary)
     a_row = 2 * vocabulary + 16 * -(-vocabulary // 256) + 4 * (slabs + 1) * width
     assert rows % 128 == 0 and rows * a_row <= logprob_sm90.EXTRA_BYTES
 
@@ -253,7 +254,7 @@ def test_memory_of_the_operators(monkeypatch, left_out):
     if device.name() != "cpu":
         pytest.skip("the memory of NumPy arrays is counted")
     rows, vocabulary, width = QWEN3_06B
-    monkeypatch.setattr(logprob, "_fused", lambda *arrays: True)
+    monkeypatch.setattr(logprob, "_uses_sm90", lambda *arrays: True)
     monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
     for name in ("launch", "cast"):
         monkeypatch.setattr(logprob_sm90, name, lambda *arguments, **options: None)
@@ -334,6 +335,6 @@ def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature)
         out, plain = terms(rows), terms(rows)
         logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, *out)
         assert_same_bits(out[0], drawn, f"{rows} rows, drawn")
-        logprob._logp_of_rows(logits, None, token_ids, temperature, *plain)
+        logp_of_logits(logits, token_ids, temperature, *plain)
         for one, other in zip(out, plain, strict=True):
             assert_same_bits(one, other, f"{rows} rows")

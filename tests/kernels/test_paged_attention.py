@@ -13,9 +13,9 @@ from rlnumba.kernels.attention.paged import (
     reserve_workspace,
     sharing,
 )
-from rlnumba.kernels.nn.kv_cache import write_kv
 from rlnumba.runtime import device, dispatch
 from tests.close import assert_close, assert_same_bits
+from tests.kernels.kv_cache import write_kv
 
 
 def bounds(lengths):

@@ -759,7 +759,7 @@ def add_slabs_kernel(parts, rows, factors, out):
         store_four(out[row], column, total, 0)
 
 
-def takes(hidden, weight):
+def is_supported(hidden, weight):
     """Whether the kernels of this module serve these arrays: where gemm/sm90.py makes the float32 logits of them.
 
     What is sampled from those must be scored with the same bits, so the rows of (N, V) logits count, too.
@@ -824,7 +824,7 @@ def _part(array, rows):
 
 
 def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, tile=None):
-    """logprob.linear_logp without a bias and without ignored rows, for arrays that takes() accepts.
+    """logprob.linear_logp without a bias and without ignored rows, for arrays that is_supported() accepts.
 
     tile: a HeadTile of mode "terms" instead of the best.
     """
@@ -873,7 +873,7 @@ def chunk_columns(rows, width, vocabulary, rows_of_tile=128, columns_of_tile=256
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, tile=None, columns=None):
-    """logprob.linear_logp_backward without a bias and without ignored rows, for arrays that takes() accepts.
+    """logprob.linear_logp_backward without a bias and without ignored rows, for arrays that is_supported() accepts.
 
     Whoever knows lse without a forward, a trainer whose rollout kept it, has the whole gradient for three products.
     tile: a HeadTile of mode "gradient", columns: of a chunk, instead of the best.
@@ -900,7 +900,7 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         cast(wide, dhidden[rows])
 
 
-def block_rows(width, vocabulary, rows_of_tile=128):
+def one_pass_shape(width, vocabulary, rows_of_tile=128):
     """(rows, slabs) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, slabs that fill the SMs.
 
     A row has its exponentials, its tile results, its scaled hidden state, a part of the gradient in each slab, and the
@@ -944,7 +944,7 @@ def linear_logp_with_gradient(
     hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
     tile=None, shape=None, slab_tile=None,
 ):  # fmt: skip
-    """logprob.linear_logp_with_gradient without ignored rows, in three products, for arrays that takes() accepts.
+    """logprob.linear_logp_with_gradient without ignored rows, in three products, for arrays that is_supported() accepts.
 
     tile: a HeadTile of mode "exponentials", slab_tile: of "slabs", shape: (rows, slabs) of a block, instead of the
     best.
@@ -953,7 +953,7 @@ def linear_logp_with_gradient(
     parts_tile = slab_tile or HeadTile(tile.element, "slabs", tile.groups, tile.stages, tile.lead, tile.boxes)
     xp = device.xp()
     vocabulary, width = weight.shape
-    step, slabs = shape or block_rows(width, vocabulary)
+    step, slabs = shape or one_pass_shape(width, vocabulary)
     most_parts = slabs * step
     step = min(step, -(-hidden.shape[0] // tile.rows) * tile.rows)
     tiles, pitch = -(-vocabulary // TILE_COLUMNS), vocabulary + -vocabulary % 8

@@ -85,8 +85,8 @@ names:
 
 | variable | meaning |
 | --- | --- |
-| `RLNUMBA_DEVICE` | `auto`, `cuda`, `sim` or `numpy`, where `--device` is not given |
-| `RLNUMBA_KERNELS` | which family of kernels a GPU takes ([who multiplies](matrix-products.md#who-multiplies)) |
+| `RLNUMBA_DEVICE` | `auto`, `cuda`, `sim` or `cpu`, where `--device` is not given |
+| `RLNUMBA_KERNELS` | which kernel family a GPU takes ([GEMM backends](matrix-products.md#gemm-backends)) |
 | `RLNUMBA_DEBUG` | 1 waits for every kernel, 2 prints it too ([on a GPU](debugging-a-kernel.md#on-a-gpu)) |
 | `RLNUMBA_CACHE_DIR` | where machine code is kept; `~/.cache/rlnumba` if not set |
 """

@@ -4,6 +4,8 @@ A function a picture; PICTURES has their names. Tile shapes, bytes and layouts c
 the small functions below that tests/test_docs.py holds against the instructions' twins.
 """
 
+import ast
+import functools
 import pathlib
 import sys
 
@@ -553,6 +555,48 @@ def row_ownership():
     return figure
 
 
+def package_imports():
+    """{package or module of rlnumba: what of rlnumba it imports}, by the names right below rlnumba."""
+    root = FOLDER.parent.parent / "rlnumba"
+    imports = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).with_suffix("").parts[0]
+        if name.startswith("__"):
+            continue
+        targets = imports.setdefault(name, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rlnumba":
+                targets.update(node.module.split(".")[1:2] or [alias.name for alias in node.names])
+    return {name: targets & set(imports) - {name} for name, targets in imports.items()}
+
+
+def layers():
+    """The package's layers: what is drawn higher imports what is drawn lower."""
+    imports = package_imports()
+
+    @functools.cache
+    def height(name):
+        return 1 + max(map(height, imports[name]), default=-1)
+
+    rows = {}
+    for name in imports:
+        rows.setdefault(height(name), []).append(name)
+    figure, axis = plt.subplots(figsize=(9, 0.9 * len(rows)))
+    width, centers = 1.5, {}
+    for y, names in rows.items():
+        for i, name in enumerate(sorted(names)):
+            x = (i - (len(names) - 1) / 2) * 2.1
+            centers[name] = x, y
+            box(axis, x - width / 2, y, width, 0.5, BLUE, name, alpha=0.45, size=10)
+    for name, targets in imports.items():
+        for target in targets:
+            (x, y), (x_below, y_below) = centers[name], centers[target]
+            near = y - y_below == 1
+            axis.plot([x, x_below], [y, y_below + 0.5], color="black", alpha=0.5 if near else 0.12, linewidth=0.8)
+    bare(axis, -4.6, 4.6, -0.1, len(rows) - 0.3, "A package imports only what is drawn below it")
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -566,6 +610,7 @@ PICTURES = {
         fragments,
         swizzle,
         row_ownership,
+        layers,
     )
 }
 

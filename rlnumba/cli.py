@@ -261,7 +261,7 @@ def generate(model, prompts, output, dtype, **options):
     from rlnumba.config import EngineConfig
     from rlnumba.data import encode_prompt, read_rows
     from rlnumba.engine.sequence import SamplingParams
-    from rlnumba.reporting.metrics import replacing, to_line
+    from rlnumba.reporting.files import replacing, to_line
 
     _say_device()
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
@@ -316,7 +316,7 @@ def score(model, source, output, dtype, temperature):
     """
     from rlnumba.data import encode_pair, read_rows
     from rlnumba.engine.sequence import SamplingParams
-    from rlnumba.reporting.metrics import replacing, to_line
+    from rlnumba.reporting.files import replacing, to_line
 
     _say_device()
     SamplingParams(temperature=temperature)  # the temperatures of `generate` are those that can be scored
@@ -494,9 +494,9 @@ def check(model, dtype, temperature, max_tokens, seed):
 @click.option("--output", required=True, help="The PNG to write.")
 def plot(run_dirs, output):
     """Draw the metrics of one or several runs as curves."""
-    from rlnumba.reporting.metrics import plot as draw
+    from rlnumba.reporting import plots
 
-    draw(list(run_dirs), Path(output))
+    plots.plot(list(run_dirs), Path(output))
 
 
 @cli.command()
@@ -504,8 +504,8 @@ def env():
     """Show versions, device, which kernels compute what, and memory."""
     device.name()
     from rlnumba.kernels.gemm import ops as gemm
-    from rlnumba.reporting.metrics import environment
     from rlnumba.runtime import dispatch
+    from rlnumba.runtime.environment import environment
 
     free, total = device.memory_info()
     for name, value in environment().items():

@@ -1,8 +1,10 @@
 """Fixtures and skips. A test runs on the device of the process; kernels need `sim` or `cuda`.
 
-    pytest                               numpy device: references, models, engine, trainers
-    NUMBA_ENABLE_CUDASIM=1 pytest -m sim the kernels, thread by thread; -n 2 takes two processes
+    pytest                               cpu device: references, models, engine, trainers; starts the next line, too
+    NUMBA_ENABLE_CUDASIM=1 pytest -m sim the kernels, thread by thread
     pytest on a machine with a GPU       the kernels at real shapes as well
+
+Tests run in as many processes as there are cores (pytest-xdist); -n 0 keeps them in one, as a debugger wants it.
 
 RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
 """
@@ -41,7 +43,21 @@ def pytest_sessionfinish():
         pathlib.Path(RECORD, f"{os.getpid()}.pickle").write_bytes(pickle.dumps(list(_signatures)))
 
 
+def pytest_xdist_auto_num_workers(config):
+    """As many processes as there are cores; on a GPU, which they share, at most eight."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores, 8) if device.name() == "cuda" else cores
+
+
+def start_of(item):
+    """When a test begins: what the simulator launches first, what compiles it last, so that nothing waits for it."""
+    return {"test_kernels_in_the_simulator": 0, "test_every_launched_kernel_compiles_for_gpus": 2}.get(
+        getattr(item, "originalname", item.name), 1
+    )
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=start_of)
     name = device.name()
     for item in items:
         if "slow" in item.keywords and "sim" in item.keywords and not os.environ.get("RLNUMBA_SLOW"):

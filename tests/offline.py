@@ -1,6 +1,7 @@
 """Compile kernels for real GPUs without one: NVVM writes PTX, ptxas makes machine code of it and reports."""
 
 import contextlib
+import functools
 import importlib
 import os
 import pathlib
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 
 
+@functools.cache
 def find_ptxas():
     """ptxas of the nvidia-cuda-nvcc package, which is as new as the NVVM beside it; else the system's, or None."""
     packages = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia")
@@ -30,6 +32,31 @@ def pretend(architecture):
         yield
 
 
+@functools.lru_cache(maxsize=8)
+def compile_to_llvm(kernel, types):
+    """Numba's code library of a kernel: its LLVM IR, from which NVVM writes PTX for any architecture.
+
+    Type inference and lowering take four fifths of the time of a compilation and do not depend on the architecture.
+    """
+    from numba.cuda.compiler import _compile_pyfunc_with_fixup
+    from numba.cuda.core.compiler_lock import global_compiler_lock
+
+    from rlnumba.runtime.launch import parse_type
+
+    options = kernel.targetoptions
+    with global_compiler_lock, pretend((9, 0)):
+        library, _ = _compile_pyfunc_with_fixup(
+            kernel.py_func,
+            tuple(parse_type(name) for name in types),
+            device=False,
+            abi="numba",
+            fastmath=options.get("fastmath", False),
+            cc=(9, 0),
+            launch_bounds=options.get("launch_bounds"),
+        )
+    return library
+
+
 def troubles_of(kernel, types, architecture):
     """What is wrong with a kernel's machine code, as a list of lines.
 
@@ -38,21 +65,9 @@ def troubles_of(kernel, types, architecture):
     local arrays that did not become registers (up to Hopper), tensor core instructions that ptxas could not pipeline,
     and whatever NVVM or ptxas refuses.
     """
-    from numba import cuda
-
-    from rlnumba.runtime.launch import parse_type
-
     target = "sm_" + "".join(str(part) for part in architecture)
     what = f"{target} {kernel.py_func.__name__} {types}"
-    options = kernel.targetoptions
-    with pretend(architecture):
-        ptx, _ = cuda.compile_ptx(
-            kernel.py_func,
-            tuple(parse_type(t) for t in types),
-            cc=architecture,
-            fastmath=options.get("fastmath", False),
-            launch_bounds=options.get("launch_bounds"),
-        )
+    ptx = compile_to_llvm(kernel, tuple(types)).get_asm_str(cc=architecture)
     troubles = []
     doubles = sorted(set(re.findall(r"\s((?:add|sub|mul|fma|div|sqrt|cvt|setp)\.\S*f64\S*)", ptx)))
     if doubles:
@@ -61,8 +76,8 @@ def troubles_of(kernel, types, architecture):
         source = pathlib.Path(folder, "kernel.ptx")
         source.write_text(ptx)
         command = [find_ptxas(), "-v", f"-arch={target}", "-o", os.devnull, str(source)]
-        if "max_registers" in options:
-            command.append(f"--maxrregcount={options['max_registers']}")
+        if "max_registers" in kernel.targetoptions:
+            command.append(f"--maxrregcount={kernel.targetoptions['max_registers']}")
         report = subprocess.run(command, capture_output=True, text=True)
     # NVVM for Blackwell unrolls less than that for older GPUs, and keeps some local arrays in memory.
     where = "spill|stack frame" if architecture < (10, 0) else "spill"
@@ -73,10 +88,10 @@ def troubles_of(kernel, types, architecture):
     return troubles
 
 
-def troubles_of_launched(module, name, constants, types, architecture):
-    """As troubles_of, of a kernel of a module; constants: what its factory made it with, or None."""
+def find_kernel(module, name, constants):
+    """A kernel of a module; constants: what its factory made it with, or None."""
     kernel = getattr(importlib.import_module(module), name)
-    return troubles_of(kernel if constants is None else kernel(*constants), types, architecture)
+    return kernel if constants is None else kernel(*constants)
 
 
 @pytest.fixture

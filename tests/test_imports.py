@@ -1,17 +1,24 @@
-"""The law of the layers: a module imports from lower layers, or from its own package what stands above it."""
+"""What imports what: the layers, the one door to the device, and imports that load nothing heavy."""
 
 import ast
+import os
 import pathlib
+import subprocess
+import sys
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "rlnumba"
+import pytest
 
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "rlnumba"
+
+# A module imports from lower layers, and within layer 0 from what stands before it; of its own package anything.
 LAYERS = {
     "errors": 0,
     "config": 0,
     "data": 0,
     "rewards": 0,
+    "reporting": 0,
     "runtime": 1,
-    "reporting": 1,
     "kernels": 2,
     "model": 3,
     "optim": 3,
@@ -22,8 +29,22 @@ LAYERS = {
     "__main__": 7,
     "__init__": 7,
 }
-# Within layer 0, what may import what: each only those before it.
-ORDER_WITHIN_0 = ["errors", "config", "data", "rewards"]
+ORDER_WITHIN_0 = ["errors", "config", "data", "rewards", "reporting"]
+
+# What kernels of several operators share. Other modules of an operator's package are its own.
+SHARED_KERNELS = {"ptx", "nn", "philox", "checks"}
+# (importer, imported) between packages of different operators, each with its reason.
+BETWEEN_OPERATORS = {
+    ("attention.sm80_backward", "gemm.sm80"): "shared-memory limits",
+    ("attention.sm80_forward", "gemm.sm80"): "shared-memory limits",
+    ("attention.sm80_forward", "gemm.sm90"): "shared-memory offsets",
+    ("attention.sm90_decode", "gemm.sm90"): "tile scheduling",
+    ("logprob.ops", "gemm.cpu"): "the product with the LM head on the cpu device",
+    ("logprob.ops", "gemm.ops"): "the product with the LM head is the GEMM operator",
+    ("logprob.sm90", "gemm.sm90"): "the main loop of the GEMM, fused with log-softmax",
+    ("sampling.ops", "gemm.cpu"): "threads of the cpu device",
+    ("sampling.ops", "gemm.sm90"): "the number of SMs",
+}
 
 
 def imports_of(path):
@@ -40,37 +61,51 @@ def imports_of(path):
                 yield node.lineno, [*parts, alias.name] if is_module or not parts else parts
 
 
-def files():
-    return sorted(PACKAGE.rglob("*.py"))
+def modules():
+    """(dotted name below rlnumba, path) of every module."""
+    return [(".".join(path.relative_to(PACKAGE).with_suffix("").parts), path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def test_imports_point_down():
     wrong = []
-    for path in files():
-        relative = path.relative_to(PACKAGE).with_suffix("").parts
-        mine = LAYERS[relative[0]]
+    for module, path in modules():
+        package = module.split(".")[0]
         for line, target in imports_of(path):
-            if not target:
+            if not target or target[0] == package:
                 continue
-            name = target[0]
-            if name not in LAYERS:
-                wrong.append(f"{path.name}:{line}: {name} has no layer")
-            elif name == relative[0]:
-                continue
-            elif LAYERS[name] > mine or (LAYERS[name] == mine == 0 and not _before(name, relative[0])):
-                wrong.append(f"{'/'.join(relative)}.py:{line}: imports {'.'.join(target)} of layer {LAYERS[name]}")
+            if target[0] not in LAYERS:
+                wrong.append(f"{module}:{line}: {target[0]} has no layer")
+            elif not _is_below(target[0], package):
+                wrong.append(f"{module}:{line}: imports {'.'.join(target)} of layer {LAYERS[target[0]]}")
     assert not wrong, "\n".join(wrong)
 
 
-def _before(name, importer):
-    return ORDER_WITHIN_0.index(name) < ORDER_WITHIN_0.index(importer)
+def _is_below(package, importer):
+    if LAYERS[package] == LAYERS[importer] == 0:
+        return ORDER_WITHIN_0.index(package) < ORDER_WITHIN_0.index(importer)
+    return LAYERS[package] <= LAYERS[importer]
+
+
+def test_an_operator_imports_no_other_operators_kernels():
+    found = {}
+    for module, path in modules():
+        layer, _, inside = module.partition(".")
+        if layer != "kernels":
+            continue
+        for line, target in imports_of(path):
+            if len(target) < 2 or target[0] != "kernels":
+                continue
+            own, other = inside.split(".")[0], target[1]
+            if other not in SHARED_KERNELS | {own}:
+                found.setdefault((inside, ".".join(target[1:])), line)
+    wrong = [f"kernels.{a}:{line}: imports {b}" for (a, b), line in found.items() if (a, b) not in BETWEEN_OPERATORS]
+    assert not wrong, "\n".join(wrong)
+    unused = BETWEEN_OPERATORS.keys() - found.keys()
+    assert not unused, f"no longer imported, take it off the list: {sorted(unused)}"
 
 
 def test_no_cycles_within_a_package():
-    graph = {}
-    for path in files():
-        relative = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        graph[relative] = {".".join(target) for _, target in imports_of(path)}
+    graph = {module: {".".join(target) for _, target in imports_of(path)} for module, path in modules()}
 
     def visit(module, trail):
         assert module not in trail, " -> ".join([*trail, module])
@@ -84,11 +119,69 @@ def test_no_cycles_within_a_package():
 
 def test_one_door_to_the_device():
     allowed = {"device.py", "simulator.py"}
-    for path in files():
+    for _, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "numba" and path.name not in allowed:
                 names = {alias.name for alias in node.names}
                 assert "cuda" not in names, f"{path.name}:{node.lineno}: take cuda from rlnumba.runtime.device"
             if isinstance(node, ast.Import | ast.ImportFrom):
-                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-                assert not any(m.split(".")[0] in ("torch", "transformers", "trl") for m in modules), path.name
+                imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                assert not any(m.split(".")[0] in ("torch", "transformers", "trl") for m in imported), path.name
+
+
+def loaded_by(code, **environment):
+    """The top-level modules that a new Python process has loaded after `code`, and the device it chose or "None"."""
+    code += "\nimport sys; from rlnumba.runtime import device"
+    code += "\nprint(*{name.split('.')[0] for name in sys.modules}, device._chosen, file=sys.stderr)"
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("RLNUMBA_DEVICE", "NUMBA_ENABLE_CUDASIM")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=True
+    )
+    *loaded, chosen = done.stderr.splitlines()[-1].split()
+    return set(loaded), chosen
+
+
+LIGHT = {
+    "import": "import rlnumba",
+    "help": "from rlnumba.cli import run; assert run(['--help']) == 0",
+    "help of a command": "from rlnumba.cli import run; assert run(['grpo', '--help']) == 0",
+    "config": "from rlnumba.config import load_run; load_run('grpo', 'examples/quickstart.toml')",
+    "dry run": "from rlnumba.cli import run;"
+    " assert run(['grpo', '--config', 'examples/quickstart.toml', '--dry-run']) == 0",
+    "data, rewards, reporting": "import rlnumba.data, rlnumba.rewards, rlnumba.reporting.metrics",
+}
+
+
+@pytest.mark.parametrize("code", LIGHT.values(), ids=LIGHT)
+def test_the_front_end_loads_nothing_heavy(code):
+    heavy = {"numba", "llvmlite", "cupy", "matplotlib", "jinja2", "tokenizers", "safetensors", "rich", "pyarrow"}
+    loaded, chosen = loaded_by(code)
+    assert not loaded & heavy
+    assert chosen == "None"
+
+
+EVERYTHING = """
+import importlib, pkgutil, rlnumba
+for module in pkgutil.walk_packages(rlnumba.__path__, "rlnumba."):
+    if module.name not in ("rlnumba.__main__", "rlnumba.runtime.simulator"):
+        importlib.import_module(module.name)
+"""
+
+
+def test_no_import_chooses_the_device():
+    loaded, chosen = loaded_by(EVERYTHING)
+    assert chosen == "None"
+    assert "cupy" not in loaded
+
+
+@pytest.mark.parametrize(
+    "environment", [{"NUMBA_ENABLE_CUDASIM": "1"}, {"RLNUMBA_DEVICE": "sim"}], ids=lambda e: [*e][0]
+)
+@pytest.mark.parametrize("first", ["adamw", "ptx.warp"])
+def test_the_environment_enables_the_simulator(first, environment):
+    """adamw imports Numba before it imports numba.cuda."""
+    code = f"import rlnumba.kernels.{first}; from rlnumba.runtime import device; assert device.name() == 'sim'"
+    code += "; import numba.cuda.simulator, numba.cuda as c; assert c.simulator is numba.cuda.simulator"
+    assert loaded_by(code, **environment)[1] == "sim"

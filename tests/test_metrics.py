@@ -8,8 +8,11 @@ import pytest
 
 from rlnumba.config import load_run
 from rlnumba.errors import UserError
-from rlnumba.reporting import metrics
-from rlnumba.reporting.metrics import MetricsWriter, cut_back, plot, read_metrics, replacing, smooth
+from rlnumba.reporting import files
+from rlnumba.reporting.files import cut_back, read_metrics, replacing
+from rlnumba.reporting.metrics import MetricsWriter
+from rlnumba.reporting.plots import plot, smooth
+from rlnumba.runtime.environment import environment
 
 
 def completion(step, **more):
@@ -130,21 +133,21 @@ def test_a_failed_block_leaves_the_old_file(tmp_path):
 
 def test_a_line_is_one_for_every_reader():
     row = {"text": "a\u2028b\u2029c\x85d\n日本\x0b\x1c"}
-    line = metrics.to_line(row)
+    line = files.to_line(row)
     assert len(line.splitlines()) == 1 and "日本" in line and json.loads(line) == row
 
 
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: cannot be written to: Not a directory"):
-        metrics.make_folder(tmp_path / "file" / "run")
+        files.make_folder(tmp_path / "file" / "run")
 
 
 def test_config_toml_names_the_environment_and_reads_back(tmp_path):
     source = tmp_path / "run.toml"
     source.write_text(f'model = "m"\noutput_dir = "{tmp_path}/run"\n[data]\ntrain = "t.jsonl"\n')
     run = load_run("sft", source)
-    metrics.write_config(run)
+    files.write_config(run, environment())
     written = tmp_path / "run" / "config.toml"
     assert load_run("sft", written) == run
     header = [line for line in written.read_text().splitlines() if line.startswith("# ")]
@@ -165,7 +168,7 @@ def test_plot(tmp_path):
             for step in range(1, 41):
                 reward = slope * step / 100 + 0.1 * rng.standard_normal()
                 row = {"step": step, "reward": reward, "reward_std": 0.2, "loss": None if step == 7 else 0.1, "kl": 0.0}
-                file.write(metrics.to_line({**row, "grad_norm": 1.0 / step, "entropy": 2.0}))
+                file.write(files.to_line({**row, "grad_norm": 1.0 / step, "entropy": 2.0}))
     plot([tmp_path / "a"], tmp_path / "one.png")
     plot([tmp_path / "a", tmp_path / "b"], tmp_path / "two.png")
     from matplotlib import image

@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from rlnumba import rewards
 from rlnumba.config import RewardsConfig
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.rewards import RewardError, Rewards, load_rewards, resolve
+from rlnumba.rewards import RewardError, Rewards, calling, functions, load_rewards, resolve
 
 PROMPTS = ["a", "b", "c"]
 TEXTS = ["one", "two words", "three more words"]
@@ -248,8 +247,8 @@ def test_a_hanging_function_outside_the_main_thread():
 
 def test_time_limits_nest():
     reached = []
-    with pytest.raises(rewards._TimeUp), rewards.time_limit(0.3):
-        with pytest.raises(rewards._TimeUp), rewards.time_limit(0.1):
+    with pytest.raises(calling.TimeUp), calling.time_limit(0.3):
+        with pytest.raises(calling.TimeUp), calling.time_limit(0.1):
             time.sleep(5)
         reached.append("between")
         time.sleep(5)
@@ -307,25 +306,25 @@ def test_G23_accuracy_reward():
     pytest.importorskip("math_verify")
     texts = [r"so \boxed{\frac{1}{3}}", [{"role": "assistant", "content": r"\boxed{0.5}"}], "no answer", "$x$"]
     gold = [r"\frac{1}{3}", "1/3", "18", ""]
-    assert rewards.accuracy_reward(texts, solution=gold) == [1.0, 0.0, 0.0, None]
-    assert rewards.accuracy_reward([r"\boxed{72}"], answer=["48+24=72\n#### 72"]) == [1.0]
+    assert functions.accuracy_reward(texts, solution=gold) == [1.0, 0.0, 0.0, None]
+    assert functions.accuracy_reward([r"\boxed{72}"], answer=["48+24=72\n#### 72"]) == [1.0]
     with pytest.raises(RewardError, match="reward accuracy_reward: needs a column solution, .*; the data has: topic"):
-        score(rewards.accuracy_reward, columns={"topic": ["", "", ""]})
+        score(functions.accuracy_reward, columns={"topic": ["", "", ""]})
 
 
 def test_accuracy_reward_survives_an_expression_that_takes_for_ever(monkeypatch):
     math_verify = pytest.importorskip("math_verify")
-    monkeypatch.setattr(rewards, "SECONDS_PER_ANSWER", 0.2)
+    monkeypatch.setattr(functions, "SECONDS_PER_ANSWER", 0.2)
     monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: time.sleep(60))
-    assert score(rewards.accuracy_reward, columns={"solution": ["1", "2", "3"]}).values[:, 0].tolist() == [0, 0, 0]
+    assert score(functions.accuracy_reward, columns={"solution": ["1", "2", "3"]}).values[:, 0].tolist() == [0, 0, 0]
 
 
 def test_G23_format_and_gsm8k():
     texts = ["<think>a\nb</think> c", "x<think>a</think>", "<think>a<think>b</think>", "<think>a", "<think></think>"]
-    assert rewards.think_format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert functions.think_format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 1.0]
     texts = ["work\n#### 1,234", "#### 1234.0 done", "1234", "#### -3", "#### 1234."]
     gold = ["so\n#### 1234", "1,234", "#### 1234", "#### 3", "#### 1,234"]
-    assert rewards.gsm8k_reward(texts, answer=gold) == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert functions.gsm8k_reward(texts, answer=gold) == [1.0, 1.0, 0.0, 0.0, 1.0]
 
 
 def test_G23_length_rewards():

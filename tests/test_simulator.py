@@ -5,50 +5,93 @@ that was launched is therefore compiled for real GPUs as well, without one: NVVM
 """
 
 import ast
+import contextlib
+import fcntl
 import importlib
-import multiprocessing
 import os
 import pathlib
 import pickle
 import re
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from rlnumba.runtime import device
-from tests.offline import troubles_of_launched
+from tests.offline import find_kernel, troubles_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+# Processes that the simulator's tests are spread over, and parts that the launched kernels are compiled in.
+PARTS, COMPILED_PARTS = 8, 16
 
 if device.name() != "cpu":
-    pytest.skip("starts the simulator itself, from the numpy device", allow_module_level=True)
+    pytest.skip("starts the simulator itself, from the cpu device", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def simulated(tmp_path_factory):
-    """The finished simulator run and the signatures that it launched."""
-    record = tmp_path_factory.mktemp("signatures")
-    environment = os.environ | {
-        "NUMBA_ENABLE_CUDASIM": "1",
-        "RLNUMBA_RECORD_SIGNATURES": str(record),
-        "RLNUMBA_DEVICE": "sim",
-    }
-    command = [sys.executable, "-m", "pytest", "-m", "sim", "--durations=5", "-p", "no:cacheprovider", "tests"]
-    command += ["-n", str(min(os.cpu_count(), 4))]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    # Which process ran what differs from run to run; what is compiled for which GPU should not.
-    launched = {signature for file in record.iterdir() for signature in pickle.loads(file.read_bytes())}
-    return done, sorted(launched, key=repr)
+def files_of_part(part):
+    """The test files of a part: of those with simulator tests, the largest first, each to the part with least bytes."""
+    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    sizes = {path: len(text) for path, text in texts.items() if "mark.sim" in text and path.name != "test_simulator.py"}
+    parts = [[] for _ in range(PARTS)]
+    for path in sorted(sizes, key=sizes.get, reverse=True):
+        min(parts, key=lambda files: sum(sizes[file] for file in files)).append(path)
+    return [str(path.relative_to(ROOT)) for path in parts[part]]
 
 
-def test_kernels_in_the_simulator(simulated):
-    done, _ = simulated
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+@contextlib.contextmanager
+def locked(path):
+    """Hold a file's lock, which processes of one test session share."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def simulate(folder, part):
+    """(exit status, output) of a part's tests in the simulator, and the set of signatures that they launched.
+
+    A part runs once a session; its result lies in `folder`, which all processes of the session share.
+    """
+    result = folder / f"part-{part}.pickle"
+    with locked(folder / f"part-{part}.lock"):
+        if not result.exists():
+            record = folder / f"signatures-{part}"
+            record.mkdir()
+            environment = os.environ | {
+                "NUMBA_ENABLE_CUDASIM": "1",
+                "RLNUMBA_RECORD_SIGNATURES": str(record),
+                "RLNUMBA_DEVICE": "sim",
+            }
+            command = [sys.executable, "-m", "pytest", "-m", "sim", "-n", "0", "-p", "no:cacheprovider"]
+            command += ["--durations=5", *files_of_part(part)]
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            launched = {signature for file in record.iterdir() for signature in pickle.loads(file.read_bytes())}
+            result.write_bytes(pickle.dumps((done.returncode, done.stdout + done.stderr, launched)))
+    return pickle.loads(result.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory):
+    """A folder that all processes of the test session share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "simulator"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def signatures(session_folder):
+    """All signatures launched in the simulator: (module, name, constants, types), in one order."""
+    launched = set().union(*(simulate(session_folder, part)[2] for part in range(PARTS)))
+    return sorted(launched, key=repr)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kernels_in_the_simulator(session_folder, part):
+    status, output, _ = simulate(session_folder, part)
+    assert status == 0, output[-6000:]
+    assert int(re.search(r"(\d+) passed", output)[1]) > 5
 
 
 def kernels_of(path):
@@ -61,8 +104,8 @@ def kernels_of(path):
                 yield node.name
 
 
-def test_every_kernel_was_launched(simulated):
-    launched = {(module, name) for module, name, _, _ in simulated[1]}
+def test_every_kernel_was_launched(signatures):
+    launched = {(module, name) for module, name, _, _ in signatures}
     written = {
         (".".join(path.relative_to(ROOT).with_suffix("").parts), name)
         for path in (ROOT / "rlnumba/kernels").rglob("*.py")
@@ -72,18 +115,15 @@ def test_every_kernel_was_launched(simulated):
     assert not written - launched
 
 
-def test_every_launched_kernel_compiles_for_gpus(simulated, compile_offline):
-    signatures = simulated[1]
+@pytest.mark.parametrize("part", range(COMPILED_PARTS))
+def test_every_launched_kernel_compiles_for_gpus(signatures, compile_offline, part):
     assert len(signatures) > 40
     once = {(module, name): (constants, types) for module, name, constants, types in signatures}
-    jobs = []
-    for module, name, constants, types in signatures:
+    troubles = []
+    for module, name, constants, types in signatures[part::COMPILED_PARTS]:
         # One architecture compiles everything; for the others one signature a kernel is enough here, beside those that
         # the kernels' own tests compile.
         targets = ARCHITECTURES if once[module, name] == (constants, types) else [(9, 0)]
         for architecture in vars(importlib.import_module(module)).get("ARCHITECTURES", targets):
-            jobs.append((module, name, constants, types, architecture))
-    # Numba's compiler holds a lock of its process.
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        troubles = [line for lines in pool.map(troubles_of_launched, *zip(*jobs, strict=True)) for line in lines]
+            troubles += troubles_of(find_kernel(module, name, constants), types, architecture)
     assert not troubles, "\n".join(troubles)

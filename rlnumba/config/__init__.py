@@ -1,7 +1,7 @@
-"""A run's keys: `schema` has them, with defaults and checks; TOML files and command-line overrides become a Run."""
+"""A run's keys: `schema` has them, `reading` makes a Run of TOML files and command-line overrides, `writing` TOML."""
 
+from rlnumba.config.reading import ALIASES, load_run
 from rlnumba.config.schema import (
-    ALIASES,
     DataConfig,
     EngineConfig,
     GRPOConfig,
@@ -13,11 +13,9 @@ from rlnumba.config.schema import (
     TrainConfig,
     key,
     keys_of,
-    load_run,
     split_optional,
-    to_toml,
-    toml_value,
 )
+from rlnumba.config.writing import to_toml, toml_value
 
 __all__ = [
     "ALIASES",

@@ -1,4 +1,4 @@
-"""Which machine does the work: chosen once for a process, before any kernel is launched.
+"""The device of this process: chosen when it is first needed, before the first kernel is launched.
 
 | device | `cuda`        | arrays | for                                                              |
 | ------ | ------------- | ------ | ---------------------------------------------------------------- |
@@ -6,8 +6,9 @@
 | cpu    | never called  | NumPy  | any machine: every operator runs its reference, float32          |
 | sim    | the simulator | NumPy  | the kernels themselves, thread by thread, under pdb; tiny shapes |
 
-`cuda`, the module whose `jit` decorates every kernel, can be imported on all three: decorating compiles
-nothing. No other module imports numba.cuda or cupy first.
+Importing a module of kernels chooses no device and creates no CUDA context. It asks only `simulated()`, which the
+environment decides. `cuda`, the module whose `jit` decorates every kernel, can be imported on all three devices:
+decorating compiles nothing. No other module imports numba.cuda or cupy first.
 """
 
 import os
@@ -31,16 +32,26 @@ DTYPES = {
 }
 
 
-def _simulator_asked_for():
+def _simulator_enabled():
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
+
+def simulated():
+    """Whether numba.cuda is the simulator, which the environment decides before Numba is imported: bool.
+
+    True with NUMBA_ENABLE_CUDASIM=1, which RLNUMBA_DEVICE=sim and `select("sim")` set. Chooses no other device.
+    """
+    if _chosen is None and os.environ.get("RLNUMBA_DEVICE") == "sim":
+        select("sim")
+    return _simulator_enabled()
 
 
 def select(wanted="auto"):
     """Choose the device of this process and return its name: "cuda", "sim" or "cpu".
 
-    `auto` is the simulator if NUMBA_ENABLE_CUDASIM=1 is set, else the GPU if one answers, else NumPy.
-    Raises ConfigError for an unknown name, and DeviceError for a device that is not there, or if another
-    one was chosen before. Never falls back to another device than the one asked for.
+    `auto` is the simulator if NUMBA_ENABLE_CUDASIM=1 is set, else a GPU if there is one, else the CPU. Raises
+    ConfigError for an unknown name, and DeviceError for a device that is not available, or if another one was chosen
+    before. Never falls back to another device than the one asked for.
     """
     global _chosen
     wanted = ALIASES.get(wanted, wanted)
@@ -51,22 +62,25 @@ def select(wanted="auto"):
             raise DeviceError(f"device {wanted} asked for, but this process already runs on {_chosen}")
         return _chosen
     if wanted == "auto":
-        wanted = "sim" if _simulator_asked_for() else "cuda" if _gpu_problem() is None else "cpu"
+        wanted = "sim" if _simulator_enabled() else "cuda" if _gpu_problem() is None else "cpu"
     elif wanted == "cuda":
         problem = _gpu_problem()
         if problem is not None:
             raise DeviceError(f"device cuda: {problem}")
-    elif wanted == "sim" and not _simulator_asked_for():
-        if "numba" in sys.modules:
+    elif wanted == "sim" and not _simulator_enabled():
+        if "numba.cuda" in sys.modules:
             raise DeviceError("device sim: set NUMBA_ENABLE_CUDASIM=1 before Python starts")
         os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+        if "numba" in sys.modules:
+            # It read the environment when it was imported; numba.cuda is not imported yet.
+            sys.modules["numba"].config.reload_config()
     _chosen = wanted
     return _chosen
 
 
 def _gpu_problem():
     """None if a GPU answers, else one line that says what is missing and how to get it."""
-    if _simulator_asked_for():
+    if _simulator_enabled():
         return "NUMBA_ENABLE_CUDASIM is set, so kernels would run in the simulator; unset it"
     try:
         import cupy
@@ -106,7 +120,7 @@ def asarray(array):
 
 
 def to_host(array):
-    """An array of the device (or of NumPy already) as a NumPy array; waits for the device."""
+    """An array of the device (or of NumPy already) as a NumPy array; synchronizes with the device."""
     if name() == "cuda":
         import cupy
 
@@ -115,7 +129,7 @@ def to_host(array):
 
 
 def synchronize():
-    """Wait until the device has done all work given to it."""
+    """Wait for all work submitted to the current stream."""
     if name() == "cuda":
         import cupy
 
@@ -145,14 +159,9 @@ def describe():
 
 
 def __getattr__(attribute):
-    # `cuda` is resolved at its first use, because importing numba fixes simulator or hardware for good.
+    # `cuda` is resolved at each import of it, because importing Numba fixes simulator or hardware for good.
     if attribute == "cuda":
-        if name() == "cuda":
-            # CuPy makes the context that Numba then shares.
-            import cupy
-
-            cupy.cuda.Device().use()
-        if name() == "sim":
+        if simulated():
             from rlnumba.runtime.simulator import SimulatedCuda
 
             return SimulatedCuda()

@@ -58,7 +58,8 @@ def pdl_scope():
     """Launches inside may begin while the kernel before them still runs, if they call griddepcontrol_wait.
 
     Those kernels may read arrays ahead of that wait, such as weights, which nothing launched inside may write, unless
-    it is launched with serialize_next. Meant for the capture of graphs of many short kernels. GPUs before Hopper run one
+    it is launched with serialize_next. Meant for the capture of graphs of many short kernels. GPUs before Hopper run
+    one
     kernel after the other, as outside.
     """
     context = current()

@@ -20,8 +20,10 @@ from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.transformer import save_model
 from rlnumba.optim import Optimizer, learning_rate_at
-from rlnumba.reporting.metrics import MetricsWriter, make_folder, write_config
+from rlnumba.reporting.files import make_folder, write_config
+from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.runtime import device, dispatch, memory
+from rlnumba.runtime.environment import environment
 
 # What a run leaves in its folder.
 WRITTEN = (
@@ -62,7 +64,7 @@ class RunFolder:
             self._set_aside()
         elif self.step_chosen:
             self._set_later_aside()
-        write_config(self.run)
+        write_config(self.run, environment())
         train = self.run.train
         return MetricsWriter(
             self.path,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlnumba import config
 from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
-from rlnumba.reporting.metrics import make_folder, replacing, to_line
+from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft

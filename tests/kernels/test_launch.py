@@ -19,7 +19,7 @@ if device.name() == "sim":
 
 TYPES = ["float32[::1]"]
 KERNEL = """
-from rlnumba.device import cuda
+from rlnumba.runtime.device import cuda
 
 @cuda.jit
 def kernel(x):

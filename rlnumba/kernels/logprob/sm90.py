@@ -106,7 +106,7 @@ RESULTS = 4
 # A class has one thread of merge_kernel, or several if a warp has more threads than there are classes.
 MERGE_STEP = max(1, 32 // CLASSES)
 MERGE_THREADS = CLASSES * MERGE_STEP
-SLAB_THREADS = 32 if device.name() == "sim" else 256
+SLAB_THREADS = 32 if device.simulated() else 256
 # Elements that a thread of finish_kernel loads at once, 16 bytes, and has at a time.
 EIGHT, SIXTEEN = 8, 16
 # Powers of two by which an exponential may exceed 1: far below what bfloat16 holds, times what a row adds up. None in

@@ -66,5 +66,6 @@ def ring(stages):
 
 @device_function
 def swizzled_chunk(row_address, row, chunk):
-    """The address of 16-byte chunk `chunk` of a 128-byte line that starts at row_address; row: its number in the box."""
+    """The address of 16-byte chunk `chunk` of a 128-byte line that starts at row_address; row: its number in the
+    box."""
     return row_address + ((chunk ^ (row & i32(LINE // 16 - 1))) << i32(4))

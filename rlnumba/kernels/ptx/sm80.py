@@ -47,7 +47,7 @@ from rlnumba.runtime import device
 # Bytes that one copy moves, and a line of a fragment's half.
 CHUNK = 16
 
-if device.name() == "sim":
+if device.simulated():
     from rlnumba.runtime.simulator import this_thread, warp_wide
 
     def address_of(array):

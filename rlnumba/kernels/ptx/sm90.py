@@ -38,9 +38,9 @@ BOX_BYTES = 64 * LINE
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "f16"}
 
-Address = np.int64 if device.name() == "sim" else np.int32
+Address = np.int64 if device.simulated() else np.int32
 
-if device.name() == "sim":
+if device.simulated():
     from rlnumba.runtime.simulator import Gate, later, of_block, this_thread, warp_wide, warpgroup_wide
 
     class Barrier:

@@ -14,7 +14,7 @@ from rlnumba.kernels.ptx.sm90 import BOX_BYTES, ELEMENTS, LINE
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
 
-if device.name() == "sim":
+if device.simulated():
     from rlnumba.runtime.simulator import Gate, of_grid
 
     def bulk_copy_load(destination, array, offset, count, barrier):

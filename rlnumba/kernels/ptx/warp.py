@@ -32,7 +32,7 @@ from rlnumba.runtime.device import cuda
 
 FULL_WARP = 0xFFFFFFFF
 
-if device.name() == "sim":
+if device.simulated():
     from rlnumba.runtime.simulator import WARP, warp_wide
 
     def device_function(function):

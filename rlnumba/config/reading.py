@@ -1,0 +1,233 @@
+"""TOML files and --section.key overrides become a Run.
+
+Keys are strict: an unknown section or key, a wrong type or a value out of range is a ConfigError of one line that names
+the file, the key and what would be valid (for an unknown key the nearest one).
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from pathlib import Path
+
+from rlnumba.config.schema import RUNS, keys_of, range_problem, sections_of, split_optional
+from rlnumba.errors import ConfigError
+
+# (section, key) in other tools' files -> ours. Sources: TRL [train], prime-rl, verl, RL.cu.
+ALIASES = {
+    ("", "model_name_or_path"): ("", "model"),
+    ("", "reward_funcs"): ("rewards", "funcs"),
+    ("train", "output_dir"): ("", "output_dir"),
+    ("train", "seed"): ("", "seed"),
+    ("train", "reward_weights"): ("rewards", "weights"),
+    ("train", "chat_template_kwargs"): ("data", "chat_template_kwargs"),
+    ("train", "max_prompt_length"): ("data", "max_prompt_length"),
+    ("train", "vllm_gpu_memory_utilization"): ("engine", "gpu_memory_utilization"),
+    ("train", "vllm_max_model_length"): ("engine", "max_model_len"),
+    ("train", "vllm_importance_sampling_cap"): ("train", "vllm_importance_sampling_clip_max"),
+    ("train", "group_size"): ("train", "num_generations"),
+    ("train", "clip_ratio"): ("train", "epsilon"),
+    ("train", "clip_ratio_low"): ("train", "epsilon"),
+    ("train", "clip_ratio_high"): ("train", "epsilon_high"),
+    ("train", "num_gens"): ("train", "num_generations"),
+    ("", "num_gens"): ("train", "num_generations"),
+    ("train", "keep_last"): ("train", "save_total_limit"),
+}
+# batch_size is what one step holds: prime-rl counts completions, and SFT files count sequences.
+BATCH_SIZE = {"sft": ("train", "per_device_train_batch_size"), "grpo": ("train", "generation_batch_size")}
+
+# TRL keys that have no counterpart, with what to write instead.
+INSTEAD = {
+    "bf16": 'set train.dtype = "bfloat16"',
+    "fp16": 'set train.dtype = "float16"',
+    "use_vllm": "leave it out, rlnumba's own engine generates",
+    "vllm_mode": "leave it out, rlnumba's own engine generates",
+    "warmup_ratio": "set train.warmup_steps, which below 1 is a share of all steps",
+    "report_to": "leave it out, TensorBoard files are written when tensorboardX is installed",
+    "use_liger_kernel": "leave it out, logits are never materialised",
+}
+
+TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list[str]: "a list of strings",
+    list[float]: "a list of numbers",
+    dict[str, typing.Any]: "a table",
+}
+
+
+def from_toml(value, hint):
+    """A TOML value as the wanted type. Raises ValueError if it is of another one."""
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if typing.get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ValueError
+        return [from_toml(item, typing.get_args(hint)[0]) for item in value]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise ValueError
+        return value
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ValueError
+    return value
+
+
+def split_at_commas(text):
+    """Splits at the commas that stand outside brackets: list of str."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in [*parts, text[start:]]]
+
+
+def from_text(text, hint):
+    """A value typed on the command line as the wanted type. Raises ValueError if it cannot be one."""
+    if hint is str:
+        return text
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError
+        return text.lower() == "true"
+    if hint in (int, float):
+        return hint(text)
+    if typing.get_origin(hint) is list:
+        if text.lstrip().startswith("["):
+            return from_toml(_toml_value(text), hint)
+        return [from_text(part, typing.get_args(hint)[0]) for part in split_at_commas(text) if part]
+    try:
+        value = _toml_value(text)
+    except tomllib.TOMLDecodeError:
+        value = json.loads(text)
+    return from_toml(value, hint)
+
+
+def _nearest(name, valid):
+    return difflib.get_close_matches(name, valid, n=1, cutoff=0)[0]
+
+
+def _toml_value(text):
+    return tomllib.loads(f"value = {text}")["value"]
+
+
+class _Values:
+    """The values of all files and overrides so far, checked one by one as they come."""
+
+    def __init__(self, kind):
+        self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE[kind]}
+        self.sections = sections_of(RUNS[kind])
+        self.keys = {name: keys_of(section) for name, section in self.sections.items()}
+        self.given = {name: {} for name in self.sections}
+
+    def put(self, section, name, value, convert, where, seen):
+        """Sets one key. `where` starts the message of an error; `seen` holds the keys this source already set."""
+        typed = f"{section}.{name}" if section else name
+        section, name = self.aliases.get((section, name), (section, name))
+        shown = typed if typed.endswith(name) else f"{typed} ({section}.{name})"
+        if name not in self.keys.get(section, {}):
+            raise ConfigError(f"{where}unknown key {typed}; {self._advice(section, name)}")
+        if (section, name) in seen:
+            raise ConfigError(f"{where}{shown} is given twice, as {seen[section, name]} and {typed}")
+        seen[section, name] = typed
+        hint, metadata = self.keys[section][name]
+        hint, optional = split_optional(hint)
+        if optional and value in ("None", "none", "null"):
+            self.given[section][name] = None
+            return
+        word = value.lower() if isinstance(value, str) else value
+        if isinstance(word, bool | str) and word in metadata.get("words", {}):
+            value = metadata["words"][word]
+        try:
+            value = convert(value, hint)
+        except (ValueError, tomllib.TOMLDecodeError) as error:
+            expected = TYPE_NAMES[hint] + (' or "None"' if optional else "")
+            raise ConfigError(f"{where}{shown} must be {expected}, got {value!r}") from error
+        problem = range_problem(metadata, value)
+        if problem:
+            raise ConfigError(f"{where}{shown} {problem}")
+        self.given[section][name] = value
+
+    def _advice(self, section, name):
+        if name in INSTEAD:
+            return INSTEAD[name]
+        everywhere = [f"{s}.{k}" if s else k for s, keys in self.keys.items() for k in keys]
+        elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
+        if elsewhere:
+            return f"did you mean {elsewhere[0]}?"
+        if not section:
+            return f"did you mean {_nearest(name, everywhere)}?"
+        section = _nearest(section, [s for s in self.keys if s])
+        return f"did you mean {section}.{_nearest(name, self.keys[section])}?"
+
+    def put_file(self, path):
+        seen = {}
+        for name, value in _read_toml(path).items():
+            if name in self.sections and name:
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{path}: [{name}] must be a table, got {value!r}")
+                for inner, inner_value in value.items():
+                    self.put(name, inner, inner_value, from_toml, f"{path}: ", seen)
+            elif isinstance(value, dict):
+                owners = [kind for kind, run_class in RUNS.items() if name in sections_of(run_class)]
+                near = _nearest(name, [s for s in self.sections if s])
+                advice = f"it belongs to {' and '.join(owners)}" if owners else f"did you mean [{near}]?"
+                raise ConfigError(f"{path}: unknown section [{name}]; {advice}")
+            else:
+                self.put("", name, value, from_toml, f"{path}: ", seen)
+
+    def put_override(self, option, text, seen):
+        section, _, name = option.lstrip("-").replace("-", "_").rpartition(".")
+        if text is None:
+            hint = split_optional(self.keys.get(section, {}).get(name, (str, None))[0])[0]
+            if hint is not bool and name in self.keys.get(section, {}):
+                raise ConfigError(f"--{section}.{name} needs a value".replace("--.", "--"))
+            text = "true"
+        self.put(section, name, text, from_text, "command line: ", seen)
+
+
+def _read_toml(path):
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such config file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def load_run(kind, path, overrides=()):
+    """Reads the run of a trainer.
+
+    kind: "sft" or "grpo". path: a TOML file, or a list of them, of which later ones win key by key.
+    overrides: (key, text) pairs from the command line, such as ("train.learning_rate", "1e-5"); dashes stand for
+    underscores, the text "None" for None, and a text of None for a bare flag.
+
+    Returns an SFTRun or GRPORun. Raises ConfigError: unknown key or section (with the nearest name), wrong type,
+    value out of range, missing key, keys that exclude one another.
+    """
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    values = _Values(kind)
+    for one in paths:
+        values.put_file(one)
+    seen = {}
+    for option, text in overrides:
+        values.put_override(option, text, seen)
+    source = ", ".join(str(one) for one in paths) or "command line"
+    for section, section_class in values.sections.items():
+        for f in dataclasses.fields(section_class):
+            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if required and not f.metadata.get("section") and f.name not in values.given[section]:
+                raise ConfigError(f"{source}: missing key {section}.{f.name}".replace(" .", " "))
+    try:
+        named = {s: c(**values.given[s]) for s, c in values.sections.items() if s}
+        return RUNS[kind](**values.given[""], **named)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error

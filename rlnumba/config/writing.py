@@ -1,0 +1,37 @@
+"""A Run as TOML, for output_dir/config.toml and `--dry-run`."""
+
+import dataclasses
+import json
+
+from rlnumba.config.schema import sections_of
+
+
+def toml_value(value):
+    """A Python value as TOML text: str. Strings, numbers, bools, lists, tables with str keys; None is "None"."""
+    if value is None:
+        return '"None"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)} = {toml_value(v)}" for k, v in value.items()) + "}"
+
+
+def to_toml(run):
+    """The whole run as TOML that load_run reads back to the same run: str. Keys that are not set are comments."""
+    lines = []
+    for section, section_class in sections_of(type(run)).items():
+        values = getattr(run, section) if section else run
+        if section:
+            lines += ["", f"[{section}]"]
+        for f in dataclasses.fields(section_class):
+            if f.metadata.get("section"):
+                continue
+            value = getattr(values, f.name)
+            unset = value is None and f.default is None
+            lines.append(f"# {f.name} is not set" if unset else f"{f.name} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"

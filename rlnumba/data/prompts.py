@@ -1,0 +1,193 @@
+"""Rows to prompts: templates, chat prompts, token ids.
+
+    file -> read_rows -> prompt_examples -> load_prompts
+
+A tokenizer is passed in: an object with encode, apply_chat_template, assistant_mask, chat_template and eos_token_id
+(model/tokenizer.py). Prompts that are dropped are counted.
+"""
+
+import re
+from dataclasses import dataclass
+
+from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_rows
+from rlnumba.errors import ConfigError, UserError
+
+# Prompts made of a `question` column where data.prompt_template is not set. GSM8K's is verl's.
+GSM8K_TEMPLATE = '{question} Let\'s think step by step and output the final answer after "####".\n'
+
+QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt made of a template: one user message if the tokenizer has a chat template, else the text itself."""
+
+    text: str
+
+
+def _fill(template, row, place):
+    """The template with {column} replaced by the row's values; braces that name no column stay as they are."""
+    names = [name for name in re.findall(r"\{(\w+)\}", template) if name in row]
+    if not names:
+        raise ConfigError(f"data.prompt_template names no column of {place}; its columns are {', '.join(row)}")
+    return re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
+
+
+def is_gsm8k(row):
+    return isinstance(row.get("answer"), str) and "####" in row["answer"]
+
+
+def templated_question(row, data, place, column):
+    text = column_value(row, column, place)
+    if not isinstance(text, str) or not text:
+        raise UserError(f"{place}: {column!r} must be a non-empty string, got {kind_of(text)}")
+    template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
+    return Question(_fill(template, {**row, "question": text}, place))
+
+
+def as_prompt(prompt, data, tokenizer):
+    """A prompt as the engine and the rewards see it: a string that is used verbatim, or a message list.
+
+    prompt: str, message list or Question. data: DataConfig; its system_prompt is put before chat prompts without one.
+    """
+    wanted = data.apply_chat_template
+    if isinstance(prompt, Question):
+        chat = tokenizer.chat_template is not None if wanted is None else wanted
+        prompt = [{"role": "user", "content": prompt.text.strip()}] if chat else prompt.text
+    elif isinstance(prompt, str) and wanted:
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and data.system_prompt is not None and prompt[0]["role"] != "system":
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+    return prompt
+
+
+def encode_prompt(tokenizer, prompt, **template):
+    """Token ids of a string (verbatim) or of a message list (chat template with the generation prompt): list of int."""
+    if isinstance(prompt, list):
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template)
+    return tokenizer.encode(prompt)
+
+
+def as_messages(value, role):
+    """A message list as it is, a string as the one message of `role`."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def encode_pair(tokenizer, prompt, completion, **template):
+    """Prompt and completion tokenised together: (ids, the index at which the completion begins).
+
+    It begins where the tokens of both part from the tokens of the prompt alone. Either may be a string or a message
+    list; a string beside a message list is a message of its user or assistant.
+    """
+    if isinstance(prompt, list) or isinstance(completion, list):
+        prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")
+        alone = encode_prompt(tokenizer, prompt, **template)
+        both = tokenizer.apply_chat_template(prompt + completion, add_generation_prompt=False, **template)
+    else:
+        alone, both = tokenizer.encode(prompt), tokenizer.encode(prompt + completion)
+    start = 0
+    while start < min(len(alone), len(both)) and alone[start] == both[start]:
+        start += 1
+    return both, start
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """One row for RL: its prompt, the columns that rewards get, and where it came from ("file:line")."""
+
+    where: str
+    prompt: str | list | Question
+    columns: dict
+
+
+def prompt_examples(rows, data):
+    """Rows to a list of PromptExample; the first row's columns decide for all. data: DataConfig.
+
+    Every column but the prompt goes to the rewards. Added to them: `ground_truth` from verl's reward_model, `solution`
+    from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file and line.
+    """
+    seen = rows.rows[0]
+    column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
+    if column not in seen:
+        wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
+        raise UserError(f"{rows.places[0]}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}")
+    from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
+
+    def make(row, place):
+        if from_template:
+            return templated_question(row, data, place, column)
+        prompt = column_value(row, column, place)
+        check_prompt(prompt, f"{place}: {column!r}")
+        return prompt
+
+    return [PromptExample(place, make(row, place), _reward_columns(row, data, place, column)) for row, place in rows]
+
+
+def _reward_columns(row, data, place, prompt_column):
+    taken = ("prompt", "completion") if prompt_column == "question" else (prompt_column, "prompt", "completion")
+    columns = {name: value for name, value in row.items() if name not in taken}
+    if data.answer_column is not None:
+        columns["solution"] = column_value(row, data.answer_column, place)
+    elif isinstance(row.get("reward_model"), dict) and "ground_truth" in row["reward_model"]:
+        columns.setdefault("ground_truth", row["reward_model"]["ground_truth"])
+    elif is_gsm8k(row):
+        columns.setdefault("solution", row["answer"].rpartition("####")[2].strip())
+    return columns
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that can be generated from: what rewards see (str or message list), its token ids, its columns."""
+
+    prompt: str | list
+    prompt_token_ids: list[int]
+    columns: dict
+    where: str
+
+
+@dataclass
+class PromptData:
+    """The prompts of a file and the number of those dropped because they are too long."""
+
+    prompts: list[Prompt]
+    dropped_prompts: int = 0
+
+    def columns(self, indices):
+        """{name: values} of the chosen prompts, None where a row has no such column. indices: iterable of int."""
+        chosen = [self.prompts[i].columns for i in indices]
+        names = dict.fromkeys(name for columns in chosen for name in columns)
+        return {name: [columns.get(name) for columns in chosen] for name in names}
+
+
+def load_prompts(path, data, tokenizer, model_limit, vocab_size):
+    """The prompts of a file: PromptData.
+
+    model_limit: the model's longest sequence in tokens, prompt and completion. Prompts longer than
+    data.max_prompt_length are dropped and counted; one that leaves no room for a completion is a UserError unless
+    max_prompt_length is set. Raises UserError naming file and line.
+    """
+    if tokenizer is None:
+        raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
+    longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
+    kept, dropped = [], 0
+    for example in prompt_examples(read_rows(path), data):
+        prompt = as_prompt(example.prompt, data, tokenizer)
+        try:
+            ids = list(encode_prompt(tokenizer, prompt, **data.chat_template_kwargs))
+        except UserError as error:
+            raise UserError(f"{example.where}: {error}") from error
+        if not ids:
+            raise UserError(f"{example.where}: the prompt has no tokens")
+        check_ids(ids, vocab_size, example.where)
+        if len(ids) <= longest:
+            kept.append(Prompt(prompt, ids, example.columns, example.where))
+        elif data.max_prompt_length is None:
+            raise UserError(
+                f"{example.where}: a prompt of {len(ids)} tokens leaves no room for a completion in the model's "
+                f"{model_limit}; set data.max_prompt_length to drop longer ones"
+            )
+        else:
+            dropped += 1
+    if not kept:
+        raise UserError(f"{path}: all {dropped} prompts are longer than data.max_prompt_length {longest}")
+    return PromptData(kept, dropped)

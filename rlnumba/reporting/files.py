@@ -1,0 +1,134 @@
+"""Output files: folders that can be written to, files replaced as a whole, JSON lines."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.config import to_toml
+from rlnumba.errors import UserError
+
+
+def make_folder(path):
+    """Creates a folder that can be written to. Raises UserError naming it if that cannot be."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written to: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A text file that takes the place of `path` when the block ends well, and leaves nothing when it does not.
+
+    Of a symbolic link, what it points to is replaced. Raises UserError naming the path if it cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        # A device or a pipe, such as /dev/null, is written to, not replaced.
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                yield file
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        target = Path(os.path.realpath(path))
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+    done = False
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            yield file
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+        done = True
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        if not done:
+            os.unlink(temporary)
+
+
+def write_config(run, environment):
+    """Writes the resolved run to output_dir/config.toml, under comments made of `environment`: dict of str or None."""
+    make_folder(run.output_dir)
+    header = [f"# {name} {' '.join(value.split())}\n" for name, value in environment.items() if value]
+    with replacing(Path(run.output_dir) / "config.toml") as file:
+        file.writelines([*header, "\n", to_toml(run)])
+
+
+LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
+
+def as_json(value):
+    """A value as JSON has it: NumPy scalars and arrays become numbers and lists, what is not finite becomes None, and
+    what JSON has no word for its str."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def to_line(row):
+    """A dict as one line of JSON, with its newline: str. Other characters that end a line for some readers
+    (str.splitlines, JavaScript) are escaped."""
+    return json.dumps(as_json(row), ensure_ascii=False, allow_nan=False).translate(LINE_ENDS) + "\n"
+
+
+def cut_back(path, step):
+    """Removes from a JSONL file the lines of later steps and a torn last one; a file that is not there is no error."""
+    path = Path(path)
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as old, replacing(path) as new:
+        for line in old:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict) and row.get("step", 0) <= step:
+                new.write(line if line.endswith("\n") else line + "\n")
+
+
+def read_metrics(run_dir):
+    """The lines of run_dir/metrics.jsonl: list of dicts. A torn last line is left out.
+
+    Raises UserError if there is no such file, or a line of it is not a JSON object with a step.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    rows = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: not JSON: {error.msg}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{path}:{number}: must be an object with a step")
+        rows.append(row)
+    return rows

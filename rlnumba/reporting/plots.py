@@ -1,0 +1,117 @@
+"""Curves of a run's metrics as a PNG; the only module that imports matplotlib, when it draws."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.errors import UserError
+from rlnumba.reporting.files import read_metrics
+
+# (metric, title, whether a logarithmic axis suits it); the first six that a run has are drawn.
+PANELS = (
+    ("reward", "reward", False),
+    ("eval_reward", "held-out reward", False),
+    ("loss", "loss", False),
+    ("eval_loss", "held-out loss", False),
+    ("mean_token_accuracy", "token accuracy", False),
+    ("completions/mean_length", "completion length, tokens", False),
+    ("entropy", "entropy, nats", False),
+    ("kl", "KL to the reference, nats", False),
+    ("frac_reward_zero_std", "share of groups with equal rewards", False),
+    ("grad_norm", "gradient norm", True),
+    ("learning_rate", "learning rate", False),
+)
+
+# Drawn from 0 to 1 where they stay within.
+SHARES = ("reward", "eval_reward", "mean_token_accuracy", "frac_reward_zero_std")
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, for all eyes
+
+
+def smooth(values, window):
+    """Centred moving average of a (n,) array over `window` (odd) neighbours, fewer at the ends, NaN left out."""
+    known = np.isfinite(values)
+    kernel = np.ones(window)
+    total = np.convolve(np.where(known, values, 0.0), kernel, mode="full")
+    count = np.convolve(known.astype(float), kernel, mode="full")
+    half = window // 2
+    with np.errstate(invalid="ignore"):
+        return (total / np.where(count > 0, count, np.nan))[half : half + len(values)]
+
+
+def _series(rows, name):
+    """(steps, values) of one metric, NaN for null: two float arrays."""
+    pairs = [(row["step"], row[name]) for row in rows if name in row]
+    steps = np.array([step for step, _ in pairs], float)
+    return steps, np.array([np.nan if value is None else value for _, value in pairs], float)
+
+
+def plot(run_dirs, output):
+    """Draws the metrics of one or several runs to a PNG: raw values light, a moving average over them.
+
+    run_dirs: folders with a metrics.jsonl. output: the picture's path. Raises UserError naming a missing or damaged
+    file, or an output that cannot be written.
+    """
+    runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in run_dirs]
+    panels = [p for p in PANELS if any(np.isfinite(_series(rows, p[0])[1]).any() for _, rows in runs)][:6]
+    if not panels:
+        raise UserError(f"{run_dirs[0]}: metrics.jsonl has nothing to draw yet")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    columns = min(len(panels), 3)
+    lines = -(-len(panels) // columns)
+    with rc_context({"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold"}):
+        figure = Figure(figsize=(4.6 * columns, 3.1 * lines + 0.5), layout="constrained")
+        grid = figure.subplots(lines, columns, squeeze=False).ravel()
+        for axis in grid[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (name, title, logarithmic) in zip(grid, panels, strict=False):
+            _draw(axis, runs, name, logarithmic)
+            axis.set_title(title, loc="left")
+            axis.set_xlabel("step")
+        if len(runs) > 1:
+            handles, labels = grid[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
+        else:
+            figure.suptitle(runs[0][0], x=0.01, ha="left", fontsize=13)
+        output = Path(output)
+        temporary = output.with_name(f".{output.name}.partial")
+        try:
+            figure.savefig(temporary, dpi=130, format="png")
+            os.replace(temporary, output)
+        except OSError as error:
+            raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+
+
+def _draw(axis, runs, name, logarithmic):
+    every = np.concatenate([_series(rows, name)[1] for _, rows in runs])
+    logarithmic = logarithmic and np.nanmax(every) > 0
+    if logarithmic:
+        axis.set_yscale("log")
+    for i, (label, rows) in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        steps, values = _series(rows, name)
+        if logarithmic:
+            values = np.where(values > 0, values, np.nan)
+        if name == "reward" and len(runs) == 1:
+            spread_steps, spread = _series(rows, "reward_std")
+            if np.array_equal(steps, spread_steps):
+                axis.fill_between(steps, values - spread, values + spread, color=color, alpha=0.12, linewidth=0)
+        # A twelfth of the run: enough to see a trend through the noise of a batch.
+        window = 2 * min(len(values) // 25, 25) + 1
+        noisy = window > 1
+        axis.plot(
+            steps, values, color=color, alpha=0.3 if noisy else 1.0, linewidth=1.0 if noisy else 1.6,
+            marker="o" if len(values) < 12 else None, markersize=3, label=None if noisy else label,
+        )  # fmt: skip
+        if noisy:
+            trend = np.exp(smooth(np.log(values), window)) if logarithmic else smooth(values, window)
+            axis.plot(steps, trend, color=color, linewidth=2.0, label=label)
+    if name in SHARES and np.nanmin(every) >= 0 and np.nanmax(every) <= 1:
+        axis.set_ylim(-0.03, 1.03)
+    axis.grid(True, color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.01)

@@ -1,0 +1,260 @@
+"""Reward functions on a batch of completions: one by one, each under a timeout.
+
+A reward function has TRL's signature. It gets the whole batch by keyword and returns a value for each completion, or
+None where it has none:
+
+    def brevity(completions, completion_ids, **columns) -> list[float | None]
+
+Keywords: `prompts`, `completions`, `completion_ids`, every other column of the dataset, `trainer_state`,
+`log_extra(column, values)` and `log_metric(name, value)`; a function may leave out those it does not need.
+Completions are strings, or [{"role": "assistant", "content": text}] where the prompt is a message list. `async def`
+functions are awaited together, in one event loop for the whole run, so that their connections stay open.
+"""
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import math
+import numbers
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.errors import UserError
+
+
+class RewardError(UserError):
+    """A reward function that raised, hung or returned something else than a number or None for each completion."""
+
+
+@dataclass
+class Scores:
+    """What one batch of B completions got from K functions.
+
+    values: (B, K) float64, NaN where a function gave None. errors: completions without a value because the function
+    failed, by function name. extra: further columns for the completions table. metrics: averages to log.
+    """
+
+    values: np.ndarray
+    errors: dict[str, int] = field(default_factory=dict)
+    extra: dict[str, list] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Rewards:
+    """The reward functions of a run.
+
+    functions: callables with TRL's signature. weights: one float each, or None for 1.0. timeout_s: seconds that one
+    call may take. errors: "raise" or "skip", see RewardsConfig.reward_errors. names: for metrics, or None for the
+    functions' own.
+    """
+
+    def __init__(self, functions, weights=None, timeout_s=30.0, errors="raise", names=None):
+        self.functions = list(functions)
+        self.names = names or [function.__name__ for function in self.functions]
+        self.weights = np.array(weights if weights is not None else [1.0] * len(self.functions), np.float64)
+        self.timeout_s = timeout_s
+        self.errors = errors
+        self._runner = asyncio.Runner()
+
+    def score(self, prompts, texts, completion_ids, columns, trainer_state=None):
+        """Calls every function on a batch of B completions and returns Scores.
+
+        prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int. columns: {name: B
+        values}. Raises RewardError naming the function, unless errors are skipped.
+        """
+        completions = [
+            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        scores = Scores(np.full((len(texts), len(self.functions)), np.nan))
+        metrics = {}
+        keywords = {
+            **columns,
+            # Those of the data are used again; what a function does to its own is its own affair.
+            "prompts": [copy.deepcopy(prompt) for prompt in prompts],
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "trainer_state": trainer_state,
+            "log_extra": lambda column, values: scores.extra.update({column: _extra(column, values, len(texts))}),
+            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
+        }
+        results = self._call_all(keywords)
+        for k, (name, result) in enumerate(zip(self.names, results, strict=True)):
+            try:
+                if isinstance(result, BaseException):
+                    raise _described(name, result, self.timeout_s) from result
+                scores.values[:, k] = _checked(name, result, len(texts))
+            except RewardError:
+                if self.errors == "raise":
+                    raise
+                scores.errors[name] = len(texts)
+        scores.metrics = {name: float(np.mean(values)) for name, values in metrics.items()}
+        return scores
+
+    def _call_all(self, keywords):
+        """The functions' results in order, an exception in place of a result where one was raised."""
+        results = [None] * len(self.functions)
+        waiting = []
+        for k, function in enumerate(self.functions):
+            if _is_async(function):
+                waiting.append(k)
+            else:
+                results[k] = _caught(lambda f=function: f(**_accepted(f, keywords)), self.timeout_s)
+        if waiting:
+
+            async def gather():
+                calls = [
+                    asyncio.wait_for(self.functions[k](**_accepted(self.functions[k], keywords)), self.timeout_s)
+                    for k in waiting
+                ]
+                return await asyncio.gather(*calls, return_exceptions=True)
+
+            def run():
+                with contextlib.ExitStack() as failing:
+                    failing.callback(self._runner.close)
+                    found = self._runner.run(gather())
+                    failing.pop_all()
+                return found
+
+            # The loop's own timeouts come first; the outer limit is for a coroutine that blocks the loop.
+            together = _caught(run, self.timeout_s + 1, in_thread=_in_a_loop())
+            failed = isinstance(together, BaseException)
+            if failed:
+                self._runner = asyncio.Runner()
+            for i, k in enumerate(waiting):
+                results[k] = together if failed else together[i]
+        return results
+
+
+def _extra(column, values, count):
+    values = list(values)
+    if len(values) != count:
+        raise UserError(f"log_extra({column!r}) needs {count} values, one a completion, got {len(values)}")
+    return values
+
+
+def _is_async(function):
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _accepted(function, keywords):
+    """Those of the keywords that the function takes, in lists of its own: dict."""
+    keywords = {name: list(value) if isinstance(value, list) else value for name, value in keywords.items()}
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return keywords
+    return {p.name: keywords[p.name] for p in parameters if p.name in keywords}
+
+
+class TimeUp(BaseException):
+    """The time limit of a reward; not an Exception, so that a reward's own `except Exception` lets it pass."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raises TimeUp in the block after `seconds`; limits nest. Main thread only: it uses SIGALRM.
+
+    A signal also ends what a helper thread could not: a regular expression that backtracks for ever holds the
+    interpreter lock, but looks for signals.
+    """
+    running = True
+
+    def ring(signal_number, frame):
+        if running:
+            raise TimeUp
+
+    started = time.monotonic()
+    outer_handler = signal.signal(signal.SIGALRM, ring)
+    # The interval rings again for a block that swallowed the first exception.
+    outer_left, outer_interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        try:
+            yield
+        finally:
+            running = False
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, outer_handler or signal.SIG_DFL)
+        if outer_left:
+            left = outer_left - (time.monotonic() - started)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), outer_interval)
+
+
+def in_main_thread():
+    return threading.current_thread() is threading.main_thread()
+
+
+def _in_a_loop():
+    """Whether this thread runs an event loop, as that of a notebook does; it cannot run another one inside."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _caught(call, seconds, in_thread=False):
+    """The result of call(), or the exception it raised; a TimeoutError after `seconds`.
+
+    in_thread: make the call in a thread of its own, which goes on behind the scenes if it never returns.
+    """
+    if in_main_thread() and not in_thread:
+        try:
+            with time_limit(seconds):
+                return call()
+        except TimeUp:
+            return TimeoutError()
+        except (Exception, SystemExit) as error:  # a user's code: whatever it raises is reported under its name
+            return error
+    results = []
+
+    def work():
+        try:
+            results.append(call())
+        except (Exception, SystemExit) as error:  # as above
+            results.append(error)
+
+    # A daemon: a thread that never returns does not keep the process alive.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else TimeoutError()
+
+
+def _described(name, error, timeout_s):
+    """The RewardError of what a function raised."""
+    if isinstance(error, UserError):
+        return RewardError(f"reward {name}: {error}")
+    if isinstance(error, TimeUp) or (isinstance(error, TimeoutError) and not error.args):
+        return RewardError(f"reward {name} did not return within {timeout_s:g} s (rewards.timeout)")
+    ours = Path(__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != ours]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return RewardError(f"reward {name} raised {type(error).__name__}: {text}{where}")
+
+
+def _checked(name, result, count):
+    """A function's result as (count,) float64, NaN for None and NaN. Raises RewardError if it is anything else."""
+    if isinstance(result, np.ndarray):
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        raise RewardError(f"reward {name} must return a list of {count} values, got {type(result).__name__}")
+    if len(result) != count:
+        raise RewardError(f"reward {name} must return {count} values, one a completion, got {len(result)}")
+    values = np.full(count, np.nan)
+    for i, value in enumerate(result):
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real | np.bool_) or math.isinf(value):
+            raise RewardError(f"reward {name} must return finite numbers or None, got {value!r} for completion {i}")
+        values[i] = float(value)
+    return values

@@ -1,0 +1,149 @@
+"""Reward functions by name: built in, file.py:function or package.module:function."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.rewards.calling import RewardError, Rewards
+from rlnumba.rewards.functions import (
+    BUILT_IN,
+    FACTORIES,
+    accuracy_reward,
+    import_math_verify,
+    reference_answers,
+    texts_of,
+)
+
+
+class PerSample:
+    """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)` as a reward function."""
+
+    def __init__(self, function):
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, completions, **columns):
+        gold = reference_answers(columns)
+        sources = columns.get("data_source", [None] * len(gold))
+        extras = columns.get("extra_info", [None] * len(gold))
+        results = [
+            self.function(data_source=source, solution_str=text, ground_truth=answer, extra_info=extra)
+            for source, text, answer, extra in zip(sources, texts_of(completions), gold, extras, strict=True)
+        ]
+        return [result["score"] if isinstance(result, dict) else result for result in results]
+
+
+def load_rewards(config, functions=()):
+    """The functions that a RewardsConfig names, or those given in their place: Rewards.
+
+    Raises ConfigError for a name that leads nowhere, UserError for a missing file or package, RewardError for a file
+    that fails on import.
+    """
+    functions = list(functions) or [resolve(spec) for spec in config.funcs]
+    names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
+    names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
+    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names)
+
+
+def resolve(spec):
+    """The function behind "name", "file.py:name" or "package.module:name", each optionally with (key=value, ...)."""
+    match = re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
+    if match is None:
+        raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
+    path, call = match.groups()
+    short = path.removeprefix("get_")
+    if short in FACTORIES:
+        function = _made(spec, FACTORIES[short], call or "()")
+    else:
+        function = _find(path)
+        if call:
+            function = _made(spec, function, call)
+    if not callable(function):
+        raise ConfigError(f"rewards.funcs: {spec} is a {type(function).__name__}, not a function")
+    if function is accuracy_reward:
+        import_math_verify()
+    if "solution_str" in inspect.signature(function).parameters:
+        function = PerSample(function)
+    return function
+
+
+def _made(spec, factory, call):
+    """factory(key=value, ...), the arguments being Python literals."""
+    try:
+        tree = ast.parse(f"f{call}", mode="eval").body
+        keywords = {k.arg: ast.literal_eval(k.value) for k in tree.keywords}
+        positional = [ast.literal_eval(value) for value in tree.args]
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ConfigError(f"rewards.funcs: the arguments of {spec} must be key=value with plain values") from error
+    try:
+        return factory(*positional, **keywords)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"rewards.funcs: {spec}: {error}") from error
+
+
+def _find(path):
+    if path in BUILT_IN:
+        return BUILT_IN[path]
+    if ":" in path:
+        source, _, name = path.rpartition(":")
+    elif "." in path:
+        source, _, name = path.rpartition(".")
+    else:
+        near = difflib.get_close_matches(path, [*BUILT_IN, *FACTORIES], n=1, cutoff=0)[0]
+        raise ConfigError(
+            f"rewards.funcs: no built-in reward is called {path!r}; did you mean {near}? Your own are written "
+            "file.py:function or package.module:function"
+        )
+    module = _module_of_file(source) if source.endswith(".py") else _module_of_name(source)
+    if name not in vars(module):
+        functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        near = difflib.get_close_matches(name, functions, n=1, cutoff=0)
+        raise ConfigError(f"rewards.funcs: {source} has no {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return vars(module)[name]
+
+
+def _module_of_file(source):
+    path = Path(source).resolve()
+    if not path.is_file():
+        raise UserError(f"rewards.funcs: no such file: {source}")
+    module_name = f"rlnumba_reward_{path.stem}_{abs(hash(str(path)))}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    # As for a script, neighbouring files can be imported.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # as above
+        del sys.modules[module_name]
+        raise _import_failed(source, error) from error
+    return module
+
+
+def _module_of_name(source):
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is not None and source.startswith(error.name):
+            raise ConfigError(f"rewards.funcs: there is no module {source}") from error
+        raise _import_failed(source, error) from error
+    except (Exception, SystemExit) as error:  # as above
+        raise _import_failed(source, error) from error
+
+
+def _import_failed(source, error):
+    line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
+    text = " ".join(str(error).split())
+    return RewardError(f"rewards.funcs: {source} cannot be imported: {type(error).__name__}: {text} (line {line})")

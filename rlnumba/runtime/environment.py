@@ -1,0 +1,32 @@
+"""Versions, commit and device of this process, for `rlnumba env` and output_dir/config.toml."""
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+from rlnumba.runtime import device
+
+PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "safetensors", "tokenizers")
+
+
+def environment():
+    """{"rlnumba": version, "git": commit, "device": ..., package: version, ...} of this process: dict of str."""
+    facts = {"rlnumba": _version("rlnumba"), "git": _git_commit(), "device": device.describe()}
+    facts["python"] = platform.python_version()
+    return facts | {package: version for package in PACKAGES if (version := _version(package))}
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit():
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,44 +1,56 @@
 """Pipelines through shared memory on sm_90: rings of stages, layouts with named offsets, the 128-byte swizzle.
 
 A ring has `stages` buffers. Two mbarriers belong to each: `full`, which the producer's TMA loads complete, and `empty`,
-at which consumers arrive when they have read the buffer. A thread walks the ring with a stage index and a parity that
-flips each time around. A consumer starts at parity 0. A producer starts at parity 1: waiting for the parity opposite to
-a barrier's first phase returns at once, since all stages are empty at the start.
+at which consumers arrive when they have read the buffer. A thread walks the ring with a stage index and a parity, which
+advance(stage, parity) flips each time around. A consumer starts at FIRST_FULL. A producer starts at FIRST_EMPTY:
+waiting for the parity opposite to a barrier's first phase returns at once, since all stages are empty at the start.
+
+    init_ring, advance = ring(stages)
+    producer                                              consumer
+        stage, parity = FIRST_EMPTY                           stage, parity = FIRST_FULL
+        mbarrier_wait(empty + stage * MBARRIER_BYTES, parity) mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
+        mbarrier_expect_tx(full + ..., nbytes)                wgmma ..., wgmma_wait_group
+        tma_load_2d(...)                                      mbarrier_arrive(empty + ...)
+        stage, parity = advance(stage, parity)                stage, parity = advance(stage, parity)
 """
 
 import functools
+from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.ptx.sm90 import LINE, mbarrier_init
+from rlnumba.kernels.ptx.sm90 import BOX_BYTES, LINE, Address, mbarrier_init, shared_address
 from rlnumba.kernels.ptx.warp import device_function
+from rlnumba.runtime.device import cuda
 
 i32 = np.int32
 
 # TMA boxes with the 128-byte swizzle start at multiples of this.
 SWIZZLE_ALIGNMENT = 1024
 MBARRIER_BYTES = 8
+# (stage, parity) with which a thread begins that waits for `full`, and one that waits for `empty`.
+FIRST_FULL, FIRST_EMPTY = (i32(0), i32(0)), (i32(0), i32(1))
 
 
-class SharedLayout:
+def shared_layout(**sizes):
     """Byte offsets of a kernel's buffers in dynamic shared memory, by name, in the order in which they are given.
 
-    SharedLayout(q=16384, kv=65536, full=4 * MBARRIER_BYTES).kv == 16384; `nbytes` is their sum and the slack that
-    aligns the first of them to SWIZZLE_ALIGNMENT.
+    shared_layout(q=16384, kv=65536, full=4 * MBARRIER_BYTES).kv == 16384. `nbytes` is what to launch with: the sum of
+    the sizes, and what aligning the first buffer (shared_base) may cost. A named tuple of int, so that kernels may
+    close over it: base + layout.kv.
     """
-
-    def __init__(self, **sizes):
-        offset = 0
-        for name, size in sizes.items():
-            setattr(self, name, offset)
-            offset += size
-        self.nbytes = offset + SWIZZLE_ALIGNMENT
+    offsets, offset = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = offset
+        offset += size
+    return namedtuple("SharedLayout", [*offsets, "nbytes"])(*offsets.values(), offset + SWIZZLE_ALIGNMENT)
 
 
 @device_function
-def align_to_swizzle(address):
-    """The first address at or after `address` at which swizzled boxes may start."""
-    return (address + (SWIZZLE_ALIGNMENT - 1)) // SWIZZLE_ALIGNMENT * SWIZZLE_ALIGNMENT
+def shared_base():
+    """The first address of dynamic shared memory at which swizzled boxes may start."""
+    start = shared_address(cuda.shared.array(0, np.uint8))
+    return Address((start + (SWIZZLE_ALIGNMENT - 1)) // SWIZZLE_ALIGNMENT * SWIZZLE_ALIGNMENT)
 
 
 @functools.cache
@@ -46,26 +58,47 @@ def ring(stages):
     """(init_ring, advance): the device functions of a ring of `stages` stages."""
 
     @device_function
-    def init_ring(full, empty, producers, consumers):
-        """Initialise the barriers of all stages, by one thread: arrivals that complete a phase of full, of empty."""
+    def init_ring(full, empty, full_arrivals, empty_arrivals):
+        """One thread initialises the barriers of all stages, with the arrivals that complete a phase of each."""
         for stage in range(stages):
-            mbarrier_init(full + stage * MBARRIER_BYTES, producers)
-            mbarrier_init(empty + stage * MBARRIER_BYTES, consumers)
+            mbarrier_init(full + stage * MBARRIER_BYTES, full_arrivals)
+            mbarrier_init(empty + stage * MBARRIER_BYTES, empty_arrivals)
 
     @device_function
     def advance(stage, parity):
         """The next stage, and the parity of its phase."""
-        stage = i32(stage + i32(1))
-        if stage == stages:
-            stage = i32(0)
-            parity ^= i32(1)
-        return stage, parity
+        last = stage == i32(stages - 1)
+        return i32(0) if last else i32(stage + i32(1)), i32(parity ^ i32(last))
 
     return init_ring, advance
 
 
 @device_function
-def swizzled_chunk(row_address, row, chunk):
-    """The address of 16-byte chunk `chunk` of a 128-byte line that starts at row_address; row: its number in the
-    box."""
-    return row_address + ((chunk ^ (row & i32(LINE // 16 - 1))) << i32(4))
+def swizzled_chunk(line_address, line, chunk):
+    """The address of 16-byte chunk `chunk` of a 128-byte line at line_address, the line-th of its box."""
+    return line_address + ((chunk ^ (line & i32(7))) << i32(4))
+
+
+@device_function
+def matrix_address(boxes, block, warp, lane):
+    """The address that a lane gives ldmatrix_x4 or stmatrix_x4 for columns 16 block .. 16 block + 15 of 64 rows.
+
+    boxes: of 64 rows and 64 16-bit columns each, BOX_BYTES apart; each of the warpgroup's four warps has 16 rows.
+    Matrices 0, 1 are the upper and lower 8 rows of the first 8 columns, 2, 3 of the next: what a thread passes are the
+    accumulators 8 block .. 8 block + 7 of a wgmma, in pairs.
+    """
+    line = warp * i32(16) + (lane & i32(15))
+    line_address = boxes + block // 4 * BOX_BYTES + line * i32(LINE)
+    return swizzled_chunk(line_address, line, i32(block % 4 * 2) + (lane >> i32(4)))
+
+
+@device_function
+def accumulator_address(boxes, block, warp, lane):
+    """Where accumulators 4 block and 4 block + 1 of a wgmma belong in boxes of 64 rows and 32 float32 columns.
+
+    The other two of the block belong 8 lines below, 8 * LINE bytes further on.
+    """
+    line = warp * i32(16) + (lane >> i32(2))
+    line_address = boxes + block // 4 * BOX_BYTES + line * i32(LINE)
+    chunk = i32(block % 4 * 2) + ((lane & i32(3)) >> i32(1))
+    return swizzled_chunk(line_address, line, chunk) + ((lane & i32(1)) << i32(3))

@@ -27,13 +27,15 @@ import functools
 
 import numpy as np
 
+from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 
 FULL_WARP = 0xFFFFFFFF
+PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
-if device.simulated():
-    from rlnumba.runtime.simulator import WARP, warp_wide
+if SIMULATED:
+    from rlnumba.runtime.simulator import WARP
 
     def device_function(function):
         """A function that kernels call; plain Python here."""
@@ -65,25 +67,6 @@ if device.simulated():
     def int_as_float(value):
         """The float32 whose bits an int32 holds."""
         return np.int32(value).view(np.float32)
-
-    def exp2(value):
-        """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
-        with np.errstate(over="ignore", under="ignore"):
-            power = np.exp2(np.float32(value))
-        return np.float32(0.0) if power < np.finfo(np.float32).tiny else power
-
-    def reciprocal(value):
-        """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
-        return np.float32(1.0) / np.float32(value)
-
-    def inverse_sqrt(value):
-        """1 / sqrt(value) of a positive float32, good to two units in the last place."""
-        return np.float32(1.0) / np.sqrt(np.float32(value))
-
-    def multiply_wide(a, b):
-        """(low, high) uint32 of the product of two uint32."""
-        product = int(a) * int(b)
-        return np.uint32(product & 0xFFFFFFFF), np.uint32(product >> 32)
 
     def compiler_barrier():
         """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
@@ -256,51 +239,6 @@ else:
             return builder.bitcast(args[0], _F32)
 
         return types.float32(types.int32), codegen
-
-    @intrinsic
-    def exp2(typingctx, value):
-        """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
-
-        def codegen(context, builder, signature, args):
-            function = ir.FunctionType(_F32, [_F32])
-            return builder.call(ir.InlineAsm(function, "ex2.approx.ftz.f32 $0, $1;", "=f,f"), args)
-
-        return types.float32(types.float32), codegen
-
-    @intrinsic
-    def reciprocal(typingctx, value):
-        """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
-
-        def codegen(context, builder, signature, args):
-            function = ir.FunctionType(_F32, [_F32])
-            return builder.call(ir.InlineAsm(function, "rcp.approx.ftz.f32 $0, $1;", "=f,f"), args)
-
-        return types.float32(types.float32), codegen
-
-    @intrinsic
-    def inverse_sqrt(typingctx, value):
-        """1 / sqrt(value) of a positive float32, good to two units in the last place."""
-
-        def codegen(context, builder, signature, args):
-            function = ir.FunctionType(_F32, [_F32])
-            return builder.call(ir.InlineAsm(function, "rsqrt.approx.ftz.f32 $0, $1;", "=f,f"), args)
-
-        return types.float32(types.float32), codegen
-
-    @intrinsic
-    def multiply_wide(typingctx, a, b):
-        """(low, high) uint32 of the product of two uint32."""
-
-        def codegen(context, builder, signature, args):
-            # LLVM would make two multiplications of one whose halves are both used.
-            text = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
-            function = ir.FunctionType(ir.LiteralStructType([_I32] * 2), [_I32] * 2)
-            halves = builder.call(ir.InlineAsm(function, text, "=r,=r,r,r"), args)
-            return context.make_tuple(
-                builder, signature.return_type, [builder.extract_value(halves, i) for i in range(2)]
-            )
-
-        return types.UniTuple(types.uint32, 2)(types.uint32, types.uint32), codegen
 
     @intrinsic
     def compiler_barrier(typingctx):
@@ -523,6 +461,61 @@ else:
     griddepcontrol_launch_dependents = _since_sm90(
         "griddepcontrol.launch_dependents;", "Allow the next kernel to begin."
     )
+
+
+@instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
+def exp2(value):
+    """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
+    with np.errstate(over="ignore", under="ignore"):
+        power = np.exp2(np.float32(value))
+    return np.float32(0.0) if power < np.finfo(np.float32).tiny else power
+
+
+@instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
+def reciprocal(value):
+    """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
+    return np.float32(1.0) / np.float32(value)
+
+
+@instruction("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
+def inverse_sqrt(value):
+    """1 / sqrt(value) of a positive float32, good to two units in the last place."""
+    return np.float32(1.0) / np.sqrt(np.float32(value))
+
+
+# LLVM would make two multiplications of one whose halves are both used.
+@instruction("{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }", "uu", "uu", effects=False)
+def multiply_wide(a, b):
+    """(low, high) uint32 of the product of two uint32."""
+    product = int(a) * int(b)
+    return np.uint32(product & 0xFFFFFFFF), np.uint32(product >> 32)
+
+
+@functools.cache
+def cvt_pack(element):
+    """cvt_pack(element)(low, high) -> int32: two float32 rounded to `element`, low in the lower half."""
+
+    @instruction(f"cvt.rn.{PTX_TYPES[element]}x2.f32 $0, $2, $1;", "ff", "r", effects=False)
+    def pack_two(low, high):
+        return np.array([low, high], np.float32).astype(device.DTYPES[element]).view(np.int32)[0]
+
+    return pack_two
+
+
+@functools.cache
+def cvt_unpack(element):
+    """cvt_unpack(element)(word) -> (low, high) float32: what cvt_pack put into an int32."""
+    text = {
+        "bfloat16": "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+        "float16": "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }",
+    }[element]
+
+    @instruction(text, "r", "ff", effects=False)
+    def unpack_two(word):
+        pair = np.array([word]).astype(np.int32).view(device.DTYPES[element])
+        return np.float32(pair[0]), np.float32(pair[1])
+
+    return unpack_two
 
 
 def access_length(columns, *arrays):

@@ -1,0 +1,248 @@
+"""Epilogue of the sm_90 GEMM: bias, residual, SwiGLU and C itself are added to a tile's accumulators, which are stored.
+
+A thread's accumulators (kernels/ptx/wgmma.py) are two rows, `row` and row + 8 of C, and of each eight columns the pair
+2 `pair` and 2 pair + 1, `pair` counting from a tile's first pair by 4. 16-bit matrices that threads read and write are
+seen as int32 words, pairs of elements. Rounding comes last, so that a fused epilogue has the bits of separate kernels
+only where those keep float32; SwiGLU rounds gate and up first, as the separate kernels do.
+"""
+
+import functools
+
+import numpy as np
+
+from rlnumba.kernels.nn.swiglu import sigmoid
+from rlnumba.kernels.ptx.pipeline import accumulator_address, matrix_address, swizzled_chunk
+from rlnumba.kernels.ptx.shared_memory import (
+    BOX_BYTES,
+    LINE,
+    fence_proxy_async,
+    load_pair,
+    load_word,
+    stmatrix_x4,
+    store_pair,
+)
+from rlnumba.kernels.ptx.sm90 import (
+    bulk_commit_group,
+    bulk_wait_group_read,
+    bulk_wait_group_read_1,
+    mbarrier_expect_tx,
+    named_barrier_sync,
+    tma_load_2d,
+    tma_reduce_add_2d,
+    tma_store_2d,
+)
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
+from rlnumba.kernels.ptx.wgmma import WARPGROUP
+
+i32, u32 = np.int32, np.uint32
+
+
+@functools.cache
+def addends(config):
+    """(load_residual, prefetch, add_addends): what is added to the accumulators, each step a device function."""
+    columns, prefetched_columns = config.columns, config.prefetched_columns
+    tile_columns, box_columns, staged_bytes = config.tile_columns, config.box_columns, config.staged_bytes
+    prefetches, has_bias = config.prefetches, config.bias
+    # What TMA does not load each thread keeps in registers.
+    keeps_residual = config.residual and not prefetches
+    unpack_two = cvt_unpack(config.element)
+
+    @device_function
+    def load_residual(words, residual, row, pair, m, n):
+        """Start to load this thread's residual into registers; it arrives during the main loop."""
+        if keeps_residual:
+            for block in range(columns // 8):
+                for half in range(2):
+                    words[block * 2 + half] = i32(0)
+                    if i32(row + half * 8) < m and i32((pair + block * 4) * 2) < n:
+                        words[block * 2 + half] = residual[u32(row + half * 8), u32(pair + block * 4)]
+
+    @device_function
+    def prefetch(source, first_row, tile_column, staged, prefetched):
+        """One thread starts to load the residual's, or C's, part of a consumer's tile to where its output is staged."""
+        bulk_wait_group_read()
+        mbarrier_expect_tx(prefetched, staged_bytes)
+        for box in range(staged_bytes // BOX_BYTES):
+            column = tile_column * tile_columns + box * box_columns
+            tma_load_2d(staged + box * BOX_BYTES, source, column, first_row, prefetched)
+
+    @device_function
+    def add_bias(acc, bias, pair, n):
+        for block in range(columns // 8):
+            if i32((pair + block * 4) * 2) < n:
+                low, high = unpack_two(bias[u32(pair + block * 4)])
+                acc[block * 4] += low
+                acc[block * 4 + 1] += high
+                acc[block * 4 + 2] += low
+                acc[block * 4 + 3] += high
+
+    @device_function
+    def add_prefetched_c(acc, staged, warp, lane):
+        for block in range(prefetched_columns // 8):
+            for half in range(2):
+                low, high = load_pair(accumulator_address(staged, block, warp, lane) + half * 8 * LINE)
+                acc[block * 4 + half * 2] += low
+                acc[block * 4 + half * 2 + 1] += high
+
+    @device_function
+    def add_prefetched_residual(acc, staged, warp, lane):
+        line = warp * i32(16) + (lane >> i32(2))
+        for block in range(columns // 8):
+            address = staged + block // 8 * BOX_BYTES + line * i32(LINE) + ((lane & i32(3)) << i32(2))
+            address = swizzled_chunk(address, line, i32(block % 8))
+            for half in range(2):
+                low, high = unpack_two(load_word(address + half * 8 * LINE))
+                acc[block * 4 + half * 2] += low
+                acc[block * 4 + half * 2 + 1] += high
+
+    @device_function
+    def add_residual(acc, words):
+        for block in range(columns // 8):
+            for half in range(2):
+                low, high = unpack_two(words[block * 2 + half])
+                acc[block * 4 + half * 2] += low
+                acc[block * 4 + half * 2 + 1] += high
+
+    @device_function
+    def add_addends(acc, bias, words, staged, pair, n, warp, lane):
+        """acc += bias, then the residual or C, which has been loaded."""
+        if has_bias:
+            add_bias(acc, bias, pair, n)
+        if prefetched_columns:
+            add_prefetched_c(acc, staged, warp, lane)
+        elif prefetches:
+            add_prefetched_residual(acc, staged, warp, lane)
+        elif keeps_residual:
+            add_residual(acc, words)
+
+    return load_residual, prefetch, add_addends
+
+
+@functools.cache
+def swiglu_function(config):
+    """The device function activate(acc, i): acc[i], acc[i + 1] = silu(gate) * up, of values as they are stored."""
+    half_of_columns = config.columns // 4
+    pack_two, unpack_two = cvt_pack(config.element), cvt_unpack(config.element)
+
+    @device_function
+    def activate(acc, i):
+        gate, next_gate = unpack_two(pack_two(acc[i], acc[i + 1]))
+        up, next_up = unpack_two(pack_two(acc[half_of_columns + i], acc[half_of_columns + i + 1]))
+        acc[i] = gate * sigmoid(gate) * up
+        acc[i + 1] = next_gate * sigmoid(next_gate) * next_up
+
+    return activate
+
+
+@functools.cache
+def store_by_threads_function(config):
+    """The device function that writes accumulators of 16-bit output from registers; with SwiGLU its output, too."""
+    tile_columns, swiglu, up_at = config.tile_columns, config.swiglu, config.columns // 4
+    pack_two, activate = cvt_pack(config.element), swiglu_function(config)
+
+    @device_function
+    def store_by_threads(acc, c, activated, row, pair, m, n):
+        # One row and one column at a time, in 32 bits: instructions here delay the next kernel.
+        for half in range(2):
+            if i32(row + half * 8) < m:
+                c_row = c[u32(row + half * 8)]
+                activated_row = activated[u32(row + half * 8) if swiglu else u32(0)]
+                for block in range(tile_columns // 8):
+                    at = i32(pair + block * 4)
+                    if i32(at * 2) < n:
+                        i = block * 4 + half * 2
+                        c_row[u32(at)] = pack_two(acc[i], acc[i + 1])
+                        if swiglu:
+                            up = pack_two(acc[up_at + i], acc[up_at + i + 1])
+                            c_row[u32((n >> i32(1)) + at)] = up
+                            activate(acc, i)
+                            activated_row[u32(at)] = pack_two(acc[i], acc[i + 1])
+
+    return store_by_threads
+
+
+@functools.cache
+def store_by_tma_function(config):
+    """The device function that writes accumulators through shared memory by TMA, staged_columns at a time."""
+    columns, tile_columns, swiglu = config.columns, config.tile_columns, config.swiglu
+    box_columns, staged_columns = config.box_columns, config.staged_columns
+    output, prefetches, prefetched_columns = config.output, config.prefetches, config.prefetched_columns
+    buffers, part_bytes = config.staging_buffers, config.staged_bytes // config.staging_buffers
+    pack_two, activate = cvt_pack(config.element), swiglu_function(config)
+
+    @device_function
+    def stage_16_bit(acc, part, staged, warp, lane):
+        for block in range(staged_columns // 16):
+            i = (part * staged_columns // 16 + block) * 8
+            stmatrix_x4(
+                matrix_address(staged, block, warp, lane),
+                pack_two(acc[i], acc[i + 1]),
+                pack_two(acc[i + 2], acc[i + 3]),
+                pack_two(acc[i + 4], acc[i + 5]),
+                pack_two(acc[i + 6], acc[i + 7]),
+            )
+
+    @device_function
+    def stage_float32(acc, part, staged, warp, lane):
+        for block in range(staged_columns // 8):
+            i = (part * staged_columns // 8 + block) * 4
+            target = accumulator_address(staged, block, warp, lane)
+            store_pair(target, acc[i], acc[i + 1])
+            store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
+
+    @device_function
+    def send(c_map, first_column, first_row, staged, add):
+        """One thread starts the stores, or adds, of a staged part."""
+        for box in range(staged_columns // box_columns):
+            if add:
+                tma_reduce_add_2d(c_map, first_column + box * box_columns, first_row, staged + box * BOX_BYTES)
+            else:
+                tma_store_2d(c_map, first_column + box * box_columns, first_row, staged + box * BOX_BYTES)
+        bulk_commit_group()
+
+    @device_function
+    def store_part(acc, part, c_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader):
+        # TMA must have read the last part before this one overwrites it.
+        if leader and (part >= buffers or not prefetches):
+            if buffers == 2:
+                bulk_wait_group_read_1()
+            else:
+                bulk_wait_group_read()
+        named_barrier_sync(warpgroup, WARPGROUP)
+        buffer = staged + i32(part % buffers) * part_bytes
+        if output == "same":
+            stage_16_bit(acc, part, buffer, warp, lane)
+        else:
+            stage_float32(acc, part, buffer, warp, lane)
+        fence_proxy_async()
+        named_barrier_sync(warpgroup, WARPGROUP)
+        if leader:
+            first_column = tile_column * tile_columns + part * staged_columns
+            if swiglu and part * staged_columns >= tile_columns:
+                first_column += n - tile_columns
+            send(
+                c_map, first_column, first_row, buffer, output == "add" and part * staged_columns >= prefetched_columns
+            )
+
+    @device_function
+    def store_activated(acc, activated_map, first_row, tile_column, staged, warpgroup, warp, lane, leader):
+        for i in range(0, columns // 4, 2):
+            activate(acc, i)
+        if leader:
+            bulk_wait_group_read()
+        named_barrier_sync(warpgroup, WARPGROUP)
+        stage_16_bit(acc, 0, staged, warp, lane)
+        fence_proxy_async()
+        named_barrier_sync(warpgroup, WARPGROUP)
+        if leader:
+            send(activated_map, tile_column * tile_columns, first_row, staged, False)
+
+    @device_function
+    def store_by_tma(acc, c_map, activated_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader):
+        """first_row, tile_column: of this consumer's part of C; leader: whether this thread starts the stores."""
+        for part in range(columns // staged_columns):
+            store_part(acc, part, c_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader)
+        if swiglu:
+            store_activated(acc, activated_map, first_row, tile_column, staged, warpgroup, warp, lane, leader)
+
+    return store_by_tma

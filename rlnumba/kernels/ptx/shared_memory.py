@@ -1,0 +1,179 @@
+"""Shared memory: addresses, vector accesses, stmatrix and ldmatrix, and the boxes of TMA and wgmma.
+
+Shared memory is addressed by int32 on the GPU and by the host's address in the simulator; code adds byte
+offsets to what `shared_address` returned and never looks inside. Address(x) keeps a sum in that type.
+
+Boxes. A box is a number of lines of 128 bytes, one after another, whose eight 16-byte chunks are permuted: chunk c of
+line r lies at chunk c ^ (r & 7) (the 128-byte swizzle), so that equal chunks of eight lines meet no bank conflict.
+Boxes start at multiples of 1024 bytes.
+Source: PTX ISA, sections on ld, st, stmatrix, ldmatrix, fence.proxy.
+"""
+
+import ctypes
+
+import numpy as np
+
+from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
+
+# Bytes of a line of a swizzled box, and of a box of 64 lines.
+LINE = 128
+BOX_BYTES = 64 * LINE
+
+Address = np.int64 if SIMULATED else np.int32
+
+if SIMULATED:
+    from rlnumba.runtime.simulator import this_thread
+
+    def shared_address(array):
+        """The address of a shared array."""
+        return np.int64(array.ctypes.data)
+
+else:
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    from rlnumba.kernels.ptx.instruction import I32, I64, array_data, inline_asm
+
+    @intrinsic
+    def shared_address(typingctx, array):
+        """The address of a shared array."""
+
+        def codegen(context, builder, signature, args):
+            generic = array_data(context, builder, signature.args[0], args[0])
+            address = inline_asm(builder, I64, [I64], "cvta.to.shared.u64 $0, $1;", "=l,l", [generic], False)
+            return builder.trunc(address, I32)
+
+        return types.int32(array), codegen
+
+
+# The simulator's view of shared memory.
+
+
+def memory(address, nbytes):
+    """Bytes from an address on, as an array that writes through."""
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(int(address)), np.uint8)
+
+
+def _units(address, nbytes):
+    """The numbers of the 16-byte units that bytes lie in."""
+    return range(int(address) // 16, (int(address) + nbytes - 1) // 16 + 1)
+
+
+def write_shared(address, values):
+    """Write an array to shared memory as ordinary code does: the async proxy sees it after fence_proxy_async only."""
+    content = values.view(np.uint8)
+    memory(address, len(content))[:] = content
+    this_thread().notes.setdefault("unfenced", set()).update(_units(address, len(content)))
+
+
+class AsyncRead:
+    """Shared memory that TMA or the tensor cores read while the program goes on."""
+
+    def __init__(self, address, nbytes):
+        for thread in this_thread().block.threads:
+            unfenced = thread.notes.get("unfenced")
+            if unfenced and not unfenced.isdisjoint(_units(address, nbytes)):
+                raise RuntimeError(f"thread {thread.index} wrote what is read here, without fence_proxy_async")
+        self.memory = memory(address, nbytes)
+        self.content = self.memory.copy()
+
+    def check(self):
+        """Raise if it has changed since."""
+        if not np.array_equal(self.memory, self.content):
+            raise RuntimeError("shared memory was written to while a copy or a product still read it")
+
+
+def swizzled_units(lines):
+    """(lines, 8): where chunk c of line r of a box lies, in 16-byte units."""
+    r, c = np.ogrid[:lines, :8]
+    return 8 * r + (c ^ (r & 7))
+
+
+# Instructions.
+
+
+@instruction("fence.proxy.async.shared::cta;")
+def fence_proxy_async():
+    """Make this thread's ordinary writes of shared memory visible to TMA and the tensor cores."""
+    this_thread().notes.pop("unfenced", None)
+
+
+@instruction("st.shared.v2.f32 [$0], {$1, $2};", "rff")
+def store_pair(address, first, second):
+    """Two neighbouring float32 to shared memory."""
+    write_shared(address, np.array([first, second], np.float32))
+
+
+@instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "r", "ff")
+def load_pair(address):
+    """Two neighbouring float32 from shared memory."""
+    return tuple(memory(address, 8).view(np.float32).copy())
+
+
+@instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "rffff")
+def store_four(address, first, second, third, fourth):
+    """Four neighbouring float32 to shared memory, 16 bytes that start at a multiple of 16."""
+    write_shared(address, np.array([first, second, third, fourth], np.float32))
+
+
+@instruction("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "r", "ffff")
+def load_four(address):
+    """Four neighbouring float32 from shared memory, 16 bytes that start at a multiple of 16."""
+    return tuple(memory(address, 16).view(np.float32).copy())
+
+
+@instruction("st.shared.b32 [$0], $1;", "rr")
+def store_word(address, word):
+    """An int32 to shared memory."""
+    write_shared(address, np.array([word]).astype(np.int32))
+
+
+@instruction("ld.shared.b32 $0, [$1];", "r", "r")
+def load_word(address):
+    """The int32 at an address of shared memory."""
+    return memory(address, 4).view(np.int32)[0]
+
+
+@instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "r", "rrrr")
+def load_words(address):
+    """Four neighbouring int32 from shared memory, 16 bytes that start at a multiple of 16."""
+    return tuple(memory(address, 16).view(np.int32).copy())
+
+
+@instruction("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "rrrrr")
+@warp_wide
+def stmatrix_x4(lanes):
+    """Four 8 x 8 matrices of 16-bit values from a warp's registers to shared memory.
+
+    (address, r0, r1, r2, r3): lane 8 i + r gives the address of line r of matrix i (16 bytes); lane
+    4 r + c holds elements 2 c and 2 c + 1 of line r of matrix i in r_i.
+    """
+    for matrix in range(4):
+        for line in range(8):
+            words = [lanes[4 * line + c][1 + matrix] for c in range(4)]
+            write_shared(lanes[8 * matrix + line][0], np.array(words, np.int32))
+    return [None] * 32
+
+
+@instruction("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1, $2};", "rrr")
+@warp_wide
+def stmatrix_x2_trans(lanes):
+    """Two 8 x 8 matrices of 16-bit values from a warp's registers to shared memory, columns as lines.
+
+    (address, r0, r1): lane 8 i + r, i < 2, gives the address of the line that receives column r of matrix
+    i (16 bytes); lane 4 r + c holds elements 2 c and 2 c + 1 of row r of matrix i in r_i.
+    """
+    for matrix in range(2):
+        words = np.array([lane[1 + matrix] for lane in lanes], np.int64).astype(np.int32)
+        rows = words.view(np.uint16).reshape(8, 8)
+        for column in range(8):
+            write_shared(lanes[8 * matrix + column][0], rows[:, column].copy())
+    return [None] * 32
+
+
+@instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "r", "rrrr")
+@warp_wide
+def ldmatrix_x4(lanes):
+    """Four 8 x 8 matrices of 16-bit values from shared memory: (r0, r1, r2, r3), as stmatrix_x4 takes them."""
+    lines = np.stack([memory(address, 16).view(np.int32) for (address,) in lanes]).reshape(4, 8, 4)
+    return [tuple(lines[:, lane // 4, lane % 4]) for lane in range(32)]

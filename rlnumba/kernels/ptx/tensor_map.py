@@ -1,0 +1,156 @@
+"""Tensor maps: how TMA sees an array, and the box that one copy moves.
+
+On a GPU a map is 128 bytes that the driver encodes, in global memory; each context (runtime/context.py) keeps its own.
+In the simulator it is an object with the array and the box.
+Source: CUDA driver API, cuTensorMapEncodeTiled.
+"""
+
+import contextlib
+import ctypes
+import math
+
+import numpy as np
+
+from rlnumba.errors import DeviceError
+from rlnumba.kernels.ptx.shared_memory import LINE
+from rlnumba.runtime import device
+from rlnumba.runtime.context import current
+
+
+class HostTensorMap:
+    """The simulator's tensor map: an array and the box that one TMA copy moves."""
+
+    # Of the 128 bytes that stand for it on a GPU.
+    dtype, ndim = np.dtype(np.uint8), 1
+
+    def __init__(self, array, box):
+        if len(box) > array.ndim:
+            array = array.reshape(len(array), -1, box[-1]).transpose(1, 0, 2)
+        self.array = array
+        self.box = box
+        self.lines = int(np.prod(box[:-1]))
+
+    def _inside(self, start):
+        return tuple(slice(first, first + length) for first, length in zip(start, self.box, strict=True))
+
+    def read(self, start):
+        """The box at `start`, zeros outside the array."""
+        box = np.zeros(self.box, self.array.dtype)
+        part = self.array[self._inside(start)]
+        box[tuple(slice(length) for length in part.shape)] = part
+        return box
+
+    def write(self, start, box, add):
+        """Write (or add) what of a box at `start` lies in the array."""
+        part = self.array[self._inside(start)]
+        new = box[tuple(slice(length) for length in part.shape)]
+        part[...] = part + new if add else new
+
+
+class DeviceTensorMaps:
+    """A context's tensor maps in the GPU's memory, made once for each array and box and found again by address.
+
+    They lie in slots of one device array. When all slots are taken, the oldest map gives its slot up, unless a
+    captured graph reads it (keep_tensor_maps).
+    """
+
+    SLOTS = 1 << 16
+    TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+    SWIZZLE_128 = 3
+    PROMOTE_L2_256 = 3
+
+    def __init__(self):
+        # The view of each map's slot, the oldest map first, and the maps that stay.
+        self.found, self.kept = {}, set()
+        self.keeping = False
+        self.device = None
+
+    def _allocate(self):
+        import cupy
+        import cupyx
+
+        self.cupy = cupy
+        self.encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        self.upload_stream = cupy.cuda.Stream(non_blocking=True)
+        self.host = cupyx.empty_pinned((self.SLOTS, LINE), np.uint8)
+        raw = cupy.empty((self.SLOTS + 1) * LINE, np.uint8)
+        start = -raw.data.ptr % LINE
+        self.device = raw[start : start + self.SLOTS * LINE].reshape(self.SLOTS, LINE)
+        self.free = list(range(self.SLOTS))
+
+    def get(self, array, box):
+        """The map of an array and a box, 128 bytes on the device."""
+        key = array.data.ptr, array.shape, array.dtype, box
+        view = self.found.get(key)
+        if view is None:
+            view = self._make(key)
+        if self.keeping:
+            self.kept.add(key)
+        return view
+
+    def _take_slot(self):
+        """A slot, and the stream on which it may be written."""
+        if self.free:
+            return self.free.pop(), self.upload_stream
+        oldest = next((key for key in self.found if key not in self.kept), None)
+        if oldest is None:
+            raise DeviceError(f"captured graphs hold all of {self.SLOTS} tensor maps")
+        # Kernels of this context that read the oldest map were launched earlier on the current stream.
+        slot = (self.found.pop(oldest).data.ptr - self.device.data.ptr) // LINE
+        return slot, self.cupy.cuda.get_current_stream()
+
+    def _make(self, key):
+        if self.device is None:
+            self._allocate()
+        pointer, shape, dtype, box = key
+        if self.cupy.cuda.get_current_stream().is_capturing():
+            # Its bytes would reach the device at a replay only.
+            raise DeviceError(f"a tensor map of a {shape} {dtype} array was first asked for while a graph is captured")
+        slot, stream = self._take_slot()
+        strides = [dtype.itemsize * math.prod(shape[i:]) for i in range(len(shape) - 1, 0, -1)]
+        if len(box) > len(shape):
+            rows, columns = shape
+            shape, strides = (columns // box[-1], rows, box[-1]), [*strides, dtype.itemsize * box[-1]]
+        # The driver wants the innermost dimension first.
+        dimensions = len(shape)
+        lengths, sizes = ctypes.c_uint32 * dimensions, ctypes.c_uint64 * dimensions
+        status = self.encode(
+            ctypes.c_void_p(self.host[slot].ctypes.data), self.TYPES[dtype.name], dimensions, ctypes.c_void_p(pointer),
+            sizes(*shape[::-1]), (ctypes.c_uint64 * (dimensions - 1))(*strides), lengths(*box[::-1]),
+            lengths(*[1] * dimensions), 0, self.SWIZZLE_128, self.PROMOTE_L2_256, 0,
+        )  # fmt: skip
+        if status:
+            self.free.append(slot)
+            raise DeviceError(f"tensor map of a {shape} {dtype} array, box {box}: driver error {status}")
+        view = self.device[slot]
+        view.data.copy_from_host_async(ctypes.c_void_p(self.host[slot].ctypes.data), LINE, stream)
+        # Kernels on any stream may read the map from here on.
+        stream.synchronize()
+        self.found[key] = view
+        return view
+
+
+def tensor_map(array, *box):
+    """What a kernel needs to copy boxes of a C-contiguous matrix or three-dimensional array by TMA.
+
+    box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128
+    bytes; the array and its rows start at multiples of 16 bytes. Three lengths for a matrix: it is seen as (panels,
+    rows, columns of a panel), a panel being as wide as the box. Raises DeviceError if the driver refuses.
+    """
+    if device.name() != "cuda":
+        return HostTensorMap(array, box)
+    return current().own(DeviceTensorMaps).get(array, box)
+
+
+@contextlib.contextmanager
+def keep_tensor_maps():
+    """The current context's maps that are asked for inside stay as they are for good, as a captured graph demands."""
+    if device.name() != "cuda":
+        yield
+        return
+    maps = current().own(DeviceTensorMaps)
+    maps.keeping = True
+    try:
+        yield
+    finally:
+        maps.keeping = False

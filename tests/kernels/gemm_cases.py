@@ -1,0 +1,76 @@
+"""What the tests of the GEMM families share: one product by one config, and the operators at the shapes of models."""
+
+import numpy as np
+
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.runtime import device
+from tests.close import assert_close, assert_same_bits
+
+SHAPES_OF_MODELS = [
+    (16_384, 1024, 2048),
+    (4097, 4096, 1024),
+    (1000, 6144, 1024),
+    (257, 1024, 3072),
+    (64, 152, 1024),
+    (1, 4096, 8),
+]
+
+
+def matrix(rng, shape, dtype):
+    return rng.standard_normal(shape).astype(device.dtype(dtype))
+
+
+def check_config(rng, gemm_with_config, config, m, n, k):
+    """Compare one product by the kernel of a config with float64."""
+    a = matrix(rng, (k, m) if config.a_mn else (m, k), config.element)
+    b = matrix(rng, (k, n) if config.b_mn else (n, k), config.element)
+    bias, residual = matrix(rng, n, config.element), matrix(rng, (m, n), config.element)
+    out = device.xp().ones((m, n), a.dtype if config.output == "same" else np.float32)
+    gemm_with_config(
+        config,
+        device.asarray(a),
+        device.asarray(b),
+        out,
+        device.asarray(bias) if config.bias else None,
+        device.asarray(residual) if config.residual else None,
+    )
+    a, b, bias, residual = (x.astype(np.float64) for x in (a, b, bias, residual))
+    expected = (a.T if config.a_mn else a) @ (b if config.b_mn else b.T)
+    expected = expected + config.bias * bias + config.residual * residual + (config.output == "add")
+    scale = float(np.abs(expected).max()) + np.sqrt(k)
+    assert_close(out, expected, terms=k, scale=scale, what=f"{config} {m} {n} {k}")
+
+
+def check_operators(rng, dtype, m, n, k):
+    """On a GPU: forward with bias and residual, dx and dweight, against cuBLAS in float32."""
+    import cupy
+
+    x, w, dout = (device.asarray(matrix(rng, s, dtype)) for s in ((m, k), (n, k), (m, n)))
+    bias, residual = device.asarray(matrix(rng, n, dtype)), device.asarray(matrix(rng, (m, n), dtype))
+    wide_x, wide_w, wide_dout = (a.astype(np.float32) for a in (x, w, dout))
+    out, logits = cupy.full((m, n), np.nan, x.dtype), cupy.full((m, n), np.nan, np.float32)
+    dx, dweight = cupy.full((m, k), np.nan, x.dtype), cupy.ones((n, k), np.float32)
+    gemm.linear(x, w, out)
+    expected = device.to_host(wide_x @ wide_w.T)
+    assert_close(out, expected, terms=k, what="out")
+    gemm.linear(x, w, logits)
+    assert_close(logits, expected, terms=k, what="float32 out")
+    gemm.linear(x, w, out, bias=bias, residual=residual)
+    expected = expected + device.to_host(bias.astype(np.float32)) + device.to_host(residual.astype(np.float32))
+    assert_close(out, expected, terms=k, what="out with bias and residual")
+    gemm.linear_backward_input(dout, w, dx)
+    expected = device.to_host(wide_dout @ wide_w)
+    assert_close(dx, expected, terms=n, what="dx")
+    before = dx.copy()
+    gemm.linear_backward_input(dout, w, dx, accumulate=True)
+    assert_close(dx, expected + device.to_host(before.astype(np.float32)), terms=n, what="dx, accumulated")
+    gemm.linear_backward_weight(dout, x, dweight)
+    assert_close(dweight, device.to_host(wide_dout.T @ wide_x) + 1, terms=m, what="dweight")
+
+
+def check_rows(whole, product, rows):
+    """product(m, out) of the first m rows has the bits of the first rows of `whole`."""
+    for m in rows:
+        part = device.xp().zeros((m, whole.shape[1]), whole.dtype)
+        product(m, part)
+        assert_same_bits(part, whole[:m], f"M = {m}")

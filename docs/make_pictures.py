@@ -17,7 +17,8 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from rlnumba.kernels.attention import sm90_backward, sm90_decode, sm90_forward
-from rlnumba.kernels.logprob.sm90 import HeadTile, chunk_columns
+from rlnumba.kernels.logprob.sm90 import chunk_columns
+from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.kernels.nn import rmsnorm
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.philox import noise_key
@@ -347,7 +348,7 @@ def decode_units():
 
 def log_prob_passes():
     """Which (N, V) things exist when, in the three forms."""
-    tile = HeadTile("bfloat16", "terms")
+    tile = LogprobConfig("bfloat16", "forward")
     columns = chunk_columns(16_384, HIDDEN, VOCABULARY)
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.8))
     left, middle, right = axes

@@ -1,4 +1,4 @@
-"""Reductions with a fixed order of summation: no float atomics, the same bits on every run.
+"""Reductions with a fixed order of the sum: no float atomics, the same bits on every run.
 
     sum_of_squares  sum x^2                                     the gradient's norm before clipping
     masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages

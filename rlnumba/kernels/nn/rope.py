@@ -64,8 +64,8 @@ class RopeScaling:
 class HeadShape(NamedTuple):
     """How a group of lanes shares a head: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
 
-    So what rotates together lies in one lane. width: E; vector: elements of 16 bytes; access, table_access: elements
-    that one access to heads, or to the tables, moves.
+    So the two elements of a rotation are in one lane. width: E; vector: elements of 16 bytes; access, table_access:
+    elements that one access to heads, or to the tables, moves.
     """
 
     width: int
@@ -93,11 +93,11 @@ class HeadShape(NamedTuple):
         return self.half != self.lanes * self.vector
 
     def blocks_of_sm(self, most):
-        """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
+        """Blocks that an SM shall have at a time. Narrow accesses need more registers for addresses: 1."""
         return most if self.access == self.vector and not self.bounded else 1
 
     def share(self, heads, most=MAX_HEADS):
-        """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most `most`."""
+        """(heads of a group, warps of a token): at most `most` heads a group, and few groups without a head."""
         warps = -(-heads // (self.groups * most))
         return -(-heads // (self.groups * warps)), warps
 
@@ -109,7 +109,7 @@ def head_shape(cos, sin, *arrays):
 
 
 def in_halves(array, half):
-    """An array of heads side by side as (2 * heads, half), as kernels see it."""
+    """An array of heads side by side, viewed as (2 * heads, half)."""
     return array.reshape(-1, half)
 
 
@@ -131,7 +131,7 @@ def head_access(shape):
     load, store = vector_access(vector, shape.access, shape.bounded)
     load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
 
-    # Of a signed index Numba asks each time whether it is to be counted from the end.
+    # Unsigned indices: Numba checks signed ones for a negative value.
 
     @device_function
     def load_head(array, head, e, values, at):

@@ -111,7 +111,7 @@ def row_softmax(typingctx, row, temperature, lse, factor, out):
 def row_terms(row, temperature):
     """(lse, entropy, top): log-sum-exp and entropy of softmax(row / temperature), and the row's largest index.
 
-    row (V,) and temperature float32, V > 0; returns float32, float32, int32. One order of summation, so that
+    row (V,) and temperature float32, V > 0; returns float32, float32, int32. One order of the sum, so that
     whoever draws a token and whoever scores it have the same bits. entropy = log s - sum(e d) / s with
     d = row / temperature - max, e = exp(d), s = sum(e). top is the lowest index on ties.
     """

@@ -17,10 +17,12 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from rlnumba.kernels.attention import sm90_backward_config, sm90_decode_config, sm90_forward, softmax
-from rlnumba.kernels.logprob.sm90 import HeadTile, chunk_columns
+from rlnumba.kernels.logprob.sm90 import chunk_columns
+from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.kernels.nn import rmsnorm
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.philox import noise_key
+from rlnumba.kernels.sampling import gumbel, scan
 from rlnumba.kernels.sampling import ops as sampling
 
 FOLDER = pathlib.Path(__file__).parent / "pictures"
@@ -346,7 +348,7 @@ def decode_units():
 
 def log_prob_passes():
     """Which (N, V) things exist when, in the three forms."""
-    tile = HeadTile("bfloat16", "terms")
+    tile = LogprobConfig("bfloat16", "forward")
     columns = chunk_columns(16_384, HIDDEN, VOCABULARY)
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.8))
     left, middle, right = axes
@@ -415,15 +417,15 @@ def sampling_race():
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1.5, (10, 8)).astype(np.float32)
     name = noise_key(1, [1, 2, 3]), 0, 3
-    of_segments = sampling.noise_ref(len(logits), *name, sampling.OF_SEGMENTS)
+    of_segments = sampling.noise_ref(len(logits), *name, gumbel.SEGMENT_NOISE)
     weights = np.log(np.exp(logits).sum(axis=1))
     segment = race(left, weights, of_segments, "segments: log sum exp s, and noise", "segment", BLUE)
     of_tokens = sampling.noise_ref(logits.size, *name).reshape(logits.shape)
     race(middle, logits[segment], of_tokens[segment], f"tokens of segment {segment}: s, and noise", "token", ORANGE)
 
     row = np.concatenate([rng.normal(0, 1.5, 60_000), rng.normal(7, 1.0, 40)]).astype(np.float32)
-    rank, top_k = int(sampling.sample_rank(len(row), sampling.LISTED_IF_FEW)), 40
-    maxima = np.sort(rng.choice(row, (sampling.MAXIMA, 16)).max(axis=1))[::-1]
+    rank, top_k = int(scan.sample_rank(len(row), scan.EXPECTED_IF_FEW)), 40
+    maxima = np.sort(rng.choice(row, (scan.MAXIMA, 16)).max(axis=1))[::-1]
     bound, threshold = maxima[rank], np.sort(row)[-top_k]
     edges = np.linspace(row.min(), row.max(), 60)
     right.hist(row[row < bound], edges, color=GREY)
@@ -437,7 +439,7 @@ def sampling_race():
     listed = (row >= bound).sum()
     right.text(bound + 0.15, 1.2e4, f"bound, rank {rank} of the marks:\n{listed} tokens listed", fontsize=8)
     right.text(threshold + 0.15, 250, f"the threshold of\ntop-k {top_k}", fontsize=8, color=RED)
-    right.set_xlabel(f"logit; marks: the largest of 16, {sampling.MAXIMA} times", fontsize=9)
+    right.set_xlabel(f"logit; marks: the largest of 16, {scan.MAXIMA} times", fontsize=9)
     right.set_ylabel("tokens", fontsize=9)
     right.set_title("a row with filters: a guess, a list, a proof", fontsize=10)
     return figure

@@ -5,7 +5,7 @@
     python bench/kernels/logprob.py check           against float32 on sampled rows
     python bench/kernels/logprob.py times           forward, forward + backward, one pass; memory beside the arguments
     python bench/kernels/logprob.py stages          where their time goes, kernel by kernel
-    python bench/kernels/logprob.py sweep           tiles and shapes of the Hopper kernels, the ten best of each kind
+    python bench/kernels/logprob.py sweep           configs and shapes of the sm_90 kernels, the ten best of each kind
 
 16,384 tokens, hidden 1024, vocabulary 151,936, bfloat16, as Qwen3-0.6B in training. The gradient takes four products
 (20 TFLOP) where it makes the logits again, three where dlogp is known beforehand. Bars: 40 and 30 ms, 256 MiB. torch
@@ -31,10 +31,11 @@ from report import add_parts, row
 
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
-from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
-from rlnumba.kernels.logprob.sm90 import HeadTile, block_rows, chunk_columns, head_kernel
+from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape
+from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig, logprob_kernel
 from rlnumba.kernels.nn import elementwise
 from rlnumba.runtime import dispatch, launch
 
@@ -44,11 +45,11 @@ BARS_MS = {"forward + backward": 40, "one pass": 30}
 EXTRA_MIB = 256
 CHECKED_ROWS = 64
 TORCH_ROWS = 2048
-# Who multiplies, and what is forced: the operator's two ways to a log-prob, on products of either kind.
+# GEMM backend, and what is forced: the operator's two implementations, on GEMMs of either kind.
 WAYS = {
     "chunks, cuBLAS": ("cublas", "logprob=simt"),
-    "chunks, numba": ("numba", "logprob=simt"),
-    "in registers": ("numba", "gemm=sm90,logprob=sm90"),
+    "chunks, native": ("native", "logprob=simt"),
+    "in registers": ("native", "gemm=sm90,logprob=sm90"),
 }
 
 
@@ -232,7 +233,7 @@ def times(problem):
 class Stages:
     """Times each launch inside of it by events: the kernels run as they do without, one after the other in a stream."""
 
-    MODULES = (logprob, logprob_sm90, gemm_sm90, gemm, elementwise)
+    MODULES = (chunked, logprob_sm90, gemm_sm90, gemm, elementwise)
     CUBLAS = {(False, True): "cuBLAS, logits", (False, False): "cuBLAS, dhidden", (True, False): "cuBLAS, dweight"}
 
     def __init__(self):
@@ -251,7 +252,7 @@ class Stages:
     @staticmethod
     def name_of(kernel, *_):
         made = getattr(kernel.py_func, "made_with", (None,))[0]
-        if isinstance(made, HeadTile):
+        if isinstance(made, LogprobConfig):
             return made.mode
         if isinstance(made, gemm_sm90.Tile):
             return "product, dweight" if made.a_mn else "product, dhidden" if made.b_mn else "product, logits"
@@ -325,39 +326,42 @@ def print_candidates(what, candidates, rounds=5, most=10):
         print(f"    {ms:8.2f} ms  {name}", flush=True)
 
 
-# (stages, lead, boxes) of head_kernel, the operators' first.
+# (stages, stagger, boxes) of logprob_kernel, the operators' first.
 GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2), (3, 2, 4), (3, 0, 4)]
 FORWARD_GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2)]
-HEAD_TYPES = (
+KERNEL_TYPES = (
     *["uint8[::1]"] * 3, "int32[::1]", "float32[::1]", "float32[::1]", "float32", "float32[::1]", "float32[::1]",
     *["int64"] * 6,
 )  # fmt: skip
 
 
-def tiles(mode, geometries=GEOMETRIES, **wanted):
+def configs(mode, geometries=GEOMETRIES, **wanted):
     return {
-        f"{stages} stages, lead {lead}, {boxes} boxes": HeadTile(
-            BF16, mode, stages=stages, lead=lead, boxes=boxes, **wanted
+        f"{stages} stages, stagger {stagger}, {boxes} boxes": LogprobConfig(
+            BF16, mode, stages=stages, stagger=stagger, boxes=boxes, **wanted
         )
-        for stages, lead, boxes in geometries
+        for stages, stagger, boxes in geometries
     }
 
 
-def compile_tile(tile):
-    launch.Compiled(head_kernel(tile), HEAD_TYPES)
+def compile_config(config):
+    launch.Compiled(logprob_kernel(config), KERNEL_TYPES)
 
 
 @functools.cache
-def compile_tiles():
-    """Compile what the sweep launches, several tiles at a time."""
+def compile_configs():
+    """Compile what the sweep launches, several kernels at a time."""
     both = {"entropy": True, "top1": True}
-    wanted = [*tiles("terms", FORWARD_GEOMETRIES).values(), *tiles("terms", FORWARD_GEOMETRIES, **both).values()]
-    wanted += tiles("exponentials", **both).values()
-    for mode in ("gradient", "slabs"):
-        wanted += tiles(mode).values()
+    wanted = [
+        *configs("forward", FORWARD_GEOMETRIES).values(),
+        *configs("forward", FORWARD_GEOMETRIES, **both).values(),
+    ]
+    wanted += configs("exponentials", **both).values()
+    for mode in ("dlogits", "split_k"):
+        wanted += configs(mode).values()
     begin = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count())) as pool:
-        pool.map(compile_tile, wanted, chunksize=1)
+        pool.map(compile_config, wanted, chunksize=1)
     print(f"compiled {len(wanted)} kernels in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
@@ -365,7 +369,7 @@ def sweep(problem):
     if dispatch.architecture() != (9, 0):
         print("sweep: the kernels in registers need compute capability 9.0")
         return
-    compile_tiles()
+    compile_configs()
     rows, vocabulary, width = problem.shape
     outputs = problem.logp, problem.lse, problem.entropy, problem.top1
     for what, wanted in (("logp and lse", outputs[:2]), ("with entropy and top1", outputs)):
@@ -373,8 +377,8 @@ def sweep(problem):
         print_candidates(
             f"forward, {what}",
             (
-                (name, lambda tile=tile: logprob_sm90.linear_logp(*problem.inputs, *wanted, tile=tile))
-                for name, tile in tiles("terms", FORWARD_GEOMETRIES, **both).items()
+                (name, lambda config=config: logprob_sm90.linear_logp(*problem.inputs, *wanted, config=config))
+                for name, config in configs("forward", FORWARD_GEOMETRIES, **both).items()
             ),
         )
 
@@ -383,7 +387,7 @@ def sweep(problem):
     def backward(**options):
         return lambda: logprob_sm90.linear_logp_backward(*problem.inputs, *gradients, **options)
 
-    print_candidates("backward", ((name, backward(tile=tile)) for name, tile in tiles("gradient").items()))
+    print_candidates("backward", ((name, backward(config=config)) for name, config in configs("dlogits").items()))
     best = chunk_columns(min(rows, logprob_sm90.backward_rows(width)), width, vocabulary)
     columns = [best, *(n for n in (best // 4, best // 2, best * 3 // 4, best - 256, best - 512) if n > 0)]
     print_candidates("backward", ((f"{n} columns a chunk", backward(columns=n)) for n in columns))
@@ -394,18 +398,18 @@ def sweep(problem):
         )
 
     both = {"entropy": True, "top1": True}
-    named = tiles("exponentials", **both)
-    print_candidates("one pass, exponentials", ((name, one_pass(tile=tile)) for name, tile in named.items()))
-    named = tiles("slabs")
-    print_candidates("one pass, slabs", ((name, one_pass(slab_tile=tile)) for name, tile in named.items()))
-    best = block_rows(width, vocabulary)
+    named = configs("exponentials", **both)
+    print_candidates("one pass, exponentials", ((name, one_pass(config=config)) for name, config in named.items()))
+    named = configs("split_k")
+    print_candidates("one pass, split-K", ((name, one_pass(split_config=config)) for name, config in named.items()))
+    best = one_pass_shape(width, vocabulary)
     shapes = [best, (768, 2), (768, 3), (768, 5), (768, 8), (640, 5), (640, 6), (640, 10), (512, 8), (512, 16)]
-    candidates = {f"{n} rows, {slabs} slabs": one_pass(shape=(n, slabs)) for n, slabs in shapes}
+    candidates = {f"{n} rows, {splits} splits": one_pass(shape=(n, splits)) for n, splits in shapes}
     print_candidates("one pass", candidates.items())
 
 
 def main():
-    parts = {"compile": lambda _: compile_tiles(), "check": check, "times": times, "stages": stages, "sweep": sweep}
+    parts = {"compile": lambda _: compile_configs(), "check": check, "times": times, "stages": stages, "sweep": sweep}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts, ["check", "times"])
     parser.add_argument("--shape", type=int, nargs=3, default=[16_384, 151_936, 1024], metavar=("N", "V", "D"))

@@ -28,7 +28,6 @@ from report import row
 from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
-from rlnumba.kernels.nn.kv_cache import write_kv
 from rlnumba.kernels.nn.qkv import (
     qkv_split,
     qkv_split_backward,
@@ -36,8 +35,8 @@ from rlnumba.kernels.nn.qkv import (
     qkv_split_ref,
     qkv_split_to_cache,
 )
-from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
-from rlnumba.kernels.nn.rope import rope, rope_ref, rope_table
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref
+from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope
@@ -150,41 +149,11 @@ def split_backward_work(tokens, normed=True):
     return Work(run, 2 * size(case.dqkv) + read + case.norm_bytes, pairs)
 
 
-def rope_work(tokens):
-    case = Heads(tokens, False)
-    x, out = case.douts[0], case.outs[0]
-    return Work(
-        lambda: rope(x, *case.tables, out),
-        size(x, out),
-        lambda: [(head(out), rope_ref(head(x), *case.host_tables))],
-    )
-
-
-def write_kv_work(tokens):
-    case = Heads(tokens, False)
-    k, v = case.douts[1:]
-    return Work(
-        lambda: write_kv(k, v, case.slots, *case.caches),
-        2 * size(k, v),
-        lambda: list(zip(case.cached(), (head(k), head(v)), strict=True)),
-    )
-
-
 def rmsnorm_work(tokens):
     x, weight, out, rstd = random_array(tokens, D), random_array(D), empty(tokens, D), empty(tokens, dtype="float32")
     return Work(
         lambda: rmsnorm(x, weight, EPS, out, rstd),
         size(x, out, rstd),
-        lambda: [(head(out), rmsnorm_ref(head(x), device.to_host(weight).astype(np.float64), EPS)[0])],
-    )
-
-
-def rmsnorm_residual_work(tokens):
-    x, residual, out = random_array(tokens, D), cupy.zeros((tokens, D), device.dtype("bfloat16")), empty(tokens, D)
-    weight, rstd = random_array(D), empty(tokens, dtype="float32")
-    return Work(
-        lambda: rmsnorm_residual(x, residual, weight, EPS, out, rstd),
-        size(x, residual, residual, out, rstd),
         lambda: [(head(out), rmsnorm_ref(head(x), device.to_host(weight).astype(np.float64), EPS)[0])],
     )
 
@@ -271,15 +240,12 @@ def embedding_backward_work(tokens, ids_of=different_ids, beforehand=True):
 FREQUENT, ALONE = "embedding_backward of frequent ids", "embedding_backward with the listing of tokens"
 OPERATORS = {
     "rmsnorm": rmsnorm_work,
-    "rmsnorm_residual": rmsnorm_residual_work,
     "rmsnorm_backward": rmsnorm_backward_work,
     "qkv_split": split_work,
     "qkv_split_to_cache": split_to_cache_work,
     "qkv_split_backward": split_backward_work,
     "qkv_split without norm": lambda tokens: split_work(tokens, False),
     "qkv_split_backward without norm": lambda tokens: split_backward_work(tokens, False),
-    "rope": rope_work,
-    "write_kv": write_kv_work,
     "swiglu": swiglu_work,
     "swiglu_backward": swiglu_backward_work,
     "add": add_work,

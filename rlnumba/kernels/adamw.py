@@ -51,7 +51,7 @@ def adamw_kernel(access, bounded, has_master):
         one = np.float32(1.0)
         learning_rate, complement1, complement2, epsilon = scalars[0], scalars[1], scalars[2], scalars[3]
         weight_decay, grad_scale = scalars[4], scalars[7]
-        # Two divisions a thread instead of two an element.
+        # Two divisions a thread, not two an element.
         inverse1, inverse2 = one / scalars[5], one / scalars[6]
         for i in range(VECTOR):
             gradient[i] *= grad_scale
@@ -72,7 +72,7 @@ def adamw_kernel(access, bounded, has_master):
 
 @numba.njit(cache=True, parallel=True, error_model="numpy")
 def _adamw_cpu(master, grads, m, v, scalars, decay_end):
-    """adamw_kernel on the numpy device, where NumPy would take fifteen passes over memory.
+    """adamw_kernel on the cpu device, where NumPy would take fifteen passes over memory.
 
     No fastmath: every operation rounds by itself, so the bits do not depend on the number of threads.
     """
@@ -120,10 +120,10 @@ def adamw(weights, master, grads, m, v, scalars, decay_end):
         if weights is not master:
             weights[...] = master
         return
-    of_block = THREADS * VECTOR
+    block_elements = THREADS * VECTOR
     access = access_length(size, weights, master, grads, m, v)
-    kernel = adamw_kernel(access, size % of_block != 0, weights is not master)
-    launch(kernel, -(-size // of_block), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
+    kernel = adamw_kernel(access, size % block_elements != 0, weights is not master)
+    launch(kernel, -(-size // block_elements), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
 
 
 def adamw_ref(p, grads, m, v, scalars, decays):

@@ -1,4 +1,4 @@
-"""The one way an operator refuses an array: before any launch, naming operator, argument and expectation."""
+"""How operators check arrays: before any launch, with an error that names operator, argument and expectation."""
 
 import functools
 
@@ -9,7 +9,7 @@ from rlnumba.runtime import device
 FLOATS = tuple(device.DTYPES.values())
 F32 = (device.DTYPES["float32"],)
 I32 = (np.dtype(np.int32),)
-# What asynchronous copies move at once, and where they may start.
+# Bytes of the smallest asynchronous copy, and the alignment it needs.
 CHUNK = 16
 
 
@@ -48,7 +48,7 @@ def check_bounds(op, name, array):
 
 
 def address(array):
-    """Where an array of the device begins, in bytes."""
+    """The address of an array of the device, in bytes."""
     return array.data.ptr if device.name() == "cuda" else array.ctypes.data
 
 

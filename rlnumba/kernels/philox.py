@@ -6,8 +6,8 @@ rounds, each with the keys k0, k1 bumped by the Weyl constants before the next:
     (hi0, lo0) = M0 * c0        (hi1, lo1) = M1 * c2        [64-bit products]
     (c0, c1, c2, c3) <- (hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0)
 
-So a drawn token can depend on its own name alone: the key stands for seed and prompt, the counter for
-position and completion (sampling.py), and batch, order and resume have no way in.
+So the noise of a token is a function of seed, prompt, position and sample alone: the key stands for seed and prompt,
+the counter for the others (kernels/sampling/gumbel.py). Batch, order and resume do not matter.
 """
 
 import hashlib

@@ -10,6 +10,7 @@ from rlnumba.kernels.attention.reference import attention_backward_ref, attentio
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear_backward_ref, linear_ref, linear_swiglu_ref
 from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import linear_logp_ref
 from rlnumba.kernels.nn.swiglu import swiglu
 from rlnumba.model.config import ModelConfig
@@ -372,18 +373,18 @@ def test_logprob(rng, family):
     arrays = [device.asarray(x) for x in (hidden, weight, ids)]
     out = [device.xp().full(5, np.nan, np.float32) for _ in range(2)]
     with dispatch.forced(f"gemm=sm90,logprob={family}"):
-        assert logprob._fused(*arrays[:2], None) == (family == "sm90")
+        assert logprob._uses_sm90(*arrays[:2]) == (family == "sm90")
         logprob.linear_logp(*arrays, 0.7, *out)
         plain = [device.xp().full(5, np.nan, np.float32) for _ in range(2)]
         logits = device.xp().empty((5, 40), np.float32)
         gemm.linear(*arrays[:2], logits)
-        logprob._logp_of_rows(logits, None, arrays[2], 0.7, *plain, None, None)
+        logp_of_logits(logits, arrays[2], 0.7, *plain)
     expected = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)
     for actual, same, wanted, what in zip(out, plain, expected, ("logp", "lse"), strict=False):
         assert_close(actual, wanted, terms=72, scale=50.0, what=what)
         assert_same_bits(actual, same, what)
     with dispatch.forced("logprob=sm90,gemm=sm80"):
-        assert not logprob._fused(*arrays[:2], None)
+        assert not logprob._uses_sm90(*arrays[:2])
 
 
 def check_model(family, monkeypatch, lengths, max_tokens, **shape):

@@ -112,7 +112,7 @@ def test_tokens_are_listed(rng, monkeypatch, tokens, vocabulary, buckets):
     arguments = on_device, vocabulary, int(ids[4]), counters, entries, order, arrived
     kernel = list_tokens_kernel(buckets, access_length(tokens, on_device))
     shared = 4 * (2 * counters + 1 + embedding_module.TILE)
-    launch(kernel, buckets, embedding_module.LISTERS, *arguments, shared=shared)
+    launch(kernel, buckets, embedding_module.LIST_THREADS, *arguments, shared=shared)
     known = (0 <= ids) & (ids < vocabulary)
     alike = np.where(known, ids, vocabulary + buckets + ids % buckets)
     expected = np.lexsort((alike, ids % buckets))

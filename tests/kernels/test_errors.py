@@ -12,7 +12,7 @@ from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
-from rlnumba.kernels.nn import elementwise, embedding, kv_cache, qkv, reduce, rmsnorm, rope, swiglu
+from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, swiglu
 from rlnumba.kernels.rl import advantage, gae, policy_loss
 from rlnumba.kernels.rl.policy_loss import METRICS
 from rlnumba.kernels.sampling import ops as sampling
@@ -80,13 +80,9 @@ OPERATORS = {
     embedding.embedding: lambda: {"input_ids": ids(N), "weight": f32(V, D), "out": f32(N, D)},
     embedding.embedding_backward: lambda: {"input_ids": ids(N), "dout": f32(N, D), "dweight": f32(V, D)},
     rmsnorm.rmsnorm: lambda: {"x": f32(N, D), "weight": f32(D), "eps": 1e-6, "out": f32(N, D), "rstd": f32(N)},
-    rmsnorm.rmsnorm_residual: lambda: {
-        "x": f32(N, D), "residual": f32(N, D), "weight": f32(D), "eps": 1e-6, "out": f32(N, D), "rstd": f32(N),
-    },
     rmsnorm.rmsnorm_backward: lambda: {
         "dout": f32(N, D), "x": f32(N, D), "weight": f32(D), "rstd": f32(N), "dx": f32(N, D), "dweight": f32(D),
     },
-    rope.rope: lambda: {"x": f32(N, H, E), **tables(), "out": f32(N, H, E)},
     qkv.qkv_split: qkv_arrays,
     qkv.qkv_split_to_cache: cached_qkv_arrays,
     qkv.qkv_split_backward: qkv_gradients,
@@ -111,23 +107,11 @@ OPERATORS = {
         "cu_seqlens": STARTS, "context_lens": np.array([2, 5], np.int32), "max_seqlen_q": 4, "max_context_len": 8,
         "scale": 0.3, "out": f32(N, H, E),
     },
-    kv_cache.write_kv: lambda: {
-        "k": f32(N, HK, E), "v": f32(N, HK, E), "slot_mapping": np.arange(N, dtype=np.int32),
-        "k_cache": f32(3, 4, HK, E), "v_cache": f32(3, 4, HK, E),
-    },
-    logprob.logp: lambda: {"logits": f32(N, V), "ids": ids(N), "out": f32(N), "lse": f32(N)},
-    logprob.logp_indexed: lambda: {
-        "logits": f32(N, V), "row_idx": ids(3), "ids": ids(3), "out": f32(3), "lse": f32(3),
-    },
-    logprob.logp_backward: lambda: {
-        "logits": f32(N, V), "ids": ids(N), "lse": f32(N), "dlogp": f32(N), "dlogits": f32(N, V),
-    },
     logprob.linear_logp: lambda: {
-        **head(), "logp": f32(N), "lse": f32(N), "entropy": f32(N), "top1": ids(N), "bias": f32(V),
+        **head(), "logp": f32(N), "lse": f32(N), "entropy": f32(N), "top1": ids(N),
     },
     logprob.linear_logp_backward: lambda: {
-        **head(), "lse": f32(N), "dlogp": f32(N), "dhidden": f32(N, D), "dweight": f32(V, D), "bias": f32(V),
-        "dbias": f32(V),
+        **head(), "lse": f32(N), "dlogp": f32(N), "dhidden": f32(N, D), "dweight": f32(V, D),
     },
     logprob.linear_logp_with_gradient: lambda: {
         **head(), "dlogp": f32(N), "logp": f32(N), "lse": f32(N), "dhidden": f32(N, D), "dweight": f32(V, D),
@@ -154,8 +138,6 @@ OPERATORS = {
         "returns": f32(N),
     },
     reduce.sum_of_squares: lambda: {"x": f32(N), "out": f32(1)},
-    reduce.column_sum: lambda: {"x": f32(N, D), "out": f32(D)},
-    reduce.masked_mean: lambda: {"x": f32(N), "mask": np.ones(N, np.uint8), "out": f32(1)},
     reduce.masked_whiten: lambda: {"x": f32(N), "mask": np.ones(N, np.uint8), "out": f32(N)},
     reduce.group_mean_std: lambda: {"x": f32(2, 3), "mean": f32(2), "std": f32(2)},
     adamw: lambda: {
@@ -175,19 +157,16 @@ FREE = {
     ("embedding", "weight", 0),
     ("embedding_backward", "dweight", 0),
     ("bias_backward", "dout", 0),
+    ("linear_logp", "weight", 0),
     ("attention", "cu_seqlens", 0),
     ("attention_backward", "cu_seqlens", 0),
     ("gae", "cu_seqlens", 0),
     ("paged_attention", "block_tables", 1),
-    ("logp", "logits", 1),
-    ("logp_indexed", "logits", 0),
-    ("logp_indexed", "logits", 1),
     ("sample", "logits", 1),
     ("apply_repetition_penalty", "logits", 1),
     ("apply_repetition_penalty", "history", 1),
     ("group_mean_std", "x", 1),
     ("sum_of_squares", "x", 0),
-    ("column_sum", "x", 0),
     ("fill", "out", 0),
     ("gather_rows", "x", 0),
     ("scatter_rows", "out", 0),
@@ -296,12 +275,6 @@ def test_head_dim_of_paged_attention():
     q, cache = xp.zeros((N, H, 9), np.float32), xp.zeros((3, 4, HK, 9), np.float32)
     with pytest.raises(ValueError, match="paged_attention: head_dim must be even and at most 256, got 9"):
         operator(**arguments(operator) | {"q": q, "k_cache": cache, "v_cache": cache, "out": q})
-
-
-def test_odd_heads_do_not_rotate():
-    xp = device.xp()
-    with pytest.raises(ValueError, match="rope: head_dim must be even, got 7"):
-        rope.rope(**arguments(rope.rope) | {"x": xp.zeros((N, H, 7), np.float32)})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob.chunked import logp_of_logits, logp_of_logits_backward
 from rlnumba.kernels.logprob.ops import (
     IGNORED,
     linear_logp,
@@ -10,10 +12,7 @@ from rlnumba.kernels.logprob.ops import (
     linear_logp_backward_ref,
     linear_logp_ref,
     linear_logp_with_gradient,
-    logp,
-    logp_backward,
     logp_backward_ref,
-    logp_indexed,
     logp_ref,
 )
 from rlnumba.runtime import device, dispatch
@@ -40,43 +39,35 @@ def run_logp(rng, rows, vocabulary, dtype):
     xp = device.xp()
     out, lse = xp.full(rows, np.nan, np.float32), xp.full(rows, np.nan, np.float32)
     ld, idd = device.asarray(logits), device.asarray(ids)
-    logp(ld, idd, out, lse)
+    logp_of_logits(ld, idd, 1.0, out, lse)
     # lse is the largest logit plus the logarithm of a sum, whose relative error hardly grows with V.
     size = np.max(np.abs(wide), initial=0.0) + np.log(vocabulary)
     assert_close(out, expected, "float32", scale=2 * size, what="logp")
     assert_close(lse, expected_lse, "float32", scale=size, what="lse")
     dlogits = xp.full_like(ld, np.nan)
-    logp_backward(ld, idd, lse, device.asarray(dlogp), dlogits)
+    logp_of_logits_backward(ld, idd, 1.0, lse, device.asarray(dlogp), dlogits)
     # An error of lse is a relative error of every probability.
     expected = logp_backward_ref(wide, ids, dlogp.astype(np.float64))
     assert_close(dlogits, expected, terms=400, scale=np.max(np.abs(dlogp), initial=0.0), what="dlogits")
 
-    picked = rng.permutation(np.arange(rows, dtype=np.int32))[: (rows + 1) // 2]
-    some, some_lse = xp.full(picked.size, np.nan, np.float32), xp.full(picked.size, np.nan, np.float32)
-    logp_indexed(ld, device.asarray(picked), device.asarray(ids[picked]), some, some_lse)
-    assert_same_bits(some, device.to_host(out)[picked], "indexed logp")
-    assert_same_bits(some_lse, device.to_host(lse)[picked], "indexed lse")
 
-
-def run_linear(rng, shape, dtype, temperature, with_bias):
+def run_linear(rng, shape, dtype, temperature):
     rows, vocabulary, width = shape
     kind, xp = device.dtype(dtype), device.xp()
     hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
     weight = (4 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
-    bias = rng.standard_normal(vocabulary, np.float32).astype(kind) if with_bias else None
     ids, dlogp = random_ids(rng, rows, vocabulary), rng.standard_normal(rows, np.float32)
     # The oracle takes at most CHECKED rows of a large case; the others have no gradient.
     checked = np.sort(rng.permutation(rows)[:CHECKED])
     dlogp[~np.isin(np.arange(rows), checked)] = 0
-    h, w, b = (None if a is None else a.astype(np.float64) for a in (hidden[checked], weight, bias))
+    h, w = hidden[checked].astype(np.float64), weight.astype(np.float64)
     ids_checked, dlogp_checked = ids[checked], dlogp[checked].astype(np.float64)
-    hd, wd, bd = (None if a is None else device.asarray(a) for a in (hidden, weight, bias))
-    idd, dd = device.asarray(ids), device.asarray(dlogp)
+    hd, wd, idd, dd = (device.asarray(a) for a in (hidden, weight, ids, dlogp))
 
     out, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
     top1 = xp.full(rows, -7, np.int32)
-    linear_logp(hd, wd, idd, temperature, out, lse, entropy, top1, bias=bd)
-    expected = linear_logp_ref(h, w, ids_checked, temperature, b)
+    linear_logp(hd, wd, idd, temperature, out, lse, entropy, top1)
+    expected = linear_logp_ref(h, w, ids_checked, temperature)
     size = (25 + np.log(vocabulary)) / temperature
     for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
         assert_close(device.to_host(actual)[checked], value, "float32", terms=width, scale=size, what=what)
@@ -84,18 +75,18 @@ def run_linear(rng, shape, dtype, temperature, with_bias):
     assert np.all((top1 == -1) == (ids == IGNORED))
     # Where rounding swaps the two largest logits, both are within the error of the largest.
     live = ids_checked != IGNORED
-    logits = h[live] @ w.T if b is None else h[live] @ w.T + b
+    logits = h[live] @ w.T
     chosen = np.take_along_axis(logits, top1[checked][live, None], 1)[:, 0]
     assert_close(chosen, logits.max(axis=1, initial=-np.inf), "float32", width, size, "the logit of top1")
 
     plain, plain_lse = xp.full(rows, np.nan, np.float32), xp.full(rows, np.nan, np.float32)
-    linear_logp(hd, wd, idd, temperature, plain, plain_lse, bias=bd)
+    linear_logp(hd, wd, idd, temperature, plain, plain_lse)
     assert_same_bits(plain, out, "logp without entropy")
 
     dhidden = xp.full((rows, width), np.nan, kind)
-    dweight, dbias = xp.ones((vocabulary, width), np.float32), xp.ones(vocabulary, np.float32)
-    linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight, bd, dbias)
-    dh, dw, db = linear_logp_backward_ref(h, w, ids_checked, dlogp_checked, temperature, b)
+    dweight = xp.ones((vocabulary, width), np.float32)
+    linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight)
+    dh, dw = linear_logp_backward_ref(h, w, ids_checked, dlogp_checked, temperature)
     # The gradient of the logits is rounded to the arrays' dtype before the products.
     lost = 4 * ROUNDING[dtype] / ROUNDING["float32"]
     spread = np.max(np.abs(dlogp), initial=0.0) / temperature
@@ -105,7 +96,6 @@ def run_linear(rng, shape, dtype, temperature, with_bias):
     assert not np.delete(dhidden, checked, axis=0).any(), "rows without a gradient"
     scale = spread * max(np.max(np.abs(h), initial=0.0), 1.0) + 1
     assert_close(dweight, dw + 1, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight")
-    assert_close(dbias, db + 1, dtype, terms=CHECKED + 400, scale=2 * scale, what="dbias")
 
 
 def test_golden_numbers():
@@ -117,21 +107,20 @@ def test_golden_numbers():
     linear_logp(hidden, weight, ids, 1.0, out, lse, entropy)
     np.testing.assert_allclose(device.to_host(out), [-0.4076060, -1.4076060], atol=3e-7)
     np.testing.assert_allclose(device.to_host(entropy), [0.8323956, 0.8323956], atol=3e-7)
-    logp(device.asarray(np.float32([[1, 2, 3]] * 2)), ids, out, lse)
+    logp_of_logits(device.asarray(np.float32([[1, 2, 3]] * 2)), ids, 1.0, out, lse)
     np.testing.assert_allclose(device.to_host(out), [-0.4076060, -1.4076060], atol=3e-7)
 
 
 def test_gradient_of_references(rng):
-    hidden, weight, bias, dlogp = (rng.standard_normal(shape) for shape in [(4, 3), (6, 3), 6, 4])
+    hidden, weight, dlogp = (rng.standard_normal(shape) for shape in [(4, 3), (6, 3), 4])
     ids = np.int32([0, 5, IGNORED, 2])
-    dhidden, dweight, dbias = linear_logp_backward_ref(hidden, weight, ids, dlogp, 0.7, bias)
+    dhidden, dweight = linear_logp_backward_ref(hidden, weight, ids, dlogp, 0.7)
 
     def loss():
-        return float(np.sum(linear_logp_ref(hidden, weight, ids, 0.7, bias)[0] * dlogp))
+        return float(np.sum(linear_logp_ref(hidden, weight, ids, 0.7)[0] * dlogp))
 
     assert_gradient(loss, dhidden, hidden, "dhidden")
     assert_gradient(loss, dweight, weight, "dweight")
-    assert_gradient(loss, dbias, bias, "dbias")
     logits = rng.standard_normal((4, 6))
     dlogits = logp_backward_ref(logits, ids, dlogp, 0.7)
     assert_gradient(lambda: float(np.sum(logp_ref(logits, ids, 0.7)[0] * dlogp)), dlogits, logits, "dlogits")
@@ -141,17 +130,17 @@ def test_gradient_of_references(rng):
 @pytest.mark.sim
 def test_simulator(rng, shape):
     run_logp(rng, *shape[:2], "float32")
-    run_linear(rng, shape, "float32", temperature=0.8, with_bias=shape[0] == 3)
+    run_linear(rng, shape, "float32", temperature=0.8)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.sim
 def test_simulator_16_bit(rng, monkeypatch, dtype):
     """Three chunks of columns for two rows, then for the third."""
-    monkeypatch.setattr(logprob, "CHUNK_LOGITS", 44)
-    monkeypatch.setattr(logprob, "CHUNK_SUMS", 8)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 44)
+    monkeypatch.setattr(chunked, "CHUNK_SUMS", 8)
     run_logp(rng, 3, 66, dtype)
-    run_linear(rng, (3, 30, 4), dtype, temperature=1.0, with_bias=True)
+    run_linear(rng, (3, 30, 4), dtype, temperature=1.0)
 
 
 @pytest.mark.parametrize("columns", [1100, 4104])
@@ -166,9 +155,9 @@ def test_simulator_long_rows(rng, columns):
 @pytest.mark.parametrize("shape", [*SMALL, (67, 1000, 33), (130, 513, 64)])
 def test_numpy_device(rng, shape, temperature):
     if device.name() != "cpu":
-        pytest.skip("the products and rows of kernels/gemm/cpu.py")
+        pytest.skip("the GEMM and the rows of the cpu device")
     run_logp(rng, *shape[:2], "float32")
-    run_linear(rng, shape, "float32", temperature, with_bias=shape[0] == 67)
+    run_linear(rng, shape, "float32", temperature)
 
 
 @pytest.mark.gpu
@@ -177,7 +166,7 @@ def test_numpy_device(rng, shape, temperature):
 def test_gpu(rng, shape, dtype):
     if shape[0] * shape[1] < 1 << 25:
         run_logp(rng, *shape[:2], dtype)
-    run_linear(rng, shape, dtype, temperature=0.8, with_bias=shape[1] == 50257)
+    run_linear(rng, shape, dtype, temperature=0.8)
 
 
 def test_chunks_give_the_same_rows(rng, monkeypatch):
@@ -185,22 +174,21 @@ def test_chunks_give_the_same_rows(rng, monkeypatch):
     xp = device.xp()
     hidden, weight = (device.asarray(rng.standard_normal(s, np.float32)) for s in [(rows, width), (vocabulary, width)])
     ids = device.asarray(random_ids(rng, rows, vocabulary))
-    dlogp, bias = (device.asarray(rng.standard_normal(count, np.float32)) for count in (rows, vocabulary))
+    dlogp = device.asarray(rng.standard_normal(rows, np.float32))
     results = []
     # Logits at one time: all; those of three rows, in the backward some columns of all; one row, columns of two.
     for logits, sums in (
-        (logprob.CHUNK_LOGITS, logprob.CHUNK_SUMS),
-        (3 * vocabulary, logprob.CHUNK_SUMS),
+        (chunked.CHUNK_LOGITS, chunked.CHUNK_SUMS),
+        (3 * vocabulary, chunked.CHUNK_SUMS),
         (vocabulary - 1, 2 * width),
     ):
-        monkeypatch.setattr(logprob, "CHUNK_LOGITS", logits)
-        monkeypatch.setattr(logprob, "CHUNK_SUMS", sums)
+        monkeypatch.setattr(chunked, "CHUNK_LOGITS", logits)
+        monkeypatch.setattr(chunked, "CHUNK_SUMS", sums)
         out, lse, entropy = (xp.empty(rows, np.float32) for _ in range(3))
         top1, dhidden, dweight = xp.empty(rows, np.int32), xp.empty_like(hidden), xp.zeros_like(weight)
-        dbias = xp.zeros_like(bias)
-        linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1, bias=bias)
-        linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight, bias=bias, dbias=dbias)
-        results.append((out, lse, entropy, top1, dhidden, dweight, dbias))
+        linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1)
+        linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight)
+        results.append((out, lse, entropy, top1, dhidden, dweight))
     for other in results[1:]:
         for first, second in zip(results[0][:4], other[:4], strict=True):
             if device.name() != "cuda":  # cuBLAS may choose another order for fewer rows
@@ -219,7 +207,7 @@ def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
     """The log-probability a sampler takes from one row's logits is the trainer's, bit for bit."""
     if device.name() != "cpu":
         pytest.skip("on a GPU the promise needs the numba products")
-    from rlnumba.kernels.gemm.cpu import scaled_lse
+    from rlnumba.kernels.nn.row_sum_cpu import row_terms
 
     hidden = rng.standard_normal((40, 48), np.float32)
     weight = rng.standard_normal((1003, 48), np.float32)
@@ -232,7 +220,7 @@ def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
             linear(hidden[first : first + rows], weight, logits)
             for i in range(rows):
                 drawn = logits[i, ids[first + i]] / np.float32(temperature)
-                drawn = np.float32(drawn - scaled_lse(logits[i], np.float32(temperature)))
+                drawn = np.float32(drawn - row_terms(logits[i], np.float32(temperature))[0])
                 assert drawn.tobytes() == out[first + i].tobytes(), f"row {first + i} among {rows}"
 
 
@@ -244,7 +232,7 @@ def test_large_and_infinite_logits(rng):
     logits[2] = rng.standard_normal(70)
     ids = np.int32([69, 65, 7])
     out, lse = device.xp().empty(3, np.float32), device.xp().empty(3, np.float32)
-    logp(device.asarray(logits), device.asarray(ids), out, lse)
+    logp_of_logits(device.asarray(logits), device.asarray(ids), 1.0, out, lse)
     shifted = logits[2].astype(np.float64)
     expected = [-np.log(2), -np.log1p(np.exp(-1)), shifted[7] - np.log(np.exp(shifted).sum())]
     np.testing.assert_allclose(device.to_host(out), expected, atol=2e-3)
@@ -276,8 +264,8 @@ def test_top1_is_the_lowest_of_equals_in_kernels():
 def test_exponential_is_accurate():
     """Of every float32 in steps of 1e-4 down to where it vanishes: two units in the last place."""
     if device.name() != "cpu":
-        pytest.skip("the polynomial of kernels/gemm/cpu.py")
-    from rlnumba.kernels.gemm.cpu import logp_backward_rows
+        pytest.skip("the polynomial of kernels/simd.py")
+    from rlnumba.kernels.logprob.cpu import logp_backward_rows
 
     x = -np.arange(0, 90, 1e-4).astype(np.float32)
     row = np.append(np.float32(0), x)[None]
@@ -362,16 +350,11 @@ def test_a_bad_id_is_named(bad):
     if device.name() == "cuda" and not logprob.DEBUG:
         pytest.skip("checked on a GPU with RLNUMBA_DEBUG=1")
     xp = device.xp()
-    logits, out, lse = xp.zeros((2, 5), np.float32), xp.zeros(2, np.float32), xp.zeros(2, np.float32)
+    out, lse = xp.zeros(2, np.float32), xp.zeros(2, np.float32)
     ids = device.asarray(np.int32([IGNORED, bad]))
     message = rf"ids\[1\] must be in \[0, 5\) or -100, got {bad}"
-    with pytest.raises(ValueError, match="logp: " + message):
-        logp(logits, ids, out, lse)
     with pytest.raises(ValueError, match="linear_logp: " + message):
         linear_logp(xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32), ids, 1.0, out, lse)
-    rows = device.asarray(np.int32([0, bad]))
-    with pytest.raises(ValueError, match=rf"logp_indexed: row_idx\[1\] must be in \[0, 2\), got {bad}"):
-        logp_indexed(logits, rows, device.asarray(np.int32([0, 0])), out, lse)
 
 
 @pytest.mark.gpu
@@ -380,7 +363,7 @@ def test_a_bad_id_gives_nan_on_the_gpu():
         pytest.skip("raises with RLNUMBA_DEBUG=1")
     xp = device.xp()
     out, lse = xp.zeros(2, np.float32), xp.zeros(2, np.float32)
-    logp(xp.zeros((2, 5), np.float32), device.asarray(np.int32([0, 5])), out, lse)
+    logp_of_logits(xp.zeros((2, 5), np.float32), device.asarray(np.int32([0, 5])), 1.0, out, lse)
     assert np.isnan(device.to_host(out)).tolist() == [False, True]
 
 
@@ -392,5 +375,5 @@ def test_wrong_arguments_are_named():
         linear_logp(hidden, weight, ids, 0.0, out, out)
     with pytest.raises(ValueError, match=r"linear_logp: lse must be \(2\) float32, got \(3,\) float32"):
         linear_logp(hidden, weight, ids, 1.0, out, xp.zeros(3, np.float32))
-    with pytest.raises(ValueError, match=r"logp: ids must be \(2\) int32, got \(2,\) int64"):
-        logp(hidden, xp.zeros(2, np.int64), out, out)
+    with pytest.raises(ValueError, match=r"linear_logp: ids must be \(2\) int32, got \(2,\) int64"):
+        linear_logp(hidden, weight, xp.zeros(2, np.int64), 1.0, out, out)

@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.sm90 import Tile, sm90_product
+from rlnumba.kernels.gemm.sm90 import gemm_with_config
+from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp_backward_ref, linear_logp_ref
-from rlnumba.kernels.logprob.sm90 import HeadTile, block_rows, chunk_columns, may_lead, slab_division
+from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape, split_k_rounds
+from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, LogprobConfig, can_stagger
 from rlnumba.kernels.sampling.ops import sample
 from rlnumba.runtime import device, dispatch
 from tests.close import ROUNDING, assert_close, assert_same_bits
@@ -39,7 +42,7 @@ def terms(rows):
 
 @pytest.fixture
 def fused():
-    """The operators of logprob.py take the Hopper kernels."""
+    """The operators take the sm_90 kernels."""
     with dispatch.forced("sm90"):
         yield
 
@@ -63,7 +66,7 @@ def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.
     """lost: relative roundings of dz, in units of the dtype's; rows outside `checked` have dlogp 0."""
     hidden, weight, ids, dlogp = case
     h, w = hidden[checked].astype(np.float64), weight.astype(np.float64)
-    dh, dw, _ = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
+    dh, dw = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
     rounding = lost * 4 * ROUNDING[hidden.dtype.name] / ROUNDING["float32"]
     spread = float(np.abs(dlogp).max()) / temperature
     largest = float(np.abs(w).max()) * spread
@@ -75,7 +78,7 @@ def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.
     assert_close(dweight, dw + before, hidden.dtype.name, terms=len(checked) + 400, scale=lost * scale, what="dweight")
 
 
-SIMULATED = HeadTile("bfloat16", "terms", groups=1, stages=2, entropy=True, top1=True)
+SIMULATED = LogprobConfig("bfloat16", "forward", consumers=1, stages=2, entropy=True, top1=True)
 
 
 def no_gpu():
@@ -90,12 +93,12 @@ def test_simulator_forward(rng):
     case = make(rng, 5, 300, 72, "bfloat16", ignored=False)
     hidden, weight, ids, _ = case
     out = terms(5)
-    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, tile=SIMULATED)
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, config=SIMULATED)
     check_terms(out, case, 0.8)
     logits = np.empty((5, 300), np.float32)
-    sm90_product(Tile(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
+    gemm_with_config(Sm90GemmConfig(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
     plain = terms(5)
-    logprob._logp_of_rows(logits, None, ids, 0.8, *plain)
+    logp_of_logits(logits, ids, 0.8, *plain)
     for one, other, what in zip(out, plain, ("logp", "lse", "entropy", "top1"), strict=True):
         assert_same_bits(one, other, what)
 
@@ -107,7 +110,7 @@ def test_simulator_two_consumers(rng):
     case = make(rng, 66, 257, 136, "float16", ignored=False)
     hidden, weight, ids, _ = case
     logp, lse = terms(66)[:2]
-    logprob_sm90.linear_logp(hidden, weight, ids, 1.0, logp, lse, tile=HeadTile("float16", "terms", 2, 2, 1))
+    logprob_sm90.linear_logp(hidden, weight, ids, 1.0, logp, lse, config=LogprobConfig("float16", "forward", 2, 2, 1))
     expected = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids)
     assert_close(logp, expected[0], terms=136, scale=20.0, what="logp")
     assert_close(lse, expected[1], terms=136, scale=20.0, what="lse")
@@ -122,15 +125,15 @@ def test_simulator_backward(rng, monkeypatch):
     lse = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
     monkeypatch.setattr(logprob_sm90, "EXTRA_BYTES", 20 * (8 * 64 + 2 * 256) + 100)
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
-    tile = HeadTile("bfloat16", "gradient", groups=1, stages=2)
-    logprob_sm90.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, tile=tile)
+    config = LogprobConfig("bfloat16", "dlogits", consumers=1, stages=2)
+    logprob_sm90.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, config=config)
     check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1)
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype, temperature", [("bfloat16", 1.3), ("bfloat16", 0.05), ("float16", 1.3)])
 def test_simulator_with_gradient(rng, dtype, temperature):
-    """Two blocks of rows, the second shorter; two slabs of a vocabulary of two tiles, the second ragged.
+    """Two blocks of rows, the second shorter; two splits of a vocabulary of two tiles, the second ragged.
 
     At a low temperature some rows have logits too far above their target's for one reference.
     """
@@ -141,41 +144,41 @@ def test_simulator_with_gradient(rng, dtype, temperature):
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
     logp, lse, entropy, top1 = out
     arguments = (hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1)
-    tile = SIMULATED._replace(element=dtype, mode="exponentials")
-    logprob_sm90.linear_logp_with_gradient(*arguments, tile=tile, shape=(64, 2))
+    config = SIMULATED._replace(element=dtype, mode="exponentials")
+    logprob_sm90.linear_logp_with_gradient(*arguments, config=config, shape=(64, 2))
     check_terms(out, case, temperature)
     check_gradient(dhidden, dweight, case, temperature, np.arange(66), lost=2)
-    far = -logp * np.log2(np.e) > logprob_sm90.REACH["bfloat16"]
+    far = -logp * np.log2(np.e) > MAX_EXPONENT["bfloat16"]
     assert far.any() == (temperature < 0.1) and not far.all()
 
 
 @pytest.mark.sim
-def test_simulator_short_last_slab(rng, monkeypatch):
+def test_simulator_short_last_split(rng, monkeypatch):
     """On three SMs two tiles of five rounds are two of four, and for the third SM two of one."""
     no_gpu()
-    monkeypatch.setattr(logprob_sm90, "processors", lambda: 3)
-    assert slab_division(5, 2, 2) == (4, 4)
+    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 3)
+    assert split_k_rounds(5, 2, 2) == (4, 4)
     case = make(rng, 66, 300, 64, "bfloat16", ignored=False)
     hidden, weight, ids, dlogp = case
     out = terms(66)
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
     logp, lse, entropy, top1 = out
     arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
-    tile = SIMULATED._replace(mode="exponentials")
-    logprob_sm90.linear_logp_with_gradient(*arguments, tile=tile, shape=(128, 2))
+    config = SIMULATED._replace(mode="exponentials")
+    logprob_sm90.linear_logp_with_gradient(*arguments, config=config, shape=(128, 2))
     check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
 
 
-def test_slab_division(monkeypatch):
-    """Slabs cover all rounds, none is empty, and no division with fewer slabs has a shorter longest SM."""
-    monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
-    assert slab_division(2374, 24, 6) == (432, 432) and slab_division(2374, 24, 5) == (475, 475)
+def test_split_k_rounds(monkeypatch):
+    """Splits cover all rounds, none is empty, and no division with fewer splits has a shorter longest SM."""
+    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 132)
+    assert split_k_rounds(2374, 24, 6) == (432, 432) and split_k_rounds(2374, 24, 5) == (475, 475)
     for rounds in (1, 7, 100, 2374):
         for tiles in (1, 8, 24, 100, 131, 132, 500):
             before = math.inf
-            for slabs in range(1, 18):
-                length, longest = slab_division(rounds, tiles, slabs)
-                assert 0 < -(-rounds // length) <= slabs
+            for splits in range(1, 18):
+                length, longest = split_k_rounds(rounds, tiles, splits)
+                assert 0 < -(-rounds // length) <= splits
                 assert longest * 132 >= tiles * rounds and longest <= before
                 before = longest
 
@@ -195,7 +198,7 @@ def test_simulator_operator(rng, monkeypatch, rows, without, blocks, accumulate)
         one_pass(hidden, *arguments)
 
     monkeypatch.setattr(logprob_sm90, "linear_logp_with_gradient", counted)
-    monkeypatch.setattr(logprob_sm90, "block_rows", lambda width, vocabulary: (128, 2))
+    monkeypatch.setattr(logprob_sm90, "one_pass_shape", lambda width, vocabulary: (128, 2))
     with dispatch.forced("sm90"):
         one, two = one_and_two_calls(rng, rows, 100, 72, "bfloat16", without=without, accumulate=accumulate)
     assert called == blocks
@@ -223,28 +226,30 @@ def test_simulator_operator_without_a_gradient(rng):
 def test_the_second_consumer_follows():
     """However short the tiles, stages stop the first consumer before it passes the barrier between them twice."""
     for stages in (2, 3, 4):
-        for lead in (1, 2, 3):
-            tile = HeadTile("bfloat16", "terms", stages=stages, lead=lead)
+        for stagger in (1, 2, 3):
+            config = LogprobConfig("bfloat16", "forward", stages=stages, stagger=stagger)
             for rounds in range(1, 9):
                 # Stages that the first takes from where the second waits for a tile to its next tile's barrier.
-                taken = rounds + min(lead, rounds - 1) + 1
-                assert may_lead(tile, rounds) == (taken > stages)
-    assert may_lead(HeadTile("bfloat16", "terms"), 16) and not may_lead(HeadTile("bfloat16", "terms"), 2)
-    assert not may_lead(HeadTile("bfloat16", "terms", groups=1), 16)
+                taken = rounds + min(stagger, rounds - 1) + 1
+                assert can_stagger(config, rounds) == (taken > stages)
+    assert can_stagger(LogprobConfig("bfloat16", "forward"), 16) and not can_stagger(
+        LogprobConfig("bfloat16", "forward"), 2
+    )
+    assert not can_stagger(LogprobConfig("bfloat16", "forward", consumers=1), 16)
 
 
 @pytest.mark.parametrize("shape", [QWEN3_06B, (4096, 151_936, 4096), (700, 50_264, 768), (65_536, 128_256, 2048)])
 def test_extra_memory(shape, monkeypatch):
     """dz and the float32 gradient of a chunk, or a block's exponentials and parts, fit into EXTRA_BYTES."""
-    monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
+    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 132)
     rows, vocabulary, width = shape
     rows = min(rows, logprob_sm90.QUARTER // (4 * width))
     columns = chunk_columns(rows, width, vocabulary)
     assert columns == vocabulary or columns % 256 == 0
     assert rows * (2 * columns + 8 * width) <= logprob_sm90.EXTRA_BYTES
-    rows, slabs = block_rows(width, vocabulary)
-    a_row = 2 * vocabulary + 16 * -(-vocabulary // 256) + 4 * (slabs + 1) * width
-    assert rows % 128 == 0 and rows * a_row <= logprob_sm90.EXTRA_BYTES
+    rows, splits = one_pass_shape(width, vocabulary)
+    row_bytes = 2 * vocabulary + 16 * -(-vocabulary // 256) + 4 * (splits + 1) * width
+    assert rows % 128 == 0 and rows * row_bytes <= logprob_sm90.EXTRA_BYTES
 
 
 @pytest.mark.parametrize("left_out", [False, True])
@@ -253,12 +258,12 @@ def test_memory_of_the_operators(monkeypatch, left_out):
     if device.name() != "cpu":
         pytest.skip("the memory of NumPy arrays is counted")
     rows, vocabulary, width = QWEN3_06B
-    monkeypatch.setattr(logprob, "_fused", lambda *arrays: True)
-    monkeypatch.setattr(logprob_sm90, "processors", lambda: 132)
+    monkeypatch.setattr(logprob, "_uses_sm90", lambda *arrays: True)
+    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 132)
     for name in ("launch", "cast"):
         monkeypatch.setattr(logprob_sm90, name, lambda *arguments, **options: None)
-    monkeypatch.setattr(logprob_sm90, "_head", lambda *arguments, **options: lambda: None)
-    monkeypatch.setattr(logprob_sm90.gemm_sm90, "sm90_product", lambda *arguments, **options: None)
+    monkeypatch.setattr(logprob_sm90, "_launch", lambda *arguments, **options: None)
+    monkeypatch.setattr(logprob_sm90, "gemm", lambda *arguments, **options: None)
     # Empty arrays take no memory before they are written.
     hidden, dhidden = (np.empty((rows, width), np.float16) for _ in range(2))
     weight, dweight = np.empty((vocabulary, width), np.float16), np.empty((vocabulary, width), np.float32)
@@ -334,6 +339,6 @@ def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature)
         out, plain = terms(rows), terms(rows)
         logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, *out)
         assert_same_bits(out[0], drawn, f"{rows} rows, drawn")
-        logprob._logp_of_rows(logits, None, token_ids, temperature, *plain)
+        logp_of_logits(logits, token_ids, temperature, *plain)
         for one, other in zip(out, plain, strict=True):
             assert_same_bits(one, other, f"{rows} rows")

@@ -14,10 +14,10 @@ from rlnumba.kernels.attention.paged import (
     sharing,
 )
 from rlnumba.kernels.attention.simt import decode_config, prefill_config
-from rlnumba.kernels.nn.kv_cache import write_kv
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import Context
 from tests.close import assert_close, assert_same_bits
+from tests.kernels.kv_cache import write_kv
 
 
 def bounds(lengths):

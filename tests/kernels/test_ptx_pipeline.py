@@ -13,7 +13,7 @@ from rlnumba.kernels.attention import sm90_decode, sm90_paged
 from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
 from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
-from rlnumba.kernels.logprob.sm90 import HeadTile
+from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.runtime import device, simulator
 from tests.kernels import test_attention_backward_sm90 as gradient
 from tests.kernels import test_attention_sm90 as forward
@@ -115,34 +115,34 @@ def test_attention_backward(rng, monkeypatch, order, lengths, heads, kv_heads, c
 
 
 HEADS = [
-    HeadTile(BF16, "terms", groups=2, stages=3, lead=2, entropy=True, top1=True),
-    HeadTile(F16, "terms", groups=1, stages=2),
+    LogprobConfig(BF16, "forward", consumers=2, stages=3, stagger=2, entropy=True, top1=True),
+    LogprobConfig(F16, "forward", consumers=1, stages=2),
 ]
 
 
-@pytest.mark.parametrize("tile", HEADS, ids=["two consumers", "one"])
-def test_log_prob(rng, tile):
-    case = head.make(rng, 150, 700, 328, tile.element, ignored=False)
+@pytest.mark.parametrize("config", HEADS, ids=["two consumers", "one"])
+def test_log_prob(rng, config):
+    case = head.make(rng, 150, 700, 328, config.element, ignored=False)
     hidden, weight, ids, _ = case
     out = head.terms(150)
-    if not tile.entropy:
+    if not config.entropy:
         out = [*out[:2], None, None]
-    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, tile=tile)
-    if tile.entropy:
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, config=config)
+    if config.entropy:
         head.check_terms(out, case, 0.8)
     else:
         expected = head.linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.8)
         head.assert_close(out[0], expected[0], terms=328, scale=20.0, what="logp")
 
 
-@pytest.mark.parametrize("tile", HEADS, ids=["two consumers", "one"])
-def test_log_prob_backward(rng, monkeypatch, tile):
-    case = head.make(rng, 150, 700, 200, tile.element, ignored=False)
+@pytest.mark.parametrize("config", HEADS, ids=["two consumers", "one"])
+def test_log_prob_backward(rng, monkeypatch, config):
+    case = head.make(rng, 150, 700, 200, config.element, ignored=False)
     hidden, weight, ids, dlogp = case
     lse = head.linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
     backward = functools.partial(logprob_sm90.linear_logp_backward, columns=512)
-    backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, tile=tile._replace(mode="gradient", top1=False))
+    backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, config=config._replace(mode="dlogits", top1=False))
     head.check_gradient(dhidden, dweight, case, 0.7, np.arange(150), lost=1)
 
 
@@ -152,6 +152,6 @@ def test_log_prob_in_one_pass(rng):
     logp, lse, entropy, top1 = out = head.terms(150)
     dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
     arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
-    logprob_sm90.linear_logp_with_gradient(*arguments, tile=HEADS[0]._replace(mode="exponentials"), shape=(128, 2))
+    logprob_sm90.linear_logp_with_gradient(*arguments, config=HEADS[0]._replace(mode="exponentials"), shape=(128, 2))
     head.check_terms(out, case, 1.3)
     head.check_gradient(dhidden, dweight, case, 1.3, np.arange(150), lost=2)

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.nn import qkv, rope
-from rlnumba.kernels.nn.kv_cache import write_kv
 from rlnumba.kernels.nn.qkv import (
     qkv_split,
     qkv_split_backward,
@@ -16,6 +15,7 @@ from rlnumba.kernels.nn.qkv import (
 from rlnumba.kernels.nn.rope import HeadShape, rope_table
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
+from tests.kernels.kv_cache import write_kv
 
 EPS = 1e-6
 # (N, H, HK, E): halves of a fraction of a vector, of vectors for 3 of 4 lanes, of a fraction more; a token of several

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.nn import rmsnorm as rmsnorm_module
-from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref, rmsnorm_residual
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
@@ -20,7 +20,7 @@ def arrays(rng, shape, dtype):
 def run_all(rng, shape, dtype):
     x, dout, residual, weight = arrays(rng, shape, dtype)
     wide = [a.astype(np.float64) for a in (x, dout, residual, weight)]
-    xd, dd, rd, wd = (device.asarray(a.copy()) for a in (x, dout, residual, weight))
+    xd, dd, wd = (device.asarray(a.copy()) for a in (x, dout, weight))
     xp, columns = device.xp(), shape[1]
     out, rstd = xp.full(shape, np.nan, x.dtype), xp.full(shape[:1], np.nan, np.float32)
     rmsnorm(xd, wd, EPS, out, rstd)
@@ -39,11 +39,6 @@ def run_all(rng, shape, dtype):
     dx.fill(np.nan)
     rmsnorm_backward(dd, xd, wd, rstd, dx, dweight)
     assert_close(dx, expected_dx, terms=columns, scale=size, what="dx")
-
-    rmsnorm_residual(xd, rd, wd, EPS, out, rstd)
-    stored = (wide[0] + wide[2]).astype(x.dtype)
-    assert_same_bits(rd, (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype), "residual")
-    assert_close(out, rmsnorm_ref(stored.astype(np.float64), wide[3], EPS)[0], terms=columns, what="out of residual")
 
 
 def test_gradient_of_reference(rng):
@@ -86,13 +81,10 @@ def test_partial_rows_are_added(rng, rows):
     "columns,dtype", [(1024, "bfloat16"), (2560, "float16"), (4096, "float32"), (8192, "bfloat16")]
 )
 def test_simulator_real_rows(rng, columns, dtype):
-    x, _, residual, weight = arrays(rng, (2, columns), dtype)
+    x, _, _, weight = arrays(rng, (2, columns), dtype)
     out, rstd = device.xp().empty(x.shape, x.dtype), device.xp().empty(2, np.float32)
-    total = device.asarray(residual.copy())
-    rmsnorm_residual(device.asarray(x), total, device.asarray(weight), EPS, out, rstd)
-    stored = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
-    assert_same_bits(total, stored, "residual")
-    expected, expected_rstd = rmsnorm_ref(stored.astype(np.float64), weight.astype(np.float64), EPS)
+    rmsnorm(device.asarray(x), device.asarray(weight), EPS, out, rstd)
+    expected, expected_rstd = rmsnorm_ref(x.astype(np.float64), weight.astype(np.float64), EPS)
     assert_close(out, expected, terms=columns, what="out")
     assert_close(rstd, expected_rstd, terms=columns, what="rstd")
 
@@ -132,15 +124,12 @@ def test_gpu_rows(rng, columns, dtype):
 
 def check_rows(rng, rows, columns, dtype, chosen):
     """Rows alone, and the first half of them, have the bits that they have together."""
-    x, _, residual, weight = (device.asarray(a) for a in arrays(rng, (rows, columns), dtype))
+    x, _, _, weight = (device.asarray(a) for a in arrays(rng, (rows, columns), dtype))
     xp = device.xp()
 
     def run(first, last):
-        part, total = x[first:last], residual[first:last].copy()
-        results = [xp.empty_like(part), xp.empty(last - first, np.float32)]
-        rmsnorm(part, weight, EPS, *results)
-        results += [xp.empty_like(part), xp.empty(last - first, np.float32), total]
-        rmsnorm_residual(part, total, weight, EPS, *results[2:4])
+        results = [xp.empty_like(x[first:last]), xp.empty(last - first, np.float32)]
+        rmsnorm(x[first:last], weight, EPS, *results)
         return results
 
     together = run(0, rows)
@@ -204,9 +193,9 @@ def test_kernels_compile_for_gpus(compile_offline, element, columns):
     troubles = []
     kernel = rmsnorm_module.rmsnorm_backward_kernel(backward, max(1, 256 // backward.threads))
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        for residual_too, early in ((False, False), (False, True), (True, False)):
-            forward_kernel = rmsnorm_module.rmsnorm_kernel(forward, residual_too, early)
-            troubles += compile_offline(forward_kernel, [x, x, weight, "float32", x, f32], architecture)
+        for few_rows in (False, True):
+            forward_kernel = rmsnorm_module.rmsnorm_kernel(forward, few_rows)
+            troubles += compile_offline(forward_kernel, [x, weight, "float32", x, f32], architecture)
         troubles += compile_offline(kernel, [x, x, weight, f32, "int64", x, "float32[:,::1]"], architecture)
     assert not troubles, "\n".join(troubles)
 

@@ -5,7 +5,8 @@ from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn import row_sum
 from rlnumba.kernels.philox import noise_key
-from rlnumba.kernels.sampling import ops as sampling
+from rlnumba.kernels.sampling import draw as draw_module
+from rlnumba.kernels.sampling import gumbel, scan, thresholds
 from rlnumba.kernels.sampling.ops import (
     apply_repetition_penalty,
     apply_repetition_penalty_ref,
@@ -15,6 +16,7 @@ from rlnumba.kernels.sampling.ops import (
     sample_ref,
 )
 from rlnumba.runtime import device
+from rlnumba.runtime.context import Context
 from tests.close import assert_close, assert_same_bits
 from tests.kernels.gpu_arithmetic import fill_shared_memory, use_gpu_arithmetic
 
@@ -43,6 +45,13 @@ def make(rng, rows, columns, **options):
         "sample_index": np.arange(rows, dtype=np.int32),
         "position": np.full(rows, 9, np.int32),
     }
+
+
+def set_list_length(monkeypatch, length):
+    """How many candidates a row's list holds, in the simulator."""
+    for module in (scan, draw_module):
+        monkeypatch.setattr(module, "LIST", length)
+    monkeypatch.setattr("rlnumba.runtime.context._default", Context())
 
 
 def draw(arguments):
@@ -128,7 +137,7 @@ def test_simulator_few_columns_and_greedy(rng):
 @pytest.mark.sim
 def test_simulator_several_tiles_of_a_quad(rng):
     """A class has more than one tile, and the last is ragged; logits are read two at a time."""
-    check_against_reference(make(rng, 1, sampling.CLASSES * sampling.TILE_COLUMNS + 300))
+    check_against_reference(make(rng, 1, row_sum.CLASSES * row_sum.TILE_COLUMNS + 300))
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}], ids=["none", "qwen"])
@@ -144,7 +153,7 @@ def test_simulator_more_tokens_than_the_list_holds(rng, monkeypatch, options):
         pytest.skip("test_gpu_flat_rows has this")
     arguments = make(rng, 1, 90, **options)
     listed = draw(arguments)
-    monkeypatch.setattr(sampling, "LIST", 4)
+    set_list_length(monkeypatch, 4)
     searched = draw(arguments)
     assert listed[0] == searched[0]
     assert_close(searched[1], listed[1], terms=90, scale=1.0)
@@ -159,23 +168,23 @@ def test_simulator_a_list_of_a_guess(rng, monkeypatch, options, listed):
     """Of 1,500 tokens some are listed: too few with 50, so that the row is read again, and enough with 600."""
     if device.name() == "cuda":
         pytest.skip("test_gpu has this")
-    monkeypatch.setattr(sampling, "LIST", 1024)
-    monkeypatch.setattr(sampling, "LISTED", listed)
-    monkeypatch.setattr(sampling, "LISTED_IF_FEW", listed)
+    set_list_length(monkeypatch, 1024)
+    monkeypatch.setattr(scan, "EXPECTED", listed)
+    monkeypatch.setattr(scan, "EXPECTED_IF_FEW", listed)
     found = []
-    original = sampling.race_of_row
-    monkeypatch.setattr(sampling, "race_of_row", lambda *arguments: found.append(True) or original(*arguments))
+    original = draw_module.row_gumbel_argmax
+    monkeypatch.setattr(draw_module, "row_gumbel_argmax", lambda *arguments: found.append(True) or original(*arguments))
     check_against_reference(make(rng, 1, 1500, **options))
     assert bool(found) == (listed == 50)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5}])
-@pytest.mark.parametrize("room", [8192, 4])
+@pytest.mark.parametrize("length", [8192, 4])
 @pytest.mark.sim
-def test_zeros_of_both_signs_are_one(rng, monkeypatch, options, room):
-    """The largest logits are zeros, some of them negative; with room for a list, and without."""
+def test_zeros_of_both_signs_are_one(rng, monkeypatch, options, length):
+    """The largest logits are zeros, some of them negative; all fit in the list, or they do not."""
     if device.name() != "cuda":
-        monkeypatch.setattr(sampling, "LIST", room)
+        set_list_length(monkeypatch, length)
     arguments = make(rng, 2, 90, **options)
     arguments["logits"] = -np.abs(arguments["logits"])
     arguments["logits"][0, [5, 50]] = -0.0
@@ -192,7 +201,7 @@ def test_simulator_blocks_that_share_a_row(rng, monkeypatch, options):
     arguments = make(rng, 2, 9001, **options)
     alone = draw(arguments)
     for processors in (2, 5):
-        monkeypatch.setattr(sampling, "processors", lambda: processors)  # noqa: B023
+        monkeypatch.setattr(scan, "sm_count", lambda: processors)  # noqa: B023
         shared = draw(arguments)
         assert np.array_equal(shared[0], alone[0])
         assert_same_bits(shared[1], alone[1])
@@ -211,7 +220,7 @@ def test_simulator_masked_tokens_do_not_count(rng, options):
 @pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
 @pytest.mark.sim
 def test_rows_that_are_no_distribution(rng, monkeypatch, options):
-    use_gpu_arithmetic(monkeypatch, sampling, row_sum)
+    use_gpu_arithmetic(monkeypatch, draw_module, gumbel, scan, thresholds, row_sum)
     fill_shared_memory(monkeypatch, 0x11)
     check_rows_that_are_no_distribution(rng, options)
 
@@ -254,7 +263,7 @@ def test_distribution(rng, options):
 
 
 def test_distribution_across_segments(rng):
-    """Few tokens beside the borders of segments: the first race and the second one must agree on their weights."""
+    """Few tokens beside the borders of segments: the two draws must agree on their weights."""
     if device.name() == "sim":
         pytest.skip("needs many draws")
     row = np.full(1100, -np.inf, np.float32)
@@ -336,7 +345,7 @@ def test_noise_depends_on_its_name_alone(rng):
 
 
 def test_filters_do_not_change_the_noise(rng):
-    """Where the winner of the whole race is kept, it wins the filtered race too: in a row of one segment."""
+    """Where the token drawn without filters is kept, it is drawn with them too: in a row of one segment."""
     rows = 2 if device.name() == "sim" else 200
     arguments = make(rng, rows, 40)
     free, _ = draw(arguments)
@@ -475,8 +484,8 @@ def test_not_a_number_shows_in_the_log_prob(rng):
 
 def test_reference_noise_is_a_word_of_the_tokens_own_counter():
     words = noise_words_ref(10, noise_key(1, [2]), 3, 4)
-    of_segments = noise_words_ref(10, noise_key(1, [2]), 3, 4, sampling.OF_SEGMENTS)
-    assert len({*words.tolist(), *of_segments.tolist()}) == 20
+    segment_words = noise_words_ref(10, noise_key(1, [2]), 3, 4, gumbel.SEGMENT_NOISE)
+    assert len({*words.tolist(), *segment_words.tolist()}) == 20
     assert np.array_equal(words[:6], noise_words_ref(6, noise_key(1, [2]), 3, 4))
 
 

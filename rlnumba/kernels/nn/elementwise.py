@@ -14,7 +14,7 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 # H200, sum of 2 x 16.8 million bfloat16: 25.1 us with one vector a thread, 25.3 with two, 25.6 with four. More threads
-# keep as many bytes on their way, and blocks then go through memory in order.
+# keep as many bytes in flight, and blocks then go through memory in order.
 THREADS = 256
 
 
@@ -94,7 +94,7 @@ def fill_kernel(vector, access, bounded):
 
 
 def _launch_flat(factory, arguments, size):
-    """Launch the kernels of `factory` over `size` elements: whole vectors, then the few that are left."""
+    """Launch the kernels of `factory` over `size` elements: whole vectors, then the remainder."""
     flat = [a if isinstance(a, float) else a.reshape(-1) for a in arguments]
     vector = 16 // max(a.itemsize for a in flat if not isinstance(a, float))
     whole = size - size % vector
@@ -102,9 +102,9 @@ def _launch_flat(factory, arguments, size):
         parts = [a if isinstance(a, float) else a[first:last] for a in flat]
         if first < last:
             access = access_length(last - first, *[a for a in parts if not isinstance(a, float)])
-            of_block = THREADS * vector
-            kernel = factory(vector, access, (last - first) % of_block != 0)
-            launch(kernel, -(-(last - first) // of_block), THREADS, *parts)
+            block_elements = THREADS * vector
+            kernel = factory(vector, access, (last - first) % block_elements != 0)
+            launch(kernel, -(-(last - first) // block_elements), THREADS, *parts)
 
 
 def add(x, y, out):
@@ -167,7 +167,7 @@ def gather_rows(x, rows, out):
     """out[m] = x[rows[m]], bit for bit.
 
     x (N, D) of a floating dtype; rows (M,) int32 in [0, N); out (M, D) of x's dtype is written. A row
-    number outside [0, N) raises ValueError on the numpy device and gives a row of NaN elsewhere. Raises
+    number outside [0, N) raises ValueError on the cpu device and gives a row of NaN elsewhere. Raises
     ValueError for other shapes, dtypes or layouts.
     """
     limit, columns = check("gather_rows", "x", x, (None, None), FLOATS)
@@ -184,7 +184,7 @@ def scatter_rows(x, rows, out):
     """out[rows[m]] = x[m], bit for bit; other rows of out keep their values.
 
     x (M, D) of a floating dtype; rows (M,) int32 in [0, N), no row twice; out (N, D) of x's dtype is
-    written. A row number outside [0, N) raises ValueError on the numpy device and is skipped elsewhere.
+    written. A row number outside [0, N) raises ValueError on the cpu device and is skipped elsewhere.
     Raises ValueError for other shapes, dtypes or layouts.
     """
     count, columns = check("scatter_rows", "x", x, (None, None), FLOATS)

@@ -4,11 +4,11 @@
 
 input_ids (N,) int32; weight (V, D), out and dout (N, D) in float32, float16 or bfloat16; dweight (V, D) float32. The
 sum runs in float32 over the tokens in their order. Two kernels: the first lists the tokens so that those of one id, its
-run, stand together, in their order; in the second a block adds up a part of a run, PART tokens, and the last block to
-come with a part of a longer run adds these up in their order: an id that fills half of the batch does not hold up the
-rest. With atomic additions instead, the sum's order, and so its last bits, would change from run to run. The list needs
-nothing but the ids: `list_tokens` makes it ahead, beside the forward's products, since it takes 9 us of waiting and
-hardly any memory or arithmetic.
+run, are neighbours, in their order; in the second a block adds up a part of a run, PART tokens, and the block that
+finishes the last part of a longer run adds the parts in order, so that an id that fills half of the batch does not
+serialise the rest. With atomic additions instead, the sum's order, and so its last bits, would change from run to run.
+The list needs nothing but the ids: `list_tokens` makes it during the forward's GEMMs, on a stream of its own, since it
+takes 9 us of latency and hardly any memory traffic or arithmetic.
 """
 
 import functools
@@ -32,6 +32,7 @@ from rlnumba.kernels.ptx.warp import (
     vector_access,
 )
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import ALWAYS, launch, specialize
 
@@ -39,21 +40,21 @@ i32, u32 = np.int32, np.uint32
 
 # Threads of a block that copies rows, and rows of a thread where there are so many that all SMs are busy. H200, 16,384
 # rows of 2 KiB: 20.0, 19.1, 19.2 and 19.5 us with 1, 2, 4 and 8.
-COPYING_THREADS = 256
-MANY_ROWS, ROWS_OF_COPIER = 4096, 2
+COPY_THREADS = 256
+MANY_ROWS, THREAD_ROWS = 4096, 2
 # Threads of a block that lists tokens, and ids that each reads at a time, at most a bit of an int32 each.
-LISTERS = 1024
-IDS_OF_LISTER = 16
-TILE = LISTERS * IDS_OF_LISTER
+LIST_THREADS = 1024
+THREAD_IDS = 16
+TILE = LIST_THREADS * THREAD_IDS
 # Blocks that list tokens, at most, unless the vocabulary needs more: a block has a counter for each of its ids, and at
 # most MOST_COUNTERS.
 MOST_BUCKETS = 128
-TOKENS_OF_BUCKET = 128
+BUCKET_TOKENS = 128
 MOST_COUNTERS = 4096
-# Tokens of a part of a run. Part of the arithmetic.
+# Tokens of a part of a run. Fixes the order of the sum.
 PART = 32
-# Threads of a block that adds up, and columns of each: 16 bytes of float32. Blocks that an SM has at a time: with 32
-# registers a thread, an SM is full. H200, 16,384 different ids: 45 us for this kernel, 48 with six, 56 with four.
+# Threads of a block that adds up, and columns of each: 16 bytes of float32. Resident blocks of an SM: with 32 registers
+# a thread, an SM is full. H200, 16,384 different ids: 45 us for this kernel, 48 with six, 56 with four.
 THREADS = 256
 VECTOR = 4
 RESIDENT = 8
@@ -67,13 +68,13 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
     """The kernel that copies rows of integers of type `element`: out[n] = x[rows[n]], or out[rows[n]] = x[n].
 
     bounded: the last block of a row has columns beyond the end. parts: blocks of a row. many: rows of a thread, whose
-    loads are under way together.
+    loads are in flight together.
     """
     vector = 16 // np.dtype(element).itemsize
     ones, held = element(np.iinfo(element).max), vector * many
     load, store = vector_access(vector, access, bounded)
 
-    @cuda.jit(launch_bounds=(COPYING_THREADS, 1))
+    @cuda.jit(launch_bounds=(COPY_THREADS, 1))
     def copy_rows_kernel(x, rows, out):
         """A thread owns a vector of `many` rows, a block blockDim.x neighbouring ones of many * blockDim.y rows.
 
@@ -85,7 +86,7 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
         kept, row_of = cuda.local.array(held, element), cuda.local.array(many, np.int32)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
-        # Beyond the last row, and for a row number outside, another row is read in its place, and not used.
+        # Beyond the last row, and for a row number outside, another row is read instead, and not used.
         for j in range(many):
             row_of[j] = rows[min(top + j * cuda.blockDim.y, rows.shape[0] - 1)]
         for j in range(many):
@@ -110,16 +111,17 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
 
 
 @device_function
-def sum_of_warps(value, sums):
+def warp_prefix_sum(value, sums):
     """(sum of value over the warps before this one, sum over all), each warp's value being in all of its lanes.
 
-    For blocks of LISTERS threads. value: int32; sums: shared int32 (32,), free again after the next barrier.
+    For blocks of LIST_THREADS threads. value: int32; sums: shared int32 (32,), which may be reused after the next
+    barrier.
     """
     lane, warp = i32(cuda.threadIdx.x) % i32(32), i32(cuda.threadIdx.x) // i32(32)
     if lane == 0:
         sums[warp] = value
     cuda.syncthreads()
-    total = i32(sums[lane] if lane < LISTERS // 32 else 0)
+    total = i32(sums[lane] if lane < LIST_THREADS // 32 else 0)
     before = i32(total if lane < warp else 0)
     for step in range(5):
         before = i32(before + shuffle_xor(before, 1 << step))
@@ -127,46 +129,125 @@ def sum_of_warps(value, sums):
     return before, total
 
 
-@specialize
-def list_tokens_kernel(buckets, access):
-    """The kernel for a power of two of buckets, which loads `access` ids at a time."""
+# Steps of list_tokens_kernel. memory is its dynamic shared memory: `counters` counters, `counters` + 1 first positions
+# of runs, and the members, which are the tokens of the bucket in a tile.
+
+
+@functools.cache
+def bucket_functions(buckets, access):
+    """(find_members, count_members, counter_of) for a power of two of buckets, `access` ids a load."""
     load, _ = vector_access(4, access, True)
-    _, store_entry = vector_access(4, 4)
-    shift, of_bucket = i32(buckets.bit_length() - 1), i32(buckets - 1)
-    of_warp, loads = 32 * IDS_OF_LISTER, IDS_OF_LISTER // 4
+    shift, bucket_mask = i32(buckets.bit_length() - 1), i32(buckets - 1)
 
     @device_function
-    def find(input_ids, first, bucket):
+    def find_members(input_ids, first, bucket):
         """(bits of this lane's ids from `first` on that are in the bucket, how many are in lower ones).
 
         A lane has four ids, then the four 128 further on, and so on.
         """
-        ids = cuda.local.array(IDS_OF_LISTER, np.int32)
+        ids = cuda.local.array(THREAD_IDS, np.int32)
         left = i32(input_ids.shape[0] - first)
-        mine, lower = u32(0), i32(0)
-        for i in range(loads):
+        bits, lower = u32(0), i32(0)
+        for i in range(THREAD_IDS // 4):
             load(input_ids, first + 128 * i, ids, 4 * i)
-        for i in range(IDS_OF_LISTER):
-            other = i32(ids[i] & of_bucket if 128 * (i // 4) + i % 4 < left else buckets)
+        for i in range(THREAD_IDS):
+            other = i32(ids[i] & bucket_mask if 128 * (i // 4) + i % 4 < left else buckets)
             if other == bucket:
-                mine = u32(mine | u32(u32(1) << u32(i)))
+                bits = u32(bits | u32(u32(1) << u32(i)))
             if other < bucket:
                 lower = i32(lower + i32(1))
-        return mine, lower
+        return bits, lower
 
     @device_function
     def counter_of(token_id, vocabulary, counters):
         """The counter of an id, within its bucket; the last one is that of all ids outside the vocabulary."""
         return i32(token_id >> shift if 0 <= token_id and token_id < vocabulary else counters - i32(1))
 
-    @cuda.jit(launch_bounds=(LISTERS, 1))
+    @device_function
+    def count_members(input_ids, lane_first, bucket, vocabulary, counters, memory):
+        """Count the bucket's ids. Returns (bits of the last tile's, how many ids of this warp are in lower buckets)."""
+        bits, lower, tile = u32(0), i32(0), i32(0)
+        while tile < i32(input_ids.shape[0]):
+            bits, found = find_members(input_ids, tile + lane_first, bucket)
+            lower = i32(lower + found)
+            left = bits
+            while left != 0:
+                i = i32(cuda.ffs(left)) - i32(1)
+                left = u32(left & u32(left - u32(1)))
+                token_id = input_ids[tile + lane_first + i32(128) * (i >> i32(2)) + (i & i32(3))]
+                cuda.atomic.add(memory, counter_of(token_id, vocabulary, counters), i32(1))
+            tile = i32(tile + i32(TILE))
+        for step in range(5):
+            lower = i32(lower + shuffle_xor(lower, 1 << step))
+        return bits, lower
+
+    return find_members, count_members, counter_of
+
+
+@device_function
+def counts_to_positions(memory, counters, lower, sums):
+    """Each counter becomes the position of the next token with its id, and the runs' first positions are stored.
+
+    lower: how many ids of all tokens are in lower buckets.
+    """
+    thread = i32(cuda.threadIdx.x)
+    lane, starts = thread % i32(32), counters
+    share = i32((counters + i32(LIST_THREADS - 1)) // i32(LIST_THREADS))
+    first, last = thread * share, min((thread + i32(1)) * share, counters)
+    count = i32(0)
+    for i in range(first, last):
+        count = i32(count + memory[i])
+    up_to = count
+    for step in range(5):
+        below = shuffle_up(up_to, 1 << step)
+        if lane >= 1 << step:
+            up_to = i32(up_to + below)
+    before, _ = warp_prefix_sum(shuffle(up_to, 31), sums)
+    position = i32(lower + before + up_to - count)
+    for i in range(first, last):
+        count = memory[i]
+        memory[i], memory[starts + i32(i)] = position, position
+        position = i32(position + count)
+        if i == counters - 1:
+            memory[starts + counters] = position
+
+
+@device_function
+def collect_members(memory, members_at, bits, lane_first, lane, sums):
+    """Write the bucket's tokens of a tile, as offsets in it, to memory[members_at:] in their order; return how many."""
+    count = i32(cuda.popc(bits))
+    for step in range(5):
+        count = i32(count + shuffle_xor(count, 1 << step))
+    # The barrier in it also ends the work on the counters.
+    member, count = warp_prefix_sum(count, sums)
+    for i in range(THREAD_IDS // 4):
+        at = member
+        for j in range(4):
+            votes = ballot(u32(bits >> u32(4 * i + j)) & u32(1) != u32(0))
+            at = i32(at + i32(cuda.popc(votes & ~(i32(-1) << lane))))
+            member = i32(member + i32(cuda.popc(votes)))
+        for j in range(4):
+            if u32(bits >> u32(4 * i + j)) & u32(1) != u32(0):
+                memory[members_at + at] = lane_first + i32(128 * i + j)
+                at = i32(at + i32(1))
+    cuda.syncthreads()
+    return count
+
+
+@specialize
+def list_tokens_kernel(buckets, access):
+    """The kernel for a power of two of buckets, which loads `access` ids at a time."""
+    _, store_entry = vector_access(4, 4)
+    find_members, count_members, counter_of = bucket_functions(buckets, access)
+
+    @cuda.jit(launch_bounds=(LIST_THREADS, 1))
     def list_tokens_kernel(input_ids, vocabulary, padding_idx, counters, entries, order, arrived):
         """order: the tokens by (id modulo buckets, id, token), so that those of an id, its run, are neighbours.
 
-        entries[token] = place in this list, id (-1 for what adds to no row), place in its run, length of its run.
+        entries[token] = position in this list, id (-1 for what adds to no row), position in its run, length of its run.
         arrived = 0. A block owns the ids of a bucket. It counts them, and the ids of lower buckets, which gives each
-        id its place; then it collects its tokens in shared memory, a tile of all tokens at a time, and puts them in
-        their places, 32 in a warp, the warps in their order.
+        id its first position; then it collects its tokens in shared memory, a tile of all tokens at a time, and writes
+        them to their positions, 32 in a warp, the warps in order.
         Dynamic shared memory: twice `counters` + 1 and TILE int32.
         """
         memory = cuda.shared.array(0, np.int32)
@@ -176,96 +257,50 @@ def list_tokens_kernel(buckets, access):
         lane, warp = thread % i32(32), thread // i32(32)
         vocabulary, padding_idx, counters = i32(vocabulary), i32(padding_idx), i32(counters)
         tokens = i32(input_ids.shape[0])
-        # Where the runs begin, and the tokens of the bucket.
         starts, members_at = counters, i32(counters + counters + i32(1))
-        first_of_lane = warp * i32(of_warp) + lane * i32(4)
+        lane_first = warp * i32(32 * THREAD_IDS) + lane * i32(4)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
-        for i in range(thread, counters, LISTERS):
+        for i in range(thread, counters, LIST_THREADS):
             memory[i] = i32(0)
-        for i in range(bucket * i32(LISTERS) + thread, arrived.shape[0], cuda.gridDim.x * LISTERS):
+        for i in range(bucket * i32(LIST_THREADS) + thread, arrived.shape[0], cuda.gridDim.x * LIST_THREADS):
             arrived[i] = i32(0)
         cuda.syncthreads()
-        mine, lower, top = u32(0), i32(0), i32(0)
-        while top < tokens:
-            mine, found = find(input_ids, top + first_of_lane, bucket)
-            lower = i32(lower + found)
-            left = mine
-            while left != 0:
-                i = i32(cuda.ffs(left)) - i32(1)
-                left = u32(left & u32(left - u32(1)))
-                token_id = input_ids[top + first_of_lane + i32(128) * (i >> i32(2)) + (i & i32(3))]
-                cuda.atomic.add(memory, counter_of(token_id, vocabulary, counters), i32(1))
-            top = i32(top + i32(TILE))
-        for step in range(5):
-            lower = i32(lower + shuffle_xor(lower, 1 << step))
+        bits, lower = count_members(input_ids, lane_first, bucket, vocabulary, counters, memory)
         # The barrier in it also ends the counting.
-        _, lower = sum_of_warps(lower, sums[0])
-        share = i32((counters + i32(LISTERS - 1)) // i32(LISTERS))
-        first, last = thread * share, min((thread + i32(1)) * share, counters)
-        count = i32(0)
-        for i in range(first, last):
-            count = i32(count + memory[i])
-        up_to = count
-        for step in range(5):
-            below = shuffle_up(up_to, 1 << step)
-            if lane >= 1 << step:
-                up_to = i32(up_to + below)
-        before, _ = sum_of_warps(shuffle(up_to, 31), sums[1])
-        # A counter becomes the place of the next token with its id.
-        place = i32(lower + before + up_to - count)
-        for i in range(first, last):
-            count = memory[i]
-            memory[i], memory[starts + i32(i)] = place, place
-            place = i32(place + count)
-            if i == counters - 1:
-                memory[starts + counters] = place
-        top = i32(0)
-        while top < tokens:
+        _, lower = warp_prefix_sum(lower, sums[0])
+        counts_to_positions(memory, counters, lower, sums[1])
+        tile = i32(0)
+        while tile < tokens:
             if tokens > TILE:
-                mine, _ = find(input_ids, top + first_of_lane, bucket)
-            group_sizes = i32(cuda.popc(mine))
-            for step in range(5):
-                group_sizes = i32(group_sizes + shuffle_xor(group_sizes, 1 << step))
-            # The barrier in it also ends the work on the counters.
-            member, group_sizes = sum_of_warps(group_sizes, sums[2])
-            for i in range(loads):
-                place = member
-                for j in range(4):
-                    votes = ballot(u32(mine >> u32(4 * i + j)) & u32(1) != u32(0))
-                    place = i32(place + i32(cuda.popc(votes & ~(i32(-1) << lane))))
-                    member = i32(member + i32(cuda.popc(votes)))
-                for j in range(4):
-                    if u32(mine >> u32(4 * i + j)) & u32(1) != u32(0):
-                        memory[members_at + place] = first_of_lane + i32(128 * i + j)
-                        place = i32(place + i32(1))
-            cuda.syncthreads()
+                bits, _ = find_members(input_ids, tile + lane_first, bucket)
+            count = collect_members(memory, members_at, bits, lane_first, lane, sums[2])
             base = i32(0)
-            while base < group_sizes:
-                exists = base + thread < group_sizes
-                token = top + memory[members_at + min(base + thread, group_sizes - i32(1))]
+            while base < count:
+                exists = base + thread < count
+                token = tile + memory[members_at + min(base + thread, count - i32(1))]
                 token_id = input_ids[token]
                 counter = counter_of(token_id, vocabulary, counters)
                 # Equal ids of 32 tokens follow each other.
                 alike = match(i32(counter if exists else -1))
-                rank, place = i32(cuda.popc(alike & ~(i32(-1) << lane))), i32(0)
-                for turn in range(min(i32(LISTERS // 32), (group_sizes - base + i32(31)) // i32(32))):
-                    if warp == turn:
-                        place = i32(memory[counter] + rank)
+                rank, position = i32(cuda.popc(alike & ~(i32(-1) << lane))), i32(0)
+                for writing in range(min(i32(LIST_THREADS // 32), (count - base + i32(31)) // i32(32))):
+                    if warp == writing:
+                        position = i32(memory[counter] + rank)
                         sync_warp()
                         if exists and rank == 0:
-                            memory[counter] = i32(place + i32(cuda.popc(alike)))
+                            memory[counter] = i32(position + i32(cuda.popc(alike)))
                     cuda.syncthreads()
                 if exists:
-                    counts = counter < counters - i32(1) and token_id != padding_idx
+                    adds = counter < counters - i32(1) and token_id != padding_idx
                     start = memory[starts + counter]
-                    entry[0], entry[1], entry[2] = place, i32(token_id if counts else -1), i32(place - start)
+                    entry[0], entry[1], entry[2] = position, i32(token_id if adds else -1), i32(position - start)
                     entry[3] = i32(memory[starts + counter + i32(1)] - start)
-                    order[place] = token
+                    order[position] = token
                     store_entry(entries[token], 0, entry, 0)
-                base = i32(base + i32(LISTERS))
+                base = i32(base + i32(LIST_THREADS))
             cuda.syncthreads()
-            top = i32(top + i32(TILE))
+            tile = i32(tile + i32(TILE))
 
     return list_tokens_kernel
 
@@ -281,11 +316,11 @@ def embedding_backward_kernel(access, bounded):
 
     @cuda.jit(launch_bounds=(THREADS, resident))
     def embedding_backward_kernel(entries, order, dout, dweight, parts, arrived):
-        """A block owns THREADS * VECTOR columns of a token, with which a part of a run begins, and of this part.
+        """A block owns THREADS * VECTOR columns of the part of a run that begins with a token.
 
         A part is PART tokens of a run, the last one fewer. If it is all of the run, its sum is added to dweight. Else
-        it goes to parts (places / PART, 2, D): [place / PART, 1] if it is the run's first part, else [.., 0]. The
-        last block to come with a part of a run (arrived counts them) adds them up in their order.
+        it goes to parts (positions / PART, 2, D): [position / PART, 1] if it is the run's first part, else [.., 0]. The
+        last block to finish a part of a run (arrived counts them) adds them up in order.
         """
         number = cuda.shared.array(1, np.int32)
         entry = cuda.local.array(4, np.int32)
@@ -297,12 +332,12 @@ def embedding_backward_kernel(access, bounded):
         token = cuda.blockIdx.x
         first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR
         load_entry(entries[token], 0, entry, 0)
-        place, token_id, index, run = entry[0], entry[1], entry[2], entry[3]
+        position, token_id, index, run = entry[0], entry[1], entry[2], entry[3]
         if token_id < 0 or index % PART > 0:
             return
         load(dout[token], first, total, 0)
         if run == 1:
-            # The rest below would do, with more registers.
+            # A path of its own: the general one below needs more registers.
             load(dweight[token_id], first, before, 0)
             for i in range(VECTOR):
                 total[i] += before[i]
@@ -311,14 +346,14 @@ def embedding_backward_kernel(access, bounded):
         length = min(PART, run - index)
         for top in range(1, length, ROWS_AT_ONCE):
             for j in range(ROWS_AT_ONCE):
-                load(dout[order[place + min(top + j, length - 1)]], first, rows, j * VECTOR)
+                load(dout[order[position + min(top + j, length - 1)]], first, rows, j * VECTOR)
             compiler_barrier()
             for j in range(ROWS_AT_ONCE):
                 if top + j < length:
                     for i in range(VECTOR):
                         total[i] += rows[j * VECTOR + i]
         if run > PART:
-            part, start, many = place // PART, (place - index) // PART, (run + PART - 1) // PART
+            part, start, many = position // PART, (position - index) // PART, (run + PART - 1) // PART
             store(parts[part, 1 if index == 0 else 0], first, total, 0)
             cuda.threadfence()
             cuda.syncthreads()
@@ -351,10 +386,10 @@ def copy_rows(x, rows, out, scatter):
     if not columns:
         return
     vectors = -(-columns * x.itemsize // 16)
-    threads = min(-(-vectors // 32) * 32, COPYING_THREADS)
-    lines, parts = COPYING_THREADS // threads, -(-vectors // threads)
+    threads = min(-(-vectors // 32) * 32, COPY_THREADS)
+    lines, parts = COPY_THREADS // threads, -(-vectors // threads)
     bounded = columns * x.itemsize % (16 * threads) != 0
-    many = ROWS_OF_COPIER if rows.size >= MANY_ROWS else 1
+    many = THREAD_ROWS if rows.size >= MANY_ROWS else 1
     kernel = copy_rows_kernel(element, access_length(columns, x, out), bounded, scatter, parts, many)
     blocks, arguments = -(-rows.size // (many * lines)) * parts, (x.view(element), rows, out.view(element))
     launch(kernel, blocks, (threads, lines), *arguments, pdl=ALWAYS)
@@ -364,7 +399,7 @@ def embedding(input_ids, weight, out):
     """out[n] = weight[input_ids[n]].
 
     input_ids (N,) int32 in [0, V); weight (V, D) of a floating dtype; out (N, D) of the same is written. An
-    id outside [0, V) raises ValueError on the numpy device; kernels, which cannot raise, write a row of NaN.
+    id outside [0, V) raises ValueError on the cpu device; kernels, which cannot raise, write a row of NaN.
     Raises ValueError for other shapes, dtypes or layouts.
     """
     vocabulary, columns = check("embedding", "weight", weight, (None, None), FLOATS)
@@ -387,7 +422,7 @@ def check_rows(op, name, rows, limit):
 def buckets_of(tokens, vocabulary):
     """How many blocks list the tokens, a power of two."""
     buckets = 1
-    while (buckets < MOST_BUCKETS and buckets * TOKENS_OF_BUCKET < tokens) or buckets * MOST_COUNTERS < vocabulary:
+    while (buckets < MOST_BUCKETS and buckets * BUCKET_TOKENS < tokens) or buckets * MOST_COUNTERS < vocabulary:
         buckets *= 2
     return buckets
 
@@ -406,19 +441,20 @@ class TokenList(NamedTuple):
     ready: object = None
 
 
-@functools.cache
-def _stream_beside():
-    """A stream for work that nobody waits for at once."""
-    import cupy
+class ListStream:
+    """The stream on which a context lists tokens."""
 
-    return cupy.cuda.Stream(non_blocking=True)
+    def __init__(self):
+        import cupy
+
+        self.stream = cupy.cuda.Stream(non_blocking=True)
 
 
 def list_tokens(input_ids, shape, padding_idx=None):
     """The TokenList for embedding_backward with these ids, a dweight of `shape` (V, D) and padding_idx.
 
-    input_ids (N,) int32. On a GPU it is made on a stream of its own, after what the current one holds. None on the
-    numpy device, which needs none, and without tokens.
+    input_ids (N,) int32. On a GPU it is made on a stream of its own, after what is queued on the current one. None
+    on the cpu device, which needs none, and without tokens.
     """
     (tokens,) = check("list_tokens", "input_ids", input_ids, (None,), I32)
     if device.name() == "cpu" or tokens == 0:
@@ -429,15 +465,15 @@ def list_tokens(input_ids, shape, padding_idx=None):
         return listed
     import cupy
 
-    beside = _stream_beside()
-    beside.wait_event(cupy.cuda.get_current_stream().record())
-    with beside:
+    stream = current().own(ListStream).stream
+    stream.wait_event(cupy.cuda.get_current_stream().record())
+    with stream:
         _list(listed, input_ids)
-        return listed._replace(ready=beside.record())
+        return listed._replace(ready=stream.record())
 
 
 def _new_list(tokens, shape, padding_idx):
-    """A TokenList that is still to be filled."""
+    """A TokenList with arrays to be filled by _list."""
     arrived = -(-tokens // PART) * -(-shape[1] // (THREADS * VECTOR))
     arrays = (device.xp().empty(size, np.int32) for size in ((tokens, 4), tokens, arrived))
     return TokenList(*arrays, tuple(shape), -1 if padding_idx is None else padding_idx)
@@ -450,15 +486,15 @@ def _list(listed, input_ids):
     counters = -(-vocabulary // buckets) + 1
     kernel = list_tokens_kernel(buckets, access_length(input_ids.size, input_ids))
     arguments = input_ids, vocabulary, listed.ignored, counters, listed.entries, listed.order, listed.arrived
-    launch(kernel, buckets, LISTERS, *arguments, shared=4 * (2 * counters + 1 + TILE), pdl=ALWAYS)
+    launch(kernel, buckets, LIST_THREADS, *arguments, shared=4 * (2 * counters + 1 + TILE), pdl=ALWAYS)
 
 
 def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
     """dweight[input_ids[n]] += dout[n], the tokens of one id added up in their order.
 
     input_ids (N,) int32; dout (N, D) of a floating dtype; dweight (V, D) float32 is added to, but for the row
-    padding_idx (torch.nn.Embedding's). listed: what list_tokens gave for the same, which is used up. Ids outside [0, V)
-    raise ValueError on the numpy device and contribute nothing elsewhere. Raises ValueError for other shapes, dtypes or
+    padding_idx (torch.nn.Embedding's). listed: the TokenList of the same, which may be used once. Ids outside [0, V)
+    raise ValueError on the cpu device and contribute nothing elsewhere. Raises ValueError for other shapes, dtypes or
     layouts.
     """
     tokens, columns = check("embedding_backward", "dout", dout, (None, None), FLOATS)
@@ -486,11 +522,11 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(listed.ready)
-    of_block = THREADS * VECTOR
+    block_columns = THREADS * VECTOR
     parts = device.xp().empty((-(-tokens // PART), 2, columns), np.float32)
-    kernel = embedding_backward_kernel(access_length(columns, dout, dweight), columns % of_block != 0)
+    kernel = embedding_backward_kernel(access_length(columns, dout, dweight), columns % block_columns != 0)
     arguments = listed.entries, listed.order, dout, dweight, parts, listed.arrived
-    launch(kernel, (tokens, -(-columns // of_block)), THREADS, *arguments, pdl=ALWAYS)
+    launch(kernel, (tokens, -(-columns // block_columns)), THREADS, *arguments, pdl=ALWAYS)
 
 
 def embedding_ref(input_ids, weight):

@@ -10,8 +10,8 @@ and for a value head out = x. Without norm weights y = x. Backward, with g = rop
 
 qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK)
 and dweight (E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a
-lane's, over its part of either half in its order, then a butterfly of the group. In inference k and v go straight to
-their slots of the block cache (kv_cache.py).
+lane's, over its part of either half in its order, then a butterfly of the group. In inference k and v are
+written to their slots of the block cache.
 """
 
 import functools
@@ -37,19 +37,19 @@ from rlnumba.runtime.launch import ALWAYS, launch, specialize
 
 i32 = np.int32
 
-# What stands in for absent weights on the numpy device.
+# For absent weights on the cpu device.
 _EMPTY = np.empty(0, np.float32)
 _EMPTY_ROWS = np.empty((0, 0), np.float32)
-# Warps of a block that splits, and blocks that an SM has at a time; heads that a group of lanes owns at most, and one
-# where that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
+# Warps of a block of qkv_split, and resident blocks of an SM; heads that a group of lanes owns at most, and one where
+# that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
 # with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache 72.6 us with
 # 12 blocks an SM and 74.3 with ten; not to a cache 72.4 and 70.6.
 SPLIT_WARPS, SPLIT_RESIDENT, CACHE_RESIDENT = 2, 10, 12
 SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
-# Blocks of the backward with norm that an SM has at a time, which leaves 96 registers a thread.
+# Resident blocks of the backward with norm on an SM, which leaves 96 registers a thread.
 RESIDENT = 5
-# Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Part of
-# the arithmetic.
+# Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Fixes the
+# order of the sum.
 BACKWARD_BLOCKS = 660
 # Heads of an array of heads, which kernels count in 32 bits.
 MOST_HEADS = 1 << 31
@@ -59,9 +59,9 @@ MOST_HEADS = 1 << 31
 def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
 
-    cached: k and v are caches, and a token's place in them is its slot. All four versions have the same arguments;
+    cached: k and v are caches, and a token's row in them is its slot. All four versions have the same arguments;
     without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
-    most_heads: that a group of lanes owns; changes no bits.
+    most_heads: heads that a group of lanes owns at most; changes no bits.
     """
     width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
@@ -70,24 +70,23 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     count = heads_of_group * of_head
     load_head, store_head, load_angles = head_access(shape)
 
-    # For few tokens, which last as long as their loads do, one after the other: all but the heads come while the kernel
-    # ahead ends.
-    ahead = cached and heads_of_group == 1
-    # Of narrower heads, whose lanes come from more of them, addresses would not leave enough registers.
+    # With few tokens the time is that of dependent loads: all but the heads are loaded before griddepcontrol.wait.
+    loads_before_wait = cached and heads_of_group == 1
+    # With narrower heads, more of them a warp, addresses would not leave enough registers.
     resident = CACHE_RESIDENT if cached and width >= 128 else SPLIT_RESIDENT
 
     @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(resident)))
     def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
 
-        At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
-        are read once for all of them. Heads are counted in 32 bits: 64 take one more instruction out of five.
+        Its groups work on neighbouring heads, so that the warp reads and writes whole lines of memory. Angles are read
+        once for all of them. Heads are counted in 32 bits: 64 take one more instruction out of five.
         """
         warp = i32(cuda.blockIdx.x * SPLIT_WARPS + cuda.threadIdx.y)
         row = i32(warp // i32(warps_of_token))
         if row >= position_ids.shape[0]:
             return
-        if not ahead:
+        if not loads_before_wait:
             griddepcontrol_wait()
             griddepcontrol_launch_dependents()
         lane = i32(cuda.threadIdx.x)
@@ -99,10 +98,10 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
         c = cuda.local.array(vector, np.float32)
         s = cuda.local.array(vector, np.float32)
         position = position_ids[np.uint64(row)]
-        place = row
-        if ahead:
+        kv_row = row
+        if loads_before_wait:
             if first_head >= heads:
-                place = slot_mapping[np.uint64(row)]
+                kv_row = slot_mapping[np.uint64(row)]
             if normed and first_head < heads:
                 load_head(q_weight, 0, e, weights, 0)
             elif normed and first_head < rotated:
@@ -114,15 +113,15 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
             # A group without a head reads the last one.
             head = i32(min(first_head + i32(i * groups), i32(all_heads - 1)))
             load_head(qkv, i32(row * i32(all_heads) + head), e, values, i * of_head)
-        if not ahead:
-            # Angles wait for the position; heads do not.
+        if not loads_before_wait:
+            # Angles depend on the load of the position; heads do not.
             compiler_barrier()
             load_angles(cos, sin, position, e, c, s)
-        if cached and not ahead:
-            # ptxas would ask for the slot first, and late for the angles. Without a slot, k and v are not written.
+        if cached and not loads_before_wait:
+            # Without the barrier ptxas loads the slot first, and the angles late. Slot -1: k and v are not written.
             sync_warp()
             if first_head + i32((heads_of_group - 1) * groups) >= heads:
-                place = slot_mapping[np.uint64(row)]
+                kv_row = slot_mapping[np.uint64(row)]
         if normed:
             for i in range(heads_of_group):
                 squares, others = np.float32(0.0), np.float32(0.0)
@@ -133,13 +132,13 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                 for step in range(steps):
                     squares += shuffle_xor(squares, lanes >> (step + 1))
                 scales[i] = inverse_sqrt(squares / np.float32(width) + eps)
-            # A loop of its own: NVVM unrolls short ones only, and values have to lie in registers.
+            # A loop of its own: NVVM unrolls short ones only, and values have to be in registers.
             for i in range(heads_of_group):
                 head = i32(first_head + i32(i * groups))
                 if head < rotated:
-                    if not ahead and head < heads:
+                    if not loads_before_wait and head < heads:
                         load_head(q_weight, 0, e, weights, 0)
-                    elif not ahead:
+                    elif not loads_before_wait:
                         load_head(k_weight, 0, e, weights, 0)
                     for j in range(of_head):
                         values[i * of_head + j] = values[i * of_head + j] * scales[i] * weights[j]
@@ -151,12 +150,12 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                 rotate(values, i * of_head, vector, c, s)
             if head < heads:
                 store_head(q, i32(row * i32(heads) + head), e, values, i * of_head)
-            elif cached and place < 0:
+            elif cached and kv_row < 0:
                 continue
             elif head < rotated:
-                store_head(k, i32(place * i32(kv_heads) + head - i32(heads)), e, values, i * of_head)
+                store_head(k, i32(kv_row * i32(kv_heads) + head - i32(heads)), e, values, i * of_head)
             elif head < all_heads:
-                store_head(v, i32(place * i32(kv_heads) + head - i32(rotated)), e, values, i * of_head)
+                store_head(v, i32(kv_row * i32(kv_heads) + head - i32(rotated)), e, values, i * of_head)
 
     return qkv_split_kernel
 
@@ -173,7 +172,7 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
 
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
     def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
-        """Rotate back and write side by side; shared out as qkv_split_kernel."""
+        """Rotate back and write the heads side by side; warps and lanes own what they do in qkv_split_kernel."""
         warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         row = warp // warps_of_token
         if row >= position_ids.shape[0]:
@@ -207,8 +206,8 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
 
 
 @functools.cache
-def norm_backward_of_tile(shape, heads, first_head, all_heads):
-    """The part of qkv_split_norm_backward_kernel for a tile of the `heads` query or key heads.
+def head_tile_backward(shape, heads, first_head, all_heads):
+    """The device function of qkv_split_norm_backward_kernel for a tile of the `heads` query or key heads.
 
     first_head: the first of them among the all_heads of qkv.
     """
@@ -217,12 +216,12 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
     load_head, store_head, load_angles = head_access(shape)
 
     @device_function
-    def of_tile(dout, head, qkv, weight, cos, sin, position_ids, rstd, dqkv, dweight):
+    def tile_backward(dout, head, qkv, weight, cos, sin, position_ids, rstd, dqkv, dweight):
         """dqkv of head `head` of dout, of none beyond the last; dweight: this lane's sums of g x^ over its tokens."""
-        # 64 bits would need more registers than there are.
+        # 64-bit indices would need more registers than there are.
         rows, row_step = i32(position_ids.shape[0]), i32(cuda.gridDim.x * WARPS)
         e = i32(cuda.threadIdx.x) % i32(lanes) * i32(vector)
-        # A group without a head works on the last one and keeps nothing.
+        # A group without a head computes the last one again and discards it.
         exists = head < heads
         head = i32(min(head, heads - 1))
         weights = cuda.local.array(of_head, np.float32)
@@ -233,19 +232,19 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
         for i in range(of_head):
             dweight[i] = np.float32(0.0)
         row = i32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
-        from_place = i32(row * i32(heads) + head)
-        place = i32(row * i32(all_heads) + i32(first_head) + head)
+        dout_head = i32(row * i32(heads) + head)
+        qkv_head = i32(row * i32(all_heads) + i32(first_head) + head)
         position = position_ids[np.uint64(min(row, rows - i32(1)))]
         while row < rows:
-            load_head(dout, from_place, e, g, 0)
-            load_head(qkv, place, e, x, 0)
+            load_head(dout, dout_head, e, g, 0)
+            load_head(qkv, qkv_head, e, x, 0)
             load_angles(cos, sin, position, e, c, s)
             scale = rstd[np.uint64(row), np.uint64(i32(first_head) + head)]
             row = i32(row + row_step)
-            # The next angles should not have to wait for their position.
+            # The next position now, so that the next angles do not wait for it.
             position = position_ids[np.uint64(min(row, rows - i32(1)))]
             compiler_barrier()
-            # Each time from the first-level cache: the registers that hold it meanwhile are worth a block more.
+            # From L1 each time: keeping it in registers would cost a resident block.
             load_head(weight, 0, e, weights, 0)
             for i in range(vector):
                 s[i] = -s[i]
@@ -261,11 +260,11 @@ def norm_backward_of_tile(shape, heads, first_head, all_heads):
                 for i in range(of_head):
                     dweight[i] += g[i] * x[i]
                     x[i] = scale * (g[i] * weights[i] - x[i] * projection)
-                store_head(dqkv, place, e, x, 0)
-            from_place = i32(from_place + row_step * i32(heads))
-            place = i32(place + row_step * i32(all_heads))
+                store_head(dqkv, qkv_head, e, x, 0)
+            dout_head = i32(dout_head + row_step * i32(heads))
+            qkv_head = i32(qkv_head + row_step * i32(all_heads))
 
-    return of_tile
+    return tile_backward
 
 
 @specialize
@@ -277,8 +276,8 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     spread, of_head = groups.bit_length() - 1, 2 * vector
     load_head, store_head, _ = head_access(shape)
     _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
-    of_q = norm_backward_of_tile(shape, heads, 0, all_heads)
-    of_k = norm_backward_of_tile(shape, kv_heads, heads, all_heads)
+    q_backward = head_tile_backward(shape, heads, 0, all_heads)
+    k_backward = head_tile_backward(shape, kv_heads, heads, all_heads)
 
     @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def qkv_split_norm_backward_kernel(
@@ -287,18 +286,18 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
         """A tile is `groups` query, key or value heads, one for each group of lanes.
 
         Block (b, t) owns tile t of every gridDim.x-th WARPS tokens, a warp one of these tokens at a time; so a lane
-        keeps its share of the weights, and of their gradient, in registers. Order of that sum: a lane's tokens, the
-        groups by a butterfly, the warps in their order; it is head t * gridDim.x + b of partials.
+        keeps its elements of the weights, and of their gradient, in registers. Order of that sum: a lane's tokens, the
+        groups by a butterfly, the warps in order; it is head t * gridDim.x + b of partials.
         """
         sums = cuda.shared.array((WARPS, of_head, lanes), np.float32)
         lane, warp, tile = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.y
         e, head = lane % lanes * vector, tile * groups + lane // lanes
         dweight = cuda.local.array(of_head, np.float32)
         if tile < q_tiles:
-            of_q(dq, head, qkv, q_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+            q_backward(dq, head, qkv, q_weight, cos, sin, position_ids, rstd, dqkv, dweight)
         elif tile < q_tiles + k_tiles:
             head -= q_tiles * groups
-            of_k(dk, head, qkv, k_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+            k_backward(dk, head, qkv, k_weight, cos, sin, position_ids, rstd, dqkv, dweight)
         else:
             head -= (q_tiles + k_tiles) * groups
             for row in range(cuda.blockIdx.x * WARPS + warp, position_ids.shape[0], cuda.gridDim.x * WARPS):
@@ -355,7 +354,7 @@ def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, positi
 
 
 def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
-    """Both forms, arguments checked; k, v (places, HK, E); slot_mapping None: row n has place n. rstd may be None."""
+    """Both forms, arguments checked; k, v (slots, HK, E); slot_mapping None: token n has slot n. rstd may be None."""
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
     normed, cached = q_weight is not None, slot_mapping is not None
@@ -374,7 +373,7 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
     most_heads = 1 if few else SPLIT_HEADS
     _, warps_of_token = shape.share(heads + 2 * kv_heads, most_heads)
     blocks = -(-rows * warps_of_token // SPLIT_WARPS)
-    # What a version does not use is some array of the right type.
+    # For what a version does not use, any array of the right type.
     norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
@@ -403,11 +402,11 @@ def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rst
 
 
 def qkv_split_to_cache(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k_cache, v_cache):
-    """qkv_split and write_kv at once: k and v go to their slots of a block cache, in the same bits.
+    """qkv_split whose k and v are written to their slots of a block cache, with the same bits.
 
-    qkv, weights, eps, cos, sin, position_ids and q as in qkv_split; slot_mapping, k_cache and v_cache
-    (blocks, block_size, HK, E) of qkv's dtype as in kv_cache.write_kv: a token whose slot is -1 leaves the caches
-    as they are, and its q is written. Raises ValueError for other shapes, dtypes or layouts.
+    qkv, weights, eps, cos, sin, position_ids and q as in qkv_split; slot_mapping (N,) int32, block *
+    block_size + offset, no slot twice; k_cache, v_cache (blocks, block_size, HK, E) of qkv's dtype. A token whose slot
+    is -1 leaves the caches as they are, and its q is written. Raises ValueError for other shapes, dtypes or layouts.
     """
     op = "qkv_split_to_cache"
     rows, _, width = check(op, "q", q, (None, None, None), FLOATS)

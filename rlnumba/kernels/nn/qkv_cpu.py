@@ -1,7 +1,7 @@
-"""qkv_split and its backward on the numpy device: one pass over memory, compiled by numba.njit.
+"""qkv_split and its backward on the cpu device: one pass over memory, compiled by numba.njit.
 
 The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs as much as
-the matrix products next to it. A head is computed from its own values in one order, whatever else is in the
+the GEMMs next to it. A head is computed from its own values in one order, whatever else is in the
 batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Where there is no norm, the
 weights, their gradients and rstd are empty arrays; rstd is empty in inference, too.
 """
@@ -15,7 +15,7 @@ _ZERO = np.float32(0.0)
 
 @numba.njit(cache=True, error_model="numpy")
 def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, rstd):
-    """q, k, v and rstd of qkv_split, k and v of row n in place slots[n] of theirs, or nowhere where that is -1.
+    """q, k, v and rstd of qkv_split, k and v of row n in row slots[n] of theirs; -1: they are not written.
 
     rstd may be empty. Raises ValueError for a position beyond the tables, or a slot beyond k and v.
     """

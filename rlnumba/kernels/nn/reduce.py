@@ -1,63 +1,55 @@
-"""Reductions with a fixed order of summation: no float atomics, the same bits on every run.
+"""Reductions with a fixed order of the sum: no float atomics, the same bits on every run.
 
     sum_of_squares  sum x^2                                     the gradient's norm before clipping
-    column_sum      sum over rows                               gradients of biases
-    masked_mean     sum(x mask) / max(sum mask, 1)
     masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages
-    group_mean_std  mean and standard deviation of every group of completions, without its NaN
+    group_mean_std  mean and standard deviation of every group of completions, NaN left out
 
-Sums are float32. Whatever is long is summed in two stages: the blocks of a grid share the terms, a block adds its
-threads by butterflies of its warps, and the blocks' results are added in their order. A thread adds
-n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
+Sums are float32. sum_of_squares has two stages: the blocks of a grid share the terms, a block reduces its threads by
+warp shuffles, and a second kernel adds the blocks' partial sums in order. A thread adds n / (threads in the grid)
+terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
 """
 
 import math
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, check
-from rlnumba.kernels.nn.rmsnorm import add_partials
+from rlnumba.kernels.checks import F32, check
 from rlnumba.kernels.ptx.warp import access_length, block_sum, vector_access, warp_max, warp_sum
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 THREADS = 256
-# Blocks of the first stage at most: four for each of 132 SMs, so that all run at once. Part of the arithmetic, as
-# what follows.
+# Blocks of the first stage at most: four for each of 132 SMs, so that all are resident at once. This and the next two
+# fix the order of the sum.
 MAX_BLOCKS = 528
 # Elements of a vector of sum_of_squares, 16 bytes, and vectors that a thread loads before it adds the first.
 VECTOR = 4
 UNROLL = 4
-# A block of column_sum owns this many rows of 32 vectors, its warps every WARPS-th row, and each warp loads so many
-# rows before it adds the first.
-ROWS_PER_BLOCK = 128
-WARPS = 8
-ROWS_AT_ONCE = 8
-# Of the variance in masked_whiten, as in TRL.
+# Added to the variance in masked_whiten, as in TRL.
 EPSILON = 1e-8
 MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
-# Elements that NumPy squares at a time: 64 KiB, so that the squares stay in the cache.
+# Elements that NumPy squares at a time: 64 KiB, so that the squares stay in the CPU's cache.
 CHUNK = 16384
 
 
 @specialize
 def sum_of_squares_kernel(access, bounded):
-    """The kernel that moves `access` elements at a time; bounded: the last round has elements beyond the end."""
+    """The kernel whose loads move `access` elements; bounded: the last iteration has elements beyond the end."""
     load, _ = vector_access(VECTOR, access, bounded)
     count = UNROLL * VECTOR
 
     @cuda.jit
     def sum_of_squares_kernel(x, partials):
-        """partials[block] = the block's share: THREADS * UNROLL vectors of every round of the grid.
+        """partials[block] = the sum of the block's THREADS * UNROLL vectors of each iteration of the grid.
 
-        Of these a thread adds every THREADS-th, round after round, in their order.
+        A thread adds every THREADS-th of these vectors, in ascending order.
         """
         scratch = cuda.shared.array(32, np.float32)
         values = cuda.local.array(count, np.float32)
         total = np.float32(0.0)
-        of_block = THREADS * UNROLL * VECTOR
-        for start in range(cuda.blockIdx.x * of_block, x.shape[0], cuda.gridDim.x * of_block):
+        block_elements = THREADS * UNROLL * VECTOR
+        for start in range(cuda.blockIdx.x * block_elements, x.shape[0], cuda.gridDim.x * block_elements):
             first = start + cuda.threadIdx.x * VECTOR
             for i in range(UNROLL):
                 load(x, first + i * THREADS * VECTOR, values, i * VECTOR)
@@ -80,72 +72,6 @@ def sum_kernel(x, out):
     total = block_sum(total, scratch)
     if cuda.threadIdx.x == 0:
         out[0] = total
-
-
-@specialize
-def column_sum_kernel(vector, access, bounded):
-    """The kernel for vectors of `vector` columns; bounded: the last block has columns beyond the end."""
-    load, _ = vector_access(vector, access, bounded)
-    count, of_block = ROWS_AT_ONCE * vector, 32 * vector
-
-    @cuda.jit
-    def column_sum_kernel(x, partials):
-        """partials[b] = the sums of ROWS_PER_BLOCK rows; a block owns those of 32 vectors, a lane one vector.
-
-        A warp adds every WARPS-th row, then the warps are added in their order.
-        """
-        sums = cuda.shared.array((WARPS, of_block), np.float32)
-        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
-        column = cuda.blockIdx.x * of_block + lane * vector
-        first = cuda.blockIdx.y * ROWS_PER_BLOCK
-        last = min(first + ROWS_PER_BLOCK, x.shape[0])
-        values = cuda.local.array(count, np.float32)
-        totals = cuda.local.array(vector, np.float32)
-        for j in range(vector):
-            totals[j] = np.float32(0.0)
-        row = first + warp
-        while row + (ROWS_AT_ONCE - 1) * WARPS < last:
-            for i in range(ROWS_AT_ONCE):
-                load(x[row + i * WARPS], column, values, i * vector)
-            # One loop, not two: NVVM unrolls it for every architecture, and values lie in registers.
-            for i in range(count):
-                totals[i % vector] += values[i]
-            row += ROWS_AT_ONCE * WARPS
-        while row < last:
-            load(x[row], column, values, 0)
-            for j in range(vector):
-                totals[j] += values[j]
-            row += WARPS
-        for j in range(vector):
-            sums[warp, j * 32 + lane] = totals[j]
-        cuda.syncthreads()
-        for place in range(warp * 32 + lane, of_block, WARPS * 32):
-            total = sums[0, place]
-            for other in range(1, WARPS):
-                total += sums[other, place]
-            # Place j * 32 + lane holds column lane * vector + j, so that no two lanes met in a bank.
-            column = cuda.blockIdx.x * of_block + place % 32 * vector + place // 32
-            if column < x.shape[1]:
-                partials[cuda.blockIdx.y, column] = total
-
-    return column_sum_kernel
-
-
-@cuda.jit
-def masked_mean_kernel(x, mask, out):
-    """out[0] = the mean of x where the mask is set, by one block."""
-    scratch = cuda.shared.array(32, np.float32)
-    total = np.float32(0.0)
-    count = np.float32(0.0)
-    for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
-        weight = np.float32(mask[i])
-        if weight != np.float32(0.0):
-            total += x[i] * weight
-            count += weight
-    total = block_sum(total, scratch)
-    count = block_sum(count, scratch)
-    if cuda.threadIdx.x == 0:
-        out[0] = total / max(count, np.float32(1.0))
 
 
 @cuda.jit
@@ -181,8 +107,8 @@ def masked_whiten_kernel(x, mask, shift_mean, out):
 def group_mean_std_kernel(x, ddof, mean, std):
     """A warp owns a group, a lane every 32nd member of it; three passes.
 
-    The mean is taken of the distances from the lowest member: equal group_sizes then have exactly their value as mean
-    and exactly 0 as std, which a sum of them, rounded, does not give.
+    The mean is taken of the differences from the lowest member: a group of equal members then has exactly their value
+    as mean and exactly 0 as std, which a rounded sum does not give.
     """
     group = cuda.blockIdx.x
     size = x.shape[1]
@@ -220,50 +146,15 @@ def sum_of_squares(x, out):
     (size,) = check("sum_of_squares", "x", x, (None,), F32)
     check("sum_of_squares", "out", out, (1,), F32)
     if device.name() == "cpu":
-        # Infinity is the answer that the caller looks for.
+        # Infinity is a result: the caller checks for it.
         with np.errstate(over="ignore", invalid="ignore"):
             out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
         return
-    of_block = THREADS * UNROLL * VECTOR
-    partials = device.xp().empty(min(-(-size // of_block), MAX_BLOCKS), np.float32)
-    kernel = sum_of_squares_kernel(access_length(size, x), size % of_block != 0)
+    block_elements = THREADS * UNROLL * VECTOR
+    partials = device.xp().empty(min(-(-size // block_elements), MAX_BLOCKS), np.float32)
+    kernel = sum_of_squares_kernel(access_length(size, x), size % block_elements != 0)
     launch(kernel, len(partials), THREADS, x, partials)
     launch(sum_kernel, 1, THREADS, partials, out)
-
-
-def column_sum(x, out):
-    """out += the sum of the rows of x.
-
-    x (N, D) of a floating dtype; out (D,) float32 is added to. Raises ValueError for other shapes, dtypes or
-    layouts.
-    """
-    rows, columns = check("column_sum", "x", x, (None, None), FLOATS)
-    check("column_sum", "out", out, (columns,), F32)
-    if device.name() == "cpu":
-        out += column_sum_ref(x)
-        return
-    blocks = -(-rows // ROWS_PER_BLOCK)
-    partials = device.xp().empty((blocks, columns), np.float32)
-    vector = 16 // x.itemsize
-    kernel = column_sum_kernel(vector, access_length(columns, x), columns % (32 * vector) != 0)
-    launch(kernel, (-(-columns // (32 * vector)), blocks), (32, WARPS), x, partials)
-    if blocks:
-        add_partials(partials, out)
-
-
-def masked_mean(x, mask, out):
-    """out[0] = sum(x mask) / max(sum mask, 1): the mean over the set elements, 0 if there is none.
-
-    x (N,) float32; mask (N,) float32, int32 or uint8; out (1,) float32 is written. x may be anything, NaN
-    included, where the mask is 0. Raises ValueError for other shapes, dtypes or layouts.
-    """
-    (size,) = check("masked_mean", "x", x, (None,), F32)
-    check("masked_mean", "mask", mask, (size,), MASKS)
-    check("masked_mean", "out", out, (1,), F32)
-    if device.name() == "cpu":
-        out[0] = masked_mean_ref(x, mask)
-        return
-    launch(masked_mean_kernel, 1, THREADS, x, mask, out)
 
 
 def masked_whiten(x, mask, out, shift_mean=True):
@@ -282,10 +173,10 @@ def masked_whiten(x, mask, out, shift_mean=True):
 
 
 def group_mean_std(x, mean, std, ddof=1):
-    """mean[g] and std[g] of the group_sizes of group g that are not NaN; 0 where too few are left.
+    """mean[g] and std[g] of the members of group g that are not NaN; 0 where too few are left.
 
-    x (G, group_sizes), mean and std (G,) float32; mean and std are written. std divides by the number of
-    group_sizes less ddof, but at least by 1. Raises ValueError for other shapes, dtypes or layouts. Source:
+    x (G, members), mean and std (G,) float32; mean and std are written. std divides by the number of
+    members less ddof, but at least by 1. Raises ValueError for other shapes, dtypes or layouts. Source:
     nanmean and nanstd of TRL's GRPO advantages.
     """
     groups, _ = check("group_mean_std", "x", x, (None, None), F32)
@@ -302,17 +193,6 @@ def sum_of_squares_ref(x):
     return np.sum(x * x)
 
 
-def column_sum_ref(x):
-    """The sum of the rows of x, in x's precision."""
-    return np.sum(x, axis=0)
-
-
-def masked_mean_ref(x, mask):
-    """out[0] of masked_mean, in x's precision."""
-    weights = mask[mask != 0].astype(x.dtype)
-    return np.sum(x[mask != 0] * weights) / max(np.sum(weights), 1)
-
-
 def masked_whiten_ref(x, mask, shift_mean=True):
     """out of masked_whiten, in x's precision."""
     chosen = x[mask != 0]
@@ -327,7 +207,7 @@ def group_mean_std_ref(x, ddof=1):
     """(mean, std) of group_mean_std, in x's precision."""
     valid = ~np.isnan(x)
     count = np.sum(valid, axis=1).astype(x.dtype)
-    # Distances from the lowest member, so that equal group_sizes have a std of exactly 0.
+    # Differences from the lowest member, so that equal members have a std of exactly 0.
     lowest = np.where(count > 0, np.min(x, axis=1, initial=np.inf, where=valid), 0).astype(x.dtype)
     mean = lowest + np.nansum(x - lowest[:, None], axis=1) / np.maximum(count, 1)
     squares = np.nansum((x - mean[:, None]) ** 2, axis=1)

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019, eq. 4), forward and backward, alone or after a residual addition.
+"""RMSNorm (Zhang and Sennrich, 2019, eq. 4), forward and backward.
 
     rstd = 1 / sqrt(mean(x^2) + eps)        out = x * rstd * weight
 
@@ -9,7 +9,8 @@ x, out, dout, dx (N, D) in float32, float16 or bfloat16; weight (D,) in the same
 float32. All arithmetic is float32. A row's sum of squares is taken by the same threads in the same order
 whatever N is, so a row's result does not depend on the other rows.
 
-Every array is read or written once: a row stays in the registers of its threads between the sum and the output.
+Every array is read or written once: a row stays in the registers of its threads between the sum and the output. The
+gradient of the weight is added up in two stages: a partial sum a block, then the blocks in a fixed order.
 """
 
 import functools
@@ -34,33 +35,34 @@ from rlnumba.runtime.launch import ALWAYS, launch, specialize
 
 i32, u32 = np.int32, np.uint32
 
-# Columns that a thread owns, and threads that a row may have at most; the widest rows give a thread of the backward
-# more. Part of the arithmetic: it fixes who adds up which columns. The backward keeps five values a column.
+# Columns that a thread owns, and threads of a row at most; the widest rows give a thread of the backward more. This
+# fixes the order of a row's sum. The backward keeps five values a column in registers.
 # H200, forward of 16,384 x 1,024: 18.0 us with 16 columns a thread, 18.3 with 32, 18.1 with 8.
 FORWARD = 16, 1024
 BACKWARD = 8, 1024
-# Backward that is 16 columns a thread, twice what fits into registers.
+# In the backward 16 columns a thread, twice what fits into registers.
 MAX_COLUMNS = 16_384
-# Threads of a block where a row needs fewer: it has several rows then. Forward only beyond FEW_ROWS, so that few
-# rows spread over many SMs.
+# Threads of a block where a row needs fewer: the block then has several rows. In the forward only beyond FEW_ROWS, so
+# that few rows spread over many SMs.
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 256
 FEW_ROWS = 1024
-# Threads of an SM for which registers are kept: 64 each.
-RESIDENT = 1024
-# SMs of an H100 or H200. All blocks of the backward, each with a partial sum of dweight, run at once; part of the
-# arithmetic. H200, 16,384 x 1,024: 39.6 us with 528 blocks, 51.9 where only 396 of them run at once.
+# Threads that an SM shall have at a time, which leaves each 64 registers.
+RESIDENT_THREADS = 1024
+# SMs of an H100 or H200: all blocks of the backward, each with a partial sum of dweight, are resident at once. Fixes
+# the order of the sum, so it does not depend on the GPU. H200, 16,384 x 1,024: 39.6 us with 528 blocks, 51.9 where only
+# 396 of them are resident.
 PROCESSORS = 132
-# Columns of a block that adds partial sums, 32 bytes of a row; warps of it, each with four rows at a time; and rows
-# that a thread loads before it adds the first.
+# Columns of a block that adds partial sums, 32 bytes of a row; its warps, each with four rows at a time; and rows that
+# a thread loads before it adds the first.
 PARTIAL_COLUMNS = 8
 PARTIAL_WARPS = 32
 PARTIAL_LOADS = 5
-# Rows, and columns of partial sums, that the backward counts in 32 bits; what they are multiplied to has 64.
+# The backward counts rows, and columns of partial sums, in 32 bits; element offsets have 64.
 MOST_ROWS = 1 << 31
 
 
-class Row(NamedTuple):
+class RowLayout(NamedTuple):
     """How threads share a row: thread t owns the columns t * vector .. (t + 1) * vector - 1 of each chunk.
 
     A chunk is threads * vector columns. access: columns that one access to memory moves.
@@ -85,78 +87,69 @@ class Row(NamedTuple):
         return self.chunks * self.vector
 
     def resident(self, lines):
-        """Blocks of so many rows that an SM has at a time: fewer where columns beyond the end need registers, too."""
-        threads = RESIDENT if self.full else RESIDENT * 3 // 4
+        """Blocks of `lines` rows that an SM shall have at a time: fewer where bounds checks need registers, too."""
+        threads = RESIDENT_THREADS if self.full else RESIDENT_THREADS * 3 // 4
         return max(threads // (self.threads * lines), 1)
 
 
 @functools.cache
 def share_row(columns, itemsize, access, per_thread, max_threads):
-    """The Row of the fewest threads, a multiple of 32, that leave each no more than per_thread columns.
+    """The RowLayout of the fewest threads, a multiple of 32, that own at most per_thread columns each.
 
-    Up to twice as many where these own the same number of columns each.
+    Up to twice as many threads where each then owns the same number of columns.
     """
     vector = 16 // itemsize
     fewest = min(-(-columns // (32 * per_thread)) * 32, max_threads)
     even = (t for t in range(fewest, min(2 * fewest, max_threads) + 1, 32) if columns % (t * vector) == 0)
-    return Row(columns, vector, access, next(even, fewest))
+    return RowLayout(columns, vector, access, next(even, fewest))
 
 
 @specialize
-def rmsnorm_kernel(row_shape, residual_too, early):
-    """The kernel for rows of this shape; with residual_too it first adds x to the residual.
+def rmsnorm_kernel(layout, few_rows):
+    """The kernel for rows of a RowLayout. few_rows: launched with PDL, it loads the weight before griddepcontrol.wait.
 
-    Both versions have the same arguments; without residual_too the residual is not touched. early: for few rows, whose
-    kernel may begin before the one ahead has ended, and reads the weight meanwhile. 16,384 rows take 3 us more so.
+    With 16,384 rows this order costs 3 us.
     """
-    columns, vector, access, threads = row_shape
-    chunks, values_count, warps = row_shape.chunks, row_shape.values, threads // 32
-    load, store = vector_access(vector, access, not row_shape.full)
+    columns, vector, access, threads = layout
+    chunks, values_count, warps = layout.chunks, layout.values, threads // 32
+    load, store = vector_access(vector, access, not layout.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
-    resident = max(RESIDENT // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
+    resident = max(RESIDENT_THREADS // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
 
     @cuda.jit(launch_bounds=(max(threads, FORWARD_BLOCK), resident))
-    def rmsnorm_kernel(x, residual, weight, eps, out, rstd):
+    def rmsnorm_kernel(x, weight, eps, out, rstd):
         """`threads` threads own a row, which they read once. A block owns blockDim.y rows.
 
-        Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then a butterfly of
-        each warp; then the warps in their order.
+        Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then a butterfly
+        within each warp; then the warps in order.
         """
         sums = cuda.shared.array(32, np.float32)
         row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         if row >= x.shape[0]:
             return
         first = cuda.threadIdx.x * vector
-        x_row, residual_row, out_row = x[row], residual[row], out[row]
+        x_row, out_row = x[row], out[row]
         values = cuda.local.array(values_count, np.float32)
-        others = cuda.local.array(values_count, np.float32)
         weights = cuda.local.array(values_count, np.float32)
-        of_chunks = cuda.local.array(chunks, np.float32)
-        if early:
-            # The weight is older than all kernels that may still run.
+        chunk_squares = cuda.local.array(chunks, np.float32)
+        if few_rows:
+            # No kernel that may still run writes the weight.
             for chunk in range(chunks):
                 load(weight, first + chunk * threads * vector, weights, chunk * vector)
             griddepcontrol_wait()
             griddepcontrol_launch_dependents()
         for chunk in range(chunks):
             load(x_row, first + chunk * threads * vector, values, chunk * vector)
-        if not early:
+        if not few_rows:
             for chunk in range(chunks):
                 load(weight, first + chunk * threads * vector, weights, chunk * vector)
-        if residual_too:
-            for chunk in range(chunks):
-                load(residual_row, first + chunk * threads * vector, others, chunk * vector)
-            for chunk in range(chunks):
-                for i in range(chunk * vector, (chunk + 1) * vector):
-                    values[i] = others[i] + values[i]
-                store(residual_row, first + chunk * threads * vector, values, chunk * vector)
         for chunk in range(chunks):
-            of_chunks[chunk] = np.float32(0.0)
+            chunk_squares[chunk] = np.float32(0.0)
             for i in range(chunk * vector, (chunk + 1) * vector):
-                of_chunks[chunk] += values[i] * values[i]
-        squares = of_chunks[0]
+                chunk_squares[chunk] += values[i] * values[i]
+        squares = chunk_squares[0]
         for chunk in range(1, chunks):
-            squares += of_chunks[chunk]
+            squares += chunk_squares[chunk]
         squares = warp_sum(squares)
         if warps > 1:
             if cuda.threadIdx.x % 32 == 0:
@@ -177,27 +170,27 @@ def rmsnorm_kernel(row_shape, residual_too, early):
 
 
 @specialize
-def rmsnorm_backward_kernel(row_shape, lines):
-    """The kernel for rows of this shape, of which a block has `lines` at a time."""
-    columns, vector, access, threads = row_shape
-    chunks, values_count, warps = row_shape.chunks, row_shape.values, threads // 32
-    exchanging = max((lines - 1) * threads, 1)
-    load, store = vector_access(vector, access, not row_shape.full)
+def rmsnorm_backward_kernel(layout, lines):
+    """The kernel for rows of a RowLayout, of which a block has `lines` at a time."""
+    columns, vector, access, threads = layout
+    chunks, values_count, warps = layout.chunks, layout.values, threads // 32
+    exchange_threads = max((lines - 1) * threads, 1)
+    load, store = vector_access(vector, access, not layout.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
-    resident = row_shape.resident(lines) if access == vector else 1
+    resident = layout.resident(lines) if access == vector else 1
 
     @cuda.jit(launch_bounds=(threads * lines, resident))
     def rmsnorm_backward_kernel(dout, x, weight, rstd, accumulate, dx, partials):
-        """`threads` threads own a row, which they read once; the block owns every gridDim-th group of `lines` rows.
+        """`threads` threads own a row, which they read once; the block owns every gridDim-th batch of `lines` rows.
 
-        mean(g x^): a thread over its columns, ascending; then a butterfly of each warp; then the warps in their
-        order. A thread adds its columns of dout * x^ over its rows in registers, without a float atomic; then
-        the lines are added in their order, and the block writes its row of partials (blocks, D).
+        mean(g x^): a thread over its columns, ascending; then a butterfly within each warp; then the warps in order.
+        A thread adds its columns of dout * x^ over its rows in registers, without float atomics; then the lines are
+        added in order, and the block writes its row of partials (blocks, D).
         """
         sums = cuda.shared.array((2, 32), np.float32)
-        exchange = cuda.shared.array((values_count, exchanging), np.float32)
+        exchange = cuda.shared.array((values_count, exchange_threads), np.float32)
         griddepcontrol_wait()
-        # Of 32 bits, and rows not to be looked at for a sign.
+        # Indices of 32 bits, and unsigned rows: no check for a negative index.
         thread, line, rows = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y), i32(x.shape[0])
         first = i32(thread * vector)
         weights = cuda.local.array(values_count, np.float32)
@@ -211,7 +204,7 @@ def rmsnorm_backward_kernel(row_shape, lines):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
         parity, top = i32(0), i32(cuda.blockIdx.x * lines)
         while top < rows:
-            # All lines of a block meet; one without a row left works on the last one and keeps nothing.
+            # All lines reach the barrier; one without a row computes the last row again and discards it.
             row = u32(min(i32(top + line), i32(rows - 1)))
             dout_row, x_row, dx_row = dout[row], x[row], dx[row]
             for chunk in range(chunks):
@@ -235,7 +228,7 @@ def rmsnorm_backward_kernel(row_shape, lines):
                 projection = sums[u32(parity), u32(line * warps)]
                 for warp in range(1, warps):
                     projection += sums[u32(parity), u32(line * warps + warp)]
-                # Whoever writes these sums again has passed the barrier of the other ones.
+                # Double buffer: a thread that writes this half again has passed the other half's barrier.
                 parity = i32(1 - parity)
             projection /= np.float32(columns)
             if i32(row) == i32(top + line):
@@ -268,22 +261,22 @@ def sum_of_rows(partials, sums):
 
     For blocks of (32, PARTIAL_WARPS) threads, block x having columns 8 x to 8 x + 7, lane l column l % 8. Lane l of
     warp w adds rows 4 w + l / 8, and so on in steps of 128; then the lanes of a column are added by a butterfly, then
-    eight neighbouring warps in their order, then these four by a butterfly. sums: shared float32 (PARTIAL_WARPS, 8).
+    eight neighbouring warps in order, then these four by a butterfly. sums: shared float32 (PARTIAL_WARPS, 8).
     """
-    # 32 bits throughout: with 64, and checks for negative indices, 32 warps spend longer on places than on sums.
+    # 32 bits throughout: 64-bit offsets and checks for negative indices take longer than the sums.
     lane, warp = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y)
     rows, last_column = i32(partials.shape[0]), i32(partials.shape[1] - 1)
     column = u32(min(i32(cuda.blockIdx.x * PARTIAL_COLUMNS + (lane & i32(PARTIAL_COLUMNS - 1))), last_column))
     step = PARTIAL_WARPS * 32 // PARTIAL_COLUMNS
     total = np.float32(0.0)
-    found = cuda.local.array(PARTIAL_LOADS, np.float32)
+    loaded = cuda.local.array(PARTIAL_LOADS, np.float32)
     top = i32(warp * (32 // PARTIAL_COLUMNS) + (u32(lane) // u32(PARTIAL_COLUMNS)))
     while top < rows:
         for i in range(PARTIAL_LOADS):
-            found[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column]
+            loaded[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column]
         for i in range(PARTIAL_LOADS):
             if i32(top + i * step) < rows:
-                total += found[i]
+                total += loaded[i]
         top = i32(top + step * PARTIAL_LOADS)
     total += shuffle_xor(total, 8)
     total += shuffle_xor(total, 16)
@@ -291,11 +284,11 @@ def sum_of_rows(partials, sums):
         sums[u32(warp), u32(lane)] = total
     cuda.syncthreads()
     if warp == 0:
-        place = u32(lane) % u32(PARTIAL_COLUMNS)
-        group = u32(u32(lane) - place)
-        total = sums[group, place]
+        sum_column = u32(lane) % u32(PARTIAL_COLUMNS)
+        first_warp = u32(u32(lane) - sum_column)
+        total = sums[first_warp, sum_column]
         for other in range(1, PARTIAL_COLUMNS):
-            total += sums[u32(group + u32(other)), place]
+            total += sums[u32(first_warp + u32(other)), sum_column]
         total += shuffle_xor(total, 8)
         total += shuffle_xor(total, 16)
     return total
@@ -306,12 +299,12 @@ def add_rows_to(partials, total):
     """total += the sum of the rows of partials; a block owns PARTIAL_COLUMNS columns."""
     sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
     column = u32(cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x)
-    mine = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
+    owns_column = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
     before = np.float32(0.0)
-    if mine:
+    if owns_column:
         before = total[column]
     value = sum_of_rows(partials, sums)
-    if mine:
+    if owns_column:
         total[column] = before + value
 
 
@@ -325,7 +318,7 @@ def add_partials_kernel(partials, total):
 def add_partials(partials, total):
     """total += the sum of the rows of partials (blocks, D), float32, in a fixed order.
 
-    Begins while the kernel ahead, which writes the partials, ends.
+    Launched with PDL after the kernel that writes the partials.
     """
     if total.size >= MOST_ROWS:
         raise ValueError(f"add_partials: total must have fewer than {MOST_ROWS} columns, got {total.size}")
@@ -338,17 +331,9 @@ def _check_columns(op, columns):
         raise ValueError(f"{op}: rows must have 1 to {MAX_COLUMNS} columns, got {columns}")
 
 
-def _row_shape(budget, *arrays):
+def _row_layout(budget, *arrays):
     columns = arrays[0].shape[-1]
     return share_row(columns, arrays[0].itemsize, access_length(columns, *arrays), *budget)
-
-
-def _launch_forward(row_shape, rows, residual_too, *arguments):
-    few = rows <= FEW_ROWS
-    # Only rows of one warp share a block: those of several meet at the block's barrier.
-    lines = 1 if few or row_shape.threads > 32 else FORWARD_BLOCK // 32
-    kernel = rmsnorm_kernel(row_shape, residual_too, few)
-    launch(kernel, -(-rows // lines), (row_shape.threads, lines), *arguments, pdl=few)
 
 
 def rmsnorm(x, weight, eps, out, rstd):
@@ -366,36 +351,18 @@ def rmsnorm(x, weight, eps, out, rstd):
     if device.name() == "cpu":
         out[...], rstd[...] = rmsnorm_ref(x, weight, eps)
         return
-    row_shape = _row_shape(FORWARD, x, weight, out)
-    _launch_forward(row_shape, rows, False, x, x, weight, float(eps), out, rstd)
-
-
-def rmsnorm_residual(x, residual, weight, eps, out, rstd):
-    """residual += x, then rmsnorm of residual: the step between two blocks of a transformer.
-
-    x, residual, out (N, D) and weight (D,) of one floating dtype, rstd (N,) float32. residual, out and
-    rstd are written. The norm sees the sum as it is stored, rounded to its dtype. Raises as rmsnorm.
-    """
-    rows, columns = check("rmsnorm_residual", "x", x, (None, None), FLOATS)
-    _check_columns("rmsnorm_residual", columns)
-    check("rmsnorm_residual", "residual", residual, (rows, columns), (x.dtype,))
-    check("rmsnorm_residual", "weight", weight, (columns,), (x.dtype,))
-    check("rmsnorm_residual", "out", out, (rows, columns), (x.dtype,))
-    check("rmsnorm_residual", "rstd", rstd, (rows,), F32)
-    if device.name() == "cpu":
-        residual += x
-        out[...], rstd[...] = rmsnorm_ref(residual, weight, eps)
-        return
-    row_shape = _row_shape(FORWARD, x, residual, weight, out)
-    _launch_forward(row_shape, rows, True, x, residual, weight, float(eps), out, rstd)
+    layout, few_rows = _row_layout(FORWARD, x, weight, out), rows <= FEW_ROWS
+    # Only rows of one warp share a block: those of several use the block's barrier.
+    lines = 1 if few_rows or layout.threads > 32 else FORWARD_BLOCK // 32
+    kernel = rmsnorm_kernel(layout, few_rows)
+    launch(kernel, -(-rows // lines), (layout.threads, lines), x, weight, float(eps), out, rstd, pdl=few_rows)
 
 
 def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     """The gradient of rmsnorm: dx = (or += if accumulate), dweight +=.
 
     dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) as the forward wrote it; dweight (D,)
-    float32. For rmsnorm_residual, x is the residual after the addition, and dx the gradient of both terms.
-    Raises as rmsnorm, and for 2^31 rows or more.
+    float32. Raises as rmsnorm, and for 2^31 rows or more.
     """
     rows, columns = check("rmsnorm_backward", "x", x, (None, None), FLOATS)
     _check_columns("rmsnorm_backward", columns)
@@ -411,13 +378,13 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
         dx[...] = dx + row_gradient if accumulate else row_gradient
         dweight += weight_gradient
         return
-    row_shape = _row_shape(BACKWARD, dout, x, weight, dx)
-    lines = max(BACKWARD_BLOCK // row_shape.threads, 1)
-    blocks = min(-(-rows // lines), PROCESSORS * row_shape.resident(lines))
+    layout = _row_layout(BACKWARD, dout, x, weight, dx)
+    lines = max(BACKWARD_BLOCK // layout.threads, 1)
+    blocks = min(-(-rows // lines), PROCESSORS * layout.resident(lines))
     partials = device.xp().empty((blocks, columns), np.float32)
     arguments = (dout, x, weight, rstd, int(accumulate), dx, partials)
-    kernel = rmsnorm_backward_kernel(row_shape, lines)
-    launch(kernel, blocks, (row_shape.threads, lines), *arguments, pdl=ALWAYS)
+    kernel = rmsnorm_backward_kernel(layout, lines)
+    launch(kernel, blocks, (layout.threads, lines), *arguments, pdl=ALWAYS)
     if blocks:
         add_partials(partials, dweight)
 

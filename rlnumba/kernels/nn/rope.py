@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, I32, check
-from rlnumba.kernels.ptx.warp import access_length, device_function, sync_warp, vector_access
-from rlnumba.runtime import device
+from rlnumba.kernels.checks import F32, check
+from rlnumba.kernels.ptx.warp import access_length, device_function, vector_access
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
 
 # With this width a half of a head of float32 has as many vectors as a warp has lanes.
 MAX_HEAD_DIM = 256
@@ -29,8 +27,6 @@ MAX_HEADS = 4
 # Warps of a block, which share nothing; one where there are too few for WARPS on each of 132 SMs, as in decode.
 WARPS = 4
 FEW_WARPS = 528
-# Blocks of rope that an SM has at a time, which leaves 80 registers a thread.
-RESIDENT = 6
 
 _NEEDED = {
     "linear": ("factor",),
@@ -68,8 +64,8 @@ class RopeScaling:
 class HeadShape(NamedTuple):
     """How a group of lanes shares a head: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
 
-    So what rotates together lies in one lane. width: E; vector: elements of 16 bytes; access, table_access: elements
-    that one access to heads, or to the tables, moves.
+    So the two elements of a rotation are in one lane. width: E; vector: elements of 16 bytes; access, table_access:
+    elements that one access to heads, or to the tables, moves.
     """
 
     width: int
@@ -97,11 +93,11 @@ class HeadShape(NamedTuple):
         return self.half != self.lanes * self.vector
 
     def blocks_of_sm(self, most):
-        """How many blocks registers are kept for. Narrow accesses need more for addresses, and are slow anyway."""
+        """Blocks that an SM shall have at a time. Narrow accesses need more registers for addresses: 1."""
         return most if self.access == self.vector and not self.bounded else 1
 
     def share(self, heads, most=MAX_HEADS):
-        """(heads of a group, warps of a token) for tokens of so many heads: few to waste, at most `most`."""
+        """(heads of a group, warps of a token): at most `most` heads a group, and few groups without a head."""
         warps = -(-heads // (self.groups * most))
         return -(-heads // (self.groups * warps)), warps
 
@@ -113,7 +109,7 @@ def head_shape(cos, sin, *arrays):
 
 
 def in_halves(array, half):
-    """An array of heads side by side as (2 * heads, half), as kernels see it."""
+    """An array of heads side by side, viewed as (2 * heads, half)."""
     return array.reshape(-1, half)
 
 
@@ -135,7 +131,7 @@ def head_access(shape):
     load, store = vector_access(vector, shape.access, shape.bounded)
     load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
 
-    # Of a signed index Numba asks each time whether it is to be counted from the end.
+    # Unsigned indices: Numba checks signed ones for a negative value.
 
     @device_function
     def load_head(array, head, e, values, at):
@@ -168,74 +164,6 @@ def rotate(values, at, count, c, s):
         x, y = values[at + i], values[at + count + i]
         values[at + i] = cuda.fma(x, c[i], -(y * s[i]))
         values[at + count + i] = cuda.fma(y, c[i], x * s[i])
-
-
-@specialize
-def rope_kernel(shape, heads):
-    """The kernel for tokens of `heads` heads of this shape."""
-    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
-    heads_of_group, warps_of_token = shape.share(heads)
-    of_head = 2 * vector
-    count = heads_of_group * of_head
-    load_head, store_head, load_angles = head_access(shape)
-
-    @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
-    def rope_kernel(x, cos, sin, position_ids, sign, out):
-        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes.
-
-        At a time it has neighbouring heads, one a group, so that it reads and writes whole lines of memory. Angles
-        are read once for all of them.
-        """
-        warp = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-        row = warp // warps_of_token
-        if row >= position_ids.shape[0]:
-            return
-        e = cuda.threadIdx.x % lanes * vector
-        first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
-        values = cuda.local.array(count, np.float32)
-        c = cuda.local.array(vector, np.float32)
-        s = cuda.local.array(vector, np.float32)
-        for i in range(heads_of_group):
-            # A group without a head reads the last one.
-            head = min(first_head + i * groups, heads - 1)
-            load_head(x, row * heads + head, e, values, i * of_head)
-        # Angles wait for the position. ptxas would put that wait before the heads, which need not wait for it.
-        sync_warp()
-        position = position_ids[row]
-        load_angles(cos, sin, position, e, c, s)
-        for i in range(vector):
-            s[i] *= sign
-        for i in range(heads_of_group):
-            rotate(values, i * of_head, vector, c, s)
-            head = first_head + i * groups
-            if head < heads:
-                store_head(out, row * heads + head, e, values, i * of_head)
-
-    return rope_kernel
-
-
-def rope(x, cos, sin, position_ids, out, inverse=False):
-    """Rotate each head of each token by the angles of its position; inverse=True is the backward.
-
-    x (N, H, E) of a floating dtype, E even and at most 256; cos, sin (P, E/2) float32 from rope_table;
-    position_ids (N,) int32 in [0, P), which is not checked on the GPU; out (N, H, E) of x's dtype is written
-    and may be x. Raises ValueError for other shapes, dtypes or layouts. Source: Su et al. 2021, eq. 34, NeoX layout.
-    """
-    rows, heads, width = check("rope", "x", x, (None, None, None), FLOATS)
-    check_tables("rope", width, cos, sin)
-    check("rope", "position_ids", position_ids, (rows,), I32)
-    check("rope", "out", out, (rows, heads, width), (x.dtype,))
-    if device.name() == "cpu":
-        out[...] = rope_ref(x, cos, sin, position_ids, inverse)
-        return
-    if not x.size:
-        return
-    shape = head_shape(cos, sin, x, out)
-    _, warps_of_token = shape.share(heads)
-    blocks, warps = block_of(rows * warps_of_token)
-    x, out = in_halves(x, shape.half), in_halves(out, shape.half)
-    sign = -1.0 if inverse else 1.0
-    launch(rope_kernel(shape, heads), blocks, (32, warps), x, cos, sin, position_ids, sign, out)
 
 
 def check_tables(op, head_dim, cos, sin):
@@ -304,7 +232,7 @@ def _yarn_frequencies(periods, head_dim, theta, scaling):
 
 
 def rope_ref(x, cos, sin, position_ids, inverse=False):
-    """out of rope, in x's precision."""
+    """x (N, H, E) rotated by the angles of its positions, in x's precision; inverse=True is the gradient."""
     c = cos[position_ids][:, None, :]
     s = sin[position_ids][:, None, :] * x.dtype.type(-1 if inverse else 1)
     first, second = np.split(x, 2, axis=-1)

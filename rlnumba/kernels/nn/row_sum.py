@@ -1,10 +1,10 @@
 """One order in which kernels add up a row of logits: largest, log-sum-exp, entropy, the same bits everywhere.
 
-Whoever draws a token (kernels/sampling/ops.py) and whoever scores it (logprob.py, logprob/sm90.py) must get the same
-bits. So all kernels reduce a row by the functions here; on the numpy device that is `row_terms` of kernels/gemm/cpu.py.
+The kernels that draw a token (kernels/sampling) and those that score it (kernels/logprob) must get the same bits. So
+all kernels reduce a row by the functions here; on the cpu device row_sum_cpu.py does.
 A sum is a triple: the largest logit m of a set, the sum of e = 2^x over it, x = (z - m) factor with factor =
-log2(e) / T, and for the entropy the sum of e x. Its order is that in which a tensor core leaves 256 columns of a
-product in the registers of four threads, a quad:
+log2(e) / T, and for the entropy the sum of e x. Its order is that in which wgmma leaves 256 columns of a
+tile in the registers of four threads, a quad:
 
     sixteen   lane i of a quad takes columns 8 b + 2 i and 8 b + 2 i + 1, eight b at a time; four sums: even and odd
               b, first and second column, b ascending; then (even + even) + (odd + odd)
@@ -24,7 +24,7 @@ from rlnumba.runtime.device import cuda
 
 i32 = np.int32
 
-# Columns of a tile, and classes of tiles. Part of the arithmetic: they fix the order of the sum over V.
+# Columns of a tile, and classes of tiles: they fix the order of the sum over V.
 TILE_COLUMNS = 256
 CLASSES = 128
 # Threads that share a row of logits: a quad a class.
@@ -89,13 +89,13 @@ def fold_sixteen(values, first, stride, factor, weigh):
 def join(largest, total, weighted, other_largest, other_total, other_weighted, factor):
     """(largest, total, weighted) of two sets of logits, from those of each."""
     gap = min(abs(other_largest - largest) * factor, FAR)
-    shrink = exp2(-gap)
+    rescale = exp2(-gap)
     if other_largest > largest:
-        weighted = cuda.fma(cuda.fma(-gap, total, weighted), shrink, other_weighted)
-        total = cuda.fma(total, shrink, other_total)
+        weighted = cuda.fma(cuda.fma(-gap, total, weighted), rescale, other_weighted)
+        total = cuda.fma(total, rescale, other_total)
     else:
-        weighted = cuda.fma(cuda.fma(-gap, other_total, other_weighted), shrink, weighted)
-        total = cuda.fma(other_total, shrink, total)
+        weighted = cuda.fma(cuda.fma(-gap, other_total, other_weighted), rescale, weighted)
+        total = cuda.fma(other_total, rescale, total)
     return max(largest, other_largest), total, weighted
 
 
@@ -110,7 +110,7 @@ def join_lanes(largest, total, weighted, distance, factor):
 def join_classes(largest, total, weighted, step, factor, groups):
     """The sums of a row from those of its classes, the same in every thread of the block.
 
-    Class c's are held by the lanes c step .. c step + step - 1, step 1 or 4. groups: shared float32 (GROUPS, 3).
+    The sums of class c are in lanes c step .. c step + step - 1, step 1 or 4. groups: shared float32 (GROUPS, 3).
     """
     for doubling in range(3):
         largest, total, weighted = join_lanes(largest, total, weighted, step << doubling, factor)

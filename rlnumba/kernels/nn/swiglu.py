@@ -4,7 +4,7 @@
 
     dgate = dout * up * s * (1 + gate * (1 - s))        dup = dout * gate * s
 
-gate_up (N, 2F) holds [gate | up] in a row, as one matrix product leaves them; out and dout (N, F). float32,
+gate_up (N, 2F) holds [gate | up] in a row, as one GEMM leaves them; out and dout (N, F). float32,
 float16 or bfloat16, arithmetic float32, one pass over memory. Kernels take s from two approximate instructions, good
 to some units in the last place: the exact forms would need as long as the memory does.
 """

@@ -1,0 +1,173 @@
+"""linear_logp and its gradient by chunks of float32 logits in memory: GEMMs of kernels/gemm and one kernel a chunk.
+
+Serves every device, GPU and dtype. The forward makes the logits of CHUNK_LOGITS / V rows at a time. The backward, which
+knows lse, makes them again, some columns for as many rows as CHUNK_SUMS allows: then dweight += dz^T hidden reads and
+writes each row of dweight once, and dhidden += dz weight adds up in float32.
+"""
+
+import math
+
+import numpy as np
+
+from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.logprob import IGNORED, cpu
+from rlnumba.kernels.nn.elementwise import cast
+from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms
+from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
+
+# Float32 logits that exist at one time in the forward, 256 MiB. In the backward half of them do, with their gradient in
+# 16 bits, 64 MiB, and the float32 gradient of the hidden states of CHUNK_SUMS elements, 32 MiB.
+CHUNK_LOGITS = 1 << 26
+CHUNK_SUMS = 1 << 23
+# Chunks of more are rounded down to a multiple of this, as GEMMs have tiles.
+CHUNK_TILE = 128
+
+
+@cuda.jit
+def logp_kernel(logits, ids, temperature, logp, lse, entropy, top1):
+    """A block owns a row of logits and reads it once.
+
+    entropy and top1 without elements are not written. An id outside the vocabulary gives NaN.
+    """
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
+    row = cuda.blockIdx.x
+    token = ids[row]
+    value, row_lse, row_entropy, top = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.int32(-1)
+    if token != IGNORED:
+        row_lse, row_entropy, top = row_terms(logits, np.int64(row), temperature, scratch, groups)
+        value = np.float32(math.nan)
+        if 0 <= token < logits.shape[1]:
+            value = widen(logits[row, token]) / temperature - row_lse
+    if cuda.threadIdx.x == 0:
+        logp[row] = value
+        lse[row] = row_lse
+        if entropy.shape[0] > 0:
+            entropy[row] = row_entropy
+        if top1.shape[0] > 0:
+            top1[row] = top
+
+
+@specialize
+def logp_backward_kernel(access):
+    """access: neighbouring elements of one load, 4 where the alignment of rows allows it, else 1."""
+    load, store = vector_access(access, access)
+    count = 2 * access
+
+    @device_function
+    def differentiate(values, at, first, target, factor, shift, scale):
+        """values[at + i], logits of columns first + i, become their gradient."""
+        for i in range(access):
+            gradient = np.float32(0.0)
+            if scale != 0:
+                gradient = -exp2(cuda.fma(values[at + i], factor, shift))
+                if first + i == target:
+                    gradient += np.float32(1.0)
+            values[at + i] = scale * gradient
+
+    @cuda.jit
+    def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, dlogits):
+        """A block owns a row: reads its logits, of ids from first_id on, writes dlogits, which may be the same array.
+
+        A thread has two loads in flight. Rows that are IGNORED, or whose dlogp is 0, give 0.
+        """
+        row = cuda.blockIdx.x
+        columns = logits.shape[1]
+        factor, shift = LOG2_E / temperature, -lse[row] * LOG2_E
+        scale = dlogp[row] / temperature if ids[row] != IGNORED else np.float32(0.0)
+        target = ids[row] - first_id
+        values = cuda.local.array(count, np.float32)
+        stride = access * cuda.blockDim.x
+        logits_row, dlogits_row = logits[row], dlogits[row]
+        for first in range(access * cuda.threadIdx.x, columns, 2 * stride):
+            second = first + stride
+            # Beyond the row the first part is loaded again, and not stored.
+            clamped = second if second < columns else first
+            load(logits_row, first, values, 0)
+            load(logits_row, clamped, values, access)
+            differentiate(values, 0, first, target, factor, shift, scale)
+            differentiate(values, access, clamped, target, factor, shift, scale)
+            store(dlogits_row, first, values, 0)
+            if second < columns:
+                store(dlogits_row, second, values, access)
+
+    return logp_backward_kernel
+
+
+def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None):
+    """logp, lse, entropy, top1 of linear_logp for logits (N, V) of a floating dtype; entropy and top1 may be None."""
+    if device.name() != "cpu":
+        entropy, top1 = logp[:0] if entropy is None else entropy, ids[:0] if top1 is None else top1
+        arguments = logits, ids, float(temperature), logp, lse, entropy, top1
+        launch(logp_kernel, ids.shape[0], ROW_THREADS, *arguments)
+        return
+    entropy = np.empty(ids.shape, np.float32) if entropy is None else entropy
+    top1 = np.empty(ids.shape, np.int32) if top1 is None else top1
+    ignored = ids == IGNORED
+    # Ignored rows are computed for token 0 and overwritten; linear_logp leaves them out beforehand.
+    cpu.logp_rows(logits, np.where(ignored, 0, ids), np.float32(temperature), logp, lse, entropy, top1)
+    for array, value in ((logp, 0), (lse, 0), (entropy, 0), (top1, -1)):
+        array[ignored] = value
+
+
+def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first_id=0):
+    """dlogits = dlogp / temperature (onehot(ids) - p), of the columns of logits, whose ids begin at first_id.
+
+    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,).
+    """
+    if device.name() != "cpu":
+        arguments = ids, first_id, float(temperature), lse, dlogp, dlogits
+        access = 4 if logits.shape[1] % 4 == 0 else 1
+        launch(logp_backward_kernel(access), ids.shape[0], ROW_THREADS, logits, *arguments)
+        return
+    ignored = ids == IGNORED
+    cpu.logp_backward_rows(logits, ids - np.int32(first_id), np.float32(temperature), lse, dlogp, dlogits)
+    dlogits[ignored] = 0
+
+
+def _tile_multiple(count, tile):
+    """count, or the largest multiple of `tile` that is not more."""
+    return count - count % tile if count > tile else count
+
+
+def _slices(count, step):
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1):
+    """ops.linear_logp of checked arrays, by chunks of rows."""
+    rows, vocabulary = hidden.shape[0], weight.shape[0]
+    step = min(rows, _tile_multiple(max(1, CHUNK_LOGITS // max(vocabulary, 1)), CHUNK_TILE))
+    memory = device.xp().empty((step, vocabulary), np.float32)
+    for chunk in _slices(rows, max(step, 1)):
+        logits = memory[: chunk.stop - chunk.start]
+        linear(hidden[chunk], weight, logits)
+        outputs = [None if array is None else array[chunk] for array in (logp, lse, entropy, top1)]
+        logp_of_logits(logits, ids[chunk], temperature, *outputs)
+
+
+def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
+    """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
+    (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
+    row_step = min(rows, _tile_multiple(max(1, CHUNK_SUMS // max(width, 1)), CHUNK_TILE))
+    step = min(vocabulary, _tile_multiple(max(1, CHUNK_LOGITS // 2 // max(row_step, 1)), CHUNK_TILE))
+    is_float32 = hidden.dtype == np.float32
+    memory = xp.empty(row_step * step, np.float32)
+    narrow_memory = memory if is_float32 else xp.empty(memory.shape, hidden.dtype)
+    sums_memory = None if is_float32 else xp.empty((row_step, width), np.float32)
+    for batch in _slices(rows, max(row_step, 1)):
+        h, count = hidden[batch], batch.stop - batch.start
+        sums = dhidden[batch] if is_float32 else sums_memory[:count]
+        sums.fill(0)
+        for chunk in _slices(vocabulary, max(step, 1)):
+            columns = chunk.stop - chunk.start
+            logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
+            linear(h, weight[chunk], logits)
+            logp_of_logits_backward(logits, ids[batch], temperature, lse[batch], dlogp[batch], dlogits, chunk.start)
+            linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
+            linear_backward_weight(dlogits, h, dweight[chunk])
+        if not is_float32:
+            cast(sums, dhidden[batch])

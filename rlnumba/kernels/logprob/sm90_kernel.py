@@ -1,0 +1,647 @@
+"""The sm_90 kernel of the log-prob: a GEMM whose epilogue takes what is needed of a tile of logits from registers.
+
+A block computes tiles of 64 rows for each consumer warpgroup x 256 columns, as kernels/gemm/sm90.py does. What the
+consumers then do with their accumulators is the config's mode:
+
+    forward        each quad of threads folds its rows of the tile to four numbers in the order of kernels/nn/row_sum.py
+                   (largest, sum of exponentials, the entropy's sum, first column of the largest)
+    exponentials   as forward, and the exponentials themselves are stored in 16 bits
+    dlogits        with lse known, dz = dlogp / T (onehot - p) is stored in 16 bits
+    split_k        the accumulators are stored in float32, a partial sum of A B for each split of the reduction
+
+While the epilogue of one consumer takes exponentials, the tensor cores serve the other: the second consumer starts each
+tile `stagger` rounds late, so their epilogues do not coincide.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.gemm.scheduler import tile_coordinates, udiv
+from rlnumba.kernels.nn.row_sum import (
+    LOG2_E,
+    NONE,
+    TILE_COLUMNS,
+    exponentials_of_sixteen,
+    join,
+    largest_of_sixteen,
+)
+from rlnumba.kernels.ptx.pipeline import (
+    FIRST_EMPTY,
+    FIRST_FULL,
+    MBARRIER_BYTES,
+    accumulator_address,
+    matrix_address,
+    ring,
+    shared_base,
+    shared_layout,
+)
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, stmatrix_x4, store_pair
+from rlnumba.kernels.ptx.sm90 import (
+    bulk_commit_group,
+    bulk_wait_group,
+    bulk_wait_group_read,
+    mbarrier_arrive,
+    mbarrier_expect_tx,
+    mbarrier_init,
+    mbarrier_init_fence,
+    mbarrier_wait,
+    named_barrier_sync,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    tensor_map_address,
+    tma_load_2d,
+    tma_store_2d,
+    warp_uniform,
+)
+from rlnumba.kernels.ptx.warp import (
+    cvt_pack,
+    device_function,
+    exp2,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    shuffle_xor,
+)
+from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import specialize
+
+i32 = np.int32
+
+ARCHITECTURES = [(9, 0, "a")]
+
+# Numbers that a row of a tile is folded to: largest, sum, entropy's sum, first column of the largest.
+RESULTS = 4
+# Powers of two by which an exponential may exceed 1: far below what bfloat16 holds, times what a row adds up. None in
+# float16, whose exponentials are all relative to their tile's largest logit.
+MAX_EXPONENT = {"bfloat16": 64.0, "float16": -1e30}
+
+
+class LogprobConfig(NamedTuple):
+    """One kernel of this module. element: "float16" or "bfloat16"; consumers: warpgroups, 64 rows each.
+
+    mode: "forward", "dlogits", "exponentials" or "split_k" (A B with B MN-major). stagger: rounds by which the second
+    consumer starts later. boxes: of 8 KiB through which a consumer stores its output, at most 4. entropy, top1: whether
+    they are wanted.
+    """
+
+    element: str
+    mode: str
+    consumers: int = 2
+    stages: int = 4
+    stagger: int = 2
+    boxes: int = 2
+    entropy: bool = False
+    top1: bool = False
+
+    @property
+    def rows(self):
+        return ROWS * self.consumers
+
+    @property
+    def box_columns(self):
+        """Columns of the output in a 128-byte line."""
+        return 32 if self.mode == "split_k" else 64
+
+    @property
+    def staged_bytes(self):
+        return 0 if self.mode == "forward" else self.boxes * BOX_BYTES
+
+    @property
+    def a_bytes(self):
+        return self.rows * LINE
+
+    @property
+    def stage_bytes(self):
+        return self.a_bytes + TILE_COLUMNS * LINE
+
+    @property
+    def layout(self):
+        """Shared memory: stages of [A | B], staged output, barriers of the stages, and the one between consumers."""
+        barriers = self.stages * MBARRIER_BYTES
+        return shared_layout(
+            stages=self.stages * self.stage_bytes,
+            staged=self.consumers * self.staged_bytes,
+            full=barriers,
+            empty=barriers,
+            stagger=MBARRIER_BYTES,
+        )
+
+
+def can_stagger(config, rounds):
+    """Whether the second consumer may start tiles of so many rounds late.
+
+    The barrier between the two has one phase a tile, so the first must not complete it twice while the second waits:
+    the stages, which both must release, have to stop it before.
+    """
+    return config.consumers == 2 and rounds + min(config.stagger, rounds - 1) + 1 > config.stages
+
+
+@functools.cache
+def scheduler(config):
+    """(schedule, work): the tiles of a block."""
+    rows, split_k = config.rows, config.mode == "split_k"
+
+    @device_function
+    def schedule(m, n, k, split_rounds):
+        """(tiles, stride, split_tiles, tiles_down, tiles_across, rounds): block b computes tiles b, b + stride, ..."""
+        tiles_down = i32((m + rows - 1) // rows)
+        tiles_across = i32((n + TILE_COLUMNS - 1) // TILE_COLUMNS)
+        rounds = i32((k + STEPS - 1) // STEPS)
+        split_tiles = tiles_down * tiles_across
+        tiles = split_tiles
+        if split_k:
+            tiles *= i32((rounds + split_rounds - 1) // split_rounds)
+        stride = i32(cuda.gridDim.x)
+        if split_k and tiles - split_tiles < stride:
+            # Tiles of the last split, which may be shorter, are left to the blocks without one of the others.
+            stride = i32(stride - (tiles - split_tiles)) if cuda.blockIdx.x >= tiles - split_tiles else tiles
+        return tiles, stride, split_tiles, tiles_down, tiles_across, rounds
+
+    @device_function
+    def work(index, split_tiles, tiles_down, tiles_across, rounds, split_rounds):
+        """(tile_row, tile_column, split, rounds) of the index-th tile."""
+        split = i32(0)
+        if split_k:
+            split = udiv(i32(index), split_tiles)
+            rounds = min(i32(split_rounds), i32(rounds - split * split_rounds))
+        tile_row, tile_column = tile_coordinates(i32(index) - split * split_tiles, tiles_down, tiles_across)
+        return tile_row, tile_column, split, rounds
+
+    return schedule, work
+
+
+@functools.cache
+def producer_function(config):
+    """The device function of the thread that loads A and B of all tiles of a block."""
+    b_mn, layout, a_bytes, stage_bytes, rows = (
+        config.mode == "split_k",
+        config.layout,
+        config.a_bytes,
+        config.stage_bytes,
+        config.rows,
+    )
+    _, advance = ring(config.stages)
+    _, work = scheduler(config)
+
+    @device_function
+    def produce(a, b, base, nbytes, schedule, split_rounds):
+        """nbytes: of a stage's boxes; schedule: what schedule() returned."""
+        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+        full, empty = base + layout.full, base + layout.empty
+        stage, parity = FIRST_EMPTY
+        for index in range(i32(cuda.blockIdx.x), tiles, stride):
+            tile_row, tile_column, split, rounds = work(
+                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
+            )
+            first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
+            first_step = i32(split * split_rounds) * i32(STEPS) if b_mn else i32(0)
+            for done in range(rounds):
+                mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                stage_full = full + stage * MBARRIER_BYTES
+                target = base + stage * stage_bytes
+                mbarrier_expect_tx(stage_full, nbytes)
+                step = first_step + i32(done) * i32(STEPS)
+                tma_load_2d(target, a, step, first_row, stage_full)
+                if b_mn:
+                    for box in range(TILE_COLUMNS // 64):
+                        tma_load_2d(target + a_bytes + box * BOX_BYTES, b, first_column + box * 64, step, stage_full)
+                else:
+                    tma_load_2d(target + a_bytes, b, step, first_column, stage_full)
+                stage, parity = advance(stage, parity)
+
+    return produce
+
+
+@functools.cache
+def main_loop_function(config):
+    """The device function that multiplies a tile: acc = A B over `rounds` stages; returns the ring's next stage."""
+    stages, stagger, stage_bytes, a_bytes, layout = (
+        config.stages,
+        config.stagger,
+        config.stage_bytes,
+        config.a_bytes,
+        config.layout,
+    )
+    b_kind = "mn" if config.mode == "split_k" else "k"
+    start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", b_kind)
+    wait_all_but_latest, wait_all = wgmma_wait_group(TILE_COLUMNS // 2, 1), wgmma_wait_group(TILE_COLUMNS // 2, 0)
+    _, advance = ring(stages)
+
+    @device_function
+    def main_loop(acc, consumer, leader, base, stagger_parity, rounds, stage, parity):
+        """leader: the thread that arrives at barriers for its warpgroup.
+
+        The first consumer completes the stagger barrier's phase `stagger` rounds into a tile; the second waits for it.
+        """
+        full, empty, staggered = base + layout.full, base + layout.empty, base + layout.stagger
+        previous = i32(0)
+        if stagger > 0 and consumer == 1:
+            mbarrier_wait(staggered, stagger_parity)
+        for done in range(rounds):
+            mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
+            a = base + stage * stage_bytes
+            start(acc, smem_descriptor(a + consumer * BOX_BYTES), smem_descriptor(a + a_bytes), i32(done != 0))
+            wait_all_but_latest(acc)
+            if done != 0 and leader:
+                mbarrier_arrive(empty + previous * MBARRIER_BYTES)
+            if stagger > 0 and consumer == 0 and leader and done == min(stagger, rounds - 1):
+                mbarrier_arrive(staggered)
+            previous = stage
+            stage, parity = advance(stage, parity)
+        wait_all(acc)
+        if leader:
+            mbarrier_arrive(empty + previous * MBARRIER_BYTES)
+        return stage, parity
+
+    return main_loop
+
+
+# What follows works on a thread's accumulators of one row, sixteen at a time (a part): acc[begin + 4 b + c], b < 8,
+# c < 2, are the columns 8 b + c of the part for this lane. Loops over parts are written out, for an index that the
+# compiler does not know would put the accumulators into memory.
+
+
+@device_function
+def mask_part(acc, begin, column, n):
+    """-inf for the columns from n on; column: that of acc[begin]."""
+    for b in range(8):
+        for c in range(2):
+            if column + i32(8 * b + c) >= n:
+                acc[begin + 4 * b + c] = np.float32(-math.inf)
+
+
+@device_function
+def mask_columns(acc, column, n):
+    """-inf for the columns of a tile from n on; column: that of acc[0]."""
+    for half in range(0, 4, 2):
+        mask_part(acc, half, column, n)
+        mask_part(acc, half + 32, column + 64, n)
+        mask_part(acc, half + 64, column + 128, n)
+        mask_part(acc, half + 96, column + 192, n)
+
+
+@device_function
+def logit_of_part(acc, begin, target, otherwise):
+    """The logit of column `target` of a part, if that is a column of this lane; else `otherwise`."""
+    for b in range(8):
+        for c in range(2):
+            if target == 8 * b + c:
+                otherwise = acc[begin + 4 * b + c]
+    return otherwise
+
+
+@device_function
+def logit_of_column(acc, begin, target):
+    """The logit of column `target`, counted from this lane's first, of a row of a tile; 0 if it is another lane's."""
+    logit = logit_of_part(acc, begin, target, np.float32(0.0))
+    logit = logit_of_part(acc, begin + 32, i32(target - 64), logit)
+    logit = logit_of_part(acc, begin + 64, i32(target - 128), logit)
+    return logit_of_part(acc, begin + 96, i32(target - 192), logit)
+
+
+@device_function
+def differentiate_part(acc, begin, target, factor, shift, scale):
+    """acc = scale (onehot(target) - 2^(acc factor + shift)); target: this lane's column of the part, if it has it."""
+    for b in range(8):
+        for c in range(2):
+            acc[begin + 4 * b + c] = -scale * exp2(cuda.fma(acc[begin + 4 * b + c], factor, shift))
+    if i32(0) <= target < i32(64):
+        for b in range(8):
+            for c in range(2):
+                if target == 8 * b + c:
+                    acc[begin + 4 * b + c] += scale
+
+
+@device_function
+def scale_part(acc, begin, factor):
+    for b in range(8):
+        for c in range(2):
+            acc[begin + 4 * b + c] *= factor
+
+
+@device_function
+def largest_of_row(acc, begin, largest, at):
+    """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
+    largest[at] = largest_of_sixteen(acc, begin, 4)
+    largest[at + 1] = largest_of_sixteen(acc, begin + 32, 4)
+    largest[at + 2] = largest_of_sixteen(acc, begin + 64, 4)
+    largest[at + 3] = largest_of_sixteen(acc, begin + 96, 4)
+    return max(max(largest[at], largest[at + 1]), max(largest[at + 2], largest[at + 3]))
+
+
+@device_function
+def exponent_base(largest, reference, factor, max_exponent):
+    """The logit whose exponential is 1 in a tile with this largest one: the row's reference, if that is near enough."""
+    return reference if (largest - reference) * factor <= max_exponent else largest
+
+
+@functools.cache
+def fold_functions(entropy, top1, exponentials):
+    """(fold_part, store_result): how the forward folds a thread's accumulators of one row of a tile."""
+
+    @device_function
+    def fold_part(acc, begin, part, largest, base, factor, sums):
+        """The sums (largest, total, weighted, top) of the parts before and this one.
+
+        acc become exponentials, relative to `base` if they are wanted.
+        """
+        top = sums[3]
+        if top1:
+            part_top = i32(0)
+            for b in range(7, -1, -1):
+                for c in range(1, -1, -1):
+                    if acc[begin + 4 * b + c] == largest:
+                        part_top = i32(64 * part + 8 * b + c)
+            # A lane's columns ascend: the first of equals stays.
+            if largest > sums[0]:
+                top = part_top
+        total, weighted = exponentials_of_sixteen(acc, begin, 4, largest, factor, entropy)
+        if exponentials:
+            scale_part(acc, begin, exp2((largest - base) * factor))
+        largest, total, weighted = join(sums[0], sums[1], sums[2], largest, total, weighted, factor)
+        return largest, total, weighted, top
+
+    @device_function
+    def fold_lanes(sums, distance, factor):
+        """The sums of this lane and the one at a distance."""
+        largest, total, weighted, top = sums
+        other, other_total = shuffle_xor(largest, distance), shuffle_xor(total, distance)
+        other_weighted = np.float32(0.0)
+        if entropy:
+            other_weighted = shuffle_xor(weighted, distance)
+        if top1:
+            other_top = i32(shuffle_xor(top, distance))
+            if other > largest or (other == largest and other_top < top):
+                top = other_top
+        largest, total, weighted = join(largest, total, weighted, other, other_total, other_weighted, factor)
+        return largest, total, weighted, top
+
+    @device_function
+    def store_result(sums, start_column, quad_lane, factor, results, at):
+        """Join the sums of a quad's lanes to results[at] (this lane's of the four; none if at < 0)."""
+        sums = sums[0], sums[1], sums[2], i32(sums[3] + start_column + quad_lane * 2)
+        sums = fold_lanes(sums, 1, factor)
+        sums = fold_lanes(sums, 2, factor)
+        if at >= 0:
+            # Each lane of the quad writes one of the four.
+            low = sums[1] if quad_lane == 1 else sums[0]
+            high = np.float32(sums[3]) if quad_lane == 3 else sums[2]
+            results[at] = high if quad_lane >= 2 else low
+
+    return fold_part, store_result
+
+
+@functools.cache
+def store_functions(config):
+    """(wait_for_box, store_columns): how a consumer stores its accumulators, box_columns at a time, by TMA.
+
+    It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
+    waits for it.
+    """
+    boxes, box_columns, is_float32 = config.boxes, config.box_columns, config.mode == "split_k"
+    pack_two = cvt_pack(config.element)
+
+    @device_function
+    def wait_for_box(group, warp, lane):
+        """Before a tile: its first box is free."""
+        if warp == 0 and lane == 0:
+            bulk_wait_group_read()
+        named_barrier_sync(group, WARPGROUP)
+
+    @device_function
+    def store_columns(acc, piece, output):
+        """Store the accumulators of the piece-th box_columns columns of a tile, and wait until the next box is free.
+
+        output: (tensor map, first column and row of the tile, address of the boxes, warpgroup, warp, lane).
+        """
+        out_map, column, row, staged, group, warp, lane = output
+        box = staged + piece % boxes * BOX_BYTES
+        for block in range(4):
+            if is_float32:
+                i = (piece * 4 + block) * 4
+                target = accumulator_address(box, block, warp, lane)
+                store_pair(target, acc[i], acc[i + 1])
+                store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
+            else:
+                i = (piece * 4 + block) * 8
+                stmatrix_x4(
+                    matrix_address(box, block, warp, lane),
+                    pack_two(acc[i], acc[i + 1]),
+                    pack_two(acc[i + 2], acc[i + 3]),
+                    pack_two(acc[i + 4], acc[i + 5]),
+                    pack_two(acc[i + 6], acc[i + 7]),
+                )
+        fence_proxy_async()
+        if warp == (piece + 1) % boxes and lane == 0:
+            bulk_wait_group_read()
+        named_barrier_sync(group, WARPGROUP)
+        if warp == piece % boxes and lane == 0:
+            tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
+            bulk_commit_group()
+
+    return wait_for_box, store_columns
+
+
+@functools.cache
+def forward_epilogue(config):
+    """The device function that folds a tile's logits to results, and stores their exponentials if they are wanted."""
+    exponentials, max_exponent = config.mode == "exponentials", np.float32(MAX_EXPONENT[config.element])
+    fold_part, store_result = fold_functions(config.entropy, config.top1, exponentials)
+    _, store_columns = store_functions(config)
+
+    @device_function
+    def fold_rows(acc, part, largest, base, factor, sums):
+        """A part of both rows of a thread."""
+        begin = 32 * part
+        return (
+            fold_part(acc, begin, part, largest[part], base[0], factor, sums[0]),
+            fold_part(acc, begin + 2, part, largest[part + 4], base[1], factor, sums[1]),
+        )
+
+    @device_function
+    def epilogue(
+        acc, row, start_column, quad_lane, m, tile, factor, targets, references, results, target_logits, output
+    ):
+        """tile: (its column, how many there are across); targets, references: this thread's two rows'."""
+        largest, bases = cuda.local.array(8, np.float32), cuda.local.array(2, np.float32)
+        at = cuda.local.array(2, np.int64)
+        tile_column, tiles_across = tile
+        for half in range(2):
+            at[half] = -1
+            if row + half * 8 < m:
+                at[half] = (np.int64(row + half * 8) * tiles_across + tile_column) * RESULTS + quad_lane
+        # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
+        if i32(0) <= targets[0] < i32(TILE_COLUMNS) and targets[0] & i32(6) == 0:
+            target_logits[row] = logit_of_column(acc, 0, targets[0])
+        if i32(0) <= targets[1] < i32(TILE_COLUMNS) and targets[1] & i32(6) == 0:
+            target_logits[row + 8] = logit_of_column(acc, 2, targets[1])
+        bases[0] = largest_of_row(acc, 0, largest, 0)
+        bases[1] = largest_of_row(acc, 2, largest, 4)
+        if exponentials:
+            for half in range(2):
+                bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
+                bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
+                bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)
+        none = NONE, np.float32(0.0), np.float32(0.0), i32(0)
+        sums = fold_rows(acc, 0, largest, bases, factor, (none, none))
+        if exponentials:
+            store_columns(acc, 0, output)
+        sums = fold_rows(acc, 1, largest, bases, factor, sums)
+        if exponentials:
+            store_columns(acc, 1, output)
+        sums = fold_rows(acc, 2, largest, bases, factor, sums)
+        if exponentials:
+            store_columns(acc, 2, output)
+        sums = fold_rows(acc, 3, largest, bases, factor, sums)
+        if exponentials:
+            store_columns(acc, 3, output)
+        store_result(sums[0], start_column, quad_lane, factor, results, at[0])
+        store_result(sums[1], start_column, quad_lane, factor, results, at[1])
+
+    return epilogue
+
+
+@functools.cache
+def dlogits_epilogue(config):
+    """The device function that turns a tile's logits into their gradient, and stores it."""
+    _, store_columns = store_functions(config)
+
+    @device_function
+    def differentiate(acc, part, targets, factor, shift, scale, output):
+        """A part of both rows of a thread."""
+        begin = 32 * part
+        differentiate_part(acc, begin, i32(targets[0] - 64 * part), factor, shift[0], scale[0])
+        differentiate_part(acc, begin + 2, i32(targets[1] - 64 * part), factor, shift[1], scale[1])
+        store_columns(acc, part, output)
+
+    @device_function
+    def epilogue(acc, factor, targets, shift, scale, output):
+        differentiate(acc, 0, targets, factor, shift, scale, output)
+        differentiate(acc, 1, targets, factor, shift, scale, output)
+        differentiate(acc, 2, targets, factor, shift, scale, output)
+        differentiate(acc, 3, targets, factor, shift, scale, output)
+
+    return epilogue
+
+
+@functools.cache
+def consumer_function(config):
+    """The device function of a consumer warpgroup: all of its tiles, from the main loop to the stores."""
+    mode, rows, boxes, layout, staged_bytes = config.mode, config.rows, config.boxes, config.layout, config.staged_bytes
+    folds, stores, split_k = mode in ("forward", "exponentials"), mode != "forward", mode == "split_k"
+    exponentials, dlogits = mode == "exponentials", mode == "dlogits"
+    _, work = scheduler(config)
+    main_loop, fold_tile, store_dlogits = main_loop_function(config), forward_epilogue(config), dlogits_epilogue(config)
+    wait_for_box, store_columns = store_functions(config)
+    accumulators = TILE_COLUMNS // 2
+
+    @device_function
+    def consume(
+        base, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id, split_rounds,
+        schedule,
+    ):  # fmt: skip
+        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+        group = warp_uniform(thread >> i32(7))
+        consumer = group - i32(1)
+        lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
+        quad_lane = lane & i32(3)
+        leader = (thread & i32(127)) == 0
+        staged = base + layout.staged + consumer * staged_bytes
+        factor = LOG2_E / temperature
+        acc = cuda.local.array(accumulators, np.float32)
+        for i in range(accumulators):
+            acc[i] = np.float32(0.0)
+        # Of a thread's two rows: the target, and for dlogits the log-sum-exp and the factor, or the reference logit.
+        targets = cuda.local.array(2, np.int32)
+        shift, scale = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
+        stage, parity = FIRST_FULL
+        stagger_parity = i32(0)
+        for index in range(i32(cuda.blockIdx.x), tiles, stride):
+            tile_row, tile_column, split, rounds = work(
+                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
+            )
+            first_row = i32(split * tiles_down * i32(rows) + tile_row * rows + consumer * ROWS)
+            # This thread's accumulators: rows `row` and row + 8, columns 8 b + 2 (lane % 4) and the next.
+            row = i32(tile_row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
+            start_column = i32(tile_column * TILE_COLUMNS)
+            for half in range(2):
+                targets[half], shift[half], scale[half] = i32(-1), np.float32(0.0), np.float32(0.0)
+                if not split_k and row + half * 8 < m:
+                    targets[half] = i32(ids[row + half * 8] - i32(first_id) - start_column - quad_lane * 2)
+                    if dlogits:
+                        shift[half] = -lse[row + half * 8] * LOG2_E
+                        scale[half] = dlogp[row + half * 8] / temperature
+                    if exponentials:
+                        shift[half] = lse[row + half * 8]
+            stage, parity = main_loop(acc, consumer, leader, base, stagger_parity, rounds, stage, parity)
+            stagger_parity ^= i32(1)
+            # Columns beyond the vocabulary, in the last tile.
+            if not split_k and start_column + i32(TILE_COLUMNS) > n:
+                mask_columns(acc, start_column + quad_lane * 2, n)
+            if stores:
+                wait_for_box(group, warp, lane)
+            output = out_map, start_column, first_row, staged, group, warp, lane
+            if folds:
+                tile = tile_column, tiles_across
+                fold_tile(
+                    acc, row, start_column, quad_lane, m, tile, factor, targets, shift, results, target_logits, output
+                )
+            if dlogits:
+                store_dlogits(acc, factor, targets, shift, scale, output)
+            if split_k:
+                for piece in range(TILE_COLUMNS // 32):
+                    store_columns(acc, piece, output)
+        if stores and warp < boxes and lane == 0:
+            bulk_wait_group()
+
+    return consume
+
+
+@specialize
+def logprob_kernel(config):
+    """The kernel of a LogprobConfig."""
+    consumers, layout = config.consumers, config.layout
+    init_ring, _ = ring(config.stages)
+    schedule_tiles, _ = scheduler(config)
+    produce, consume = producer_function(config), consumer_function(config)
+
+    @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
+    def logprob_kernel(
+        a_map, b_map, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, k, first_id, split_rounds,
+        stage_nbytes,
+    ):  # fmt: skip
+        """Tiles of 64 rows a consumer x 256 columns of a GEMM with k steps of reduction.
+
+        A (m, k): hidden rows or dz; B (n, k), or (k, n) for "split_k": rows of the output matrix from first_id on. ids,
+        dlogp (m,); lse (m,), for "exponentials" the rows' reference logits; results (m, tiles, 4) and target_logits
+        (m,), the logits of ids, are written by "forward" and "exponentials"; the matrix of out_map by all but
+        "forward": dz, the exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below
+        the other, m rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a
+        stage's boxes. Shared memory: LogprobConfig.layout.
+        """
+        thread = i32(cuda.threadIdx.x)
+        base = shared_base()
+        if thread == 0:
+            init_ring(base + layout.full, base + layout.empty, 1, consumers)
+            mbarrier_init(base + layout.stagger, 1)
+            mbarrier_init_fence()
+        cuda.syncthreads()
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
+        schedule = schedule_tiles(m, n, k, split_rounds)
+        if warp_uniform(thread >> i32(7)) == 0:
+            setmaxnreg_dec()
+            if thread == 0:
+                a, b = tensor_map_address(a_map), tensor_map_address(b_map)
+                produce(a, b, base, stage_nbytes, schedule, split_rounds)
+        else:
+            setmaxnreg_inc()
+            consume(
+                base, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n,
+                first_id, split_rounds, schedule,
+            )  # fmt: skip
+
+    return logprob_kernel

@@ -1,0 +1,217 @@
+"""Kernels of the sm_90 log-prob that work on rows: they join tile results and finish the one-pass form's gradient."""
+
+import math
+
+import numpy as np
+
+from rlnumba.kernels.logprob.sm90_kernel import ARCHITECTURES as ARCHITECTURES
+from rlnumba.kernels.logprob.sm90_kernel import RESULTS, exponent_base
+from rlnumba.kernels.nn.row_sum import (
+    CLASSES,
+    GROUPS,
+    LOG2_E,
+    NONE,
+    TILE_COLUMNS,
+    join,
+    join_classes,
+    lowest_of_best,
+    row_results,
+)
+from rlnumba.kernels.ptx.warp import (
+    device_function,
+    exp2,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    narrow,
+    vector_access,
+    warp_sum,
+)
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+
+i32 = np.int32
+
+# A class has one thread of a row's block, or several if a warp has more threads than there are classes.
+CLASS_THREADS = max(1, 32 // CLASSES)
+ROW_THREADS = CLASSES * CLASS_THREADS
+SUM_THREADS = 32 if device.name() == "sim" else 256
+# Elements of a 16-byte load, and elements that a thread has at a time in two of them.
+EIGHT, SIXTEEN = 8, 16
+# Warps of a block of reference_kernel, a row each.
+REFERENCE_ROWS = 4
+
+load_four, store_four = vector_access(4, 4)
+load_eight, store_eight = vector_access(EIGHT, EIGHT)
+
+
+@device_function
+def join_tiles(results, tiles, row, factor, scratch, groups):
+    """(largest, total, weighted, top) of a row, the same in all ROW_THREADS threads: the last steps of row_sum.py.
+
+    results (N, tiles, 4), flat. CLASS_THREADS threads own a class of tiles.
+    """
+    values = cuda.local.array(RESULTS, np.float32)
+    largest, total, weighted, top = NONE, np.float32(0.0), np.float32(0.0), i32(0)
+    for tile in range(cuda.threadIdx.x // CLASS_THREADS, tiles, CLASSES):
+        load_four(results, (np.int64(row) * tiles + tile) * RESULTS, values, 0)
+        if values[0] > largest:
+            top = i32(values[3])
+        largest, total, weighted = join(largest, total, weighted, values[0], values[1], values[2], factor)
+    _, top = lowest_of_best(largest, top, scratch)
+    largest, total, weighted = join_classes(largest, total, weighted, CLASS_THREADS, factor, groups)
+    return largest, total, weighted, top
+
+
+@cuda.jit
+def join_tiles_kernel(results, target_logits, temperature, logp, lse, entropy, top1):
+    """A block owns a row. entropy and top1 without elements are left out. An id outside the vocabulary gives NaN."""
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
+    row = cuda.blockIdx.x
+    griddepcontrol_launch_dependents()
+    griddepcontrol_wait()
+    tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
+    largest, total, weighted, top = join_tiles(results, tiles, row, LOG2_E / temperature, scratch, groups)
+    if cuda.threadIdx.x == 0:
+        row_lse, row_entropy = row_results(largest, total, weighted, temperature)
+        logp[row] = target_logits[row] / temperature - row_lse
+        lse[row] = row_lse
+        if entropy.shape[0] > 0:
+            entropy[row] = row_entropy
+        if top1.shape[0] > 0:
+            top1[row] = top
+
+
+@cuda.jit
+def reference_kernel(hidden, weight, ids, reference_logits):
+    """reference_logits[row] = hidden[row] . weight[ids[row]], about the logit of the row's id; NaN without such an id.
+
+    A warp owns a row, a lane EIGHT neighbouring elements at a time.
+    """
+    row = cuda.blockIdx.x * REFERENCE_ROWS + cuda.threadIdx.x // 32
+    if row < hidden.shape[0]:
+        token, total = ids[row], np.float32(math.nan)
+        values = cuda.local.array(SIXTEEN, np.float32)
+        if 0 <= token < weight.shape[0]:
+            total = np.float32(0.0)
+            for column in range(cuda.threadIdx.x % 32 * EIGHT, hidden.shape[1], 32 * EIGHT):
+                load_eight(hidden[row], column, values, 0)
+                load_eight(weight[token], column, values, EIGHT)
+                for i in range(EIGHT):
+                    total += values[i] * values[EIGHT + i]
+        total = warp_sum(total)
+        if cuda.threadIdx.x % 32 == 0:
+            reference_logits[row] = total
+
+
+@device_function
+def gradient_of_eight(values, at, first, p, target, target_gradient):
+    """values[at + i], exponentials of columns first + i, become -p times them; the target's its own gradient."""
+    for i in range(EIGHT):
+        values[at + i] *= -p
+        if first + i == target:
+            values[at + i] = target_gradient
+
+
+@device_function
+def gradient_of_row(line, results, row, tiles, reference, factor, shift, scale, max_exponent, target, rest):
+    """line, the exponentials of a row whose tiles have different bases, becomes dz; rest: 1 - p of the target."""
+    pitch = line.shape[0]
+    values = cuda.local.array(SIXTEEN, np.float32)
+    first_result = np.int64(row) * tiles * RESULTS
+    stride = EIGHT * ROW_THREADS
+    for first in range(EIGHT * cuda.threadIdx.x, pitch, 2 * stride):
+        second = first + stride
+        # Beyond the row the first part is loaded again, and not stored.
+        clamped = second if second < pitch else first
+        load_eight(line, first, values, 0)
+        load_eight(line, clamped, values, EIGHT)
+        base = exponent_base(results[first_result + first // TILE_COLUMNS * RESULTS], reference, factor, max_exponent)
+        other = exponent_base(
+            results[first_result + clamped // TILE_COLUMNS * RESULTS], reference, factor, max_exponent
+        )
+        p, other_p = exp2(cuda.fma(base, factor, shift)), exp2(cuda.fma(other, factor, shift))
+        gradient_of_eight(values, 0, first, scale * p, target, scale * rest)
+        gradient_of_eight(values, EIGHT, clamped, scale * other_p, target, scale * rest)
+        store_eight(line, first, values, 0)
+        if second < pitch:
+            store_eight(line, second, values, EIGHT)
+
+
+@cuda.jit
+def finish_exponentials_kernel(
+    exponentials, results, target_logits, reference_logits, ids, temperature, max_exponent, dlogp, hidden,
+    logp, lse, entropy, top1, scaled_hidden, row_factors,
+):  # fmt: skip
+    """join_tiles_kernel, and what exponentials lack of dz = dlogp / T (onehot(ids) - p).
+
+    exponentials (rows, pitch) are e = 2^((z - base) factor), base the row's reference logit or, by exponent_base, the
+    largest logit of a tile. A row in which all have the reference keeps them: dz = c e with c = -dlogp / T 2^(reference
+    factor - lse log2(e)), and the factor c goes to row_factors[row] and to scaled_hidden[row] = c hidden[row]; only the
+    target's element becomes e - 1 / p. In any other row they become dz, scaled_hidden[row] = hidden[row] and
+    row_factors[row] = 1. The target's comes from its own float32 logit, so that a probability near 1 leaves an exact
+    gradient. Columns from the vocabulary's end on stay 0. A block owns a row, a thread twice EIGHT neighbouring
+    elements at a time, both loads in flight.
+    """
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
+    row = cuda.blockIdx.x
+    griddepcontrol_launch_dependents()
+    griddepcontrol_wait()
+    pitch, width = exponentials.shape[1], hidden.shape[1]
+    tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
+    factor = LOG2_E / temperature
+    largest, total, weighted, top = join_tiles(results, tiles, row, factor, scratch, groups)
+    row_lse, row_entropy = row_results(largest, total, weighted, temperature)
+    shift = -row_lse * LOG2_E
+    scale = dlogp[row] / temperature
+    target = ids[row]
+    rest = np.float32(1.0) - exp2(cuda.fma(target_logits[row], factor, shift))
+    reference = reference_logits[row]
+    above = -cuda.fma(reference, factor, shift)
+    row_factor = np.float32(1.0)
+    # No logit of the row is above its lse: by less than 1 after rounding.
+    one_base = above <= max_exponent - np.float32(1.0)
+    if one_base:
+        row_factor = -scale * exp2(-above)
+    else:
+        line = exponentials[row]
+        gradient_of_row(line, results, row, tiles, reference, factor, shift, scale, max_exponent, target, rest)
+    if cuda.threadIdx.x == 0:
+        if one_base and 0 <= target < pitch:
+            exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
+        row_factors[row] = row_factor
+        logp[row] = target_logits[row] / temperature - row_lse
+        lse[row] = row_lse
+        if entropy.shape[0] > 0:
+            entropy[row] = row_entropy
+        if top1.shape[0] > 0:
+            top1[row] = top
+    for column in range(EIGHT * cuda.threadIdx.x, width, EIGHT * ROW_THREADS):
+        values = cuda.local.array(EIGHT, np.float32)
+        load_eight(hidden[row], column, values, 0)
+        for i in range(EIGHT):
+            values[i] *= row_factor
+        store_eight(scaled_hidden[row], column, values, 0)
+
+
+@cuda.jit
+def sum_splits_kernel(partials, rows, row_factors, out):
+    """out[row] = row_factors[row] times the sum of partials[row + split * rows], splits ascending.
+
+    A block owns a row of out, a thread four neighbouring elements at a time.
+    """
+    row = cuda.blockIdx.x
+    values, total = cuda.local.array(4, np.float32), cuda.local.array(4, np.float32)
+    griddepcontrol_launch_dependents()
+    griddepcontrol_wait()
+    for column in range(4 * cuda.threadIdx.x, out.shape[1], 4 * cuda.blockDim.x):
+        for i in range(4):
+            total[i] = np.float32(0.0)
+        for at in range(row, partials.shape[0], rows):
+            load_four(partials[at], column, values, 0)
+            for i in range(4):
+                total[i] += values[i]
+        for i in range(4):
+            total[i] *= row_factors[row]
+        store_four(out[row], column, total, 0)

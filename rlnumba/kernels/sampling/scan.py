@@ -1,0 +1,276 @@
+"""The kernel that reads rows of logits once: sums of their tiles, and candidates of the rows with filters."""
+
+import math
+
+import numpy as np
+
+from rlnumba.kernels.gemm.scheduler import sm_count
+from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, fold_sixteen, join, join_lanes
+from rlnumba.kernels.ptx.warp import (
+    ballot,
+    compiler_barrier,
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    shuffle,
+    shuffle_up,
+    sync_warp,
+    vector_access,
+    warp_max,
+)
+from rlnumba.kernels.sampling.gumbel import LOWEST
+from rlnumba.kernels.sampling.thresholds import load_one
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import specialize
+
+i32 = np.int32
+
+# Threads of a block, and blocks that an SM has at a time: 32 warps with 2 KB in flight each are 64 KB, and more are no
+# faster. H200, 256 x 151,936: 41.9 us; 10 blocks 43.9, 12 blocks 44.3, 4 of 256 threads 42.4, 2 of 512 42.1.
+SCAN_THREADS, SCAN_BLOCKS = 128, 8
+SCAN_WARPS = SCAN_THREADS // 32
+# A warp reads a part of two tiles at a time, a quad of its threads 64 columns. H200: a kernel that only reads takes
+# 39.3 us so; 45.2 with a quad a tile, which has a warp read at eight addresses 1 KB apart.
+PART_COLUMNS = 2 * TILE_COLUMNS
+QUAD_COLUMNS = 64
+# Lanes' sums of a part in shared memory, padded so that the banks of four parts differ.
+PADDED_LANES = 36
+SUMS_OF_LANES = SCAN_WARPS * 4 * PADDED_LANES
+# Candidates that a row's list holds, and how many it is meant to get: fewer where a top-k of at most FEW or a min-p is
+# on.
+LIST = 8192
+EXPECTED, EXPECTED_IF_FEW, FEW = 4096, 1024, 128
+# Maxima of sixteen logits each, from which a row's candidate bound is guessed, and bisections for it.
+MAXIMA, BISECTIONS = 128, 12
+LANE_MAXIMA = MAXIMA // 32
+
+
+@device_function
+def is_filtered(temperature, top_k, top_p, min_p, columns):
+    """Whether a row has filters."""
+    on = min_p > np.float32(0.0) or 0 < top_k < columns or top_p < np.float32(1.0)
+    return on and temperature != np.float32(0.0)
+
+
+@device_function
+def load_bounded(line, first, values):
+    """A lane's sixteen logits one by one, -inf for those outside the row."""
+    for b in range(8):
+        for c in range(2):
+            values[2 * b + c] = np.float32(-math.inf)
+            if i32(first + 8 * b + c) < i32(line.shape[0]):
+                load_one(line, first + (8 * b + c), values, 2 * b + c)
+
+
+@device_function
+def candidate_bound(line, temperature, rank, maxima):
+    """A logit that about as many of the row's tokens reach as its list is meant to get, in every thread.
+
+    It is guessed from a sample: MAXIMA threads take the largest of 16 logits each, twice eight neighbours; about `rank`
+    of these reach the bound, which lies at most 64 units of s below the largest. LOWEST if the list holds the whole
+    row. maxima: shared float32 (MAXIMA,).
+    """
+    width = i32(line.shape[0])
+    if width <= LIST:
+        return LOWEST
+    thread = i32(cuda.threadIdx.x)
+    if thread < MAXIMA:
+        largest = NONE
+        for half in range(2):
+            start = i32(np.int64(width) * (thread + half * MAXIMA) // (2 * MAXIMA))
+            for i in range(8):
+                largest = max(largest, line[min(i32(start + i), i32(width - 1))])
+        maxima[thread] = largest
+    cuda.syncthreads()
+    lane_maxima = cuda.local.array(LANE_MAXIMA, np.float32)
+    low, high = np.float32(math.inf), NONE
+    for i in range(LANE_MAXIMA):
+        lane_maxima[i] = maxima[32 * i + (thread & 31)]
+        low, high = min(low, lane_maxima[i]), max(high, lane_maxima[i])
+    high = warp_max(high)
+    low = max(-warp_max(-low), high - np.float32(64.0) * temperature)
+    for _ in range(BISECTIONS):
+        middle = np.float32(0.5) * low + np.float32(0.5) * high
+        reached = i32(0)
+        for i in range(LANE_MAXIMA):
+            reached = i32(reached + cuda.popc(ballot(lane_maxima[i] >= middle)))
+        if reached > rank:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@device_function
+def candidate_bits(values, bound):
+    """A bit for each of a lane's sixteen logits that reaches the bound."""
+    bits = i32(0)
+    for i in range(16):
+        if values[i] >= bound:
+            bits = i32(bits | (1 << i))
+    return bits
+
+
+@device_function
+def list_candidates(bits, line, first, row, lane, counts, candidates, candidate_ids):
+    """Append a warp's candidates to the row's list; bits: of this lane's logits from column `first` on.
+
+    Each lane's entries follow those of the lanes below it.
+    """
+    number = i32(cuda.popc(bits))
+    below = number
+    for doubling in range(5):
+        lower = shuffle_up(below, 1 << doubling)
+        if lane >= 1 << doubling:
+            below = i32(below + lower)
+    entry = i32(0)
+    if lane == 31:
+        entry = i32(cuda.atomic.add(counts, row, below))
+    entry = i32(shuffle(entry, 31) + below - number)
+    while bits != 0:
+        i = i32(cuda.ffs(bits) - 1)
+        bits = i32(bits & (bits - 1))
+        column = i32(first + (i >> 1) * 8 + (i & 1))
+        if entry < LIST:
+            candidates[row, entry], candidate_ids[row, entry] = line[column], column
+        entry = i32(entry + 1)
+
+
+@device_function
+def join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, factor, sums):
+    """Join the lanes' sums of up to four parts to those of two tiles each, and write them.
+
+    part: the number of the latest, which begins at column `at`; the one before it, `stride` columns before. Lane
+    (t, k, i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and
+    totals.
+    """
+    nothing = np.float32(0.0)
+    largest, total = NONE, nothing
+    first = i32(warp_sums + ((lane >> 2) & 3) * PADDED_LANES + (lane & 16) + (lane & 3))
+    for quad in range(4):
+        other = i32(first + 4 * quad)
+        largest, total, _ = join(largest, total, nothing, largests[other], totals[other], nothing, factor)
+    largest, total, _ = join_lanes(largest, total, nothing, 1, factor)
+    largest, total, _ = join_lanes(largest, total, nothing, 2, factor)
+    later = i32(((lane >> 2) & 3) - part)
+    tile = i32((at + later * stride) // TILE_COLUMNS + (lane >> 4))
+    if (lane & 3) == 0 and later <= 0 and tile < tiles:
+        sums[row, 2 * tile], sums[row, 2 * tile + 1] = largest, total
+
+
+@specialize
+def scan_kernel(access):
+    """The kernel for logits that can be read `access` (1 or 2) at a time."""
+    load_two, _ = vector_access(2, access)
+
+    @device_function
+    def load_part(flat, offset, line, at, lane_column, values):
+        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[offset] is the first."""
+        if i32((at | (PART_COLUMNS - 1)) + 1) <= i32(line.shape[0]):
+            for b in range(8):
+                load_two(flat, offset + 8 * b, values, 2 * b)
+        else:
+            load_bounded(line, i32(at + lane_column), values)
+
+    # With access 1, sixteen loads keep more registers in use than eight resident blocks leave.
+    @cuda.jit(launch_bounds=(SCAN_THREADS, SCAN_BLOCKS if access == 2 else SCAN_BLOCKS - 2))
+    def scan_kernel(
+        logits, flat, temperature, top_k, top_p, min_p,
+        row_blocks, rank, rank_if_few, sums, bounds, counts, candidates, candidate_ids,
+    ):  # fmt: skip
+        """`row_blocks` blocks share a row and read it once, a warp a part of 512 columns at a time, a lane 16 of them.
+
+        The next part is loaded while one is added up, in row_sum.py's order. After four parts their lanes' sums change
+        lanes through shared memory: of each two tiles, which are joined and written.
+
+        Written: sums (rows, 2 tiles), of each tile the largest and the sum of 2^((z - largest) factor); of rows with
+        filters bounds (rows,), counts (rows,), how many tokens reach the bound, and LIST of these at most in candidates
+        and candidate_ids (rows, LIST), in any order. flat: the logits with one axis. rank, rank_if_few: of
+        candidate_bound.
+        """
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
+        maxima = cuda.shared.array(MAXIMA, np.float32)
+        largests = cuda.shared.array(SUMS_OF_LANES, np.float32)
+        totals = cuda.shared.array(SUMS_OF_LANES, np.float32)
+        row = i32(cuda.blockIdx.x // row_blocks)
+        first_part = i32(cuda.blockIdx.x - row * row_blocks)
+        line = logits[row]
+        width = i32(logits.shape[1])
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = i32(thread & 31), i32(thread >> 5)
+        values = cuda.local.array(16, np.float32)
+        at = i32((first_part * SCAN_WARPS + warp) * PART_COLUMNS)
+        stride = i32(row_blocks * (SCAN_WARPS * PART_COLUMNS))
+        lane_column = i32((lane >> 2) * QUAD_COLUMNS + (lane & 3) * 2)
+        offset = np.int64(row) * width + (at + lane_column)
+        load_part(flat, offset, line, at, lane_column, values)
+        row_temperature, row_top_k, row_top_p, row_min_p = temperature[row], top_k[row], top_p[row], min_p[row]
+        compiler_barrier()
+        filtered = is_filtered(row_temperature, row_top_k, row_top_p, row_min_p, width)
+        factor = LOG2_E / (np.float32(1.0) if row_temperature == np.float32(0.0) else row_temperature)
+        tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
+        bound = LOWEST
+        if filtered:
+            bound = candidate_bound(
+                line, row_temperature, rank_if_few if 0 < row_top_k <= FEW or row_min_p > np.float32(0.0) else rank,
+                maxima,
+            )  # fmt: skip
+            if first_part == 0 and thread == 0:
+                bounds[row] = bound
+        warp_sums = i32(warp * (4 * PADDED_LANES))
+        part = i32(0)
+        while at < width:
+            bits = i32(0)
+            if filtered:
+                bits = candidate_bits(values, bound)
+            part_largest, part_total, _ = fold_sixteen(values, 0, 2, factor, False)
+            largests[warp_sums + part * PADDED_LANES + lane] = part_largest
+            totals[warp_sums + part * PADDED_LANES + lane] = part_total
+            next_at = i32(at + stride)
+            offset += stride
+            load_part(flat, offset, line, next_at, lane_column, values)
+            compiler_barrier()
+            if filtered and ballot(bits) != 0:
+                list_candidates(bits, line, i32(at + lane_column), row, lane, counts, candidates, candidate_ids)
+            if part == 3 or next_at >= width:
+                sync_warp()
+                join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, factor, sums)
+                sync_warp()
+                part = i32(-1)
+            part = i32(part + 1)
+            at = next_at
+
+    return scan_kernel
+
+
+class Workspace:
+    """What scan_kernel leaves for draw_kernel. Grows with the rows asked for; captured graphs keep their arrays."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def arrays(self, rows, tiles):
+        """sums, bounds, counts, candidates and candidate_ids of at least so many rows."""
+        kept = self.kept.setdefault(tiles, [])
+        if not kept or len(kept[-1][0]) < rows:
+            xp, rows = device.xp(), 1 << (rows - 1).bit_length()
+            kept.append((
+                xp.zeros((rows, 2 * tiles), np.float32), xp.zeros(rows, np.float32), xp.zeros(rows, np.int32),
+                xp.zeros((rows, LIST), np.float32), xp.zeros((rows, LIST), np.int32),
+            ))  # fmt: skip
+        return kept[-1]
+
+
+def blocks_per_row(rows, columns):
+    """How many blocks share a row: what fills the GPU once, and no more than shorten that time."""
+    parts = -(-columns // PART_COLUMNS)
+    most = max(SCAN_BLOCKS * sm_count() // rows, 1)
+    warp_parts = -(-parts // (SCAN_WARPS * most))
+    return -(-parts // (SCAN_WARPS * warp_parts))
+
+
+def sample_rank(columns, expected):
+    """How many of MAXIMA groups of sixteen hold one of a row's `expected` largest tokens, as an int32."""
+    return np.int32(min(round(MAXIMA * (1 - (1 - min(expected / columns, 1)) ** 16)), MAXIMA - 1))

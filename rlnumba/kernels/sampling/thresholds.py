@@ -1,0 +1,204 @@
+"""The threshold of top-k or top-p: the largest logit of a list, or of a row, whose tail weighs enough.
+
+A tail {z' >= z} weighs its number of tokens (top-k) or its mass (top-p). An interval of float32, in their order as
+integers, is cut into bins again and again. In a list, weights are integers, whose sums do not depend on the order in
+which the entries came; a whole row is summed in float32, in a fixed order.
+"""
+
+import math
+
+import numpy as np
+
+from rlnumba.kernels.ptx.warp import block_sum, device_function, exp2, shuffle_down, vector_access, warp_sum
+from rlnumba.kernels.sampling.gumbel import ordered_float, ordered_int
+from rlnumba.runtime.device import cuda
+
+i32 = np.int32
+u32 = np.uint32
+
+# Bins of a search in a list, and in a row.
+BINS_BITS, ROW_BINS_BITS = 8, 5
+BINS, ROW_BINS = 1 << BINS_BITS, 1 << ROW_BINS_BITS
+# The integer weight of a probability of 1 relative to the largest, as a float32.
+WEIGHT_UNITS = np.float32(2.0**34)
+# Logits of a row that a thread loads before it uses the first.
+ROW_LOADS = 16
+
+load_one, _ = vector_access(1, 1)
+
+
+@device_function
+def ordered_distance(low, key):
+    """How far a key of ordered_int() lies above another, as uint32; huge if it lies below."""
+    return u32(np.int64(key) - np.int64(low))
+
+
+@device_function
+def token_weight(logit, largest, factor):
+    """2^((z - largest) factor) in units of 2^-34, (high, low) of 17 bits each: integers, whose sums have no order."""
+    scaled = exp2((logit - largest) * factor) * np.float32(2.0**17)
+    high = i32(scaled)
+    return high, i32((scaled - np.float32(high)) * np.float32(2.0**17))
+
+
+@device_function
+def join_halves(high, low):
+    """The int64 of a weight, or of a sum of weights, from its halves."""
+    return (np.int64(high) << 17) + np.int64(low)
+
+
+@device_function
+def list_weight(candidates, count, threshold, largest, factor, by_mass, partials):
+    """The weight of a list's entries >= threshold, int64, in every thread: units of 2^-34 if by_mass, else entries."""
+    total = np.int64(0)
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        logit = candidates[i]
+        if logit >= threshold:
+            if by_mass:
+                high, low = token_weight(logit, largest, factor)
+                total += join_halves(high, low)
+            else:
+                total += np.int64(1)
+    return block_sum(total, partials)
+
+
+@device_function
+def list_threshold(candidates, count, floor, largest, factor, by_mass, target, bins, partials):
+    """(z, weight) in every thread: the largest z of a list whose tail {z' >= z} weighs at least target > 0, int64.
+
+    All entries >= floor weigh at least that; weights as in list_weight. The interval is cut into BINS at a time.
+    bins: shared int32 (2, BINS); partials: shared int64 (32,).
+    """
+    thread, lane = i32(cuda.threadIdx.x), i32(cuda.threadIdx.x & 31)
+    low = ordered_int(floor)
+    span = ordered_distance(low, ordered_int(largest))
+    above = np.int64(0)
+    shift = i32(0)
+    while span >> u32(shift) >= u32(BINS):
+        shift += i32(1)
+    while True:
+        for i in range(thread, BINS, cuda.blockDim.x):
+            bins[0, i] = bins[1, i] = i32(0)
+        cuda.syncthreads()
+        for i in range(thread, count, cuda.blockDim.x):
+            logit = candidates[i]
+            offset = ordered_distance(low, ordered_int(logit))
+            if offset <= span:
+                at = i32(offset >> u32(shift))
+                if by_mass:
+                    halves = token_weight(logit, largest, factor)
+                    if halves[0] != 0:
+                        cuda.atomic.add(bins, (0, at), halves[0])
+                    if halves[1] != 0:
+                        cuda.atomic.add(bins, (1, at), halves[1])
+                else:
+                    cuda.atomic.add(bins, (1, at), i32(1))
+        cuda.syncthreads()
+        if thread < 32:
+            # A lane has BINS / 32 bins, the highest lane the highest.
+            lane_weight = np.int64(0)
+            for i in range(BINS // 32):
+                at = lane * (BINS // 32) + i
+                lane_weight += join_halves(bins[0, at], bins[1, at])
+            tail = lane_weight
+            for doubling in range(5):
+                higher = shuffle_down(tail, 1 << doubling)
+                if lane + (1 << doubling) < 32:
+                    tail += higher
+            before = above + tail - lane_weight
+            if before < target and target <= above + tail:
+                i = BINS // 32 - 1
+                while True:
+                    at = lane * (BINS // 32) + i
+                    weight = join_halves(bins[0, at], bins[1, at])
+                    if i == 0 or before + weight >= target:
+                        break
+                    before += weight
+                    i -= 1
+                partials[0], partials[1], partials[2] = before, np.int64(at), before + weight
+        cuda.syncthreads()
+        above, weight = partials[0], partials[2]
+        low = i32(low + (partials[1] << shift))
+        span = (u32(1) << u32(shift)) - u32(1)
+        cuda.syncthreads()
+        if shift == 0:
+            break
+        shift = max(i32(shift - BINS_BITS), i32(0))
+    return ordered_float(low), weight
+
+
+@device_function
+def load_batch(line, base, values):
+    """ROW_LOADS logits of a thread, every blockDim.x-th from base + threadIdx.x on; -inf for those outside the row."""
+    columns, threads = i32(line.shape[0]), i32(cuda.blockDim.x)
+    first = i32(base + cuda.threadIdx.x)
+    if i32(base + threads * ROW_LOADS) <= columns:
+        for i in range(ROW_LOADS):
+            load_one(line, np.int64(first) + i * threads, values, i)
+    else:
+        for i in range(ROW_LOADS):
+            values[i] = np.float32(-math.inf)
+            if i32(first + i * threads) < columns:
+                load_one(line, np.int64(first) + i * threads, values, i)
+
+
+@device_function
+def row_weight(line, threshold, largest, factor, values, scratch):
+    """The sum of 2^((z - largest) factor) over a row's z >= threshold, in every thread. values: local (ROW_LOADS,)."""
+    total = np.float32(0.0)
+    for base in range(0, line.shape[0], ROW_LOADS * cuda.blockDim.x):
+        load_batch(line, i32(base), values)
+        for i in range(ROW_LOADS):
+            if values[i] >= threshold:
+                total += exp2((values[i] - largest) * factor)
+    return block_sum(total, scratch)
+
+
+@device_function
+def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, tails):
+    """The largest z >= floor of a row of which the tail {z' >= z} weighs at least target; floor if there is none.
+
+    A token weighs 2^((z - largest) factor) if by_mass, else 1. The interval is cut into ROW_BINS at a time, at most
+    seven times, with a pass over the row each. Every thread adds to bins of its own, so the sums have one order. bins:
+    shared float32, ROW_BINS a thread; tails: shared float32 (ROW_BINS,).
+    """
+    thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
+    low = ordered_int(floor)
+    span = ordered_distance(low, ordered_int(largest))
+    above = np.float32(0.0)
+    shift = i32(0)
+    while span >> u32(shift) >= u32(ROW_BINS):
+        shift += i32(1)
+    while True:
+        for i in range(ROW_BINS):
+            bins[i * threads + thread] = np.float32(0.0)
+        for base in range(0, line.shape[0], ROW_LOADS * threads):
+            load_batch(line, i32(base), values)
+            for i in range(ROW_LOADS):
+                offset = ordered_distance(low, ordered_int(values[i]))
+                if offset <= span:
+                    weight = np.float32(1.0)
+                    if by_mass:
+                        weight = exp2((values[i] - largest) * factor)
+                    bins[i32(i32(offset >> u32(shift)) * threads + thread)] += weight
+        cuda.syncthreads()
+        for i in range(thread // 32, ROW_BINS, threads // 32):
+            total = np.float32(0.0)
+            for other in range(thread % 32, threads, 32):
+                total += bins[i * threads + other]
+            total = warp_sum(total)
+            if thread % 32 == 0:
+                tails[i] = total
+        cuda.syncthreads()
+        chosen = i32(ROW_BINS - 1)
+        while chosen > 0 and above + tails[chosen] < target:
+            above += tails[chosen]
+            chosen -= i32(1)
+        low = i32(low + (np.int64(chosen) << shift))
+        span = (u32(1) << u32(shift)) - u32(1)
+        # The next pass writes tails.
+        cuda.syncthreads()
+        if shift == 0:
+            break
+        shift = max(i32(shift - ROW_BINS_BITS), i32(0))
+    return ordered_float(low)

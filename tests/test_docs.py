@@ -38,7 +38,8 @@ import pytest
 
 from rlnumba.cli import cli, parse_overrides
 from rlnumba.config import load_run
-from rlnumba.kernels.ptx import sm80, sm90
+from rlnumba.kernels.ptx import shared_memory, sm80, sm90, wgmma
+from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
@@ -369,12 +370,12 @@ def test_pictures_are_drawn_and_shown(make_pictures, tmp_path):
 @pytest.mark.sim
 def test_layouts_of_pictures(make_pictures):
     """A box after its copy, the fragments of its first 16 lines, and the sums of a product with a unit matrix."""
-    start, _, wait = sm90.wgmma(16, "float16")
+    start, wait = wgmma.wgmma_async(16, "float16", 4), wgmma.wgmma_wait_group(8, 0)
 
     @cuda.jit
     def layouts_kernel(a_map, b_map, memory, words, sums):
         thread = np.int32(cuda.threadIdx.x)
-        a_place = (sm90.shared_address(cuda.shared.array(12 * 1024, np.uint8)) + 1023) // 1024 * 1024
+        a_place = (shared_memory.shared_address(cuda.shared.array(12 * 1024, np.uint8)) + 1023) // 1024 * 1024
         b_place, barrier = a_place + 8192, a_place + 8192 + 2048
         if thread == 0:
             sm90.mbarrier_init(barrier, 1)
@@ -386,20 +387,20 @@ def test_layouts_of_pictures(make_pictures):
             sm90.tma_load_2d(b_place, sm90.tensor_map_address(b_map), 0, 0, barrier)
         sm90.mbarrier_wait(barrier, 0)
         for i in range(2):
-            memory[2 * thread + i] = sm90.load_word(a_place + (2 * thread + i) * 4)
+            memory[2 * thread + i] = shared_memory.load_word(a_place + (2 * thread + i) * 4)
         of_a = cuda.local.array(4, np.int32)
         of_b = cuda.local.array(4, np.int32)
         lane = thread % 32
         line, chunk = lane % 16, lane // 16
-        sm80.load_fragment(of_a, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
+        sm80.ldmatrix_fragment(of_a, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
         line, chunk = lane % 8 + lane // 16 * 8, lane // 8 % 2
-        sm80.load_fragment(of_b, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
+        sm80.ldmatrix_fragment(of_b, 0, a_place + line * 128 + (chunk ^ (line & 7)) * 16)
         for i in range(4):
             words[0, thread, i], words[1, thread, i] = of_a[i], of_b[i]
         acc = cuda.local.array(8, np.float32)
         for i in range(8):
             acc[i] = np.float32(0.0)
-        start(acc, sm90.operand(a_place), sm90.operand(b_place), np.int32(0))
+        start(acc, wgmma.smem_descriptor(a_place), wgmma.smem_descriptor(b_place), np.int32(0))
         wait(acc)
         for i in range(8):
             sums[thread, i] = acc[i]
@@ -410,7 +411,7 @@ def test_layouts_of_pictures(make_pictures):
     shapes = ((256,), np.int32), ((2, 128, 4), np.int32), ((128, 8), np.float32)
     found = [device.xp().zeros(*shape) for shape in shapes]
     operands = [device.asarray(x) for x in (a, b)]
-    launch(layouts_kernel, 1, 128, *(sm90.tensor_map(x, len(x), 64) for x in operands), *found)
+    launch(layouts_kernel, 1, 128, *(tensor_map(x, len(x), 64) for x in operands), *found)
     memory, words, sums = (device.to_host(x) for x in found)
 
     lines = memory.view(np.float16).reshape(8, 8, 8)

@@ -30,7 +30,9 @@ from harness import random_array, relative_error, rows_of, time_us, torch_time_u
 from report import add_parts, row
 
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm import simt
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
+from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
@@ -233,8 +235,9 @@ def times(problem):
 class Stages:
     """Times each launch inside of it by events: the kernels run as they do without, one after the other in a stream."""
 
-    MODULES = (chunked, logprob_sm90, gemm_sm90, gemm, elementwise)
-    CUBLAS = {(False, True): "cuBLAS, logits", (False, False): "cuBLAS, dhidden", (True, False): "cuBLAS, dweight"}
+    MODULES = (chunked, logprob_sm90, gemm_sm90, simt, elementwise)
+    # By (a_mn, b_mn).
+    CUBLAS = {(False, False): "cuBLAS, logits", (False, True): "cuBLAS, dhidden", (True, True): "cuBLAS, dweight"}
 
     def __init__(self):
         self.found = {}
@@ -254,19 +257,21 @@ class Stages:
         made = getattr(kernel.py_func, "made_with", (None,))[0]
         if isinstance(made, LogprobConfig):
             return made.mode
-        if isinstance(made, gemm_sm90.Tile):
+        if isinstance(made, Sm90GemmConfig):
             return "product, dweight" if made.a_mn else "product, dhidden" if made.b_mn else "product, logits"
         return kernel.py_func.__name__
 
     def __enter__(self):
-        self.kept = [module.launch for module in self.MODULES], gemm._cublas_product
+        self.kept = [module.launch for module in self.MODULES], gemm.BACKENDS["cublas"]
         for module in self.MODULES:
             module.launch = self.timed(module.launch, self.name_of)
-        gemm._cublas_product = self.timed(gemm._cublas_product, lambda a, at, b, bt, *_: self.CUBLAS[at, bt])
+        gemm.BACKENDS["cublas"] = self.timed(
+            gemm.BACKENDS["cublas"], lambda a, b, out, a_mn=False, b_mn=False, *_: self.CUBLAS[a_mn, b_mn]
+        )
         return self
 
     def __exit__(self, *_):
-        launches, gemm._cublas_product = self.kept
+        launches, gemm.BACKENDS["cublas"] = self.kept
         for module, function in zip(self.MODULES, launches, strict=True):
             module.launch = function
         cupy.cuda.Device().synchronize()

@@ -14,7 +14,7 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace, sharing
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
-from rlnumba.kernels.ptx.sm90 import keep_tensor_maps
+from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.launch import pdl_scope
 

@@ -19,7 +19,7 @@ from rlnumba.kernels.attention.sm90_forward import (
 from rlnumba.kernels.attention.sm90_paged import DecodePlan, paged_attention_sm90, plan_decode
 from rlnumba.kernels.attention.softmax import row_sum
 from rlnumba.kernels.attention.split_kv import Workspace
-from rlnumba.kernels.ptx.sm90 import shared_address
+from rlnumba.kernels.ptx.shared_memory import shared_address
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda

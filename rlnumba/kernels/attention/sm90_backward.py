@@ -67,6 +67,9 @@ from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
 from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
+    bulk_copy_load,
+    bulk_copy_store,
+    bulk_reduce_add,
     bulk_wait_group,
     bulk_wait_group_read,
     mbarrier_arrive,
@@ -74,11 +77,11 @@ from rlnumba.kernels.ptx.sm90 import (
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
+    setmaxnreg,
     tensor_map_address,
     tma_load_3d,
     warp_uniform,
 )
-from rlnumba.kernels.ptx.sm90_async import bulk_copy_load, bulk_copy_store, bulk_reduce_add, setmaxnreg
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, vector_access, warp_sum
 from rlnumba.runtime import device

@@ -49,23 +49,22 @@ from rlnumba.kernels.attention.sm90_decode_consumer import consumer_function
 from rlnumba.kernels.attention.sm90_forward import WARPGROUP
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Partials, partial_merge
-from rlnumba.kernels.gemm.sm90 import udiv
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_base
+from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel, load_acquire
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address
 from rlnumba.kernels.ptx.sm90 import (
-    BOX_BYTES,
-    LINE,
-    Address,
     mbarrier_arrive,
     mbarrier_expect_tx,
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
+    prefetch_tensor_map,
+    setmaxnreg,
     tensor_map_address,
     tma_load_3d,
     tma_load_3d_evict_first,
     warp_uniform,
 )
-from rlnumba.kernels.ptx.sm90_async import atomic_add_acq_rel, load_acquire, prefetch_tensor_map, setmaxnreg
 from rlnumba.kernels.ptx.warp import (
     ballot,
     device_function,
@@ -73,6 +72,7 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_wait,
     shuffle,
     sync_warp,
+    udiv,
 )
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize

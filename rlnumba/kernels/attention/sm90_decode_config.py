@@ -9,7 +9,7 @@ from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS
 from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP
 from rlnumba.kernels.attention.softmax import SEGMENT_KEYS
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, shared_layout
-from rlnumba.kernels.ptx.sm90 import BOX_BYTES, LINE
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 
 i32, f32 = np.int32, np.float32
 

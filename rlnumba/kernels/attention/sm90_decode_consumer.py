@@ -16,25 +16,20 @@ from rlnumba.kernels.attention.softmax import (
     zero_function,
 )
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
-from rlnumba.kernels.gemm.sm90 import udiv
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
-from rlnumba.kernels.ptx.sm90 import (
+from rlnumba.kernels.ptx.shared_memory import (
     LINE,
     Address,
-    cvt_pack,
     fence_proxy_async,
     load_pair,
     load_word,
     load_words,
-    mbarrier_arrive,
-    mbarrier_wait,
-    named_barrier_sync,
-    smem_descriptor,
     stmatrix_x2_trans,
     store_pair,
-    wgmma,
 )
-from rlnumba.kernels.ptx.warp import device_function, exp2, int_as_float, shuffle_xor, vector_access
+from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, int_as_float, shuffle_xor, udiv, vector_access
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
@@ -147,8 +142,9 @@ def mainloop_function(config):
     boxes, tile_bytes, layout, segment_tiles = config.boxes, config.tile_bytes, config.layout, segment // TILE_KEYS
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     several = config.max_leading > 1
-    start_scores, _, wait_scores = wgmma(rows, element, depth=-(-head_dim // 16) * 16)
-    start_values, _, wait_values = wgmma(rows, element, a_mn_major=True, blocks=boxes)
+    start_scores, wait_scores = wgmma_async(rows, element, -(-head_dim // 16)), wgmma_wait_group(score_count, 0)
+    start_values = wgmma_async(rows, element, TILE_KEYS // 16, "mn", blocks=boxes)
+    wait_values = wgmma_wait_group(acc_count, 0)
     apply_mask, column_max, softmax_step = softmax_functions(rows)
     column_sums, merge_segment = column_sum_function(rows), segment_merge(acc_count, columns)
     zero_rows, cvt_pair, (_, advance) = zero_function(boxes), cvt_pack(element), ring(stages)

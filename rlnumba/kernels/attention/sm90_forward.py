@@ -48,38 +48,36 @@ from rlnumba.kernels.attention.softmax import (
     row_sum,
     zero_function,
 )
-from rlnumba.kernels.gemm.sm90 import processors
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
-from rlnumba.kernels.ptx.sm90 import (
+from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
-    ELEMENTS,
     LINE,
     Address,
-    bulk_commit_group,
-    bulk_wait_group,
-    bulk_wait_group_read,
-    cvt_pack,
     fence_proxy_async,
     ldmatrix_x4,
     load_four,
+    stmatrix_x4,
+    store_four,
+)
+from rlnumba.kernels.ptx.sm90 import (
+    bulk_commit_group,
+    bulk_wait_group,
+    bulk_wait_group_read,
     mbarrier_arrive,
     mbarrier_expect_tx,
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
     named_barrier_sync,
-    smem_descriptor,
-    stmatrix_x4,
-    store_four,
-    tensor_map,
+    setmaxnreg,
     tensor_map_address,
     tma_load_3d,
     tma_store_3d,
     warp_uniform,
-    wgmma,
 )
-from rlnumba.kernels.ptx.sm90_async import setmaxnreg
-from rlnumba.kernels.ptx.warp import ballot, device_function, shuffle, sync_warp
+from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.kernels.ptx.warp import PTX_TYPES, ballot, cvt_pack, device_function, shuffle, sync_warp
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -337,14 +335,16 @@ def score_functions(head_dim, element, in_registers):
     """(load_q, start, wait_all_but_latest, wait_all) of S = Q K^T.
 
     load_q(q, q_tile, warp, lane) gives the operand Q: the local array q with its elements, or q_tile's descriptor.
-    start, wait..: as wgmma makes them, with Q for an argument of waits, too.
+    start: as wgmma_async makes it; the waits take (scores, Q).
     """
-    depth = -(-head_dim // 16) * 16
-    start, wait_all_but_latest, wait_all = wgmma(TILE_KEYS, element, depth=depth, registers=in_registers)
+    steps = -(-head_dim // 16)
+    start = wgmma_async(TILE_KEYS, element, steps, "registers" if in_registers else "k")
+    waits = (wgmma_wait_group(TILE_KEYS // 2, pending, 4 * steps * in_registers) for pending in (1, 0))
+    wait_all_but_latest, wait_all = waits
 
     @device_function
     def load_q(q, q_tile, warp, lane):
-        for step in range(depth // 16):
+        for step in range(steps):
             words = ldmatrix_x4(Address(matrix_address(q_tile, step, warp, lane)))
             for i in range(4):
                 q[4 * step + i] = words[i]
@@ -381,7 +381,8 @@ def mainloop_function(config):
     head_dim, element, _, stages, _, _, _, segment = config
     tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // TILE_KEYS, config.q_in_registers
     load_q, start_scores, wait_scores, wait_only_scores = score_functions(head_dim, element, in_registers)
-    start_values, _, wait_values = wgmma(head_dim, element, b_mn_major=True, registers=True)
+    start_values = wgmma_async(head_dim, element, TILE_KEYS // 16, "registers", "mn")
+    wait_values = wgmma_wait_group(head_dim // 2, 0, TILE_KEYS // 4)
     scale, keep, merge = accumulator_functions(head_dim)
     zero_rows, cvt_pair, (_, advance) = zero_function(config.boxes), cvt_pack(element), ring(stages)
 
@@ -654,7 +655,7 @@ def is_supported(element, head_dim, gqa_ratio):
 
     gqa_ratio: query heads of a key head, at most MAX_DECODE_ROWS.
     """
-    return element in ELEMENTS and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
+    return element in PTX_TYPES and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
 
 
 def attention_config(head_dim, element, gqa_ratio, paged=False, box=TILE_KEYS):
@@ -692,7 +693,7 @@ def launch_attention(
     query_tiles = -(-max_seqlen // config.item_tokens)
     items = query_tiles * (cu_seqlens.shape[0] - 1) * (heads // config.consumers if config.paired else heads)
     launch(
-        attention_sm90_kernel(config), min(items, processors()), (config.consumers + 1) * WARPGROUP,
+        attention_sm90_kernel(config), min(items, device.sm_count()), (config.consumers + 1) * WARPGROUP,
         tensor_map(q, TILE_ROWS, 1, 64), k_map, v_map, tensor_map(out, TILE_ROWS, 1, 64),
         out.reshape(tokens, -1).view(np.int32), lse, cu_seqlens, context_lens, block_tables,
         np.int32(block_size), np.int32(gqa_ratio), np.int32(query_tiles), np.int32(decode_rows), c,

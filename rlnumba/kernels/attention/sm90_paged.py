@@ -14,8 +14,8 @@ from rlnumba.kernels.attention.sm90_decode_config import THREADS, DecodeConfig, 
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention, no_array
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace
-from rlnumba.kernels.gemm.sm90 import processors
-from rlnumba.kernels.ptx.sm90 import tensor_map
+from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import launch
 
@@ -98,7 +98,7 @@ def plan_decode(
         element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_group_size,
     )  # fmt: skip
     config = config or decode_config(head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size)
-    grid = blocks or processors() * config.blocks
+    grid = blocks or device.sm_count() * config.blocks
     # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
     max_leading = min(max_leading or max(sequences * kv_heads // grid, 1), config.max_leading)
     # A shared prefix may be one segment, and then the leading span is no longer.

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.ptx.sm90 import BOX_BYTES, LINE, Address, fence_proxy_async, store_four
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address, fence_proxy_async, store_four
 from rlnumba.kernels.ptx.warp import device_function, exp2, shuffle_xor
 from rlnumba.runtime.device import cuda
 

@@ -14,9 +14,8 @@ from collections import namedtuple
 import numpy as np
 
 from rlnumba.kernels.attention.softmax import MINUS_INFINITY, log_sum_exp, merge_weights
-from rlnumba.kernels.gemm.sm90 import udiv
-from rlnumba.kernels.ptx.sm90 import LINE, Address, cvt_pack, stmatrix_x2_trans
-from rlnumba.kernels.ptx.warp import device_function, vector_access
+from rlnumba.kernels.ptx.shared_memory import LINE, Address, stmatrix_x2_trans
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, udiv, vector_access
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 

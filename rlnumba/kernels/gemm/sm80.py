@@ -31,7 +31,6 @@ from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, load_word, shared_address, store_pair, store_word
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
-    SYSTEM_BYTES,  # noqa: F401
     copy_to_global,
     cp_async_16,
     cp_async_commit_group,
@@ -388,7 +387,3 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None):
         k,
         shared=config.shared_bytes,
     )
-
-
-# Former names, for callers that have not moved.
-shared_limit, product = device.max_shared_bytes, gemm

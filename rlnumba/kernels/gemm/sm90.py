@@ -25,7 +25,7 @@ import numpy as np
 
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
-from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config, gemm_layout
+from rlnumba.kernels.gemm.sm90_config import best_config, gemm_layout
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.sm90 import (
@@ -352,8 +352,3 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
         # Only a weight is loaded before griddepcontrol_wait.
         pdl=ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT,
     )
-
-
-# Former names, for callers that have not moved.
-Tile, place, processors = Sm90GemmConfig, tile_coordinates, device.sm_count
-product, sm90_product = gemm, gemm_with_config

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.gemm.scheduler import tile_coordinates, udiv
+from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.nn.row_sum import (
     LOG2_E,
     NONE,
@@ -63,6 +63,7 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     shuffle_xor,
+    udiv,
 )
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime.device import cuda

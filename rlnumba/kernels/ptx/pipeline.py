@@ -19,7 +19,8 @@ from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.ptx.sm90 import BOX_BYTES, LINE, Address, mbarrier_init, shared_address
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address, shared_address
+from rlnumba.kernels.ptx.sm90 import mbarrier_init
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime.device import cuda
 

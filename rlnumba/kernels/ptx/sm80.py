@@ -243,9 +243,3 @@ def load_global_four(address):
 def store_global_four(address, first, second, third, fourth):
     """Four neighbouring float32 to global memory."""
     memory(address, CHUNK).view(np.float32)[:] = first, second, third, fourth
-
-
-# Former names, for callers that have not moved.
-copy_chunk, copy_word, copies_end, copies_wait = cp_async_16, cp_async_4, cp_async_commit_group, cp_async_wait_group
-load_fragment, load_fragment_across, multiply = ldmatrix_fragment, ldmatrix_fragment_trans, mma
-write_chunk, read_four, write_four, processor = copy_to_global, load_global_four, store_global_four, smid

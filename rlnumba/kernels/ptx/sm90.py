@@ -338,28 +338,3 @@ setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(40, False), setmaxnreg(232, True)
 def warp_uniform(value):
     """A value that all lanes of a warp share, so that branches on it need no lane masks."""
     return value
-
-
-# Names that moved to modules of their own, for imports that have not followed.
-from rlnumba.kernels.ptx import tensor_map as _tensor_map  # noqa: E402
-from rlnumba.kernels.ptx.shared_memory import (  # noqa: E402, F401
-    BOX_BYTES,
-    Address,
-    fence_proxy_async,
-    ldmatrix_x4,
-    load_four,
-    load_pair,
-    load_word,
-    load_words,
-    shared_address,
-    stmatrix_x2_trans,
-    stmatrix_x4,
-    store_four,
-    store_pair,
-)
-from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, cvt_unpack  # noqa: E402, F401
-from rlnumba.kernels.ptx.wgmma import STEPS, smem_descriptor, wgmma  # noqa: E402, F401
-
-ELEMENTS = PTX_TYPES
-keep_tensor_maps, tensor_map = _tensor_map.keep_tensor_maps, _tensor_map.tensor_map
-bulk_wait_group_read_but_latest = bulk_wait_group_read_1

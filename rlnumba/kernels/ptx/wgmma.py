@@ -347,13 +347,3 @@ else:
             return types.void(acc, a), emit
 
         return wait_with_words if words else wait
-
-
-# The former name and form of wgmma_async with its waits, for callers that have not moved.
-@functools.cache
-def wgmma(columns, element, a_mn_major=False, b_mn_major=False, depth=STEPS, blocks=1, registers=False, eight=False):
-    """(start, wait for all but the latest group, wait for all groups)."""
-    a = "registers" if registers else "mn" if a_mn_major else "k"
-    start = wgmma_async(columns, element, depth // 16, a, "mn" if b_mn_major else "k", blocks=blocks, broadcast=eight)
-    count, words = columns // 2 * blocks, depth // 4 if registers else 0
-    return start, wgmma_wait_group(count, 1, words), wgmma_wait_group(count, 0, words)

@@ -1,10 +1,9 @@
 """Microseconds of one decode step of Qwen3-0.6B's shape with random weights, replayed as the engine's CUDA graph.
 
-    python bench/decode_step.py                    what docs/log.md quotes
+    python bench/decode_step.py                    the workloads that docs/log.md quotes
     python bench/decode_step.py 64x8x2049          64 prompts of 2,049 tokens, 8 completions of each
 
-The step is the REPLAYED-th of a run, when all sequences decode; replaying it again computes the same once more. Needs a
-GPU.
+The step is the REPLAYED-th of a run, when all sequences decode; replaying it again computes the same. Needs a GPU.
 """
 
 import argparse
@@ -16,8 +15,7 @@ from harness import time_us
 from report import row
 
 from rlnumba.config import EngineConfig
-from rlnumba.engine import LLM, SamplingParams
-from rlnumba.engine import llm as llm_module
+from rlnumba.engine import LLM, SamplingParams, core
 from rlnumba.engine.runner import Runner
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer
@@ -30,7 +28,7 @@ REPLAYED, TOKENS = 14, 24
 
 
 def shape(text):
-    """(prompts, completions of each, tokens of a prompt) of a text such as 64x8x2049."""
+    """(prompts, completions of each, tokens of a prompt) from a text such as 64x8x2049."""
     numbers = text.split("x")
     if len(numbers) != 3 or not all(number.isdigit() and int(number) for number in numbers):
         raise argparse.ArgumentTypeError(f"must be PROMPTSxCOMPLETIONSxTOKENS, got {text!r}")
@@ -40,16 +38,15 @@ def shape(text):
 class TimedRunner(Runner):
     """Times the graph of its REPLAYED-th decode step."""
 
-    replayed, microseconds = 0, None
+    num_replays, time_us = 0, None
 
     def _replay(self, arrays, max_group_size):
         super()._replay(arrays, max_group_size)
-        self.replayed += 1
-        if self.replayed == REPLAYED:
-            # The latest captured is the one of the largest batch: batches grow until all prompts are in.
+        self.num_replays += 1
+        if self.num_replays == REPLAYED:
+            # The latest captured is that of the largest batch: batches grow until all prompts are computed.
             graph = list(self.graphs.values())[-1]
-            laps = [time_us(lambda: graph.launch(self.stream), 5) for _ in range(3)]
-            self.microseconds = statistics.median(laps)
+            self.time_us = statistics.median(time_us(lambda: graph.launch(self.context.stream), 5) for _ in range(3))
 
 
 def main():
@@ -58,7 +55,7 @@ def main():
     workloads = parser.parse_args().workloads
     if device.select("auto") != "cuda":
         parser.error("needs a GPU")
-    llm_module.Runner = TimedRunner
+    core.Runner = TimedRunner
     config = ModelConfig.from_dict(QWEN3_06B)
     model = Transformer(config, Weights.random(config, "bfloat16"))
     for prompts, completions, length in workloads:
@@ -66,7 +63,7 @@ def main():
         generator = np.random.default_rng(0)
         ids = [generator.integers(0, config.vocab_size, length).tolist() for _ in range(prompts)]
         llm.generate(ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=completions))
-        row(f"decode step, {prompts} x {completions} of {length} tokens", f"{llm.runner.microseconds:.0f} us")
+        row(f"decode step, {prompts} x {completions} of {length} tokens", f"{llm.engine.runner.time_us:.0f} us")
         del llm
 
 

@@ -4,10 +4,10 @@
     python bench/engine.py --model FOLDER            the weights of a folder
     python bench/engine.py --workloads single,mixed  some of the workloads
 
-A workload is run once to warm up (compilation and graph capture are told apart as `first s`), then --repeat
-times, of which the median counts. Output tokens a second, prefill included. `floor` is the physical limit:
-weights and the KV of the contexts read once a step, or the matrix work where that takes longer, plus the
-matrix work of the prompts, at the rates below; it is printed for a GPU with those rates only.
+A workload is run once to warm up (`first s`, with compilation and graph capture), then --repeat times, of which the
+median counts. Output tokens a second, prefill included. `floor` is the physical limit: weights and the KV of the
+contexts read once a step, or the FLOP of the GEMMs where they take longer, plus the FLOP of the prompts, at the rates
+below; it is printed for a GPU with those rates only.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from report import row
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.runner import Runner
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 
-# One H200: a device copy (read + write counted) and a large bf16 matrix product of random data.
+# One H200: a device copy (read + write counted) and a large bf16 GEMM of random data.
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 700e12
 
 QWEN3_06B = {
@@ -47,7 +47,7 @@ WORKLOADS = {
     "fixed 64": (64, 1, 128, 512, 1.0),
     "fixed 8": (8, 1, 128, 512, 1.0),
     "single": (1, 1, 128, 512, 1.0),
-    # What GRPO asks for: decode reads a prompt's keys once for all its completions (--no-groups: for each).
+    # GRPO's: decode reads a prompt's keys once for all its completions (--no-groups: for each).
     "groups": (64, 8, 2049, 256, 1.0),
     "small 16": (16, 1, 8, 64, 1.0),
     "small 1": (1, 1, 8, 64, 1.0),
@@ -76,7 +76,7 @@ def workload(name, vocabulary, limit):
 
 
 def floor_s(config, weights_bytes, itemsize, prompts, params):
-    """Seconds below which no engine can get on the GPU whose rates stand above, if completions share nothing."""
+    """The least seconds that any engine needs on a GPU of the rates above, if completions share nothing."""
     starts = np.array([len(prompt) for prompt, p in zip(prompts, params, strict=True) for _ in range(p.n)])
     outputs = np.array([p.max_tokens for p in params for _ in range(p.n)])
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
@@ -98,7 +98,7 @@ def main():
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--no-groups", action="store_true", help="decode reads a common prompt for each completion")
+    parser.add_argument("--no-groups", action="store_true", help="decode reads a shared prompt for each completion")
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     if arguments.model:
@@ -107,7 +107,7 @@ def main():
         config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
         model = Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
     if arguments.no_groups:
-        Runner.sharing = Sharing((), 0)
+        Runner.sharing = PrefixSharing((), 0)
     names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU
 
     print(device.describe())
@@ -126,8 +126,9 @@ def main():
         )
         prompts, params = workload(name, model.config.vocab_size, llm.max_model_len)
         seconds = []
-        for _ in range(1 + arguments.repeat):
-            llm.reset_prefix_cache()
+        for version in range(1 + arguments.repeat):
+            # Prompts cached by the last repetition are not matched.
+            llm.update_weights(version)
             started = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds.append(time.perf_counter() - started)

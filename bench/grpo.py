@@ -22,12 +22,13 @@ from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
-from rlnumba.trainers.common import Clock
-from rlnumba.trainers.grpo import Learner
+from rlnumba.trainers.core import Policy
+from rlnumba.trainers.grpo import add_logprobs, train_step
 from rlnumba.trainers.rollout import Rollouts, Sample, derived_seed, set_advantages
+from rlnumba.trainers.run_folder import Clock
 
 
-def one_step(llm, learner, prompts, arguments, step, clock):
+def one_step(llm, policy, prompts, arguments, step, clock):
     """One generation of every prompt and the optimizer step on it: tokens that were generated."""
     generator = np.random.default_rng(step)
     with clock.phase("generate"):
@@ -47,12 +48,12 @@ def one_step(llm, learner, prompts, arguments, step, clock):
         groups.append([Sample(prompt, done, np.array([reward]), reward, {}) for done, reward in samples])
     set_advantages(groups, [1.0], "group")
     samples = [sample for group in groups for sample in group]
-    rollouts = Rollouts.of([samples[i] for i in generator.permutation(len(samples))], False, step)
+    rollouts = Rollouts.of([samples[i] for i in generator.permutation(len(samples))], False)
     with clock.phase("logprob"):
-        learner.add_logprobs(rollouts, True)
+        add_logprobs(policy, rollouts, on_policy=True)
     with clock.phase("train"):
-        metrics = learner.step(rollouts.parts(arguments.micro_batch), step, 1e-6)
-    llm.reset_prefix_cache()
+        metrics = train_step(policy, rollouts.parts(arguments.micro_batch, on_policy=True), 1e-6)
+    llm.update_weights(step + 1)
     return int(rollouts.completion_lengths.sum()), metrics
 
 
@@ -91,7 +92,7 @@ def main():
         beta=arguments.beta,
         gradient_checkpointing=arguments.checkpointing,
     )
-    learner = Learner(model, reference, train)
+    policy = Policy(model, train, reference, train.temperature)
     engine = EngineConfig(
         gpu_memory_utilization=arguments.gpu_memory_utilization, enforce_eager=arguments.enforce_eager
     )
@@ -111,7 +112,7 @@ def main():
     for step in range(1 + arguments.steps):
         clock = Clock()
         started = time.perf_counter()
-        drawn, metrics = one_step(llm, learner, prompts, arguments, step, clock)
+        drawn, metrics = one_step(llm, policy, prompts, arguments, step, clock)
         seconds = {"step": time.perf_counter() - started, **clock.seconds}
         measured.append(seconds)
     print(f"first step {measured[0]['step']:.1f} s")

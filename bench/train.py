@@ -21,12 +21,12 @@ from rlnumba.config import SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.transformer import Tape, Transformer, load_model
+from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.transformer import Tape, Transformer, load_model, packed_attention
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device, memory
-from rlnumba.runtime.memory import Arena
 from rlnumba.trainers import sft
-from rlnumba.trainers.common import attention_of, head_backward, head_forward, make_optimizer
+from rlnumba.trainers.core import Policy
 
 
 def timed(seconds, name, work):
@@ -39,34 +39,34 @@ def timed(seconds, name, work):
     return result
 
 
-def phases(model, grads, optimizer, sequences, train, arena):
+def phases(policy, sequences):
     """{phase: seconds} of one step, written out so that each can be timed."""
-    seconds = {}
-    sums = sft.Sums(sum(sequence.num_trained for sequence in sequences))
-    with arena.scope():
-        batch, rows, target_ids = timed(seconds, "batch", lambda: sft.device_targets(sequences))
-        tape, attend = Tape(train.gradient_checkpointing), attention_of(model, batch, arena)
+    seconds, model, grads, arena = {}, policy.model, policy.grads, policy.arena
+    sums = sft.TargetSums([sequences])
+    with policy.scope():
+        batch = timed(seconds, "batch", lambda: sft.target_batch(sequences))
+        tape, attention = Tape(policy.train.gradient_checkpointing), packed_attention(model, batch, arena)
         hidden = timed(
             seconds,
             "forward",
-            lambda: model.forward(batch.input_ids, batch.position_ids, attend, tape, arena),
+            lambda: model.forward(batch.input_ids, batch.position_ids, attention, tape, arena),
         )
-        outputs = sums.take(target_ids)
+        outputs = sums.next(batch.target_ids)
         head = timed(
             seconds,
             "head",
-            lambda: head_forward(model, hidden, rows, target_ids, 1.0, arena, *outputs),
+            lambda: lm_head_forward(model, hidden, batch.rows, batch.target_ids, 1.0, arena, *outputs),
         )
         dlogprobs = arena.empty(outputs[0].shape, np.float32)
-        fill(-1.0 / len(target_ids), dlogprobs)
+        fill(-1.0 / sums.count, dlogprobs)
         dhidden = timed(
             seconds,
             "head backward",
-            lambda: head_backward(model, head, dlogprobs, hidden.shape[0], grads, arena),
+            lambda: lm_head_backward(model, head, dlogprobs, grads, arena),
         )
         timed(seconds, "backward", lambda: model.backward(dhidden, tape, grads))
-    timed(seconds, "adamw", lambda: optimizer.step(train.learning_rate))
-    timed(seconds, "zero grads", optimizer.zero_grad)
+    timed(seconds, "adamw", lambda: policy.optimizer.step(policy.train.learning_rate))
+    timed(seconds, "zero grads", policy.zero_grad)
     return seconds
 
 
@@ -112,18 +112,15 @@ def main():
     train = SFTConfig(
         per_device_train_batch_size=batch, learning_rate=1e-6, gradient_checkpointing=arguments.checkpointing
     )
-    grads = model.weights.grads()
-    optimizer = make_optimizer(model, grads, train)
-    arena = Arena("activations")
+    policy = Policy(model, train)
 
     def step():
-        rows = [[sequence] for sequence in sequences]
-        sft.train_step(model, grads, optimizer, rows, train, train.learning_rate, arena)
+        sft.train_step(policy, [[sequence] for sequence in sequences], train.learning_rate)
 
     first = {}
-    timed(first, "first", lambda: phases(model, grads, optimizer, sequences, train, arena))
+    timed(first, "first", lambda: phases(policy, sequences))
     timed(first, "step", step)
-    measured = [phases(model, grads, optimizer, sequences, train, arena) for _ in range(arguments.repeat)]
+    measured = [phases(policy, sequences) for _ in range(arguments.repeat)]
     for seconds in measured:
         timed(seconds, "step", step)
     tokens = batch * length

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rlnumba.kernels.attention import sm90_backward, sm90_decode, sm90_forward
+from rlnumba.kernels.attention import sm90_backward_config, sm90_decode_config, sm90_forward, softmax
 from rlnumba.kernels.logprob.sm90 import chunk_columns
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.kernels.nn import rmsnorm
@@ -121,8 +121,8 @@ def product_tiles():
 
 def attention_tiles():
     """Which scores an item computes, and what a block holds of them."""
-    tile = sm90_forward.best_tile(HEAD_DIM, "bfloat16", GROUP)
-    keys, rows, segment = sm90_forward.KEYS, sm90_forward.ROWS, sm90_forward.SEGMENT
+    config = sm90_forward.attention_config(HEAD_DIM, "bfloat16", GROUP)
+    keys, rows, segment = softmax.TILE_KEYS, sm90_forward.TILE_ROWS, softmax.SEGMENT_KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5.6), gridspec_kw={"width_ratios": [1.1, 1]})
     lengths, step = (9, 14), 1.0
     total = sum(lengths)
@@ -149,7 +149,7 @@ def attention_tiles():
         left,
         3.7,
         total - lengths[0] - row - 0.5,
-        f"an item: {rows} tokens of\n{tile.groups} query heads, one a\n"
+        f"a work item: {rows} tokens of\n{config.consumers} query heads, one a\n"
         f"consumer; tiles of {keys}\nkeys from left to right",
         size=8,
     )
@@ -159,18 +159,18 @@ def attention_tiles():
     bare(left, -1.5, total + 0.5, -2.7, total + 0.5, "the scores of one head, of which only the lower triangle exists")
 
     parts = [
-        (f"q of {tile.groups} heads", tile.groups * tile.tile_bytes, GREEN),
-        ("sums over earlier\nsegments, later out", tile.groups * tile.kept_bytes, GREY),
-        (f"ring of {tile.stages} tiles of k", tile.stages * tile.tile_bytes, BLUE),
-        (f"ring of {tile.stages} tiles of v", tile.stages * tile.tile_bytes, ORANGE),
+        (f"q of {config.consumers} heads", config.consumers * config.tile_bytes, GREEN),
+        ("sums over earlier\nsegments, later out", config.consumers * config.merged_bytes, GREY),
+        (f"ring of {config.stages} tiles of k", config.stages * config.tile_bytes, BLUE),
+        (f"ring of {config.stages} tiles of v", config.stages * config.tile_bytes, ORANGE),
     ]
     y, scale = 10.2, 9.0 / (sm90_forward.SHARED_LIMIT)
     for name, nbytes, color in parts:
         height = nbytes * scale
         y -= height
         box(right, 0.2, y, 3.6, height, color, f"{name}\n{kib(nbytes)}", size=8, alpha=0.75)
-    note(right, 2.0, 10.55, f"shared memory: {tile.shared_bytes:,} of {sm90_forward.SHARED_LIMIT:,} bytes")
-    box(right, 5.4, 8.5, 4.9, 1.3, GREY, "producer: one warp\nitems, copy engine, 40 registers", size=8)
+    note(right, 2.0, 10.55, f"shared memory: {config.layout.nbytes:,} of {sm90_forward.SHARED_LIMIT:,} bytes")
+    box(right, 5.4, 8.5, 4.9, 1.3, GREY, "producer: two warps\nschedule, TMA, 56 registers", size=8)
     for consumer in range(2):
         y = 5.5 - consumer * 2.9
         box(right, 5.4, y, 4.9, 2.3, GREEN, "", alpha=0.35)
@@ -228,8 +228,8 @@ def attention_time():
 
 def attention_backward():
     """One step of the backward, and the turns in which blocks add to dq."""
-    tile = sm90_backward.Tile(HEAD_DIM, "bfloat16")
-    queries = sm90_backward.QUERIES
+    tile = sm90_backward_config.AttentionBackwardConfig(HEAD_DIM, "bfloat16")
+    queries = sm90_backward_config.QUERIES
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.4), gridspec_kw={"width_ratios": [1.35, 1]})
     box(left, 0.1, 7.2, 2.2, 1.1, GREEN, f"K, V: {tile.keys} keys\n(stay)", size=8)
     box(left, 0.1, 4.3, 2.2, 1.1, BLUE, f"Q, dO: {queries} queries\n(a ring)", size=8)
@@ -247,12 +247,12 @@ def attention_backward():
     box(left, 9.4, 4.3, 2.5, 1.1, ORANGE, "4  dK += dS^T Q\nin registers", size=8)
     arrow(left, (8.25, 7.75), (9.35, 7.75), "registers", (0, 0.2))
     arrow(left, (8.25, 4.85), (9.35, 4.85), "registers", (0, 0.2))
-    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(sm90_backward.SCORE_BYTES)} shared", size=8)
+    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(sm90_backward_config.SCORE_BYTES)} shared", size=8)
     arrow(left, (7.3, 4.25), (7.3, 2.75), "stmatrix", (0.65, 0))
     box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nthis block's share", size=8)
     arrow(left, (8.55, 2.15), (9.35, 2.15))
     arrow(left, (10.6, 1.55), (10.6, 0.75))
-    note(left, 10.0, 0.4, f"added to memory in its turn,\n{kib(4 * tile.run)} by the copy engine")
+    note(left, 10.0, 0.4, f"added to memory in its turn,\n{kib(4 * tile.dq_part_size)} by the copy engine")
     note(
         left,
         2.8,
@@ -289,9 +289,9 @@ def attention_backward():
 
 
 def decode_units():
-    """Decode: how contexts are cut into units, and what a unit computes."""
-    tile = sm90_decode.best_tile(HEAD_DIM, "bfloat16", GROUP, 16)
-    segment, keys = sm90_decode.SEGMENT, sm90_decode.KEYS
+    """Decode: how contexts are split into work items, and what an item computes."""
+    config = sm90_decode_config.decode_config(HEAD_DIM, "bfloat16", GROUP, 16)
+    segment, keys = softmax.SEGMENT_KEYS, softmax.TILE_KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.0), gridspec_kw={"width_ratios": [1.15, 1]})
     contexts = [2300, 2150, 2260, 700, 3500]
     scale = 1 / 400
@@ -304,7 +304,7 @@ def decode_units():
             if shared and number:
                 box(left, first * scale, y, length * scale, 0.7, "white", "(read above)", size=7)
                 continue
-            color, name = (GREEN, "one unit for 3") if shared else (BLUE, "unit" if length > 140 else "")
+            color, name = (GREEN, "one item for 3") if shared else (BLUE, "work item" if length > 140 else "")
             box(left, first * scale, y, length * scale, 0.7, color, name, size=7, alpha=0.6)
     for cut in range(segment, 3600, segment):
         left.plot([cut * scale] * 2, [1.0, 6.5], color=RED, linewidth=1, linestyle="--")
@@ -313,36 +313,36 @@ def decode_units():
         left,
         4.2,
         0.7,
-        f"dashed: the absolute cuts, every {segment:,} keys. White: not worked on again, because sequences"
-        "\n0 to 2 are declared a group that shares its first 2,048 tokens. A unit also belongs to one key head.\n"
-        "Parts of a sequence merge in ascending order, by the block that finishes last.",
+        f"dashed: the absolute cuts, every {segment:,} keys. White: not read again, because sequences"
+        "\n0 to 2 are declared a group that shares its first 2,048 tokens. An item also belongs to one key head.\n"
+        "Partials of a sequence merge in ascending order, by the block that finishes last.",
         va="top",
     )
-    bare(left, -1.6, 9.4, -0.9, 7.0, "the work: units of a sequence, a key head and a segment")
+    bare(left, -1.6, 9.4, -0.9, 7.0, "work items: a sequence, a key head and a segment")
 
     box(right, 0.2, 4.0, 2.0, 3.2, BLUE, f"K tile\n{keys} keys\nx {HEAD_DIM}", alpha=0.6)
     box(right, 2.6, 6.2, 0.7, 1.0, GREEN, "q", alpha=0.8)
-    note(right, 2.95, 5.6, f"{GROUP} heads,\npadded\nto {tile.rows}", va="top")
+    note(right, 2.95, 5.6, f"{GROUP} heads,\npadded\nto {config.rows}", va="top")
     note(right, 3.75, 6.0, "=", size=14)
     box(right, 4.2, 4.0, 0.7, 3.2, ORANGE, "S^T", alpha=0.7)
-    note(right, 4.3, 3.7, f"{keys} x {tile.rows}: keys\nare the 64 rows\nthat wgmma wants", va="top")
+    note(right, 4.3, 3.7, f"{keys} x {config.rows}: keys\nare the 64 rows\nthat wgmma wants", va="top")
     arrow(right, (5.1, 5.6), (6.4, 5.6), "online_softmax_step", (0, 0.2))
     box(right, 6.6, 4.0, 0.7, 3.2, GREY, "P^T", alpha=0.8)
     note(right, 6.9, 3.7, "through shared\nmemory, 16 bits", va="top")
     box(right, 7.9, 5.2, 2.0, 2.0, BLUE, f"V^T tile\n{HEAD_DIM} x {keys}", alpha=0.6)
     note(right, 8.9, 4.85, "(as it lies: MN-major)")
     box(right, 8.5, 1.6, 0.8, 2.2, ORANGE, "O^T", alpha=0.7)
-    note(right, 8.7, 1.3, f"{HEAD_DIM} x {tile.rows} sums in registers")
+    note(right, 8.7, 1.3, f"{HEAD_DIM} x {config.rows} sums in registers")
     arrow(right, (8.9, 4.6), (8.9, 3.9))
-    ring = tile.stages * 2 * tile.tile_bytes
+    ring = config.stages * 2 * config.tile_bytes
     note(
         right,
         3.0,
         1.4,
-        f"an SM holds {tile.blocks} such blocks, each with {tile.stages} tiles of k and v\n"
-        f"({kib(ring)}) on their way: {kib(tile.blocks * ring)} in flight",
+        f"an SM holds {config.blocks} such blocks, each with {config.stages} tiles of k and v\n"
+        f"({kib(ring)}) on their way: {kib(config.blocks * ring)} in flight",
     )
-    bare(right, 0, 10.4, 0.4, 7.8, "one tile of a unit: keys and queries have changed places")
+    bare(right, 0, 10.4, 0.4, 7.8, "one tile of a work item: keys and queries have changed places")
     return figure
 
 

@@ -8,13 +8,13 @@ print(outputs[0].completions[0].text)
 import importlib
 
 _TRAINERS = ("GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer")
-_HOMES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
-_HOMES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
-__all__ = list(_HOMES)
+_MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+_MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
+__all__ = list(_MODULES)
 
 
 def __getattr__(name):
-    # At first use, because importing the engine chooses the device of the process.
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    # At first use, because importing the engine imports Numba, which takes a second.
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: complete or absent, and recognised when they are damaged later.
+"""Checkpoints of a run: complete or absent, and checked against damage when they are read.
 
     output_dir/checkpoints/step-N/
         config.json, *.safetensors, tokenizer files    a Hugging Face folder, as save_model writes it
@@ -27,13 +27,13 @@ from rlnumba.model.weights import open_tensors, write_json, write_tensors
 
 STATE = "trainer_state.json"
 ARRAYS = "trainer_state.safetensors"
-# In trainer_state.json, an object with this one key stands for the array of that name.
+# In trainer_state.json, an object with this key alone is a reference to the array of that name.
 ARRAY_KEY = "__array__"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was read: its folder (also the model's), its step, and the trainer's state as it was given."""
+    """A checkpoint that was read: its folder (also the model's), its step, and the trainer's state as saved."""
 
     folder: Path
     step: int
@@ -44,7 +44,7 @@ def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
     """Write output_dir/checkpoints/step-N and return its path.
 
     trainer_state: nested dicts (keys str) and lists of JSON values and NumPy arrays; arrays come back bit for bit.
-    The model's weights are saved in its own dtype. keep_last: afterwards, remove all but so many of the newest.
+    The model's weights are saved in its own dtype. keep_last: afterwards, remove all but this number of the newest.
     """
     root = Path(output_dir) / "checkpoints"
     root.mkdir(parents=True, exist_ok=True)
@@ -80,9 +80,9 @@ def existing(output_dir):
 
 
 def latest_readable(output_dir, warn=None):
-    """The folder of the newest checkpoint that is whole, or None if the run has none at all.
+    """The folder of the newest undamaged checkpoint, or None if the run has none at all.
 
-    warn: called with one line for each damaged one that is passed over (default: printed on stderr).
+    warn: called with one line for each damaged one that is skipped (default: printed on stderr).
     Raises UserError if there are checkpoints and none of them is readable.
     """
     warn = warn or _print_warning
@@ -103,14 +103,14 @@ def of_step(output_dir, step):
     """The folder of the checkpoint of a step. Raises UserError if there is none, or naming the file that is damaged."""
     folder = Path(output_dir) / "checkpoints" / f"step-{step}"
     if not folder.is_dir():
-        there = ", ".join(path.name for path in reversed(existing(output_dir))) or "no checkpoint"
-        raise UserError(f"{folder}: no such checkpoint; {folder.parent} has {there}")
+        found = ", ".join(path.name for path in reversed(existing(output_dir))) or "no checkpoint"
+        raise UserError(f"{folder}: no such checkpoint; {folder.parent} has {found}")
     verify(folder)
     return folder
 
 
 def verify(folder):
-    """Raise UserError, naming the file, unless every byte of a checkpoint is as it was written."""
+    """Raise UserError, naming the file, unless every file of a checkpoint has the sha256 with which it was saved."""
     folder = Path(folder)
     body = _body(folder)
     for name, expected in body["sha256"].items():
@@ -123,7 +123,7 @@ def verify(folder):
 
 
 def load(folder):
-    """The Checkpoint in a folder that latest_readable gave; its model is read by load_model(folder).
+    """The Checkpoint in a folder returned by latest_readable; its model is read by load_model(folder).
 
     Raises UserError for a damaged trainer_state.
     """
@@ -144,7 +144,7 @@ def _body(folder):
 
 
 def _separate(value, path, arrays):
-    """`value` with every array replaced by its name, `path`, under which `arrays` then has it."""
+    """`value` with every array replaced by a reference to its name, `path`; the array goes into arrays[path]."""
     if isinstance(value, np.ndarray):
         if path in arrays:
             raise ValueError(f"checkpoint: two arrays of trainer_state are called {path}")
@@ -171,7 +171,7 @@ def _hash_json(value):
 
 
 def _hash(path, flush=False):
-    """sha256 of a file; with flush, its bytes reach the disk first."""
+    """sha256 of a file; flush: fsync it first."""
     with open(path, "rb") as file:
         if flush:
             os.fsync(file.fileno())
@@ -179,7 +179,7 @@ def _hash(path, flush=False):
 
 
 def _flush(folder):
-    """Let the disk know the names in a folder."""
+    """fsync a folder, so that the names in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""The command line: `rlnumba [--device auto|cuda|sim|cpu] [--debug] COMMAND ...`.
+"""The command line: `rlnumba [--device auto|cuda|sim|cpu] [--gemm auto|native|cublas] [--debug] COMMAND ...`.
 
-Exit codes: 0 success; 2 a wrong option, key or value; 1 any other failure; 128 + its number for a signal, as a shell
-has it: 130 Ctrl-C, 143 SIGTERM. A failure is one line on stderr,
-`rlnumba: ...`, without a traceback unless --debug is given. Results go to the files named, progress to stderr. All of a
-command's input is validated before the model's weights are read. Imports that take time stand inside the commands.
+Exit codes: 0 success; 1 a failure; 2 a wrong option, key or value; 128 + n for signal n, as in a shell (130 Ctrl-C,
+143 SIGTERM). A failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go
+to the files named, progress to stderr. All input of a command is validated before the model's weights are read. Slow
+imports are inside the commands, so that --help and a wrong option are answered at once.
 """
 
 import contextlib
@@ -22,22 +22,21 @@ from rlnumba.runtime import device
 
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
-
-# The signal that ends the command, if one has come, and what it raised.
-_ended_by = _broken_off = None
+# The signal that ends the command, once one has arrived, and the exception that it raised.
+_signal = _signal_error = None
 
 
 def main(arguments=None):
     """Runs the command line and exits the process."""
-    if sys.stderr is None:  # closed by whoever started the process
+    if sys.stderr is None:  # closed by the parent process
         sys.stderr = open(os.devnull, "w")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
-            signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _on_signal)
     sys.unraisablehook = _unraisable
     code = run(sys.argv[1:] if arguments is None else arguments)
-    if _ended_by is not None:
-        # What the signal broke into, the compiler for example, may not survive an orderly end of Python.
+    if _signal is not None:
+        # Code that the signal interrupted, such as the compiler, may crash while Python is finalized.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, AttributeError):
                 stream.flush()
@@ -45,19 +44,19 @@ def main(arguments=None):
     sys.exit(code)
 
 
-def _end(number, frame):
+def _on_signal(number, frame):
     """Unwinds the command, so that it leaves no half-written file."""
-    global _ended_by
-    _ended_by = signal.Signals(number)
+    global _signal
+    _signal = signal.Signals(number)
     raise KeyboardInterrupt
 
 
 def _unraisable(unraisable):
-    """An exception that nobody can catch: a signal that came in a callback of the compiler is sent once more."""
+    """sys.unraisablehook: a signal that arrived in a callback of the compiler, where it is lost, is sent again."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        # Later, because raised from here it would be lost again.
-        threading.Timer(0.05, os.kill, (os.getpid(), _ended_by)).start()
-    elif _ended_by is None:
+        # After a delay: an exception raised from here would be lost as well.
+        threading.Timer(0.05, os.kill, (os.getpid(), _signal)).start()
+    elif _signal is None:
         sys.__unraisablehook__(unraisable)
 
 
@@ -80,28 +79,28 @@ def run(arguments):
     except KeyboardInterrupt as error:
         return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
-        # Whoever read stdout has seen enough.
+        # The reader of stdout, such as head, has closed it.
         sys.stdout = None
         return 1
     except OSError as error:
-        place = "" if error.filename is None else f"{error.filename}: "
-        return _fail(error, f"{place}{error.strerror or error}", 1, arguments)
+        file = "" if error.filename is None else f"{error.filename}: "
+        return _fail(error, f"{file}{error.strerror or error}", 1, arguments)
     except MemoryError as error:
         return _fail(error, f"out of memory {error}".strip(), 1, arguments)
-    except Exception as error:  # the last line of defence: a bug still ends in one line
+    except Exception as error:  # a bug, too, ends in one line
         return _fail(error, f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1, arguments)
 
 
 def _fail(error, message, code, arguments):
-    global _broken_off
-    if _ended_by is not None:
-        # Keeps what was under way as it is: the compiler's objects may not survive being taken down.
-        _broken_off = error
-        message = "interrupted" if _ended_by == signal.SIGINT else f"ended by {_ended_by.name}"
-        code = 128 + _ended_by
+    global _signal_error
+    if _signal is not None:
+        # Keeps the frames of the traceback alive: freeing the compiler's objects may crash.
+        _signal_error = error
+        message = "interrupted" if _signal == signal.SIGINT else f"ended by {_signal.name}"
+        code = 128 + _signal
     if "--debug" in arguments:
         traceback.print_exception(error)
-    clear = "\r\033[K" if sys.stderr.isatty() else ""  # what a progress line left
+    clear = "\r\033[K" if sys.stderr.isatty() else ""  # erases a progress line
     print(f"{clear}rlnumba: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
@@ -111,17 +110,19 @@ def _fail(error, message, code, arguments):
 @click.option(
     "--device",
     "device_name",
-    type=click.Choice(device.DEVICES),
-    help="Where to compute: auto (cuda if a GPU answers, else cpu), cuda, sim (the CUDA simulator, for debugging "
-    "kernels), cpu (also: numpy). Default: the environment variable RLNUMBA_DEVICE, else auto.",
+    type=click.Choice([*device.DEVICES, *device.ALIASES]),
+    metavar=f"[{'|'.join(device.DEVICES)}]",
+    help="Device to compute on: auto (cuda if there is a GPU, else cpu), cuda, sim (the CUDA simulator, for debugging "
+    "kernels), cpu. Default: the environment variable RLNUMBA_DEVICE, else auto.",
 )
 @click.option(
     "--gemm",
     "gemm_backend",
     type=click.Choice(["auto", "native", "cublas", "numba"]),
-    help="GEMM backend on a GPU: native, our kernels, whose rows do not depend on the batch; cublas, with which "
-    "rollout and training log-probs differ in their last bits; auto, which is native; numba, a former name of it. "
-    "A training run takes the key gemm of its configuration instead.",
+    metavar="[auto|native|cublas]",
+    help="GEMM backend on a GPU: native, the kernels of this package, whose rows do not depend on the batch; cublas, "
+    "with which rollout and training log-probs differ in their last bits; auto, which is native. "
+    "sft and grpo read the key gemm of their configuration instead.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(device_name, gemm_backend, debug):
@@ -134,37 +135,37 @@ def cli(device_name, gemm_backend, debug):
         gemm.set_backend(gemm_backend)
 
 
-def _say_device():
-    """Chooses the device, if none is chosen yet, and says which."""
+def _log_device():
+    """Chooses the device, if none is chosen yet, and logs it."""
     name = device.name()
     click.echo(f"device {device.describe()}", err=True)
     compiled = Path(__file__).parent.glob("kernels/**/__pycache__/*.nbi")
     if name == "cpu" and "NUMBA_CACHE_DIR" not in os.environ and next(compiled, None) is None:
-        click.echo("the first run compiles its CPU functions, which takes half a minute once", err=True)
+        click.echo("the first run compiles the functions of the cpu device, about half a minute once", err=True)
 
 
 class _Progress:
-    """How far a command is, on stderr: a line that changes on a terminal, nothing elsewhere."""
+    """Progress of a command on stderr: one line that is rewritten, on a terminal only; elsewhere the last line."""
 
     def __init__(self):
-        self.shown = sys.stderr.isatty()
+        self.live = sys.stderr.isatty()
         self.started = self.last = time.monotonic()
 
     def __call__(self, text):
-        if self.shown and time.monotonic() - self.last > 0.1:
+        if self.live and time.monotonic() - self.last > 0.1:
             self.last = time.monotonic()
             click.echo(f"\r\033[K{text}", nl=False, err=True)
 
-    def generated(self, finished, total, drawn):
-        rate = drawn / max(time.monotonic() - self.started, 1e-9)
-        self(f"{finished}/{total} completions, {drawn} tokens, {rate:.0f} tokens/s")
+    def generated(self, finished, total, tokens):
+        rate = tokens / max(time.monotonic() - self.started, 1e-9)
+        self(f"{finished}/{total} completions, {tokens} tokens, {rate:.0f} tokens/s")
 
     def end(self, text):
-        click.echo(f"\r\033[K{text}" if self.shown else text, err=True)
+        click.echo(f"\r\033[K{text}" if self.live else text, err=True)
 
 
 def _open(model):
-    """(folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, which take time."""
+    """(folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, which are read last."""
     from rlnumba.model.config import ModelConfig
     from rlnumba.model.tokenizer import Tokenizer
     from rlnumba.model.transformer import find_model
@@ -173,45 +174,45 @@ def _open(model):
     return folder, ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
 
 
-def _check_row(row, place, column, text):
-    """A row has token ids in `column`, or a prompt; `text` names the columns of the second form."""
+def _check_row(row, where, column, text):
+    """A row has token ids in `column`, or a prompt; `text` names the columns of the second form, for the error."""
     from rlnumba.data import check_prompt
 
     if (column in row) == ("prompt" in row):
-        raise UserError(f"{place}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
+        raise UserError(f"{where}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
     if "prompt" in row:
-        check_prompt(row["prompt"], f"{place}: 'prompt'")
+        check_prompt(row["prompt"], f"{where}: 'prompt'")
         return
     ids = row[column]
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise UserError(f"{place}: {column!r} must be a list of integers")
+        raise UserError(f"{where}: {column!r} must be a list of integers")
     if not ids:
-        raise UserError(f"{place}: {column!r} is empty")
+        raise UserError(f"{where}: {column!r} is empty")
 
 
 def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
     """The token ids of every row, a list each: those in `column`, or encode(row).
 
-    Raises UserError naming the line for text without a tokenizer or that it refuses, for no tokens or more than
-    `limit`, and for an id outside of the vocabulary.
+    Raises UserError naming the line for text without a tokenizer or that the tokenizer refuses, for no tokens or more
+    than `limit`, and for an id outside of the vocabulary.
     """
     from rlnumba.data import check_ids
 
     sequences = []
-    for row, place in rows:
+    for row, where in rows:
         ids = row.get(column)
         if ids is None:
             if tokenizer is None:
-                raise UserError(f"{place}: text needs a tokenizer, and the model has no tokenizer.json; give {column}")
+                raise UserError(f"{where}: text needs a tokenizer, and the model has no tokenizer.json; give {column}")
             try:
                 ids = encode(row)
             except UserError as error:
-                raise UserError(f"{place}: {error}") from error
+                raise UserError(f"{where}: {error}") from error
         if not ids:
-            raise UserError(f"{place}: the text has no tokens")
-        check_ids(ids, vocab_size, place)
+            raise UserError(f"{where}: the text has no tokens")
+        check_ids(ids, vocab_size, where)
         if len(ids) > limit:
-            raise UserError(f"{place}: {len(ids)} tokens are more than the limit of {limit}")
+            raise UserError(f"{where}: {len(ids)} tokens are more than the limit of {limit}")
         sequences.append(ids)
     return sequences
 
@@ -220,7 +221,9 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--model", required=True, help="Hugging Face folder or hub id.")
 @click.option("--prompts", required=True, help='JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.')
 @click.option("--output", required=True, help="JSONL, a line for each prompt in the same order.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens a completion.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens of a completion."
+)
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=-1), default=0, show_default=True, help="0 and -1 are off.")
 @click.option(
@@ -237,10 +240,16 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--n", type=click.IntRange(min=1), default=1, show_default=True, help="Completions of each prompt.")
 @click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True, help="Sequences a step.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @click.option(
-    "--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens a step."
+    "--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True, help="Most sequences in a step."
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Most tokens in a step.",
 )
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
 @click.option(
@@ -255,7 +264,7 @@ def generate(model, prompts, output, dtype, **options):
     """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
     "finish_reason"}]}, a line for each prompt.
 
-    A token depends on the seed, the prompt, the completion's index and the position only. Sampling values in
+    A token depends only on the seed, the prompt, the completion's index and the position. Sampling parameters in
     generation_config.json are not read.
     """
     from rlnumba.config import EngineConfig
@@ -263,15 +272,16 @@ def generate(model, prompts, output, dtype, **options):
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
-    _say_device()
+    _log_device()
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
     engine |= {name: options.pop(name) for name in ("gpu_memory_utilization", "enforce_eager")}
     engine, params = EngineConfig(**engine), SamplingParams(**options)
     with replacing(output) as file:
         rows = read_rows(prompts)
-        for row, place in rows:
-            _check_row(row, place, "prompt_token_ids", "'prompt'")
-        from rlnumba.engine.llm import LLM, PromptError, longest_sequence
+        for row, where in rows:
+            _check_row(row, where, "prompt_token_ids", "'prompt'")
+        from rlnumba.engine.core import PromptError, longest_sequence
+        from rlnumba.engine.llm import LLM
         from rlnumba.model.transformer import load_model
 
         folder, config, tokenizer = _open(model)
@@ -285,7 +295,7 @@ def generate(model, prompts, output, dtype, **options):
         try:
             outputs = llm.generate(ids, params, progress.generated)
         except PromptError as error:
-            raise UserError(f"{rows.places[error.index]}: {error.reason}") from error
+            raise UserError(f"{rows.locations[error.request_id]}: {error.reason}") from error
         for result in outputs:
             completions = [
                 {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
@@ -307,10 +317,10 @@ def generate(model, prompts, output, dtype, **options):
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="Divides the logits; 0 scores as `generate --temperature 0` does, by the untempered model.",
+    help="Divides the logits; 0 as in `generate --temperature 0`, whose log-probs are those of temperature 1.",
 )
 def score(model, source, output, dtype, temperature):
-    """Compute the log-prob of every token given those before it, by the training forward.
+    """Compute the log-prob of every token given those before it, with the training forward.
 
     Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
     """
@@ -318,12 +328,12 @@ def score(model, source, output, dtype, temperature):
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
-    _say_device()
-    SamplingParams(temperature=temperature)  # the temperatures of `generate` are those that can be scored
+    _log_device()
+    SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     with replacing(output) as file:
         rows = read_rows(source)
-        for row, place in rows:
-            _check_score_row(row, place)
+        for row, where in rows:
+            _check_score_row(row, where)
         from rlnumba.model.transformer import load_model
 
         folder, config, tokenizer = _open(model)
@@ -340,17 +350,17 @@ def score(model, source, output, dtype, temperature):
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
 
-def _check_score_row(row, place):
+def _check_score_row(row, where):
     from rlnumba.data import check_messages
 
-    _check_row(row, place, "token_ids", "'prompt' and 'completion'")
+    _check_row(row, where, "token_ids", "'prompt' and 'completion'")
     if "token_ids" in row:
         return
     completion = row.get("completion")
     if isinstance(completion, list):
-        check_messages(completion, f"{place}: 'completion'")
+        check_messages(completion, f"{where}: 'completion'")
     elif not isinstance(completion, str):
-        raise UserError(f"{place}: 'completion' must be a string or a list of messages")
+        raise UserError(f"{where}: 'completion' must be a string or a list of messages")
 
 
 def _score_all(model, sequences, temperature, progress, max_tokens=32768):
@@ -379,16 +389,16 @@ TRAINER_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def _trainer(kind, doc):
-    """The command of a trainer: a TOML file, and any of its keys as an option."""
+    """Adds the command of a trainer: a TOML file, and any of its keys as an option."""
 
     @cli.command(kind, help=doc, context_settings=TRAINER_SETTINGS, options_metavar="--config RUN.toml [OPTIONS]")
-    @click.option("--config", required=True, multiple=True, help="The run; of several files, later ones win.")
-    @click.option("--resume", is_flag=True, help="Go on from the newest readable checkpoint in output_dir.")
+    @click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
+    @click.option("--resume", is_flag=True, help="Resume from the newest readable checkpoint in output_dir.")
     @click.option(
         "--resume.step",
         "resume_step",
         type=click.IntRange(min=1),
-        help="Go on from checkpoints/step-N in output_dir; newer ones are moved to earlier-M.",
+        help="Resume from checkpoints/step-N in output_dir; newer ones are moved to earlier-M.",
         metavar="N",
     )
     @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
@@ -400,7 +410,7 @@ def _trainer(kind, doc):
         if dry_run:
             click.echo(to_toml(run), nl=False)
             return
-        _say_device()
+        _log_device()
         resume = resume_step or resume
         if kind == "sft":
             from rlnumba.trainers.sft import run_sft
@@ -416,7 +426,7 @@ def _trainer(kind, doc):
 
 _trainer(
     "sft",
-    """Train on examples of right answers (supervised fine-tuning).
+    """Supervised fine-tuning: train on prompts with their completions, conversations or text.
 
     Every key of the file is also an option: --train.learning_rate 1e-5, --seed 7. docs/configuration.md lists them.
     Writes output_dir: metrics.jsonl, config.toml, checkpoints/, final/, curves.png.
@@ -424,7 +434,7 @@ _trainer(
 )
 _trainer(
     "grpo",
-    """Train by reward with Group Relative Policy Optimization.
+    """Reinforcement learning with Group Relative Policy Optimization.
 
     Every key of the file is also an option: --train.num_generations 16, --seed 7. docs/configuration.md lists them.
     Writes output_dir: metrics.jsonl, completions.jsonl, config.toml, checkpoints/, final/, curves.png.
@@ -437,21 +447,21 @@ def parse_overrides(arguments):
 
     Raises ConfigError for an argument that belongs to no option.
     """
-    pairs, waiting = [], None
+    pairs, pending = [], None  # pending: an option whose value may be the next argument
     for argument in arguments:
         if argument.startswith("--") and len(argument) > 2:
-            if waiting is not None:
-                pairs.append((waiting, None))
-            name, given, value = argument[2:].partition("=")
-            waiting = None if given else name
-            if given:
+            if pending is not None:
+                pairs.append((pending, None))
+            name, has_value, value = argument[2:].partition("=")
+            pending = None if has_value else name
+            if has_value:
                 pairs.append((name, value))
-        elif waiting is not None:
-            pairs.append((waiting, argument))
-            waiting = None
+        elif pending is not None:
+            pairs.append((pending, argument))
+            pending = None
         else:
             raise ConfigError(f"unexpected argument {argument!r}; options are written --section.key value")
-    return pairs if waiting is None else [*pairs, (waiting, None)]
+    return pairs if pending is None else [*pairs, (pending, None)]
 
 
 @cli.command()
@@ -464,14 +474,16 @@ def parse_overrides(arguments):
     show_default=True,
     help="Divides the logits.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Tokens a completion.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Most tokens of a completion."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def check(model, dtype, temperature, max_tokens, seed):
-    """Compare rollout log-probs with training log-probs on a model, and name the first operator that differs.
+    """Compare rollout log-probs with training log-probs of a model, and name the first operator that differs.
 
-    Ends with 1 if they differ where they must be equal bit for bit: everywhere but on a GPU with cuBLAS's products.
+    The exit code is 1 if they differ where they must be equal bit for bit: everywhere except with --gemm cublas.
     """
-    _say_device()
+    _log_device()
     from rlnumba.engine.check import check_agreement
     from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.model.transformer import load_model
@@ -484,7 +496,7 @@ def check(model, dtype, temperature, max_tokens, seed):
     click.echo(f"equal bit for bit          {found.equal} ({100 * found.equal / found.tokens:.2f} %)")
     click.echo(f"largest difference         {found.largest:.3g} nats")
     click.echo(f"first differing operator   {found.operator or 'none'}")
-    click.echo(f"matrix products            {gemm.describe(transformer.dtype)}")
+    click.echo(f"GEMM backend               {gemm.describe(transformer.dtype)}")
     if found.operator and gemm.backend() != "cublas":
         raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
 
@@ -501,8 +513,8 @@ def plot(run_dirs, output):
 
 @cli.command()
 def env():
-    """Show versions, device, which kernels compute what, and memory."""
-    device.name()
+    """Show versions, device, GEMM backend, kernel families and memory."""
+    device.name()  # the error for a missing device comes before slow imports
     from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.runtime import dispatch
     from rlnumba.runtime.environment import environment

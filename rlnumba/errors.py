@@ -1,4 +1,4 @@
-"""What a user can cause, and the exit code of the command line that goes with it.
+"""Errors that a user can cause, each with its exit code of the command line.
 
 Every message is one line that names the file, key or value at fault. The command line prints it as
 `rlnumba: <message>` without a traceback. Programming errors (a wrong shape handed to an operator) are
@@ -19,4 +19,4 @@ class ConfigError(UserError):
 
 
 class DeviceError(UserError):
-    """A device that is asked for and not there, or one that fails: exit code 1, with the remedy."""
+    """A device that is not available, or that fails: exit code 1. The message names the remedy."""

@@ -1,8 +1,8 @@
 """AdamW over a model's flat buffers, gradient clipping, and learning rate schedules.
 
-A step of the optimizer is one reduction (the gradient's norm), one number read back by the host, and one
-AdamW kernel over all parameters. A 16-bit model keeps float32 master weights here; its own weights are their
-rounding. A step whose gradient is not finite changes nothing but a counter.
+An optimizer step is one reduction (the gradient's norm), one number read back by the host, and one AdamW kernel over
+all parameters. A 16-bit model has float32 master weights here; its own weights are these, rounded. A step whose
+gradient is not finite is skipped and counted.
 """
 
 import math
@@ -17,12 +17,10 @@ from rlnumba.kernels.nn.elementwise import cast, fill
 from rlnumba.kernels.nn.reduce import sum_of_squares
 from rlnumba.runtime import device, memory
 
-SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
-
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a step did: the gradient's Euclidean norm before clipping, and whether it was skipped."""
+    """The gradient's Euclidean norm before clipping, and whether the step was skipped."""
 
     grad_norm: float
     skipped: bool
@@ -82,7 +80,7 @@ class Optimizer:
         return StepInfo(grad_norm, skipped=False)
 
     def state_dict(self):
-        """Everything a resumed run needs: NumPy float32 arrays m, v and, of a 16-bit model, master; the counters."""
+        """What a resumed run restores: NumPy float32 arrays m, v and, of a 16-bit model, master; the counters."""
         arrays = {key: np.array(device.to_host(array)) for key, array in self._arrays().items()}
         return {**arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
@@ -91,15 +89,15 @@ class Optimizer:
         return arrays if self.master is None else {**arrays, "master": self.master}
 
     def load_state_dict(self, state):
-        """Take over what state_dict gave; of a 16-bit model also set the weights to the rounded master.
+        """Restore what state_dict returned; of a 16-bit model also set the weights to the rounded master.
 
         Raises UserError if an array is missing, not expected, or not of this model's size.
         """
         arrays = self._arrays()
-        wanted = {*arrays, "steps", "skipped_steps"}
-        if set(state) != wanted:
+        expected = {*arrays, "steps", "skipped_steps"}
+        if set(state) != expected:
             raise UserError(
-                f"optimizer state: expected {', '.join(sorted(wanted))}, got {', '.join(sorted(state))}; "
+                f"optimizer state: expected {', '.join(sorted(expected))}, got {', '.join(sorted(state))}; "
                 "was it saved with another train.dtype?"
             )
         for key, array in arrays.items():
@@ -113,20 +111,21 @@ class Optimizer:
         self.skipped_steps = int(state["skipped_steps"])
 
 
-def learning_rate_at(step0, *, base, schedule, warmup_steps, total_steps):
-    """The learning rate of a step counted from 0, as transformers' schedulers.
+def learning_rate_at(train, step, total_steps):
+    """The learning rate of the optimizer step after `step` completed ones, as transformers' schedulers.
 
-    It rises linearly from 0 to `base` over warmup_steps, so the first of several warm-up steps has rate 0,
-    and then stays ("constant" or "constant_with_warmup"), or falls to 0 at total_steps on a line
-    ("linear") or half a cosine ("cosine"). Raises ValueError for another schedule.
+    train: the [train] section. The rate rises linearly from 0 to learning_rate over warmup_steps (below 1: a share of
+    total_steps, rounded up), so the first of several warm-up steps has rate 0. Then it stays ("constant",
+    "constant_with_warmup"), or falls to 0 at total_steps on a line ("linear") or half a cosine ("cosine").
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"learning rate schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if step0 < warmup_steps:
-        return base * step0 / warmup_steps
+    warmup = train.warmup_steps
+    warmup_steps = int(warmup) if warmup >= 1 else math.ceil(warmup * total_steps)
+    peak, schedule = train.learning_rate, train.lr_scheduler_type
+    if step < warmup_steps:
+        return peak * step / warmup_steps
     if schedule in ("constant", "constant_with_warmup"):
-        return base
+        return peak
     decay_steps = max(1, total_steps - warmup_steps)
     if schedule == "linear":
-        return base * max(0.0, (total_steps - step0) / decay_steps)
-    return base * max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step0 - warmup_steps) / decay_steps)))
+        return peak * max(0.0, (total_steps - step) / decay_steps)
+    return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / decay_steps)))

@@ -41,7 +41,7 @@ def compile_to_llvm(kernel, types):
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
-    from rlnumba.runtime.launch import parse_type
+    from rlnumba.runtime.compile import parse_type
 
     options = kernel.targetoptions
     with global_compiler_lock, pretend((9, 0)):

@@ -3,7 +3,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rlnumba.errors import UserError
+from rlnumba.config import TrainConfig
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
 from rlnumba.optim import Optimizer, learning_rate_at
 from rlnumba.runtime import device
@@ -146,13 +147,11 @@ SCHEDULES = {
 @pytest.mark.parametrize("key", SCHEDULES, ids=str)
 def test_schedules_of_transformers(key):
     schedule, warmup_steps, total_steps = key
-    rates = [
-        learning_rate_at(step, base=2.0, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
-        for step in range(total_steps + 1)
-    ]
+    train = TrainConfig(learning_rate=2.0, lr_scheduler_type=schedule, warmup_steps=warmup_steps)
+    rates = [learning_rate_at(train, step, total_steps) for step in range(total_steps + 1)]
     np.testing.assert_allclose(rates, SCHEDULES[key], atol=1e-12)
 
 
 def test_unknown_schedule():
-    with pytest.raises(ValueError, match="schedule must be one of constant, .* got 'polynomial'"):
-        learning_rate_at(0, base=1.0, schedule="polynomial", warmup_steps=0, total_steps=1)
+    with pytest.raises(ConfigError, match="train.lr_scheduler_type must be one of constant, .* got 'polynomial'"):
+        TrainConfig(lr_scheduler_type="polynomial")

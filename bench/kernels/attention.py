@@ -1,4 +1,4 @@
-"""Attention on Hopper: forward and paged decode, against torch's FlashAttention-2 and cuDNN, tile by tile.
+"""Attention on Hopper: forward and paged decode, against torch's FlashAttention-2 and cuDNN, config by config.
 
     python bench/kernels/attention.py                everything below
     python bench/kernels/attention.py forward        packed sequences; TFLOP/s, causal count
@@ -9,7 +9,7 @@
 Each kernel is checked on sampled rows in float64 before it is timed, and decode's rows against forward's bits; a wrong
 one is said to be so, and the exit code is 1.
 Times are medians of events; decode is replayed as a graph over caches that together exceed the second-level
-cache, with the list of units made beforehand, as the engine makes it once for all layers of a step. Compiling is not
+cache, with the plan made beforehand, as the engine makes it once for all layers of a step. Compiling is not
 timed; the first run compiles about twenty kernels.
 """
 
@@ -24,10 +24,9 @@ import cupy
 from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
-from rlnumba.kernels.attention import sm90_decode as paged_form
-from rlnumba.kernels.attention import sm90_forward as packed_form
-from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90, plan_units
-from rlnumba.kernels.attention.sm90_forward import attention_sm90
+from rlnumba.kernels.attention.sm90_decode_config import decode_config
+from rlnumba.kernels.attention.sm90_forward import attention_config, attention_sm90
+from rlnumba.kernels.attention.sm90_paged import paged_attention_sm90, plan_decode
 from rlnumba.runtime.launch import pdl_scope
 
 H, HK, E, BF16 = 16, 8, 128, "bfloat16"
@@ -106,8 +105,8 @@ def flops(lengths):
     return sum(2 * H * E * length * length for length in lengths)
 
 
-def forward_tiles():
-    best = packed_form.best_tile(E, BF16, H // HK)
+def forward_configs():
+    best = attention_config(E, BF16, H // HK)
     yield "best", best
     yield "3 stages", best._replace(stages=3)
     yield "2 stages", best._replace(stages=2)
@@ -129,12 +128,12 @@ def forward():
         peers = torch_peers(len(lengths), lengths[0]) if fa2 else {}
         now = "  ".join(f"{peer} {rate:.0f}" for peer, rate in peers.items())
         print(f"{name:20} bars: {fa2 or '-'}, {cudnn or '-'}   now: {now or '-'}", flush=True)
-        for label, tile in forward_tiles():
+        for label, config in forward_configs():
             if label == "one segment" and max(lengths) <= 1024:
                 continue
 
-            def call(tile=tile):
-                attention_sm90(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
+            def call(config=config):
+                attention_sm90(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, config)
 
             out.fill(0)
             call()
@@ -150,7 +149,7 @@ def forward():
             if label == "best":
                 bar = f"{fa2}; aim {cudnn}" if fa2 else ""
                 row(f"attention forward, {name}", f"{rates[name, label]:.0f} TFLOP/s{wrong}; torch {now or '-'}", bar)
-    for label, _ in forward_tiles():
+    for label, _ in forward_configs():
         a, b = (rates.get((name, label)) for name in list(cases)[-2:])
         if a and b:
             print(f"mixed lengths, {label}: {a / b:.2f} of the equal-length rate (bar 0.90)")
@@ -177,18 +176,18 @@ class Decode:
         self.contexts = cupy.full(sequences, context, np.int32)
         self.context, self.tokens = context, tokens
 
-    def plan(self, tile=None, **groups):
+    def plan(self, config=None, **groups):
         bounds = (self.cu_seqlens, self.contexts, self.tokens, self.context)
-        return plan_units(BF16, H, HK, E, BLOCK, *bounds, tile=tile, **groups)
+        return plan_decode(BF16, H, HK, E, BLOCK, *bounds, config=config, **groups)
 
-    def calls(self, tile=None, prefill_tile=None, **groups):
+    def calls(self, config=None, prefill_config=None, **groups):
         """Calls for each of the caches, with a plan that is good until the next call of this or of `plan`."""
-        plan = self.plan(tile, **groups)
+        plan = self.plan(config, **groups)
 
         def make(caches):
             return lambda: paged_attention_sm90(
                 self.q, *caches, self.tables, self.cu_seqlens, self.contexts, self.tokens, self.context, SCALE,
-                self.out, plan=plan, prefill_tile=prefill_tile, **groups,
+                self.out, plan=plan, prefill_config=prefill_config, **groups,
             )  # fmt: skip
 
         return [make(caches) for caches in self.caches]
@@ -211,8 +210,8 @@ class Decode:
         return same
 
 
-def decode_tiles(group_sizes=1):
-    best = paged_form.best_tile(E, BF16, H // HK, BLOCK, group_sizes)
+def decode_configs(group_sizes=1):
+    best = decode_config(E, BF16, H // HK, BLOCK, group_sizes)
     yield "best", best
     yield "2 stages", best._replace(stages=2)
     yield "5 stages, 1 block", best._replace(stages=5, blocks=1)
@@ -222,8 +221,8 @@ def decode():
     print(f"\ndecode, GB/s of keys and values (a copy: {copy_gbs():.0f} read and written)")
     for sequences, context, bar in DECODE:
         work = Decode(sequences, context)
-        for label, tile in decode_tiles():
-            calls = work.calls(tile)
+        for label, config in decode_configs():
+            calls = work.calls(config)
             same = work.check(calls)
             us = graph_time_us(calls)
             print(
@@ -255,15 +254,15 @@ def groups():
         work = Decode(sequences, context, copies=4, tables=tables)
         alone = graph_time_us(work.calls())
         planning = graph_time_us([work.plan] * 8)
-    print(f"listing units             {planning:8.1f} us, once for all layers of a step")
+    print(f"listing work items        {planning:8.1f} us, once for all layers of a step")
     shared_prefix_lens = cupy.full(sequences, common, np.int32)
     leaders = cupy.asarray(np.tile([group_sizes] + [0] * (group_sizes - 1), prompts).astype(np.int32))
     declared = dict(shared_prefix_lens=shared_prefix_lens, group_sizes=leaders, max_group_size=group_sizes)
     work.calls()[0]()
     expected = work.out.copy()
     print(f"blocks of their own       {own:8.1f} us\nunshared                  {alone:8.1f} us")
-    for label, tile in decode_tiles(group_sizes):
-        calls = work.calls(tile, **declared)
+    for label, config in decode_configs(group_sizes):
+        calls = work.calls(config, **declared)
         work.out.fill(0)
         calls[0]()
         same = bool((work.out.view(np.uint16) == expected.view(np.uint16)).all())
@@ -285,9 +284,9 @@ def prefill():
     for sequences, context, tokens in ((8, 2048, 2048), (8, 4096, 512), (64, 640, 128)):
         work = Decode(sequences, context, copies=1, tokens=tokens)
         pairs = sum(2 * context - tokens + 1 for _ in range(sequences)) * tokens / 2
-        best = packed_form.best_tile(E, BF16, H // HK, True, BLOCK)
-        for label, tile in (("best", None), ("two heads", best), ("neighbours", best._replace(paired=False))):
-            calls = work.calls(prefill_tile=tile)
+        best = attention_config(E, BF16, H // HK, True, BLOCK)
+        for label, config in (("best", None), ("two heads", best), ("neighbours", best._replace(paired=False))):
+            calls = work.calls(prefill_config=config)
             same = work.check(calls)
             us = time_us(calls[0])
             print(

@@ -1,11 +1,11 @@
 """The gradient of causal attention against torch's FlashAttention-2 and cuDNN: H16 K8 E128, bfloat16.
 
     python bench/kernels/attention_backward.py                   check, then the training shapes
-    python bench/kernels/attention_backward.py --sweep           every tile of the kernel
+    python bench/kernels/attention_backward.py --sweep           every config of the kernel
     python bench/kernels/attention_backward.py --shapes          the training shapes alone
-    python bench/kernels/attention_backward.py --without-turns   what the fixed order of dq costs (dq is then wrong)
+    python bench/kernels/attention_backward.py --unordered       what the fixed order of dq costs (dq is then wrong)
 
-TFLOP/s count 2.5 times the forward's causal products, as everyone does. bar: what the kernel has to reach (torch's
+TFLOP/s count 2.5 times the forward's causal GEMMs, as is usual. bar: what the kernel has to reach (torch's
 FlashAttention-2 on an H200), and 0.8 of cuDNN. packed: 64 sequences of 128 .. 2048 tokens, to be compared with equal
 lengths. RLNUMBA_DEBUG=2 prints the time of each of the three kernels. Ends with exit code 1 if an error is too large.
 """
@@ -25,7 +25,8 @@ from report import row
 
 from rlnumba.kernels.attention import sm90_backward as sm90
 from rlnumba.kernels.attention.ops import attention
-from rlnumba.kernels.attention.sm90_backward import Tile, sm90_attention_backward
+from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90
+from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
 
@@ -60,10 +61,10 @@ class Problem:
         _, heads, head_dim = self.q.shape
         return 2.5 * sum(2 * n * n * heads * head_dim for n in self.lengths)
 
-    def run(self, tile=None):
-        sm90_attention_backward(
+    def run(self, config=None):
+        attention_backward_sm90(
             self.dout, self.q, self.k, self.v, self.out, self.lse, self.cu_seqlens, max(self.lengths), self.scale,
-            *self.gradients, tile=tile,
+            *self.gradients, config=config,
         )  # fmt: skip
 
     def reference(self, sequence, kv_head):
@@ -152,9 +153,9 @@ def report(label, problem, us, note=""):
 
 
 def candidates():
-    for ahead in (True, False):
+    for prefetch_scores in (True, False):
         for chains in (8, 16, 32, 64, 1024):
-            yield Tile(HEAD_DIM, "bfloat16", ahead, chains)
+            yield AttentionBackwardConfig(HEAD_DIM, "bfloat16", prefetch_scores, chains)
 
 
 def shapes(sweep):
@@ -174,9 +175,9 @@ def shapes(sweep):
         rates = {"ours": us} | {f"torch {peer}": time for peer, time in others.items()}
         result = ", ".join(f"{what} {problem.flops / time / 1e6:.0f}" for what, time in rates.items())
         row(f"attention backward, {name}", f"TFLOP/s: {result}; error {error:.0e}{wrong}", f"{bar}; aim {aim}")
-        for tile in candidates() if sweep else ():
-            print(f"    {tile}")
-            report("", problem, time_us(lambda t=tile: problem.run(t), 5))
+        for config in candidates() if sweep else ():
+            print(f"    {config}")
+            report("", problem, time_us(lambda t=config: problem.run(t), 5))
     lengths = np.random.default_rng(0).integers(128, 2049, 64).tolist()
     problem = Problem(lengths)
     us = time_us(problem.run)
@@ -190,7 +191,7 @@ def shapes(sweep):
 
 
 @device_function
-def no_turn(counters, index, turn):
+def no_wait(semaphores, index, value):
     """In place of semaphore_wait."""
 
 
@@ -198,14 +199,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--shapes", action="store_true")
-    parser.add_argument("--without-turns", action="store_true")
+    parser.add_argument("--unordered", action="store_true")
     options = parser.parse_args()
     print(device.describe())
     with tempfile.TemporaryDirectory() as folder:
-        if options.without_turns:
+        if options.unordered:
             # This kernel is not what its source says: it must not reach the cache of machine code.
             os.environ["RLNUMBA_CACHE_DIR"] = folder
-            sm90.semaphore_wait = no_turn
-        checked = options.without_turns or options.shapes or check()
-        right = shapes(options.sweep) or options.without_turns
+            sm90.semaphore_wait = no_wait
+        checked = options.unordered or options.shapes or check()
+        right = shapes(options.sweep) or options.unordered
     sys.exit(not (checked and right))

@@ -1,7 +1,7 @@
-"""Our matrix products against cuBLAS, on the shapes of Qwen3-0.6B and Qwen3-8B.
+"""Our GEMMs against cuBLAS, on the shapes of Qwen3-0.6B and Qwen3-8B.
 
-    python bench/kernels/gemm.py            training shapes, then decode shapes, then SwiGLU in the product's kernel
-    python bench/kernels/gemm.py --sweep    every tile, to see what best_tile should have chosen
+    python bench/kernels/gemm.py            training shapes, then decode shapes, then SwiGLU in the GEMM's epilogue
+    python bench/kernels/gemm.py --sweep    every config, to see what best_config should have chosen
 
 Each line is checked against cuBLAS before it is timed. ratio: cuBLAS's time over ours. The means and smallest ratios
 at the end are what MEASURED in rlnumba/kernels/gemm/ops.py holds.
@@ -31,9 +31,10 @@ from harness import (
 from report import row
 
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.sm90 import SHARED_LIMIT, Tile, best_tile, processors, sm90_product
+from rlnumba.kernels.gemm.sm90 import gemm_with_config
+from rlnumba.kernels.gemm.sm90_config import SHARED_LIMIT, Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import swiglu
-from rlnumba.runtime import dispatch
+from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import pdl_scope
 
 # name: (N, K) of the weight, and whether its output is float32.
@@ -62,35 +63,35 @@ def with_backend(name, function):
     return call
 
 
-def tiles(rows, steps, output, a_mn=False, b_mn=False):
-    """Every tile worth trying: with many rows wide ones and all the stages that fit.
+def configs(rows, steps, output, a_mn=False, b_mn=False):
+    """Every config worth trying: with many rows wide ones and all the stages that fit.
 
     With few rows as many stages as fit once or twice into an SM.
     """
     few = rows <= 1024
-    for groups in (1, 2) if few and rows > 64 else (1,) if few else (2,):
+    for consumers in (1, 2) if few and rows > 64 else (1,) if few else (2,):
         for columns in (16, 32, 64, 96, 128, 192, 256):
             if columns % 64 and (b_mn or output != "same") or columns < 128 and not few or columns in (96, 256) and few:
                 continue
             depths = set()
             for share in (1, 2) if few else (1,):
                 room = (SHARED_LIMIT + 1024) // share - 1024 * (share > 1)
-                tile = Tile(columns, groups, 0, BF16, a_mn, b_mn, output)
-                depths.add(min((room - tile.shared_bytes) // (tile.stage_bytes + 16), 16, max(3, steps // 64)))
+                config = Sm90GemmConfig(columns, consumers, 0, BF16, a_mn, b_mn, output)
+                depths.add(min((room - config.shared_bytes) // (config.stage_bytes + 16), 16, max(3, steps // 64)))
             for stages in depths:
                 if stages > 2:
-                    yield Tile(columns, groups, stages, BF16, a_mn, b_mn, output)
+                    yield Sm90GemmConfig(columns, consumers, stages, BF16, a_mn, b_mn, output)
 
 
-def compile_one(tile):
-    """Launch a tile's kernel on a small product, so that the disk cache has it."""
-    a, b = random_array(64, 64), random_array(128 if tile.swiglu else 64, 64)
-    out = cupy.empty((64, len(b)), np.float32 if tile.output != "same" else a.dtype)
-    sm90_product(tile, a, b, out, residual=cupy.empty_like(a) if tile.swiglu else None)
+def compile_one(config):
+    """Launch a config's kernel on a small GEMM, so that the disk cache has it."""
+    a, b = random_array(64, 64), random_array(128 if config.swiglu else 64, 64)
+    out = cupy.empty((64, len(b)), np.float32 if config.output != "same" else a.dtype)
+    gemm_with_config(config, a, b, out, residual=cupy.empty_like(a) if config.swiglu else None)
 
 
 def compile_all(found):
-    """Compile tiles in several processes."""
+    """Compile configs in several processes."""
     with ProcessPoolExecutor(min(12, os.cpu_count()), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, found))
 
@@ -109,7 +110,7 @@ def training(sweep):
     ratios = {}
     if sweep:
         layouts = (("same", False, False), ("same", False, True), ("add", True, True))
-        compile_all({tile for layout in layouts for tile in tiles(16_384, 1024, *layout)})
+        compile_all({config for layout in layouts for config in configs(16_384, 1024, *layout)})
     for name, (n, k) in WEIGHTS.items():
         m = 4096 if "lm_head" in name else 16_384
         x, w, dout = random_array(m, k), random_array(n, k, scale=0.05), random_array(m, n, scale=0.1)
@@ -130,18 +131,18 @@ def training(sweep):
             with_backend("cublas", call)()
             expected = result.copy()
             result.fill(0)
-            with_backend("numba", call)()
+            with_backend("native", call)()
             error = relative_error(result, expected)
-            peer_us, ours_us = times_in_turns_us(with_backend("cublas", call), with_backend("numba", call))
+            peer_us, ours_us = times_in_turns_us(with_backend("cublas", call), with_backend("native", call))
             ratios.setdefault(what, []).append(peer_us / ours_us)
             report(f"{name} {what}", 2 * m * n * k, 0, peer_us, ours_us, error)
             if sweep:
                 found = []
-                for tile in tiles(rows, steps, output, a_mn, b_mn):
-                    found.append((time_us(lambda t=tile: sm90_product(t, a, b, result), 5), tile))
+                for config in configs(rows, steps, output, a_mn, b_mn):
+                    found.append((time_us(lambda c=config: gemm_with_config(c, a, b, result), 5), config))
                 print_best(found, rows, columns, steps, a_mn, b_mn, output)
     for what, some in (ratios | {"all": sum(ratios.values(), [])}).items():
-        summarise(f"products of 16,384 rows, {what}", some, "0.95, none below 0.85")
+        summarise(f"GEMMs of 16,384 rows, {what}", some, "0.95, none below 0.85")
 
 
 def summarise(what, ratios, bar):
@@ -153,10 +154,10 @@ def summarise(what, ratios, bar):
 def decode(sweep):
     """Few rows: weights stream from memory, so several copies of each rotate, larger together than the cache.
 
-    Ours run as the engine's graphs run them: a kernel brings its weights while the one before it ends.
+    Ours run as the engine's graphs run them: a kernel loads its weights while the one before it ends.
     """
     if sweep:
-        compile_all({tile for m in DECODE_ROWS for k in (1024, 2048, 4096) for tile in tiles(m, k, "same")})
+        compile_all({config for m in DECODE_ROWS for k in (1024, 2048, 4096) for config in configs(m, k, "same")})
     by_rows = {m: [] for m in DECODE_ROWS}
     for name, (n, k) in WEIGHTS.items():
         output, dtype = ("float32", np.float32) if "lm_head" in name else ("same", None)
@@ -168,7 +169,7 @@ def decode(sweep):
             peer_us = graph_time_us([lambda w=w: gemm.linear(x, w, y) for w in weights])
             gemm.linear(x, weights[0], y)
             expected = y.copy()
-            gemm.set_backend("numba")
+            gemm.set_backend("native")
             gemm.linear(x, weights[0], y)
             error = relative_error(y, expected)
             calls = [lambda w=w: gemm.linear(x, w, y) for w in weights]
@@ -180,17 +181,17 @@ def decode(sweep):
             report(f"{name} M={m}", 2 * m * n * k, 2 * n * k, peer_us, ours_us, error, peer)
             if sweep and n * k < 1 << 25:
                 found = []
-                for tile in tiles(m, k, output):
-                    calls = [lambda w=w, t=tile: sm90_product(t, x, w, y) for w in weights]
+                for config in configs(m, k, output):
+                    calls = [lambda w=w, c=config: gemm_with_config(c, x, w, y) for w in weights]
                     with pdl_scope():
-                        found.append((graph_time_us(calls, 3), tile))
+                        found.append((graph_time_us(calls, 3), config))
                 print_best(found, m, n, k, False, False, output)
     for m, ratios in by_rows.items():
-        summarise(f"products of {m} rows, forward", ratios, "1.0")
+        summarise(f"GEMMs of {m} rows, forward", ratios, "1.0")
 
 
 def swiglu_times():
-    """gate-up with SwiGLU in one kernel, against our product and swiglu after it: the same bits, in a graph."""
+    """gate-up with SwiGLU in one kernel, against our GEMM and swiglu after it: the same bits, in a graph."""
     for name in ("0.6B gate-up", "8B gate-up"):
         n, k = WEIGHTS[name]
         weights = [random_array(n, k, scale=0.05) for _ in range(max(2, min(20, int(3e8 / (2 * n * k)))))]
@@ -215,15 +216,17 @@ def swiglu_times():
                     graph_time_us([lambda w=w: function(w) for w in weights]) for function in (apart, fused)
                 )
             note = "" if same else ", OTHER BITS"
-            result = f"{fused_us:.2f} us, {apart_us / fused_us:.2f} x product and swiglu apart{note}"
+            result = f"{fused_us:.2f} us, {apart_us / fused_us:.2f} x GEMM and swiglu apart{note}"
             row(f"{name} with SwiGLU, {m} rows", result)
 
 
 def print_best(found, m, n, k, a_mn, b_mn, output):
-    chosen = best_tile(m, n, k, BF16, a_mn, b_mn, output, False, False, processors())
-    for us, tile in sorted(found, key=lambda pair: pair[0])[:5]:
-        mark = " <- chosen" if tile == chosen else ""
-        print(f"      {us:9.2f} us  {tile.columns} columns, {tile.groups} groups, {tile.stages} stages{mark}")
+    chosen = best_config(m, n, k, BF16, a_mn, b_mn, output, False, False, device.sm_count())
+    for us, config in sorted(found, key=lambda pair: pair[0])[:5]:
+        mark = " <- chosen" if config == chosen else ""
+        print(
+            f"      {us:9.2f} us  {config.columns} columns, {config.consumers} consumers, {config.stages} stages{mark}"
+        )
 
 
 if __name__ == "__main__":

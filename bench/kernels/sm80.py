@@ -1,4 +1,4 @@
-"""The mma.sync path, forced on whatever GPU this is: products and attention against what mma.sync can do at most.
+"""The mma.sync path, forced on whatever GPU this is: GEMMs and attention against what mma.sync can do at most.
 
     python bench/kernels/sm80.py                    everything below, under 90 s after compiling
     python bench/kernels/sm80.py peak               mma.sync from registers alone: the ceiling
@@ -8,7 +8,7 @@
     python bench/kernels/sm80.py decode             one token a sequence, in a cache
     python bench/kernels/sm80.py gemm --limit 99    with the tiles for 99 KiB of shared memory a block
 
-Each case is checked before it is timed: products against cuBLAS, attention against float64 on sampled rows, decode
+Each case is checked before it is timed: GEMMs against cuBLAS, attention against float64 on sampled rows, decode
 against the bits of the packed form. Every candidate is timed; "<-" marks the one that the model chooses.
 """
 
@@ -40,12 +40,21 @@ from gemm import WEIGHTS, with_backend
 from harness import geometric_mean, graph_time_us, random_array, relative_error, rows_of, time_us
 from report import add_parts, row
 
-from rlnumba.kernels.attention.backward import attention_backward
-from rlnumba.kernels.attention.sm80_backward import KeyTile, RowTile, attend_backward, key_tile, row_tile
-from rlnumba.kernels.attention.sm80_forward import FewTile, Tile, attend, few_rows, many_rows, paged_attend
+from rlnumba.kernels.attention.ops import attention_backward
+from rlnumba.kernels.attention.sm80_backward import (
+    Sm80DkvConfig,
+    Sm80DqConfig,
+    attention_backward_sm80,
+    dkv_config,
+    dq_config,
+)
+from rlnumba.kernels.attention.sm80_decode import Sm80DecodeConfig, decode_config, paged_attention_sm80
+from rlnumba.kernels.attention.sm80_forward import Sm80AttentionConfig, attention_config, attention_sm80
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.sm80 import best_tile, processors, shared_limit, sm80_product, tiles_for
-from rlnumba.kernels.ptx.sm80 import multiply
+from rlnumba.kernels.gemm.sm80 import gemm_with_config
+from rlnumba.kernels.gemm.sm80_config import best_config, configs_for
+from rlnumba.kernels.ptx.sm80 import mma
+from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
@@ -57,7 +66,7 @@ FRAGMENTS = 4
 @specialize
 def peak_kernel(element):
     """Each warp multiplies fragments that never leave its registers."""
-    add_product = multiply(element)
+    add_product = mma(element)
 
     @cuda.jit(launch_bounds=(128, 2))
     def peak_kernel(values, out, rounds):
@@ -83,7 +92,7 @@ def peak_kernel(element):
 
 def peak_tflops():
     """What mma.sync reaches with operands and sums in registers."""
-    blocks = 2 * processors()
+    blocks = 2 * device.sm_count()
     values, out = random_array(128, 64).view(np.int32), cupy.empty(blocks * 128, np.float32)
     us = time_us(lambda: launch(peak_kernel(BF16), blocks, 128, values, out, ROUNDS), 5)
     return blocks * 4 * ROUNDS * FRAGMENTS * FRAGMENTS * 2 * 16 * 16 * 16 / us / 1e6
@@ -103,41 +112,42 @@ def in_turn(function, copies):
     return graph_time_us([lambda copy=copy: function(copy) for copy in copies], 3)
 
 
-def product_case(label, peer, a, copies, result, kinds, shape, timer, limit, ceiling):
-    """Time every candidate for a product of a and each of `copies`; returns the chosen one's (share of the ceiling,
+def gemm_case(label, peer, a, copies, result, kinds, shape, timer, limit, ceiling):
+    """Time every candidate for a GEMM of a and each of `copies`; returns the chosen one's (share of the ceiling,
     ratio to cuBLAS)."""
     m, n, k = shape
     result.fill(0)
     with_backend("cublas", lambda: peer(copies[0]))()
     expected = result.copy()
     peer_us = timer(peer, copies)
-    chosen = best_tile(m, n, k, BF16, *kinds, False, False, processors(), limit)
+    chosen = best_config(m, n, k, BF16, *kinds, False, False, device.sm_count(), limit)
     print(f"{label}: cuBLAS {peer_us:.1f} us", flush=True)
     found = None
-    for tile, blocks in tiles_for(BF16, *kinds, False, False, limit):
-        if tile != chosen and (m > 1024 and tile.rows < 64 or m <= 64 and tile.rows > 64):
+    for config, blocks in configs_for(BF16, *kinds, False, False, limit):
+        if config != chosen and (m > 1024 and config.rows < 64 or m <= 64 and config.rows > 64):
             continue
         result.fill(0)
-        sm80_product(tile, a, copies[0], result)
+        gemm_with_config(config, a, copies[0], result)
         error = relative_error(result, expected)
-        us = timer(lambda b, tile=tile: sm80_product(tile, a, b, result), copies)
+        us = timer(lambda b, config=config: gemm_with_config(config, a, b, result), copies)
         rate = 2 * m * n * k / us / 1e6
         nbytes = a.nbytes + copies[0].nbytes + result.nbytes
-        if tile == chosen:
+        if config == chosen:
             found = rate / ceiling, peer_us / us
         print(
-            f"    {tile.rows:3} x {tile.columns:3}, {tile.step:3} a stage, {tile.stages} stages, {blocks} blocks:"
+            f"    {config.rows:3} x {config.columns:3}, {config.step:3} a stage, {config.stages} stages,"
+            f" {blocks} blocks:"
             f" {us:9.1f} us {rate:5.0f} TFLOP/s  {rate / ceiling:4.2f} of the ceiling  ratio {peer_us / us:5.2f}"
             f"  {nbytes / us / 1e3:5.0f} GB/s  error {error:.1e}{'' if error < 0.01 else '  WRONG'}"
-            f"{' <-' if tile == chosen else ''}",
+            f"{' <-' if config == chosen else ''}",
             flush=True,
         )
     return found
 
 
-def products(limit):
+def gemms(limit):
     ceiling = peak_tflops()
-    print(f"\nproducts; ceiling {ceiling:.0f} TFLOP/s; bar 0.85 of it where M = 8,192")
+    print(f"\nGEMMs; ceiling {ceiling:.0f} TFLOP/s; bar 0.85 of it where M = 8,192")
     shares = []
     for name in ("0.6B qkv", "0.6B down", "8B o"):
         n, k = WEIGHTS[name]
@@ -157,9 +167,9 @@ def products(limit):
             "dW": (lambda x: gemm.linear_backward_weight(dout, x, dw), dout, [x], dw, (True, True, "add"), (n, k, m)),
         }
         for what, case in cases.items():
-            shares.append(product_case(f"{name} {what}", *case, once, limit, ceiling))
+            shares.append(gemm_case(f"{name} {what}", *case, once, limit, ceiling))
     share, ratio = (geometric_mean(values) for values in zip(*shares, strict=True))
-    row("mma.sync products of 8,192 rows", f"{share:.3f} of mma.sync's ceiling, {ratio:.3f} of cuBLAS's speed", "0.85")
+    row("mma.sync GEMMs of 8,192 rows", f"{share:.3f} of mma.sync's ceiling, {ratio:.3f} of cuBLAS's speed", "0.85")
     for name in ("0.6B o", "0.6B gate-up"):
         n, k = WEIGHTS[name]
         # Together larger than the second-level cache, from which weights would come otherwise.
@@ -168,13 +178,18 @@ def products(limit):
             x = random_array(m, k)
             y = cupy.empty((m, n), x.dtype)
             case = (lambda w: gemm.linear(x, w, y), x, copies, y, (False, False, "same"), (m, n, k))
-            product_case(f"{name} M={m}", *case, in_turn, limit, ceiling)
+            gemm_case(f"{name} M={m}", *case, in_turn, limit, ceiling)
 
 
 def forward_tiles(limit):
-    chosen = many_rows(E, BF16, 0, limit)
-    others = [Tile(E, BF16), Tile(E, BF16, 4, 16, keeps_q=True), Tile(E, BF16, 8, 16, 2), Tile(E, BF16, 8, 16)]
-    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < shared_limit() - 64)]
+    chosen = attention_config(E, BF16, 0, limit)
+    others = [
+        Sm80AttentionConfig(E, BF16),
+        Sm80AttentionConfig(E, BF16, 4, 16, q_in_registers=True),
+        Sm80AttentionConfig(E, BF16, 8, 16, 2),
+        Sm80AttentionConfig(E, BF16, 8, 16),
+    ]
+    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < device.max_shared_bytes() - 64)]
 
 
 def forward(limit):
@@ -191,7 +206,7 @@ def forward(limit):
         for tile in forward_tiles(limit):
 
             def call(tile=tile):
-                attend(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
+                attention_sm80(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
 
             out.fill(0)
             call()
@@ -204,7 +219,7 @@ def forward(limit):
                 f"{'' if error < 0.02 and lse_error < 1e-3 else '  WRONG'}",
                 flush=True,
             )
-            if tile == many_rows(E, BF16, 0, limit):
+            if tile == attention_config(E, BF16, 0, limit):
                 result = f"{rate:.0f} TFLOP/s, {rate / ceiling:.2f} of the ceiling"
                 row(f"mma.sync attention forward, {name}", result, bar or "")
 
@@ -213,19 +228,20 @@ def backward(limit):
     """TFLOP/s count 2.5 times the forward's products, though the two passes take 3.5 times as many."""
     ceiling = peak_tflops()
     print(f"\nattention backward, causal; ceiling {ceiling:.0f} TFLOP/s")
-    chosen = key_tile(E, BF16, limit), row_tile(E, BF16, limit)
+    chosen = dkv_config(E, BF16, limit), dq_config(E, BF16, limit)
     pairs = [chosen]
-    for keys in (KeyTile(E, BF16), KeyTile(E, BF16, 8, 32), KeyTile(E, BF16, 4, 64, 1)):
+    for keys in (Sm80DkvConfig(E, BF16), Sm80DkvConfig(E, BF16, 8, 32), Sm80DkvConfig(E, BF16, 4, 64, 1)):
         pairs.append((keys, chosen[1]))
-    for rows in (RowTile(E, BF16, 4, 1), RowTile(E, BF16, 4, 2), RowTile(E, BF16, 8, 2)):
+    for rows in (Sm80DqConfig(E, BF16, 4, 1), Sm80DqConfig(E, BF16, 4, 2), Sm80DqConfig(E, BF16, 8, 2)):
         pairs.append((chosen[0], rows))
-    pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= shared_limit() for tile in pair)]
+    limit = device.max_shared_bytes()
+    pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= limit for tile in pair)]
     for name, (lengths, *_) in ({"check, 5 x ragged": ([1, 65, 300, 511, 700],)} | FORWARD).items():
         tokens, longest = sum(lengths), max(lengths)
         q, dout = (random_array(tokens, H, E) for _ in range(2))
         k, v = (random_array(tokens, HK, E) for _ in range(2))
         out, lse, cu_seqlens = cupy.empty_like(q), cupy.empty((H, tokens), np.float32), bounds(lengths)
-        attend(q, k, v, cu_seqlens, longest, SCALE, out, lse)
+        attention_sm80(q, k, v, cu_seqlens, longest, SCALE, out, lse)
         gradients = [cupy.empty_like(x) for x in (q, k, v)]
         expected = None
         if tokens < 4096:
@@ -235,7 +251,7 @@ def backward(limit):
         for keys, rows in pairs:
 
             def call(keys=keys, rows=rows):
-                attend_backward(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *gradients, keys, rows)
+                attention_backward_sm80(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *gradients, keys, rows)
 
             for gradient in gradients:
                 gradient.fill(np.nan)
@@ -265,16 +281,16 @@ def decode(limit):
 
         def calls(tile, work=work, caches=caches):
             def make(k, v):
-                return lambda: paged_attend(
+                return lambda: paged_attention_sm80(
                     work.q, k, v, BLOCK, work.tables, work.cu_seqlens, work.contexts, 1, work.context, SCALE, work.out,
                     tile,
                 )  # fmt: skip
 
             return [make(*pair) for pair in caches]
 
-        chosen = few_rows(E, BF16, BLOCK, limit)
-        for tile in [chosen, *(FewTile(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
-            if tile.shared_bytes > shared_limit() - 6 * 1024:
+        chosen = decode_config(E, BF16, BLOCK, limit)
+        for tile in [chosen, *(Sm80DecodeConfig(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
+            if tile.shared_bytes > device.max_shared_bytes() - 6 * 1024:
                 continue
             some = calls(tile)
             some[0]()
@@ -283,7 +299,7 @@ def decode(limit):
             q = cupy.zeros((context, H, E), k.dtype)
             q[-1] = work.q[0]
             out, lse = cupy.empty_like(q), cupy.empty((H, context), np.float32)
-            attend(q, k, v, bounds([context]), context, SCALE, out, lse)
+            attention_sm80(q, k, v, bounds([context]), context, SCALE, out, lse)
             same = bool((out[-1].view(np.uint16) == work.out[0].view(np.uint16)).all())
             us = graph_time_us(some)
             print(
@@ -297,12 +313,12 @@ def decode(limit):
 
 
 def main():
-    parts = {"peak": peak, "gemm": products, "forward": forward, "backward": backward, "decode": decode}
+    parts = {"peak": peak, "gemm": gemms, "forward": forward, "backward": backward, "decode": decode}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts)
     parser.add_argument("--limit", type=int, help="KiB of shared memory a block that tiles are chosen for")
     options = parser.parse_args()
-    limit = min(options.limit * 1024, shared_limit()) if options.limit else shared_limit()
+    limit = min(options.limit * 1024, device.max_shared_bytes()) if options.limit else device.max_shared_bytes()
     for name in options.parts:
         parts[name](limit)
 

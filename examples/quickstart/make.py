@@ -6,7 +6,7 @@
 
 The task: write a word backwards. The supervised rows answer a word, with equal probability, by its
 letters reversed, by its letters sorted, or by the word itself; so the model they train can do all three
-and does what the prompt asks about one time in three. GRPO's reward tells it which one is wanted.
+and does what the prompt asks about one time in three. GRPO's reward selects one of them.
 
 words.txt: the lower-case words of four to six letters that occur at least five times in GSM8K's
 questions (Cobbe et al., 2021; MIT license).

@@ -14,7 +14,7 @@ from pathlib import Path
 from rlnumba.config.schema import RUNS, keys_of, range_problem, sections_of, split_optional
 from rlnumba.errors import ConfigError
 
-# (section, key) in other tools' files -> ours. Sources: TRL [train], prime-rl, verl, RL.cu.
+# (section, key) of other tools -> the key here. Sources: TRL [train], prime-rl, verl, RL.cu.
 ALIASES = {
     ("", "model_name_or_path"): ("", "model"),
     ("", "reward_funcs"): ("rewards", "funcs"),
@@ -34,15 +34,15 @@ ALIASES = {
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
 }
-# batch_size is what one step holds: prime-rl counts completions, and SFT files count sequences.
+# batch_size is the batch of one step: prime-rl counts completions, SFT files count sequences.
 BATCH_SIZE = {"sft": ("train", "per_device_train_batch_size"), "grpo": ("train", "generation_batch_size")}
 
-# TRL keys that have no counterpart, with what to write instead.
+# TRL keys without a counterpart, and what to write instead.
 INSTEAD = {
     "bf16": 'set train.dtype = "bfloat16"',
     "fp16": 'set train.dtype = "float16"',
-    "use_vllm": "leave it out, rlnumba's own engine generates",
-    "vllm_mode": "leave it out, rlnumba's own engine generates",
+    "use_vllm": "leave it out, rlnumba has an engine of its own",
+    "vllm_mode": "leave it out, rlnumba has an engine of its own",
     "warmup_ratio": "set train.warmup_steps, which below 1 is a share of all steps",
     "report_to": "leave it out, TensorBoard files are written when tensorboardX is installed",
     "use_liger_kernel": "leave it out, logits are never materialised",
@@ -60,7 +60,7 @@ TYPE_NAMES = {
 
 
 def from_toml(value, hint):
-    """A TOML value as the wanted type. Raises ValueError if it is of another one."""
+    """A TOML value as the type of a key. Raises ValueError if it is of another type."""
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if typing.get_origin(hint) is list:
@@ -77,7 +77,7 @@ def from_toml(value, hint):
 
 
 def split_at_commas(text):
-    """Splits at the commas that stand outside brackets: list of str."""
+    """Splits at the commas outside of brackets: list of str."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -88,7 +88,7 @@ def split_at_commas(text):
 
 
 def from_text(text, hint):
-    """A value typed on the command line as the wanted type. Raises ValueError if it cannot be one."""
+    """Text of the command line as the type of a key. Raises ValueError if it cannot be parsed."""
     if hint is str:
         return text
     if hint is bool:
@@ -117,7 +117,7 @@ def _toml_value(text):
 
 
 class _Values:
-    """The values of all files and overrides so far, checked one by one as they come."""
+    """The values of all files and overrides so far, each checked when it is set."""
 
     def __init__(self, kind):
         self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE[kind]}
@@ -125,8 +125,8 @@ class _Values:
         self.keys = {name: keys_of(section) for name, section in self.sections.items()}
         self.given = {name: {} for name in self.sections}
 
-    def put(self, section, name, value, convert, where, seen):
-        """Sets one key. `where` starts the message of an error; `seen` holds the keys this source already set."""
+    def set(self, section, name, value, convert, where, seen):
+        """Sets one key. `where` starts the message of an error; `seen` holds the keys that this source has set."""
         typed = f"{section}.{name}" if section else name
         section, name = self.aliases.get((section, name), (section, name))
         shown = typed if typed.endswith(name) else f"{typed} ({section}.{name})"
@@ -165,30 +165,30 @@ class _Values:
         section = _nearest(section, [s for s in self.keys if s])
         return f"did you mean {section}.{_nearest(name, self.keys[section])}?"
 
-    def put_file(self, path):
+    def read_file(self, path):
         seen = {}
         for name, value in _read_toml(path).items():
             if name in self.sections and name:
                 if not isinstance(value, dict):
                     raise ConfigError(f"{path}: [{name}] must be a table, got {value!r}")
                 for inner, inner_value in value.items():
-                    self.put(name, inner, inner_value, from_toml, f"{path}: ", seen)
+                    self.set(name, inner, inner_value, from_toml, f"{path}: ", seen)
             elif isinstance(value, dict):
                 owners = [kind for kind, run_class in RUNS.items() if name in sections_of(run_class)]
                 near = _nearest(name, [s for s in self.sections if s])
                 advice = f"it belongs to {' and '.join(owners)}" if owners else f"did you mean [{near}]?"
                 raise ConfigError(f"{path}: unknown section [{name}]; {advice}")
             else:
-                self.put("", name, value, from_toml, f"{path}: ", seen)
+                self.set("", name, value, from_toml, f"{path}: ", seen)
 
-    def put_override(self, option, text, seen):
+    def override(self, option, text, seen):
         section, _, name = option.lstrip("-").replace("-", "_").rpartition(".")
         if text is None:
             hint = split_optional(self.keys.get(section, {}).get(name, (str, None))[0])[0]
             if hint is not bool and name in self.keys.get(section, {}):
                 raise ConfigError(f"--{section}.{name} needs a value".replace("--.", "--"))
             text = "true"
-        self.put(section, name, text, from_text, "command line: ", seen)
+        self.set(section, name, text, from_text, "command line: ", seen)
 
 
 def _read_toml(path):
@@ -215,12 +215,12 @@ def load_run(kind, path, overrides=()):
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     values = _Values(kind)
-    for one in paths:
-        values.put_file(one)
+    for path in paths:
+        values.read_file(path)
     seen = {}
     for option, text in overrides:
-        values.put_override(option, text, seen)
-    source = ", ".join(str(one) for one in paths) or "command line"
+        values.override(option, text, seen)
+    source = ", ".join(map(str, paths)) or "command line"
     for section, section_class in values.sections.items():
         for f in dataclasses.fields(section_class):
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -35,10 +35,10 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the rows come from and how a prompt is made of one."""
+    """The files of rows, and how a row becomes a prompt."""
 
     train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
-    eval: str | None = key(None, "Held-out rows in the same form; `train.eval_steps` says when they are evaluated.")
+    eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(
@@ -49,8 +49,8 @@ class DataConfig:
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
     prompt_template: str | None = key(
         None,
-        "How a question becomes a prompt: {question} and any other column in braces are replaced. Where it is set, "
-        "GRPO uses it for strings of a `prompt` column too. None: the question, then a line that asks for `####` "
+        "How a question becomes a prompt: {question} and any other column in braces are replaced. If set, GRPO "
+        "applies it to strings of a `prompt` column too. None: the question, then a line that asks for `####` "
         "(GSM8K) or a box around the answer.",
     )
     apply_chat_template: bool | None = key(
@@ -63,8 +63,8 @@ class DataConfig:
     )
     max_prompt_length: int | None = key(
         None,
-        "Prompts of more tokens are dropped, and counted as dropped_prompts. None: only the model's limit holds, and a "
-        "prompt beyond it is an error.",
+        "Longer prompts are dropped, and counted as dropped_prompts. None: only the model's limit applies, and a "
+        "longer prompt is an error.",
         minimum=1,
     )
 
@@ -74,7 +74,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """The reward functions of a run; their weighted values are summed, None left out."""
+    """The reward functions of a run. A completion's reward is the weighted sum of their values that are not None."""
 
     funcs: list[str] = key(
         [],
@@ -83,12 +83,12 @@ class RewardsConfig:
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(
-        30.0, "Seconds that one call of a function (a whole batch of completions) may take; ours.", above=0
+        30.0, "Seconds that one call of a function (a whole batch of completions) may take; not in TRL.", above=0
     )
     reward_errors: str = key(
         "raise",
-        "What a function that raises, hangs or returns the wrong count does: `raise` ends the run with a checkpoint, "
-        "`skip` gives its completions no value from it and counts them; ours.",
+        "When a function raises, times out or returns the wrong number of values: `raise` ends the run with a "
+        "checkpoint, `skip` leaves its completions without a value and counts them; not in TRL.",
         choices=("raise", "skip"),
     )
 
@@ -102,16 +102,16 @@ class RewardsConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The inference engine: vLLM's names."""
+    """The inference engine, with vLLM's names."""
 
     max_num_seqs: int = key(256, "Most sequences in one step.", minimum=1)
     max_num_batched_tokens: int = key(
-        8192, "Token budget of one step; longer prompts are prefilled in chunks.", minimum=1
+        8192, "Most tokens in one step; longer prompts are prefilled in chunks.", minimum=1
     )
     gpu_memory_utilization: float = key(
         0.3,
-        "Share of the GPU's memory that the engine may fill with weights, activations, KV cache and attention's "
-        "partial results: 0.3 beside a trainer (TRL). `generate` uses 0.9 (vLLM).",
+        "Share of the GPU's memory for the engine's weights, activations, KV cache and split-KV partials: 0.3 beside "
+        "a trainer (TRL). `generate` uses 0.9 (vLLM).",
         above=0,
         maximum=1,
     )
@@ -121,7 +121,7 @@ class EngineConfig:
     enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(
-        None, "Number of KV blocks of 16 tokens, instead of what memory allows.", minimum=1
+        None, "Number of KV blocks of 16 tokens; None: as many as fit in memory.", minimum=1
     )
 
     def __post_init__(self):
@@ -222,7 +222,83 @@ class SFTConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(TrainConfig):
+class PolicyLossConfig:
+    """The options of the policy losses (kernels/rl/policy_loss.py); trainers that use them inherit from it."""
+
+    loss_type: str = key(
+        "dapo",
+        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
+        choices=GRPO_LOSS_TYPES,
+    )
+    importance_sampling_level: str = key(
+        "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
+    )
+    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
+    epsilon_high: float | None = key(
+        None,
+        "The ratio is clipped above 1 + epsilon_high; None: epsilon; DAPO 0.28. For `cispo` it is the cap of the ratio "
+        "itself; ScaleRL 5.0.",
+        minimum=0,
+    )
+    delta: float | None = key(
+        None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
+    )
+    beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
+    use_bias_correction_kl: bool = key(
+        False, "Multiply the KL by the importance ratio (arXiv 2512.02556). TRL since 1.16: true."
+    )
+    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
+    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
+    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
+    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
+    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
+    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
+    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
+    vllm_importance_sampling_correction: bool = key(
+        True,
+        "Weight the loss by the ratio of training to sampling probabilities. It is 1 where both agree bit for bit.",
+    )
+    vllm_importance_sampling_mode: str = key(
+        "sequence_mask",
+        "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
+    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
+        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
+        minimum=0,
+    )
+
+    @property
+    def clip_high(self):
+        """epsilon_high, or epsilon where it is not set: float."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def importance_sampling_correction(self):
+        """vllm_importance_sampling_mode, or None without the correction."""
+        return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
+
+    def __post_init__(self):
+        check_values("train", self)
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
+                f"({high})"
+            )
+        mode = self.importance_sampling_correction
+        if low is None and high is None and mode in ("token_truncate", "sequence_truncate"):
+            raise ConfigError(
+                f"train.vllm_importance_sampling_mode {mode} needs vllm_importance_sampling_clip_max or _clip_min"
+            )
+
+
+@dataclass(frozen=True)
+class GRPOConfig(PolicyLossConfig, TrainConfig):
     """[train] of `rlnumba grpo`."""
 
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
@@ -240,7 +316,6 @@ class GRPOConfig(TrainConfig):
         minimum=1,
     )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
-    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
@@ -250,39 +325,11 @@ class GRPOConfig(TrainConfig):
     repetition_penalty: float = key(
         1.0, "Above 1: tokens of the prompt and of the text so far become less likely; 1 is off.", above=0
     )
-    beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
-    use_bias_correction_kl: bool = key(
-        False, "Multiply the KL by the importance ratio (arXiv 2512.02556). TRL since 1.16: true."
-    )
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
     ref_model_mixup_alpha: float = key(
         0.6, "Share of the policy in the reference model at each such move.", minimum=0, maximum=1
     )
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
-    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
-    epsilon_high: float | None = key(
-        None,
-        "The ratio is clipped above 1 + epsilon_high; None: epsilon; DAPO 0.28. For `cispo` it is the cap of the ratio "
-        "itself; ScaleRL 5.0.",
-        minimum=0,
-    )
-    delta: float | None = key(
-        None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
-    )
-    loss_type: str = key(
-        "dapo",
-        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
-        choices=GRPO_LOSS_TYPES,
-    )
-    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
-    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
-    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
-    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
-    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
-    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
-    importance_sampling_level: str = key(
-        "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
-    )
     scale_rewards: str = key(
         "group",
         "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
@@ -303,24 +350,6 @@ class GRPOConfig(TrainConfig):
     max_gen_batches: int = key(
         10, "Most generations that dynamic_sampling spends on one batch; verl's DAPO recipe: 10.", minimum=1
     )
-    vllm_importance_sampling_correction: bool = key(
-        True,
-        "Weight the loss by the ratio of training to sampling probabilities. It is 1 where both agree bit for bit.",
-    )
-    vllm_importance_sampling_mode: str = key(
-        "sequence_mask",
-        "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
-        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    )
-    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
-    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
-
-    off_policy_mask_threshold: float | None = key(
-        None,
-        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
-        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
-        minimum=0,
-    )
 
     @property
     def rollout_steps(self):
@@ -339,13 +368,9 @@ class GRPOConfig(TrainConfig):
         """Prompts of one generation, each with num_generations completions: int."""
         return self.rollout_batch_size // self.num_generations
 
-    @property
-    def clip_high(self):
-        """epsilon_high, or epsilon where it is not set: float."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
     def __post_init__(self):
-        super().__post_init__()
+        TrainConfig.__post_init__(self)
+        PolicyLossConfig.__post_init__(self)
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
         if self.generation_batch_size is not None and self.generation_batch_size % self.per_device_train_batch_size:
@@ -364,32 +389,20 @@ class GRPOConfig(TrainConfig):
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(
-                f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
-                f"({high})"
-            )
-        truncates = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.endswith("truncate")
-        if low is None and high is None and truncates:
-            raise ConfigError(
-                f"train.vllm_importance_sampling_mode {self.vllm_importance_sampling_mode} needs "
-                "vllm_importance_sampling_clip_max or _clip_min"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What stands above the sections in every file."""
+    """The keys above all sections, and the sections."""
 
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
     output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, curves, the final model.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
-        "GEMM backend on a GPU: `native`, our kernels, whose rows do not depend on the batch, so that rollout and "
-        "training log-probs agree bit for bit; `cublas`, with which they differ in their last bits; `auto`, which is "
-        "`native`. `numba` is a former name of `native`.",
+        "GEMM backend on a GPU: `native`, the kernels of this package, whose rows do not depend on the batch, so that "
+        "rollout and training log-probs agree bit for bit; `cublas`, with which they differ in their last bits; "
+        "`auto`, which is `native`. `numba` is a former name of `native`.",
         choices=("auto", "native", "cublas", "numba"),
     )
     data: DataConfig = field(metadata={"section": True})
@@ -420,7 +433,7 @@ RUNS = {"sft": SFTRun, "grpo": GRPORun}
 
 
 def range_problem(metadata, value):
-    """What is wrong with a value, as the end of a sentence, or None."""
+    """The limit that a value violates, as the end of a sentence: str, or None."""
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:
@@ -428,8 +441,8 @@ def range_problem(metadata, value):
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value}"
     limits = [
-        (word, metadata[name], holds)
-        for name, word, holds in (
+        (word, metadata[name], is_met)
+        for name, word, is_met in (
             ("above", "above", lambda v, limit: v > limit),
             ("minimum", "at least", lambda v, limit: v >= limit),
             ("below", "below", lambda v, limit: v < limit),
@@ -437,7 +450,7 @@ def range_problem(metadata, value):
         )
         if name in metadata
     ]
-    if all(holds(value, limit) for _, limit, holds in limits):
+    if all(is_met(value, limit) for _, limit, is_met in limits):
         return None
     return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}, got {value}"
 
@@ -452,7 +465,7 @@ def check_values(section, config):
 
 
 def sections_of(run_class):
-    """{section name: dataclass}, the keys that stand above all sections under "": dict."""
+    """{section name: dataclass}, with "" for the keys above all sections: dict."""
     hints = typing.get_type_hints(run_class)
     named = {f.name: hints[f.name] for f in dataclasses.fields(run_class) if f.metadata.get("section")}
     return {"": run_class, **named}

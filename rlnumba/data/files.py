@@ -11,17 +11,17 @@ from rlnumba.errors import UserError
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one file: dicts, and where each came from ("train.jsonl:7")."""
+    """The rows of one file: dicts, and the file and line of each ("train.jsonl:7")."""
 
     path: str
     rows: list[dict]
-    places: list[str]
+    locations: list[str]
 
     def __len__(self):
         return len(self.rows)
 
     def __iter__(self):
-        return zip(self.rows, self.places, strict=True)
+        return zip(self.rows, self.locations, strict=True)
 
 
 def read_rows(path):
@@ -41,9 +41,9 @@ def read_rows(path):
 
 
 def _read_jsonl(path):
-    rows, places = [], []
+    rows, locations = [], []
     try:
-        # Lines end at \n alone: a text may hold U+2028 and other line ends of Unicode.
+        # Lines end at \n alone: a text may contain U+2028 and other line ends of Unicode.
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -53,7 +53,7 @@ def _read_jsonl(path):
         try:
             row = json.loads(line.decode("utf-8"))
             if b"\\u" in line:
-                # An escape may name half of a surrogate pair, which has no UTF-8 and no tokens.
+                # An escape may be half of a surrogate pair, which has no UTF-8 and no tokens.
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{path}:{number}: not UTF-8: {error.reason}") from error
@@ -67,8 +67,8 @@ def _read_jsonl(path):
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: must be a JSON object, got {kind_of(row)}")
         rows.append(row)
-        places.append(f"{path}:{number}")
-    return Rows(str(path), rows, places)
+        locations.append(f"{path}:{number}")
+    return Rows(str(path), rows, locations)
 
 
 def _read_parquet(path):
@@ -89,9 +89,9 @@ def kind_of(value):
     return names.get(type(value), f"{type(value).__name__} {value}")
 
 
-def column_value(row, column, place):
+def column_value(row, column, where):
     if column not in row or row[column] is None:
-        raise UserError(f"{place}: no {column!r}; its columns are {', '.join(row) or 'none'}")
+        raise UserError(f"{where}: no {column!r}; its columns are {', '.join(row) or 'none'}")
     return row[column]
 
 

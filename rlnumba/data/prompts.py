@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_rows
 from rlnumba.errors import ConfigError, UserError
 
-# Prompts made of a `question` column where data.prompt_template is not set. GSM8K's is verl's.
+# Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's.
 GSM8K_TEMPLATE = '{question} Let\'s think step by step and output the final answer after "####".\n'
 
 QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
@@ -20,16 +20,16 @@ QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt made of a template: one user message if the tokenizer has a chat template, else the text itself."""
+    """A prompt from a template: one user message if the tokenizer has a chat template, else the text itself."""
 
     text: str
 
 
-def _fill(template, row, place):
+def _fill(template, row, where):
     """The template with {column} replaced by the row's values; braces that name no column stay as they are."""
     names = [name for name in re.findall(r"\{(\w+)\}", template) if name in row]
     if not names:
-        raise ConfigError(f"data.prompt_template names no column of {place}; its columns are {', '.join(row)}")
+        raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
     return re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
 
 
@@ -37,24 +37,24 @@ def is_gsm8k(row):
     return isinstance(row.get("answer"), str) and "####" in row["answer"]
 
 
-def templated_question(row, data, place, column):
-    text = column_value(row, column, place)
+def templated_question(row, data, where, column):
+    text = column_value(row, column, where)
     if not isinstance(text, str) or not text:
-        raise UserError(f"{place}: {column!r} must be a non-empty string, got {kind_of(text)}")
+        raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
     template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
-    return Question(_fill(template, {**row, "question": text}, place))
+    return Question(_fill(template, {**row, "question": text}, where))
 
 
 def as_prompt(prompt, data, tokenizer):
-    """A prompt as the engine and the rewards see it: a string that is used verbatim, or a message list.
+    """A prompt as the engine and the rewards get it: a string that is used verbatim, or a message list.
 
-    prompt: str, message list or Question. data: DataConfig; its system_prompt is put before chat prompts without one.
+    prompt: str, message list or Question. data: DataConfig; its system_prompt precedes chat prompts that have none.
     """
-    wanted = data.apply_chat_template
+    apply = data.apply_chat_template
     if isinstance(prompt, Question):
-        chat = tokenizer.chat_template is not None if wanted is None else wanted
+        chat = tokenizer.chat_template is not None if apply is None else apply
         prompt = [{"role": "user", "content": prompt.text.strip()}] if chat else prompt.text
-    elif isinstance(prompt, str) and wanted:
+    elif isinstance(prompt, str) and apply:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and data.system_prompt is not None and prompt[0]["role"] != "system":
         prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
@@ -74,10 +74,10 @@ def as_messages(value, role):
 
 
 def encode_pair(tokenizer, prompt, completion, **template):
-    """Prompt and completion tokenised together: (ids, the index at which the completion begins).
+    """Prompt and completion tokenised together: (ids, index of the completion's first token).
 
-    It begins where the tokens of both part from the tokens of the prompt alone. Either may be a string or a message
-    list; a string beside a message list is a message of its user or assistant.
+    That is the first token at which the ids differ from those of the prompt alone. Either may be a string or a message
+    list; a string beside a message list becomes a user or assistant message.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")
@@ -93,7 +93,7 @@ def encode_pair(tokenizer, prompt, completion, **template):
 
 @dataclass(frozen=True)
 class PromptExample:
-    """One row for RL: its prompt, the columns that rewards get, and where it came from ("file:line")."""
+    """One row for RL: its prompt, the columns that rewards get, and its file and line."""
 
     where: str
     prompt: str | list | Question
@@ -103,31 +103,33 @@ class PromptExample:
 def prompt_examples(rows, data):
     """Rows to a list of PromptExample; the first row's columns decide for all. data: DataConfig.
 
-    Every column but the prompt goes to the rewards. Added to them: `ground_truth` from verl's reward_model, `solution`
-    from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file and line.
+    Every column but the prompt is passed to the rewards, with two additions: `ground_truth` from verl's reward_model,
+    `solution` from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file and line.
     """
     seen = rows.rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:
         wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
-        raise UserError(f"{rows.places[0]}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}")
+        raise UserError(
+            f"{rows.locations[0]}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}"
+        )
     from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
 
-    def make(row, place):
+    def make(row, where):
         if from_template:
-            return templated_question(row, data, place, column)
-        prompt = column_value(row, column, place)
-        check_prompt(prompt, f"{place}: {column!r}")
+            return templated_question(row, data, where, column)
+        prompt = column_value(row, column, where)
+        check_prompt(prompt, f"{where}: {column!r}")
         return prompt
 
-    return [PromptExample(place, make(row, place), _reward_columns(row, data, place, column)) for row, place in rows]
+    return [PromptExample(where, make(row, where), _reward_columns(row, data, where, column)) for row, where in rows]
 
 
-def _reward_columns(row, data, place, prompt_column):
-    taken = ("prompt", "completion") if prompt_column == "question" else (prompt_column, "prompt", "completion")
-    columns = {name: value for name, value in row.items() if name not in taken}
+def _reward_columns(row, data, where, prompt_column):
+    excluded = ("prompt", "completion") if prompt_column == "question" else (prompt_column, "prompt", "completion")
+    columns = {name: value for name, value in row.items() if name not in excluded}
     if data.answer_column is not None:
-        columns["solution"] = column_value(row, data.answer_column, place)
+        columns["solution"] = column_value(row, data.answer_column, where)
     elif isinstance(row.get("reward_model"), dict) and "ground_truth" in row["reward_model"]:
         columns.setdefault("ground_truth", row["reward_model"]["ground_truth"])
     elif is_gsm8k(row):
@@ -137,7 +139,7 @@ def _reward_columns(row, data, place, prompt_column):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that can be generated from: what rewards see (str or message list), its token ids, its columns."""
+    """A prompt for rollouts: as rewards get it (str or message list), its token ids, its columns, its file and line."""
 
     prompt: str | list
     prompt_token_ids: list[int]
@@ -147,7 +149,7 @@ class Prompt:
 
 @dataclass
 class PromptData:
-    """The prompts of a file and the number of those dropped because they are too long."""
+    """The prompts of a file, and the number of those dropped as too long."""
 
     prompts: list[Prompt]
     dropped_prompts: int = 0

@@ -2,7 +2,7 @@
 
     file -> read_rows -> sft_examples -> tokenize_sft -> pack       (load_sft does all four)
 
-Nothing is dropped or cut without being counted.
+Rows that are truncated or dropped are counted.
 """
 
 import json
@@ -41,59 +41,59 @@ def sft_examples(rows, data):
         make = _conversation
     elif prompt_column in seen and completion_column in seen:
 
-        def make(row, place):
-            prompt, completion = column_value(row, prompt_column, place), column_value(row, completion_column, place)
-            check_prompt(prompt, f"{place}: {prompt_column!r}")
+        def make(row, where):
+            prompt, completion = column_value(row, prompt_column, where), column_value(row, completion_column, where)
+            check_prompt(prompt, f"{where}: {prompt_column!r}")
             if isinstance(completion, list):
-                check_messages(completion, f"{place}: {completion_column!r}")
+                check_messages(completion, f"{where}: {completion_column!r}")
             elif not isinstance(completion, str):
-                raise UserError(f"{place}: {completion_column!r} must be a string, got {kind_of(completion)}")
-            return SFTExample(place, prompt=prompt, completion=completion)
+                raise UserError(f"{where}: {completion_column!r} must be a string, got {kind_of(completion)}")
+            return SFTExample(where, prompt=prompt, completion=completion)
 
     elif question_column in seen and is_gsm8k(seen):
 
-        def make(row, place):
-            answer = column_value(row, "answer", place)
+        def make(row, where):
+            answer = column_value(row, "answer", where)
             if not isinstance(answer, str):
-                raise UserError(f"{place}: 'answer' must be a string, got {kind_of(answer)}")
-            return SFTExample(place, prompt=templated_question(row, data, place, question_column), completion=answer)
+                raise UserError(f"{where}: 'answer' must be a string, got {kind_of(answer)}")
+            return SFTExample(where, prompt=templated_question(row, data, where, question_column), completion=answer)
 
     elif "text" in seen:
         make = _text
     else:
         raise UserError(
-            f"{rows.places[0]}: sft needs the columns messages, or {prompt_column} and {completion_column}, or "
+            f"{rows.locations[0]}: sft needs the columns messages, or {prompt_column} and {completion_column}, or "
             f"question and answer, or text; its columns are {', '.join(seen) or 'none'}"
         )
-    return [make(row, place) for row, place in rows]
+    return [make(row, where) for row, where in rows]
 
 
-def _conversation(row, place):
-    messages = column_value(row, "messages", place)
-    check_messages(messages, f"{place}: 'messages'")
+def _conversation(row, where):
+    messages = column_value(row, "messages", where)
+    check_messages(messages, f"{where}: 'messages'")
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise UserError(f"{place}: 'tools' is a string that is not JSON: {error.msg}") from error
+            raise UserError(f"{where}: 'tools' is a string that is not JSON: {error.msg}") from error
     if not isinstance(tools, list | None):
-        raise UserError(f"{place}: 'tools' must be a list, got {kind_of(tools)}")
-    return SFTExample(place, messages=messages, tools=tools)
+        raise UserError(f"{where}: 'tools' must be a list, got {kind_of(tools)}")
+    return SFTExample(where, messages=messages, tools=tools)
 
 
-def _text(row, place):
-    text = column_value(row, "text", place)
+def _text(row, where):
+    text = column_value(row, "text", where)
     if not isinstance(text, str) or not text:
-        raise UserError(f"{place}: 'text' must be a non-empty string, got {kind_of(text)}")
-    return SFTExample(place, text=text)
+        raise UserError(f"{where}: 'text' must be a non-empty string, got {kind_of(text)}")
+    return SFTExample(where, text=text)
 
 
 @dataclass
 class SFTData:
-    """The training rows of a file: lists of sequences (one, or a pack), and what happened on the way.
+    """The training rows of a file: lists of sequences (one, or a pack), and counts.
 
-    counts: rows, truncated_rows (lost their end), dropped_rows (nothing left to train on), tokens.
+    counts: rows, truncated_rows, dropped_rows (no token to train on), tokens.
     """
 
     rows: list[list[TokenSequence]]
@@ -104,7 +104,7 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
     """The rows of a file ready to train on: SFTData.
 
     data, train: DataConfig and SFTConfig. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids
-    that end a text for the model; the tokenizer's own is the one appended. Raises UserError naming file and line.
+    that end a sequence of the model; the tokenizer's own is the one appended. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("sft needs a tokenizer, and the model folder has no tokenizer.json")
@@ -121,9 +121,9 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
                     "set train.max_length to cut longer ones"
                 )
     limit = min(train.max_length or model_limit, model_limit)
-    cut = 0 if splits else sum(len(sequence) > limit for sequence in sequences)
+    truncated = 0 if splits else sum(len(sequence) > limit for sequence in sequences)
     if not splits:
-        sequences = [sequence.part(0, limit) for sequence in sequences]
+        sequences = [sequence.slice(0, limit) for sequence in sequences]
     if train.packing:
         packed = pack(sequences, train.max_length, train.packing_strategy, limit)
     else:
@@ -133,14 +133,16 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
         raise UserError(f"{path}: no row has a token to train on")
     dropped = sum(not sequence.num_trained for sequence in sequences)
     tokens = sum(len(sequence) for row in rows for sequence in row)
-    return SFTData(rows, {"rows": len(examples), "truncated_rows": cut, "dropped_rows": dropped, "tokens": tokens})
+    return SFTData(
+        rows, {"rows": len(examples), "truncated_rows": truncated, "dropped_rows": dropped, "tokens": tokens}
+    )
 
 
 def tokenize_sft(example, data, train, tokenizer, eos_token_ids=()):
-    """An SFTExample as a TokenSequence, not yet cut to length.
+    """An SFTExample as a TokenSequence, not yet truncated.
 
     Prompt and completion are tokenised together. EOS is appended where it is missing, but not to conversations, whose
-    template ends them. Raises UserError if the loss that `train` asks for does not fit the row.
+    chat template ends them. Raises UserError if a loss option of `train` does not apply to the row.
     """
     template = data.chat_template_kwargs
     try:
@@ -159,7 +161,7 @@ def tokenize_sft(example, data, train, tokenizer, eos_token_ids=()):
         if train.assistant_only_loss:
             if messages is None:
                 raise UserError("train.assistant_only_loss needs rows of messages")
-            spoken = np.array(tokenizer.assistant_mask(messages, **template), bool)
+            assistant = np.array(tokenizer.assistant_mask(messages, **template), bool)
     except UserError as error:
         raise type(error)(f"{example.where}: {error}") from error
     eos = tokenizer.eos_token_id
@@ -171,7 +173,7 @@ def tokenize_sft(example, data, train, tokenizer, eos_token_ids=()):
     if train.completion_only_loss is not False:
         trained[:start] = False
     if train.assistant_only_loss:
-        trained &= spoken
+        trained &= assistant
     return TokenSequence(np.array(ids, np.int32), trained)
 
 

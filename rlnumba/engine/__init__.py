@@ -1,16 +1,19 @@
-"""Text from a model: continuous batching over a paged KV cache, drawn tokens with their log-probs.
+"""Text from a model: continuous batching over a paged KV cache, sampled tokens with their log-probs.
 
-llm.py            LLM.generate: prompts in, completions out; sleep, wake
+core.py           Engine: add_request, step, abort, update_weights, sleep, wake
+llm.py            LLM.generate: prompts in, completions out
 scheduler.py      which tokens of which sequences the next step computes
-groups.py         which sequences of a step begin with the same blocks
-block_manager.py  who owns which blocks of the KV cache, and what they hold
+prefix_groups.py  which sequences of a step begin with the same blocks
+block_manager.py  allocation of the KV cache's blocks, and lookup of cached prefixes
 cache.py          the memory of the KV cache
 sequence.py       sampling parameters, sequences, the table of the running ones
 runner.py         the arrays of one step, the model over the paged cache, CUDA graphs
-sampler.py        hidden rows -> logits -> drawn tokens and their log-probs
+sampler.py        hidden states -> logits -> sampled tokens and their log-probs
+check.py          do rollout and training agree, bit by bit
 """
 
+from rlnumba.engine.core import Engine, PromptError, StepOutput
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Engine", "PromptError", "RequestOutput", "SamplingParams", "StepOutput"]

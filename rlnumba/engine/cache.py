@@ -1,7 +1,7 @@
-"""The KV cache's memory: lent to training between rollouts, at the same addresses whenever it is there.
+"""The KV cache's memory: lent to training between rollouts, mapped at the same addresses whenever it is there.
 
-On the GPU a range of addresses is reserved once and physical memory is mapped into it on demand (the
-driver's virtual memory management), so that captured graphs, which hold addresses, survive a sleep.
+On the GPU a range of addresses is reserved once and physical memory is mapped into it on demand (the driver's virtual
+memory management), so that captured graphs, which contain addresses, survive a sleep.
 """
 
 import weakref
@@ -13,61 +13,75 @@ from rlnumba.runtime import device, memory
 
 
 class KVCache:
-    """k and v: (layers, num_blocks, block_size, HK, E) of `dtype`, without memory until `take`.
+    """k and v: (layers, num_blocks, block_size, HK, E) of `dtype`; None until `take`.
 
     Raises DeviceError from `take` when the GPU has not enough memory left.
     """
 
     def __init__(self, config, num_blocks, block_size, dtype):
-        self.num_blocks = num_blocks
-        self.shape = (
-            config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim,
-        )  # fmt: skip
+        heads = config.num_key_value_heads, config.head_dim
+        self.shape = (config.num_hidden_layers, num_blocks, block_size, *heads)
         self.dtype = np.dtype(dtype)
-        self.nbytes = 2 * int(np.prod(self.shape)) * self.dtype.itemsize
         self.k = self.v = None
-        self.mapped = Mapped(self.nbytes) if device.name() == "cuda" else None
-        self.taken = None
+        self.mapping = MappedMemory(self.nbytes) if device.name() == "cuda" else None
+        self.untrack = None
+
+    @property
+    def num_blocks(self):
+        return self.shape[1]
+
+    @property
+    def nbytes(self):
+        return 2 * int(np.prod(self.shape)) * self.dtype.itemsize
 
     def take(self):
-        """Have the memory; its content is undefined."""
-        if self.taken is not None:
+        """Allocate the memory; its content is undefined."""
+        if self.untrack is not None:
             return
-        if self.mapped is None:
-            # Pages of zeros that nobody has touched take no memory.
+        if self.mapping is None:
+            # Pages of zeros take no physical memory until they are written.
             self.k, self.v = np.zeros(self.shape, self.dtype), np.zeros(self.shape, self.dtype)
         else:
-            self.mapped.take()
-            self.k = self.mapped.array(self.shape, self.dtype, 0)
-            self.v = self.mapped.array(self.shape, self.dtype, self.nbytes // 2)
+            self.mapping.take()
+            self.k = self.mapping.array(self.shape, self.dtype, 0)
+            self.v = self.mapping.array(self.shape, self.dtype, self.nbytes // 2)
         memory.track("kv", self.nbytes)
-        self.taken = weakref.finalize(self, memory.track, "kv", -self.nbytes)
+        self.untrack = weakref.finalize(self, memory.track, "kv", -self.nbytes)
 
     def give_back(self):
-        """Return the memory; the addresses stay reserved."""
-        if self.taken is None:
+        """Free the memory; the addresses stay reserved."""
+        if self.untrack is None:
             return
         self.k = self.v = None
-        if self.mapped is not None:
-            self.mapped.give_back()
-        self.taken()
-        self.taken = None
+        if self.mapping is not None:
+            self.mapping.give_back()
+        self.untrack()
+        self.untrack = None
+
+    def grow(self, num_blocks):
+        """Have num_blocks blocks, with the content of those there are. Not on the GPU, where addresses are fixed."""
+        k, v, old_blocks = self.k, self.v, self.num_blocks
+        self.give_back()
+        self.shape = (self.shape[0], num_blocks, *self.shape[2:])
+        if k is not None:
+            self.take()
+            self.k[:, :old_blocks], self.v[:, :old_blocks] = k, v
 
 
-class Mapped:
+class MappedMemory:
     """A reserved range of GPU addresses of at least nbytes, with memory behind it between take and give_back."""
 
     def __init__(self, nbytes):
         from cuda.bindings import driver
 
-        self.driver, self.wanted = driver, nbytes
-        kind = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self.driver, self.requested_bytes = driver, nbytes
+        location = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self.properties = driver.CUmemAllocationProp()
         self.properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self.properties.location.type = kind
+        self.properties.location.type = location
         self.properties.location.id = int(self._call(driver.cuCtxGetDevice))
         self.access = driver.CUmemAccessDesc()
-        self.access.location.type = kind
+        self.access.location.type = location
         self.access.location.id = self.properties.location.id
         self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         granularity = self._call(
@@ -84,9 +98,10 @@ class Mapped:
     def _call(self, function, *arguments):
         error, *results = function(*arguments)
         if error != self.driver.CUresult.CUDA_SUCCESS:
+            wanted = self.requested_bytes / 2**30
             free, total = (count / 2**30 for count in device.memory_info())
             raise DeviceError(
-                f"engine: {function.__name__} for {self.wanted / 2**30:.1f} GiB of KV cache failed ({error.name}); "
+                f"engine: {function.__name__} for {wanted:.1f} GiB of KV cache failed ({error.name}); "
                 f"{free:.1f} of {total:.1f} GiB of GPU memory are free; lower gpu_memory_utilization"
             )
         return results[0] if results else None
@@ -94,7 +109,7 @@ class Mapped:
     def take(self):
         """Map memory into the range."""
         driver = self.driver
-        # What CuPy keeps for later is not there for the driver.
+        # The driver cannot use what CuPy keeps in its pool.
         device.xp().get_default_memory_pool().free_all_blocks()
         handle = self._call(driver.cuMemCreate, self.nbytes, self.properties, 0)
         self._call(driver.cuMemMap, self.address, self.nbytes, 0, handle, 0)

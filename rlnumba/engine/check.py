@@ -1,7 +1,7 @@
-"""Do rollout and training agree? Completions from the engine, scored by the training forward, bit by bit.
+"""Do rollout and training agree? The engine's log-probs are compared with the training forward's, bit by bit.
 
-Where they differ, one sequence is run again through both, and the first operator whose output differs is named. The
-order in which operators are looked at is the order in which a token passes them.
+Where they differ, one sequence is run again through both, and the first operator, in the order of a forward pass, whose
+output differs is named.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.engine.cache import KVCache
-from rlnumba.engine.llm import BLOCK_SIZE, LLM
-from rlnumba.engine.runner import PagedAttend
+from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.runner import PagedAttention
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.model.layers import PackedAttention
@@ -22,9 +23,8 @@ PROMPT_LENGTHS = (1, 5, 17, 48, 5, 130)  # below, at and above a block of the ca
 
 @dataclass(frozen=True)
 class Agreement:
-    """tokens: how many were compared. equal: of those, with the same bits. largest: difference of log-probs, in nats.
-
-    operator: the first operator that differs, in words; None where nothing does.
+    """tokens: how many were compared; equal: how many of them have the same bits; largest: difference of log-probs, in
+    nats; operator: the first operator that differs and where, or None.
     """
 
     tokens: int
@@ -34,10 +34,9 @@ class Agreement:
 
 
 def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
-    """Generates from random prompts and compares the engine's log-probs with the training forward's: Agreement.
+    """Generate from random prompts and compare the log-probs with the training forward's: Agreement.
 
-    config: EngineConfig. max_tokens: tokens of a completion, fewer where the model is short. progress: as in
-    LLM.generate.
+    config: EngineConfig; max_tokens: of a completion, fewer where max_model_len is short; progress: as in LLM.generate.
     """
     llm = LLM(model, None, config)
     limit = llm.max_model_len
@@ -63,9 +62,9 @@ def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, 
 
 
 def first_difference(model, token_ids, prompt_length, copies):
-    """The first operator whose outputs differ between training and rollout of one sequence: a sentence.
+    """The first operator whose output differs between training and rollout of one sequence: a sentence.
 
-    The sequence runs `copies` times side by side, since matrix products may depend on how many rows there are.
+    The sequence runs `copies` times side by side, because a GEMM may depend on the number of rows.
     """
     training = _training_outputs(model, token_ids, copies)
     rollout = _rollout_outputs(model, token_ids, prompt_length, copies)
@@ -75,21 +74,21 @@ def first_difference(model, token_ids, prompt_length, copies):
             position = int(np.argmax(unequal))
             part = "prefill" if position < prompt_length else "decode"
             return f"{name}, at position {position} ({part})"
-    return "log-prob of the drawn token, or whatever depends on the rest of the batch: alone, all hidden states agree"
+    return "log-prob of the sampled token, or what depends on the rest of the batch: alone, all hidden states agree"
 
 
 def _outputs(tape, hidden, slots=None):
-    """(name, array) of every operator's output in the order of a forward, from its tape; arrays on the device.
+    """(name, array of the device) of every operator's output in the order of a forward, from its tape.
 
-    slots: where the keys and values of this forward lie, if it left them in a cache.
+    slots: of this forward's keys and values, if it wrote them to a cache.
     """
-    found = []
-    for index, (attention, mlp) in enumerate(tape.layers):
-        x, normed, _, qkv, q, k, v, _, attended = attention
-        h, mlp_normed, _, gate_up, activated = mlp
+    outputs = []
+    for index, (attention_saved, mlp_saved) in enumerate(tape.layers):
+        x, normed, _, qkv, q, k, v, _, attended = attention_saved
+        h, mlp_normed, _, gate_up, activated = mlp_saved
         if slots is not None:
-            k, v = (_rows_of(cache, slots) for cache in (k, v))
-        found += [
+            k, v = (_cached_rows(cache, slots) for cache in (k, v))
+        outputs += [
             ("embedding" if index == 0 else f"layer {index - 1} down_proj", x),
             (f"layer {index} input rmsnorm", normed),
             (f"layer {index} qkv_proj", qkv),
@@ -102,38 +101,38 @@ def _outputs(tape, hidden, slots=None):
             (f"layer {index} gate_up_proj", gate_up),
             (f"layer {index} swiglu", activated),
         ]
-    return [*found, (f"layer {len(tape.layers) - 1} down_proj", tape.last[0]), ("final rmsnorm", hidden)]
+    return [*outputs, (f"layer {len(tape.layers) - 1} down_proj", tape.last[0]), ("final rmsnorm", hidden)]
 
 
-def _rows_of(cache, slots):
-    """(M, HK * E): what lies in the slots (M,) int32 of a layer's k or v."""
+def _cached_rows(cache, slots):
+    """(M, HK * E): the rows of a layer's k or v cache in the slots (M,) int32."""
     rows = cache.reshape(cache.shape[0] * cache.shape[1], -1)
-    found = device.xp().empty((slots.shape[0], rows.shape[1]), rows.dtype)
-    gather_rows(rows, slots, found)
-    return found
+    gathered = device.xp().empty((slots.shape[0], rows.shape[1]), rows.dtype)
+    gather_rows(rows, slots, gathered)
+    return gathered
 
 
-def _on_host(outputs, copies):
-    """(name, (copies, rows, values of a row) float32) of each output."""
-    hosted = ((name, device.to_host(array).astype(np.float32)) for name, array in outputs)
-    return [(name, array.reshape(copies, array.shape[0] // copies, -1)) for name, array in hosted]
+def _to_host(outputs, copies):
+    """(name, (copies, rows, columns) float32) of each output."""
+    arrays = ((name, device.to_host(array).astype(np.float32)) for name, array in outputs)
+    return [(name, array.reshape(copies, array.shape[0] // copies, -1)) for name, array in arrays]
 
 
 def _training_outputs(model, token_ids, copies):
     batch = pack([token_ids] * copies)
-    attend = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
+    attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
     tape = Tape()
-    hidden = model.forward(batch.input_ids, batch.position_ids, attend, tape)
-    return _on_host(_outputs(tape, hidden), copies)
+    hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape)
+    return _to_host(_outputs(tape, hidden), copies)
 
 
 def _rollout_outputs(model, token_ids, prompt_length, copies):
-    """As the engine computes it: the prompt at once, then token by token, over a paged cache."""
+    """As the engine computes them: the prompt in one step, then token by token, over a paged cache."""
     blocks = -(-len(token_ids) // BLOCK_SIZE)
     cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype)
     cache.take()
     tables = np.arange(blocks * copies, dtype=np.int32).reshape(copies, blocks)
-    pieces = []
+    steps = []
     start = 0
     for end in [prompt_length, *range(prompt_length + 1, len(token_ids) + 1)]:
         positions = np.arange(start, end, dtype=np.int32)
@@ -147,10 +146,10 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
             "context_lens": np.full(copies, end, np.int32),
         }
         arrays = {name: device.asarray(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        attend = PagedAttend(cache, model.config, arrays, end - start, end)
+        attention = PagedAttention(cache, model.config, arrays, end - start, end)
         tape = Tape()
-        hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attend, tape)
-        pieces.append(_on_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))
+        hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attention, tape)
+        steps.append(_to_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))
         start = end
     cache.give_back()
-    return [(parts[0][0], np.concatenate([array for _, array in parts], axis=1)) for parts in zip(*pieces, strict=True)]
+    return [(parts[0][0], np.concatenate([array for _, array in parts], axis=1)) for parts in zip(*steps, strict=True)]

@@ -1,17 +1,17 @@
-"""Compute a step: its arrays, the model over the paged KV cache, the draws; on the GPU as CUDA graphs.
+"""Run a step: its arrays, the model over the paged KV cache, sampling; on the GPU as CUDA graphs.
 
-The arrays of a step are built for all its sequences at once with NumPy and reach the device in one copy;
-the drawn ids and their log-probs come back in one. A step in which every sequence lacks one token is
-replayed as a graph on the GPU: captured once for a number of rows (rounded up to a bucket, the padding
-rows have an empty context), a context length (rounded up to a power of two) and a size of groups (see groups.py).
+The arrays of a step are built for all its sequences at once with NumPy and reach the device in one copy; the sampled
+ids and their log-probs come back in one. A step in which every sequence lacks one token is replayed as a graph on the
+GPU: captured once for a number of rows (rounded up to a bucket, the padding rows have an empty context), a context
+length (rounded up to a power of two) and a largest size of prefix groups (prefix_groups.py).
 """
 
-from contextlib import nullcontext
+import weakref
 
 import numpy as np
 
 from rlnumba.engine.cache import KVCache
-from rlnumba.engine.sampler import Draws, draw
+from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace, sharing
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.sm90 import keep_tensor_maps
@@ -22,10 +22,12 @@ from rlnumba.runtime.launch import pdl_scope
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
 SMALLEST_CONTEXT = 256
-# Shapes of steps that Upload remembers; those of graphs come again and again, those of prompts hardly ever.
-MOST_LAYOUTS = 512
-# What a padding row holds where it is not 0: no slot, and a group of its own.
+# Layouts of steps that Upload keeps: those of graphs recur, those of prefill steps hardly ever.
+MAX_LAYOUTS = 512
+# The values of a padding row where they are not 0: no slot, and a prefix group of its own.
 PADDING = {"slot_mapping": -1, "group_sizes": 1}
+# The fields of SamplingInputs that are columns of the sequence table under the same name.
+TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample_index")
 
 
 def bucket_of(rows):
@@ -42,12 +44,11 @@ def context_bucket_of(length):
 
 
 def step_arrays(step, table, block_size):
-    """{name: array} of a step of B sequences, N tokens and D draws, for the model, the cache and the sampler.
+    """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
 
-    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32. Of the sequences: block_tables (B, W),
-    cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with groups
-    shared_prefix_lens,
-    group_sizes (B,) int32. Of the draws: what Draws says.
+    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32. Of the sequences: block_tables (B, W), cu_seqlens
+    (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with prefix groups shared_prefix_lens,
+    group_sizes (B,) int32. Of the sampled tokens: the fields of SamplingInputs.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -69,27 +70,28 @@ def step_arrays(step, table, block_size):
         "cu_seqlens": cu_seqlens,
         "context_lens": context_lens.astype(np.int32),
     }
-    if step.groups is not None:
-        arrays["shared_prefix_lens"], arrays["group_sizes"] = step.groups.shared_prefix_lens, step.groups.group_sizes
-    drawing = rows[step.draws]
-    if not len(drawing):
+    groups = step.prefix_groups
+    if groups is not None:
+        arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes
+    sampled = step.sampled_rows
+    if not len(sampled):
         return arrays
-    for name in ("temperature", "top_k", "top_p", "min_p", "keys", "sample_index"):
-        arrays[name] = getattr(table, name)[drawing]
-    arrays["position"] = table.length[drawing].astype(np.int32)
-    if len(drawing) < ends[-1]:
-        arrays["rows"] = (ends[step.draws] - 1).astype(np.int32)
-    penalty = table.repetition_penalty[drawing]
+    for name in TABLE_COLUMNS:
+        arrays[name] = getattr(table, name)[sampled]
+    arrays["position"] = table.length[sampled].astype(np.int32)
+    if len(sampled) < ends[-1]:
+        arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
+    penalty = table.repetition_penalty[sampled]
     if (penalty != 1).any():
-        lengths = table.length[drawing]
-        history = table.token_ids[drawing, : lengths.max()]
+        lengths = table.length[sampled]
+        history = table.token_ids[sampled, : lengths.max()]
         history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
         arrays["penalty"], arrays["history"] = penalty, history
     return arrays
 
 
 def pad_rows(arrays, rows, block_table_width):
-    """The arrays of a decode step with padding rows: no context, no slot, token 0 drawn greedily and dropped."""
+    """The arrays of a decode step with padding rows: no context, no slot, token 0 sampled greedily and not read."""
     padded = {}
     for name, array in arrays.items():
         if name == "cu_seqlens":
@@ -103,10 +105,10 @@ def pad_rows(arrays, rows, block_table_width):
     return padded
 
 
-class PagedAttend:
-    """The transformer's attention over the paged cache: keys and values of the step are written, then read.
+class PagedAttention:
+    """The transformer's attention backend over the paged cache: K and V of the step are written, then read.
 
-    cache: a KVCache; arrays: of step_arrays, on the device; max_group_size: of groups, if they are among the arrays.
+    cache: a KVCache; arrays: of step_arrays, on the device; max_group_size: of prefix groups, if the arrays have them.
     """
 
     def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_group_size=1):
@@ -115,29 +117,29 @@ class PagedAttend:
         self.groups = arrays.get("shared_prefix_lens"), arrays.get("group_sizes"), max_group_size
         _, _, block_size, kv_heads, head_dim = cache.shape
         heads = (cache.dtype.name, config.num_attention_heads, kv_heads, head_dim, block_size)
-        # The same in all layers, so it is found once.
+        # Made once, because it is the same for all layers.
         self.plan = plan_paged_attention(
             *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
         )
 
-    def split(self, layer, qkv, w, step, q):
-        """As PackedAttention.split, but k and v go to the layer's cache, which stands for them; there is no rstd."""
+    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
+        """As PackedAttention.qkv_norm_rope, but k and v are written to the layer's cache, and there is no rstd."""
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        norm, slots = (w.q_norm, w.k_norm, step.config.rms_norm_eps), self.arrays["slot_mapping"]
-        qkv_split_to_cache(qkv, *norm, *step.rope, step.position_ids, slots, q, k_cache, v_cache)
+        norm, slots = (w.q_norm, w.k_norm, ctx.config.rms_norm_eps), self.arrays["slot_mapping"]
+        qkv_split_to_cache(qkv, *norm, *ctx.rope, ctx.position_ids, slots, q, k_cache, v_cache)
         return k_cache, v_cache, None
 
     def forward(self, layer, q, k_cache, v_cache, out):
-        """q (N, H, E) and the caches of split -> out (N, H, E), written in place."""
-        tables, cu_seqlens, contexts = (self.arrays[name] for name in ("block_tables", "cu_seqlens", "context_lens"))
-        numbers = (tables, cu_seqlens, contexts, *self.bounds, self.scale)
-        paged_attention(q, k_cache, v_cache, *numbers, out, *self.groups, self.plan)
+        """q (N, H, E) and the layer's caches -> out (N, H, E), written in place."""
+        tables, cu_seqlens, context_lens = (self.arrays[n] for n in ("block_tables", "cu_seqlens", "context_lens"))
+        sizes = (tables, cu_seqlens, context_lens, *self.bounds, self.scale)
+        paged_attention(q, k_cache, v_cache, *sizes, out, *self.groups, self.plan)
 
 
-class NoAttention:
-    """Stands in for attention where only the memory of a forward pass is of interest."""
+class NullAttention:
+    """An attention backend that computes nothing, for a forward pass that only sizes the arena."""
 
-    def split(self, layer, qkv, w, step, q):
+    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
         return None, None, None
 
     def forward(self, layer, q, k, v, out):
@@ -145,10 +147,10 @@ class NoAttention:
 
 
 class Upload:
-    """Arrays of four-byte elements, sent to the device in one copy; on the CPU they are passed through.
+    """Sends arrays of four-byte elements to the device in one copy; on the CPU they are passed through.
 
-    Arrays of the same shapes, sent in the same order, land at the same addresses: a captured graph reads
-    the new values. words: room at the start, grown on demand, which moves the addresses.
+    Arrays of the same shapes, sent in the same order, get the same addresses: a captured graph reads the new values.
+    words: capacity at the start, grown on demand, which moves the addresses and increments `generation`.
     """
 
     def __init__(self, words=1 << 16):
@@ -164,60 +166,62 @@ class Upload:
         self.host = cupyx.empty_pinned(words, np.int32)
         self.device = device.xp().empty(words, np.int32)
         self.generation += 1
-        # What was sent before: (words, pieces of the host's memory, views of the device's), by names and shapes.
+        # By names and shapes: (words, views of the host's memory, views of the device's).
         self.layouts = {}
 
     def send(self, arrays):
-        """{name: NumPy array} -> {name: array of the device}. The last send must have been computed with."""
+        """{name: NumPy array} -> {name: array of the device}. Overwrites the arrays of the last call."""
         if device.name() != "cuda":
             return arrays
         key = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
         layout = self.layouts.get(key)
         if layout is None:
-            layout = self._lay_out(arrays)
-            if len(self.layouts) == MOST_LAYOUTS:
+            layout = self._layout(arrays)
+            if len(self.layouts) == MAX_LAYOUTS:
                 self.layouts.clear()
             self.layouts[key] = layout
-        words, pieces, views = layout
-        for piece, array in zip(pieces, arrays.values(), strict=True):
-            piece[...] = array
+        words, host_views, device_views = layout
+        for view, array in zip(host_views, arrays.values(), strict=True):
+            view[...] = array
         stream = device.xp().cuda.get_current_stream()
         self.device[:words].set(self.host[:words], stream)
-        return views
+        return device_views
 
-    def _lay_out(self, arrays):
+    def _layout(self, arrays):
         # 16-byte alignment for vector loads.
         sizes = {name: -(-array.size // 4) * 4 for name, array in arrays.items()}
         words = sum(sizes.values())
         if words > self.words:
             self._grow(2 * words)
-        pieces, views, offset = [], {}, 0
+        host_views, device_views, offset = [], {}, 0
         for name, array in arrays.items():
             flat = slice(offset, offset + array.size)
-            pieces.append(self.host[flat].view(array.dtype).reshape(array.shape))
-            views[name] = self.device[flat].view(array.dtype).reshape(array.shape)
+            host_views.append(self.host[flat].view(array.dtype).reshape(array.shape))
+            device_views[name] = self.device[flat].view(array.dtype).reshape(array.shape)
             offset += sizes[name]
-        return words, pieces, views
+        return words, host_views, device_views
 
 
 class Runner:
     """The model with its KV cache; `run` computes one step of the scheduler.
 
-    max_num_batched_tokens, max_num_seqs, max_model_len: the largest step. eager: never capture graphs.
+    context: the Context that all its device work runs in; max_num_batched_tokens, max_num_seqs, max_model_len: the
+    largest step; eager: never capture graphs.
     """
 
-    def __init__(self, model, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager):
-        self.model, self.block_size = model, block_size
+    def __init__(self, model, context, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager):
+        self.model, self.context, self.block_size = model, context, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_model_len = max_model_len
         self.eager = eager or device.name() != "cuda"
         self.arena = memory.Arena("engine activations")
         self.cache = None
         self.upload = Upload()
+        # Row 0: sampled ids; row 1: their log-probs, float32.
         self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
         # Graphs by (rows, context, max_group_size), and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = {}, None
-        self.stream = device.xp().cuda.Stream() if device.name() == "cuda" else None
+        self.workspace_bytes = 0
 
     @property
     def block_bytes(self):
@@ -228,46 +232,47 @@ class Runner:
 
     @property
     def heads(self):
-        """What operators over the cache ask about it: (dtype's name, H, HK, E, block_size)."""
+        """What operators over the cache are chosen by: (dtype's name, H, HK, E, block_size)."""
         config = self.model.config
         element = np.dtype(self.model.dtype).name
         return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
 
     @property
     def sharing(self):
-        """How attention makes use of what the sequences of a step have in common."""
+        """How decode's attention shares the prefixes of a step's sequences."""
         return sharing(*self.heads)
 
     def allocate(self, num_blocks):
-        """Take the memory of a cache of num_blocks, at its old addresses if it had this size before."""
-        if self.cache is None or self.cache.num_blocks != num_blocks:
-            self.graphs.clear()
+        """Take the memory of a cache of num_blocks. On the GPU their number, and so the addresses, never change."""
+        if self.cache is None:
             self.cache = KVCache(self.model.config, num_blocks, self.block_size, self.model.dtype)
+        elif self.cache.num_blocks < num_blocks:
+            self.cache.grow(num_blocks)
         self.cache.take()
 
     def release(self):
-        """Give the cache's memory back."""
+        """Give the cache's memory back, once the device has done with it."""
         if self.cache is not None:
             self.cache.give_back()
 
     def reserve_activations(self):
-        """Run the largest step once without attention, so that its memory is taken before the cache's size is set."""
+        """Run the largest step once without attention, which sizes the arena before the cache takes the rest."""
         tokens = self.max_num_batched_tokens
         zeros = device.asarray(np.zeros(tokens, np.int32))
-        with self._on_stream(), self.arena.scope():
-            hidden = self.model.forward(zeros, zeros, NoAttention(), arena=self.arena)
+        with self.context.use(), self.arena.scope():
+            hidden = self.model.forward(zeros, zeros, NullAttention(), arena=self.arena)
             rows = np.arange(min(self.max_num_seqs, tokens), dtype=np.int32)
             ones = np.ones(len(rows), np.float32)
             none = np.zeros(len(rows), np.int32)
-            draws = {
+            inputs = {
                 "temperature": ones, "top_k": none, "top_p": ones, "min_p": 0 * ones, "position": none,
-                "keys": np.zeros((len(rows), 2), np.uint32), "sample_index": none, "rows": rows,
+                "philox_key": np.zeros((len(rows), 2), np.uint32), "sample_index": none, "rows": rows,
             }  # fmt: skip
-            self._draw(hidden, self.upload.send(draws), len(rows))
+            self._sample(hidden, self.upload.send(inputs), len(rows))
             device.synchronize()
 
     def reserve_workspace(self, cached_tokens):
-        """Have the memory that attention keeps for itself, as much as any step takes; returns its bytes.
+        """Allocate attention's workspace, as large as any step needs; returns its bytes.
 
         cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
         """
@@ -276,65 +281,68 @@ class Runner:
         if not self.eager:
             rows = bucket_of(self.max_num_seqs)
             calls.append((rows, rows, 1, context_bucket_of(longest)))
-        with self._on_stream():
-            held = reserve_workspace(*self.heads, calls)
-        # It is one for all engines and never shrinks, so what is held is what was held at most.
-        memory.track("attention", held - memory.report().get("attention", 0))
-        return held
+        with self.context.use():
+            nbytes = reserve_workspace(*self.heads, calls)
+        added, self.workspace_bytes = nbytes - self.workspace_bytes, nbytes
+        if added:
+            memory.track("attention", added)
+            weakref.finalize(self, memory.track, "attention", -added)
+        return nbytes
 
     def run(self, step, table):
-        """Compute a step; returns the drawn token_ids (D,) int32 and logprobs (D,) float32 on the host."""
+        """Compute a step; returns the sampled token_ids (D,) int32 and logprobs (D,) float32 on the host.
+
+        The device has then done all work that it was given.
+        """
         arrays = step_arrays(step, table, self.block_size)
-        drawn = int(step.draws.sum())
-        max_group_size = step.groups.max_group_size if step.groups is not None else 1
-        with self._on_stream():
-            decode = len(step.rows) == step.num_tokens == drawn
+        sampled = len(step.sampled_rows)
+        max_group_size = step.prefix_groups.max_group_size if step.prefix_groups is not None else 1
+        with self.context.use():
+            decode = len(step.rows) == step.num_tokens == sampled
             if decode and not self.eager and "penalty" not in arrays:
                 self._replay(arrays, max_group_size)
             else:
                 longest = int(arrays["context_lens"].max())
-                self._compute(self.upload.send(arrays), drawn, int(step.counts.max()), longest, max_group_size)
+                self._compute(self.upload.send(arrays), sampled, int(step.counts.max()), longest, max_group_size)
             results = device.to_host(self.results)
-        return results[0, :drawn].copy(), results[1, :drawn].view(np.float32).copy()
-
-    def _on_stream(self):
-        return self.stream or nullcontext()
+        return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy()
 
     def _replay(self, arrays, max_group_size):
-        """A decode step as a graph, captured where it is the first of its size.
+        """Run a decode step as a graph, captured when a step of its size is first seen.
 
         max_group_size is 1 or one of the few sizes that attention has a tile for, so there are few graphs of a size.
         """
-        context = context_bucket_of(int(arrays["context_lens"].max()))
+        longest = context_bucket_of(int(arrays["context_lens"].max()))
         bucket = bucket_of(len(arrays["context_lens"]))
-        sent = self.upload.send(pad_rows(arrays, bucket, context // self.block_size))
+        sent = self.upload.send(pad_rows(arrays, bucket, longest // self.block_size))
         if self._addresses() != self.graph_addresses:
             self.graphs.clear()
-        graph = self.graphs.get((bucket, context, max_group_size))
+        graph = self.graphs.get((bucket, longest, max_group_size))
+        stream = self.context.stream
         if graph is not None:
-            graph.launch(self.stream)
+            graph.launch(stream)
             return
-        # This run computes the step; it also compiles what is missing, which a capture could not.
-        self._compute(sent, bucket, 1, context, max_group_size)
-        self.stream.begin_capture()
+        # This run computes the step. It also compiles what is missing, which is not possible during a capture.
+        self._compute(sent, bucket, 1, longest, max_group_size)
+        stream.begin_capture()
         with keep_tensor_maps(), pdl_scope():
-            self._compute(sent, bucket, 1, context, max_group_size)
-        self.graphs[bucket, context, max_group_size] = self.stream.end_capture()
+            self._compute(sent, bucket, 1, longest, max_group_size)
+        self.graphs[bucket, longest, max_group_size] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
-        """Where the buffers are that graphs read and write; the cache's addresses are `allocate`'s care."""
-        return self.upload.generation, [slab.data.ptr for slab in self.arena.slabs]
+        """What changes with the buffers that graphs read and write; the cache's addresses never do."""
+        return self.upload.generation, [chunk.data.ptr for chunk in self.arena.chunks]
 
-    def _compute(self, arrays, drawn, max_seqlen_q, max_context_len, max_group_size):
-        attend = PagedAttend(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
+    def _compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
+        attention = PagedAttention(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
         with self.arena.scope():
-            hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attend, arena=self.arena)
-            if drawn:
-                self._draw(hidden, arrays, drawn)
+            hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attention, arena=self.arena)
+            if sampled:
+                self._sample(hidden, arrays, sampled)
 
-    def _draw(self, hidden, arrays, drawn):
-        names = Draws.__dataclass_fields__
-        draws = Draws(**{name: arrays[name] for name in names if name in arrays})
-        token_ids = self.results[0, :drawn]
-        draw(hidden, self.model.lm_head, draws, self.arena, token_ids, self.results[1, :drawn].view(np.float32))
+    def _sample(self, hidden, arrays, sampled):
+        names = SamplingInputs.__dataclass_fields__
+        inputs = SamplingInputs(**{name: arrays[name] for name in names if name in arrays})
+        token_ids, logprobs = self.results[0, :sampled], self.results[1, :sampled].view(np.float32)
+        sample_tokens(hidden, self.model.lm_head, inputs, self.arena, token_ids, logprobs)

@@ -1,7 +1,7 @@
-"""From hidden rows to drawn tokens and their log-probs: lm_head, penalties, filters, Gumbel noise.
+"""From hidden states to sampled tokens and their log-probs: lm_head, penalties, filters, Gumbel noise.
 
-Logits are float32 and exist for some rows at a time; what is drawn in a row depends on that row's hidden
-state, its parameters and its counter (key, sample index, position) alone.
+Logits are float32 and exist for a chunk of rows at a time. The token of a row depends on that row's hidden state, its
+sampling parameters and its Philox counter (philox_key, sample index, position) alone.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ LOGITS_BYTES = 256 << 20
 
 
 @dataclass
-class Draws:
-    """What the B draws of a step need, arrays of the device, as `sample` takes them.
+class SamplingInputs:
+    """What `sample` takes for the B rows of a step that sample a token: arrays of the device.
 
-    rows (B,) int32: the hidden row of each; None where it is row b. penalty (B,) float32 and history (B, T)
-    int32, padded with -1: None where no sequence has a repetition penalty.
+    rows (B,) int32: the row of each in the hidden states; None where it is row b. penalty (B,) float32 and history
+    (B, T) int32, padded with -1: None where no sequence has a repetition penalty.
     """
 
     temperature: object
     top_k: object
     top_p: object
     min_p: object
-    keys: object
+    philox_key: object
     sample_index: object
     position: object
     rows: object = None
@@ -36,35 +36,26 @@ class Draws:
     history: object = None
 
 
-def draw(hidden, lm_head, draws, arena, token_ids, logprobs):
-    """Draw a token for each of the B rows: token_ids (B,) int32 and logprobs (B,) float32 are written.
+def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs):
+    """Sample a token for each of the B rows: token_ids (B,) int32 and logprobs (B,) float32 are written.
 
-    hidden (N, D), lm_head (V, D). arena: where logits and gathered rows live, released at the end.
+    hidden (N, D); lm_head (V, D); inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a
+    scope of its own.
     """
-    total = len(draws.temperature)
-    vocabulary = len(lm_head)
-    chunk = max(1, LOGITS_BYTES // (4 * vocabulary))
+    total, vocab_size = len(inputs.temperature), len(lm_head)
+    chunk = max(1, LOGITS_BYTES // (4 * vocab_size))
     with arena.scope():
-        if draws.rows is not None:
+        if inputs.rows is not None:
             gathered = arena.empty((total, hidden.shape[1]), hidden.dtype)
-            gather_rows(hidden, draws.rows, gathered)
+            gather_rows(hidden, inputs.rows, gathered)
             hidden = gathered
-        logits = arena.empty((min(chunk, total), vocabulary), np.float32)
+        logits = arena.empty((min(chunk, total), vocab_size), np.float32)
         for first in range(0, total, chunk):
             part = slice(first, min(first + chunk, total))
             z = logits[: part.stop - part.start]
             linear(hidden[part], lm_head, z)
-            if draws.penalty is not None:
-                apply_repetition_penalty(z, draws.penalty[part], draws.history[part])
-            sample(
-                z,
-                draws.temperature[part],
-                draws.top_k[part],
-                draws.top_p[part],
-                draws.min_p[part],
-                draws.keys[part],
-                draws.sample_index[part],
-                draws.position[part],
-                token_ids[part],
-                logprobs[part],
-            )
+            if inputs.penalty is not None:
+                apply_repetition_penalty(z, inputs.penalty[part], inputs.history[part])
+            filters = inputs.temperature[part], inputs.top_k[part], inputs.top_p[part], inputs.min_p[part]
+            counter = inputs.philox_key[part], inputs.sample_index[part], inputs.position[part]
+            sample(z, *filters, *counter, token_ids[part], logprobs[part])

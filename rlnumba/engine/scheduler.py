@@ -1,18 +1,18 @@
-"""Which tokens of which sequences the next step computes: continuous batching under a token budget.
+"""Continuous batching: which tokens of which sequences the next step computes, under a token budget.
 
 A step takes, in this order, as far as budget, rows and blocks go:
 1. every running sequence that lacks one token (decode);
 2. the running ones that lack more, in the order of admission, a chunk each (chunked prefill);
 3. waiting sequences, first come first served, with whatever prefix of theirs the cache holds.
 
-When decode needs a block and none is free, the newest running sequence gives up its blocks and goes to
-the front of the queue; it is computed again later, from the cached prefix if that is still there. The
-oldest always moves on, so everything ends. None of this shows in the text: a token's value depends on
-the tokens before it alone.
+When decode needs a block and none is free, the newest running sequence is preempted: it releases its blocks and goes to
+the front of the queue, with the tokens it has, and is computed again later, from the cached prefix if that is still
+there. The oldest always advances, so every sequence ends. None of this changes a text: a token's value depends on the
+tokens before it alone.
 
-Sequences of one prompt (the n completions) wait for the first of them to compute the prompt; then they
-find its full blocks in the cache and compute only the tail. A step in which all running sequences lack one token is
-ordered by who shares blocks with whom, if attention can make use of that (groups.py).
+Of the sequences of one prompt (its n completions) the first to be admitted is the prefix leader: the others wait until
+it has computed the prompt, then match its full blocks in the cache and compute only the tail. A step in which all
+running sequences lack one token is ordered by prefix groups, if attention can make use of them (prefix_groups.py).
 """
 
 from collections import deque
@@ -21,43 +21,42 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.engine.block_manager import BlockManager, block_hash
-from rlnumba.engine.groups import Groups, find_groups
+from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
 from rlnumba.engine.sequence import Sequence, SequenceTable
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 
 @dataclass
-class Step:
-    """The work of one step, a row of each array a sequence: tokens [start, start + count) of table row `row`.
+class SchedulerOutput:
+    """The work of one step, an entry of each array a sequence: tokens [start, start + count) of table row `row`.
 
-    draws: whether a token is drawn after the last of them. groups: of the sequences, which are in its order; None
-    where they share little, and where a sequence has more tokens than one.
+    samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of
+    the sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
     """
 
     rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
-    draws: np.ndarray
-    groups: Groups | None = None
+    samples: np.ndarray
+    prefix_groups: PrefixGroups | None = None
 
-    @property
-    def num_tokens(self):
-        return int(self.counts.sum())
+    def __post_init__(self):
+        self.num_tokens = int(self.counts.sum())
+        self.sampled_rows = self.rows[self.samples]
 
 
-def blocks_of(sequence, block_size):
-    """The most blocks that a sequence needs: its last token ends it and is never computed."""
-    return -(-(sequence.length_limit - 1) // block_size)
+def blocks_needed(length_limit, block_size):
+    """The most blocks that a sequence of length_limit tokens needs: the last one ends it and is never computed."""
+    return -(-(length_limit - 1) // block_size)
 
 
 class Scheduler:
     """Moves sequences from waiting to running to finished.
 
-    table, blocks: the running sequences and the cache. max_num_batched_tokens: tokens a step at most; not
-    smaller than the table has rows. prefix_caching: whether blocks are named and found again; policy_version
-    salts their names. has_stop_string(sequence, completion ids so far): asked after each token of a sequence
-    with stop strings. sharing: the Sharing of attention, if it reads once what sequences of a step have in common.
-    Every sequence must fit into the cache alone: `add` raises ValueError where it does not.
+    table, blocks: the running sequences and the cache. max_num_batched_tokens: most tokens of a step; not smaller than
+    the table has rows. prefix_caching: whether blocks are hashed and matched; policy_version: the number of the weights
+    that tokens are sampled from, which salts the hashes. has_stop_string(sequence, completion ids so far): called after
+    each token of a sequence with stop strings. sharing: how attention shares prefixes, if it does.
     """
 
     def __init__(
@@ -68,59 +67,60 @@ class Scheduler:
         prefix_caching: bool = True,
         policy_version: int = 0,
         has_stop_string=None,
-        sharing: Sharing | None = None,
+        sharing: PrefixSharing | None = None,
     ):
-        if max_num_batched_tokens < table.rows:
-            raise ValueError(f"scheduler: {max_num_batched_tokens} tokens a step for {table.rows} sequences")
+        if max_num_batched_tokens < table.num_rows:
+            raise ValueError(f"scheduler: {max_num_batched_tokens} tokens a step for {table.num_rows} sequences")
         self.table, self.blocks = table, blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching, self.policy_version = prefix_caching, policy_version
         self.has_stop_string = has_stop_string
         self.sharing = sharing if sharing and sharing.sizes else None
         self.waiting: deque[Sequence] = deque()
-        # Sequences whose prompt another one is computing, by that prompt.
-        self.held: dict[bytes, list[Sequence]] = {}
+        # By prompt, while a prefix leader computes it: the sequences that wait for that.
+        self.waiting_on_prefix: dict[bytes, list[Sequence]] = {}
         # Rows of the table in the order of admission.
         self.running = np.zeros(0, np.int64)
-        # The array `running` that groups were last looked for in, and what was found.
-        self.grouped, self.groups = None, None
-        self.free_rows = list(range(table.rows))[::-1]
+        # The array `running` that prefix groups were last searched for, and what was found.
+        self.grouped_running, self.prefix_groups = None, None
+        self.free_rows = list(range(table.num_rows))[::-1]
         self.num_preemptions = 0
 
     def add(self, sequence):
-        """Queue a sequence; ValueError if the cache could not hold it even alone."""
-        needed = blocks_of(sequence, self.blocks.block_size)
-        if needed > self.blocks.num_blocks:
-            raise ValueError(f"scheduler: a sequence of {needed} blocks in a cache of {self.blocks.num_blocks}")
+        """Queue a sequence. The cache must be able to hold it alone by the time it is admitted."""
         self.waiting.append(sequence)
 
     @property
-    def unfinished(self):
-        return len(self.waiting) + len(self.running) + sum(map(len, self.held.values()))
+    def num_unfinished(self):
+        return len(self.waiting) + len(self.running) + sum(map(len, self.waiting_on_prefix.values()))
 
     def schedule(self):
-        """The next Step; None when nothing is left to do."""
-        preempted = self._grow()
+        """The next SchedulerOutput; None when nothing is left to do.
+
+        Raises ValueError if the next sequence to be admitted does not fit into the cache even alone.
+        """
+        preempted = self._allocate_decode_blocks()
         budget = self.max_num_batched_tokens
-        lacking = self.table.length[self.running] - self.table.num_computed[self.running]
-        decode = self.running[lacking == 1]
-        # What the step takes besides.
+        missing = self.table.length[self.running] - self.table.num_computed[self.running]
+        decode = self.running[missing == 1]
+        # What the step computes besides decode.
         rows, counts = [], []
         budget -= len(decode)
         if len(decode) < len(self.running):
-            for row, missing in zip(self.running[lacking > 1].tolist(), lacking[lacking > 1].tolist(), strict=True):
+            prefill = missing > 1
+            for row, count in zip(self.running[prefill].tolist(), missing[prefill].tolist(), strict=True):
                 if budget == 0:
                     break
                 rows.append(row)
-                counts.append(min(missing, budget))
+                counts.append(min(count, budget))
                 budget -= counts[-1]
-        # A sequence that just made room would only take it back.
+        # After a preemption nothing is admitted: it would be the sequence that was just preempted.
         while budget and self.waiting and self.free_rows and not preempted:
+            if self._wait_on_prefix():
+                continue
             row = self._admit()
             if row is None:
                 break
-            if row < 0:
-                continue
             rows.append(row)
             counts.append(min(int(self.table.length[row] - self.table.num_computed[row]), budget))
             budget -= counts[-1]
@@ -131,13 +131,13 @@ class Scheduler:
         rows, counts = (np.append(decode, rows), np.append(ones, counts)) if rows else (decode, ones)
         groups = None
         if self.sharing and tokens == len(rows) == len(self.running):
-            groups = self._groups()
+            groups = self._running_prefix_groups()
             rows = rows if groups is None else self.running[groups.order]
         starts = self.table.num_computed[rows]
-        return Step(rows, starts, counts, starts + counts == self.table.length[rows], groups)
+        return SchedulerOutput(rows, starts, counts, starts + counts == self.table.length[rows], groups)
 
     def update(self, step, token_ids, logprobs):
-        """Book a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that draw.
+        """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that sample.
 
         Returns the sequences that end with it.
         """
@@ -148,108 +148,136 @@ class Scheduler:
             size = self.blocks.block_size
             for row in step.rows[computed // size > step.starts // size].tolist():
                 self._register(row)
+        if self.waiting_on_prefix:
+            prompt_length = table.prompt_length[step.rows]
+            for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
+                self.release_waiters(table.sequences[row])
 
-        rows = step.rows[step.draws]
+        rows = step.sampled_rows
         position = table.length[rows]
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs
         table.length[rows] = position + 1
-        for row in rows[position == table.prompt_length[rows]].tolist():
-            self._let_go(table.sequences[row])
 
         stops = (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         for i in np.flatnonzero(table.has_stop_strings[rows] & ~stops).tolist():
             row = rows[i]
-            drawn = table.token_ids[row, table.prompt_length[row] : table.length[row]]
-            stops[i] = self.has_stop_string(table.sequences[row], drawn)
+            completion_ids = table.token_ids[row, table.prompt_length[row] : table.length[row]]
+            stops[i] = self.has_stop_string(table.sequences[row], completion_ids)
         ends = stops | (position + 1 >= table.length_limit[rows])
         finished = []
         for i in np.flatnonzero(ends).tolist():
-            sequence = self._leave(int(rows[i]))
+            sequence = self._vacate(int(rows[i]))
             sequence.finish_reason = "stop" if stops[i] else "length"
             finished.append(sequence)
         if finished:
             self.running = self.running[~np.isin(self.running, rows[ends])]
         return finished
 
-    def _groups(self):
-        """The Groups of all running sequences.
+    def remove(self, sequence):
+        """Drop an unfinished sequence. If others wait for its prompt, the first of them will compute it instead."""
+        waiters = self.waiting_on_prefix.get(sequence.prompt_key, ())
+        if sequence.row is not None:
+            self.running = self.running[self.running != sequence.row]
+            self._vacate(sequence.row)
+        elif sequence in waiters:
+            waiters.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.release_waiters(sequence)
 
-        They are found once for as long as the same sequences run: blocks that come later are each one's own.
+    def preempt_all(self):
+        """Send all running sequences back to the front of the queue, the oldest first."""
+        self.waiting.extendleft([self._vacate(row) for row in self.running[::-1].tolist()])
+        self.running = np.zeros(0, np.int64)
+
+    def release_waiters(self, sequence):
+        """If `sequence` is a prefix leader, it is none any more, and those that waited for it come next."""
+        if sequence.is_prefix_leader:
+            self.waiting.extendleft(reversed(self.waiting_on_prefix.pop(sequence.prompt_key)))
+            sequence.is_prefix_leader = False
+
+    def _running_prefix_groups(self):
+        """The PrefixGroups of all running sequences.
+
+        The same for as long as the same sequences run: blocks that are allocated later are never shared.
         """
-        if self.grouped is not self.running:
-            contexts = self.table.num_computed[self.running] + 1
+        if self.grouped_running is not self.running:
+            context_lens = self.table.num_computed[self.running] + 1
             tables = self.table.block_tables[self.running]
-            self.groups = find_groups(tables, contexts, self.blocks.block_size, self.sharing)
-            self.grouped = self.running
-        return self.groups
+            self.prefix_groups = find_prefix_groups(tables, context_lens, self.blocks.block_size, self.sharing)
+            self.grouped_running = self.running
+        return self.prefix_groups
 
-    def _grow(self):
-        """Give each running sequence whose next token opens a block that block; True if that took a preemption."""
+    def _allocate_decode_blocks(self):
+        """Allocate a block for each running sequence whose next token begins one; True if that took a preemption."""
         table, preempted = self.table, False
         while True:
-            held = table.num_blocks[self.running]
-            rows = self.running[table.length[self.running] > held * self.blocks.block_size]
+            num_blocks = table.num_blocks[self.running]
+            rows = self.running[table.length[self.running] > num_blocks * self.blocks.block_size]
             if len(rows) <= self.blocks.num_free:
                 break
-            self._preempt()
+            self.waiting.appendleft(self._vacate(int(self.running[-1])))
+            self.running = self.running[:-1]
+            self.num_preemptions += 1
             preempted = True
         if len(rows):
             table.block_tables[rows, table.num_blocks[rows]] = self.blocks.allocate(len(rows))
             table.num_blocks[rows] += 1
         return preempted
 
-    def _preempt(self):
-        """Send the newest running sequence back to the front of the queue."""
-        self.waiting.appendleft(self._leave(int(self.running[-1])))
-        self.running = self.running[:-1]
-        self.num_preemptions += 1
+    def _wait_on_prefix(self):
+        """Set the first waiting sequence aside if another one is computing its prompt; whether it is so."""
+        sequence = self.waiting[0]
+        if sequence.is_prefix_leader or sequence.prompt_key not in self.waiting_on_prefix:
+            return False
+        self.waiting_on_prefix[sequence.prompt_key].append(self.waiting.popleft())
+        return True
 
     def _admit(self):
-        """Let the first waiting sequence run. Returns its row, -1 if it waits for its prompt, None without room."""
+        """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
         sequence, table, blocks = self.waiting[0], self.table, self.blocks
         size, length = blocks.block_size, len(sequence.token_ids)
-        # At least one token is computed, for the hidden row that the next is drawn from.
+        most = blocks_needed(sequence.length_limit, size)
+        if most > blocks.num_blocks:
+            raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
         num_full = (length - 1) // size if self.prefix_caching else 0
-        shares_prompt = num_full and length == len(sequence.prompt) and not sequence.leads
-        if shares_prompt and sequence.prompt_key in self.held:
-            self.held[sequence.prompt_key].append(self.waiting.popleft())
-            return -1
-        names = self._names(sequence.token_ids, num_full)
-        found = blocks.match(names, sequence.token_ids)
-        needed = -(-length // size) - len(found)
-        # A free block for each that runs, which will want one soon, keeps admission from causing preemption.
+        hashes = self._hashes(sequence.token_ids, num_full)
+        matched = blocks.match(hashes, sequence.token_ids)
+        needed = -(-length // size) - len(matched)
+        # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
         reserve = len(self.running)
-        if needed + blocks.num_unused(found) + reserve > blocks.num_free:
+        if needed + blocks.count_free(matched) + reserve > blocks.num_free:
             return None
         self.waiting.popleft()
-        blocks.take(found)
-        found += blocks.allocate(needed)
+        blocks.acquire(matched)
+        owned = matched + blocks.allocate(needed)
         row = self.free_rows.pop()
         table.put(row, sequence)
-        table.block_tables[row, : len(found)] = found
-        table.num_blocks[row] = len(found)
-        table.hashes[row, :num_full] = names
+        table.block_tables[row, : len(owned)] = owned
+        table.num_blocks[row] = len(owned)
+        table.hashes[row, :num_full] = hashes
         table.num_hashed[row] = num_full
-        table.num_computed[row] = (len(found) - needed) * size
+        table.num_computed[row] = len(matched) * size
         self.running = np.append(self.running, row)
-        # Once the whole prompt is in the cache there is nothing to wait for.
-        if shares_prompt and len(found) - needed < num_full:
-            sequence.leads = True
-            self.held[sequence.prompt_key] = []
+        # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
+        if len(matched) >= (len(sequence.prompt) - 1) // size or not self.prefix_caching:
+            self.release_waiters(sequence)
+        elif not sequence.is_prefix_leader:
+            sequence.is_prefix_leader = True
+            self.waiting_on_prefix[sequence.prompt_key] = []
         return row
 
-    def _names(self, token_ids, count):
+    def _hashes(self, token_ids, count):
         """The hashes of the first `count` full blocks of token_ids."""
-        size, names, parent = self.blocks.block_size, [], self.policy_version
-        words = token_ids[: count * size].astype(np.int64).reshape(count, size)
-        for block in words:
+        size, hashes, parent = self.blocks.block_size, [], self.policy_version
+        for block in token_ids[: count * size].astype(np.int64).reshape(count, size):
             parent = block_hash(parent, block)
-            names.append(parent)
-        return names
+            hashes.append(parent)
+        return hashes
 
     def _register(self, row):
-        """Name the blocks of a row that are full and computed."""
+        """Record the hashes of a row's blocks that are full and computed."""
         table, size = self.table, self.blocks.block_size
         full = int(table.num_computed[row]) // size
         token_ids = table.token_ids[row, : full * size].reshape(full, size)
@@ -261,15 +289,9 @@ class Scheduler:
             self.blocks.register(int(table.block_tables[row, i]), int(table.hashes[row, i]), token_ids[i])
         table.num_registered[row] = full
 
-    def _let_go(self, sequence):
-        """The prompt of `sequence` is computed: those that waited for it come next."""
-        if sequence.leads:
-            self.waiting.extendleft(reversed(self.held.pop(sequence.prompt_key)))
-            sequence.leads = False
-
-    def _leave(self, row):
-        """Take a sequence off its row and give its blocks back, the last first: a prefix is worth most."""
+    def _vacate(self, row):
+        """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""
         table = self.table
         self.blocks.release(table.block_tables[row, : table.num_blocks[row]].tolist()[::-1])
         self.free_rows.append(row)
-        return table.take(row)
+        return table.take(row, self.policy_version)

@@ -1,7 +1,7 @@
-"""What is asked for (SamplingParams), what runs (Sequence, SequenceTable), what comes back (RequestOutput).
+"""Requests (SamplingParams), their state inside the engine (Sequence, SequenceTable) and their results (Completion).
 
-The running sequences are rows of a table of NumPy arrays, so that scheduling, the arrays of a step and
-the bookkeeping after it are a few vectorised operations whatever the number of sequences.
+The running sequences are rows of a table of NumPy arrays, so that scheduling, the arrays of a step and the bookkeeping
+after it are a few vectorised operations whatever the number of sequences.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 from rlnumba.errors import ConfigError
 
-# Logits divided by less might overflow float32. vLLM takes what is below for 0.
+# Logits divided by less might overflow float32. vLLM treats lower temperatures as 0.
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -25,15 +25,15 @@ def _is_number(value):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn and when it ends; the names and defaults are vLLM's.
+    """How one request's tokens are sampled and when it ends; the names and defaults are vLLM's.
 
     temperature: logits are divided by it before everything else; 0 takes the largest, the lowest id on ties.
     min_p, top_k, top_p: filters in this order, ties at a boundary all kept; 0 (also None), 0 (also -1) and
     1 switch them off. repetition_penalty: positive logits of seen tokens are divided by it, others
     multiplied, before the temperature (Keskar et al. 2019).
-    max_tokens: drawn tokens at most. stop: strings that end a completion and are cut from its text.
+    max_tokens: sampled tokens at most. stop: strings that end a completion and are cut from its text.
     stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it.
-    seed, n: completion i of n draws its token at position p by (seed, prompt token ids, i, p) alone.
+    seed, n: the noise of completion i of n at position p depends on (seed, prompt token ids, i, p) alone.
     logprobs: whether the completions carry the log-probs of their tokens.
     Raises ConfigError naming the parameter and its value.
     """
@@ -52,19 +52,19 @@ class SamplingParams:
     logprobs: bool = True
 
     def __post_init__(self):
-        settle = object.__setattr__
+        set_field = object.__setattr__
         if self.min_p is None:
-            settle(self, "min_p", 0.0)
+            set_field(self, "min_p", 0.0)
         if isinstance(self.stop, str):
-            settle(self, "stop", (self.stop,))
+            set_field(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
-            settle(self, name, tuple(getattr(self, name) or ()))
+            set_field(self, name, tuple(getattr(self, name) or ()))
         if _is_int(self.top_k) and self.top_k == -1:
-            settle(self, "top_k", 0)
+            set_field(self, "top_k", 0)
 
         temperature = self.temperature
-        usable = _is_number(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)
-        self._require("temperature", usable, f"0, or a number >= {LOWEST_TEMPERATURE:g}")
+        valid = _is_number(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)
+        self._require("temperature", valid, f"0, or a number >= {LOWEST_TEMPERATURE:g}")
         self._require("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
         self._require("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer >= -1 (0 and -1: off)")
         self._require("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
@@ -79,55 +79,58 @@ class SamplingParams:
         self._require("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
         self._require("logprobs", isinstance(self.logprobs, bool), "true or false")
 
-    def _require(self, name, holds, expectation):
-        if not holds:
+    def _require(self, name, valid, expectation):
+        if not valid:
             raise ConfigError(f"sampling: {name} must be {expectation}, got {getattr(self, name)!r}")
 
 
 @dataclass
 class Completion:
-    """token_ids and their logprobs (of the distribution drawn from); finish_reason "stop" or "length".
+    """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
-    The token that stops a completion is the last of token_ids and not part of text.
+    logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length". The
+    token that stops a completion is the last of token_ids and not part of text.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     text: str = ""
+    policy_versions: list[int] = field(default_factory=list)
 
 
 @dataclass
 class RequestOutput:
-    """The n completions of one prompt, drawn under the weights of policy_version."""
+    """The n completions of one prompt."""
 
     prompt_token_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
-    policy_version: int = 0
 
 
 class Sequence:
-    """One completion on its way: what the scheduler moves between waiting, running and finished.
+    """One unfinished completion of a request, which the scheduler moves between waiting and running.
 
-    prompt: (P,) int32. length_limit: tokens, prompt included, at which it ends. stop_ids: the ids that end
-    it. key: (2,) uint32 noise key of its request. While it runs its tokens live in a row of the table;
-    token_ids and logprobs (of every position, 0 in the prompt) are filled in when it leaves.
+    prompt: (P,) int32; philox_key: (2,) uint32, of the request's noise; length_limit: tokens, prompt included, at which
+    it ends; stop_ids: ids that end it. While it runs its tokens are in row `row` of the table (None: it waits);
+    token_ids, logprobs (of every position, 0 in the prompt) and policy_versions (of sampled tokens) are up to date when
+    it leaves the row. is_prefix_leader: whether the sequences of the same prompt wait until it has computed the prompt.
     """
 
     __slots__ = (
-        "request", "index", "prompt", "prompt_key", "params", "key", "length_limit", "stop_ids",
-        "token_ids", "logprobs", "finish_reason", "leads",
+        "request_id", "index", "prompt", "prompt_key", "params", "philox_key", "length_limit", "stop_ids",
+        "token_ids", "logprobs", "policy_versions", "finish_reason", "is_prefix_leader", "row",
     )  # fmt: skip
 
-    def __init__(self, request, index, prompt, params, key, length_limit, stop_ids=(), prompt_key=None):
-        self.request, self.index = request, index
-        self.prompt, self.params, self.key = prompt, params, key
+    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), prompt_key=None):
+        self.request_id, self.index = request_id, index
+        self.prompt, self.params, self.philox_key = prompt, params, philox_key
         self.prompt_key = prompt.tobytes() if prompt_key is None else prompt_key
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt
         self.logprobs = np.zeros(len(prompt), np.float32)
-        self.finish_reason = None
-        self.leads = False
+        self.policy_versions = []
+        self.finish_reason = self.row = None
+        self.is_prefix_leader = False
 
     @property
     def completion_ids(self):
@@ -138,39 +141,27 @@ class Sequence:
         return self.logprobs[len(self.prompt) :]
 
 
-@dataclass
 class SequenceTable:
-    """The running sequences, a row each; R rows, of at most max_length tokens and W blocks.
+    """The running sequences, one a row: R = num_rows rows of max_length tokens, which grow with what is put into them.
 
-    token_ids, logprobs: (R, max_length). length: tokens there are; num_computed: those of them whose K and V
-    are in the cache. block_tables (R, W): blocks of the cache, num_blocks of them in use; hashes (R, W): of
-    the full ones, num_hashed of them known, num_registered of them told to the block manager. The rest: what
-    the sampler and the end of a sequence need.
+    token_ids, logprobs: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K and V are in
+    the cache. block_tables (R, W): its num_blocks blocks of the cache; hashes (R, W): of its full blocks, num_hashed of
+    them computed, num_registered of them in the block manager. sequences (R,): Sequence or None. The rest: what the
+    sampler and the end of a sequence need.
     """
 
-    rows: int
-    max_length: int
-    block_size: int
-    stop_width: int = 0
-
-    token_ids: np.ndarray = field(init=False)
-    logprobs: np.ndarray = field(init=False)
-    block_tables: np.ndarray = field(init=False)
-    hashes: np.ndarray = field(init=False)
-    stop_ids: np.ndarray = field(init=False)
-    keys: np.ndarray = field(init=False)
-    sequences: list = field(init=False)
-
-    def __post_init__(self):
-        R, width = self.rows, -(-self.max_length // self.block_size)
-        # Not zeroed: pages that no sequence reaches are then never touched.
-        self.token_ids = np.empty((R, self.max_length), np.int32)
-        self.logprobs = np.empty((R, self.max_length), np.float32)
+    def __init__(self, num_rows, block_size, max_length=0):
+        R = num_rows
+        self.num_rows, self.block_size, self.max_length = R, block_size, max_length
+        width = -(-max_length // block_size)
+        # Not zeroed: the pages of positions that no sequence reaches take no physical memory.
+        self.token_ids = np.empty((R, max_length), np.int32)
+        self.logprobs = np.empty((R, max_length), np.float32)
         self.block_tables = np.zeros((R, width), np.int32)
         self.hashes = np.zeros((R, width), np.uint64)
-        self.stop_ids = np.full((R, self.stop_width), -1, np.int32)
-        self.keys = np.zeros((R, 2), np.uint32)
-        self.sequences = [None] * R
+        self.stop_ids = np.full((R, 0), -1, np.int32)
+        self.philox_key = np.zeros((R, 2), np.uint32)
+        self.sequences = np.full(R, None)
         counters = "prompt_length length length_limit num_computed num_blocks num_hashed num_registered"
         for name in counters.split():
             setattr(self, name, np.zeros(R, np.int64))
@@ -180,15 +171,31 @@ class SequenceTable:
             setattr(self, name, np.zeros(R, np.float32))
         self.has_stop_strings = np.zeros(R, bool)
 
+    def _reserve(self, length, num_stop_ids):
+        """Widen the arrays to hold rows of `length` tokens and num_stop_ids stop ids."""
+        if length > self.max_length:
+            old = self.token_ids, self.logprobs, self.block_tables, self.hashes
+            # At least twice as long, so that requests of rising lengths copy the table a few times only.
+            wide = SequenceTable(self.num_rows, self.block_size, max(length, 2 * self.max_length))
+            new = wide.token_ids, wide.logprobs, wide.block_tables, wide.hashes
+            for old_array, new_array in zip(old, new, strict=True):
+                new_array[:, : old_array.shape[1]] = old_array
+            self.max_length = wide.max_length
+            self.token_ids, self.logprobs, self.block_tables, self.hashes = new
+        if num_stop_ids > self.stop_ids.shape[1]:
+            added = np.full((self.num_rows, num_stop_ids - self.stop_ids.shape[1]), -1, np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, added], axis=1)
+
     def put(self, row, sequence):
-        """Give a sequence a row; nothing of it is computed yet."""
+        """Write a sequence to a row; none of its tokens is computed yet."""
         params, length = sequence.params, len(sequence.token_ids)
-        self.sequences[row] = sequence
+        self._reserve(sequence.length_limit, len(sequence.stop_ids))
+        self.sequences[row], sequence.row = sequence, row
         self.token_ids[row, :length] = sequence.token_ids
         self.logprobs[row, :length] = sequence.logprobs
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
-        self.keys[row] = sequence.key
+        self.philox_key[row] = sequence.philox_key
         self.prompt_length[row] = len(sequence.prompt)
         self.length[row] = length
         self.length_limit[row] = sequence.length_limit
@@ -201,10 +208,11 @@ class SequenceTable:
         self.repetition_penalty[row] = params.repetition_penalty
         self.has_stop_strings[row] = bool(params.stop)
 
-    def take(self, row):
-        """Clear a row and return its sequence with the tokens it has by now."""
-        sequence, length = self.sequences[row], self.length[row]
+    def take(self, row, policy_version):
+        """Clear a row and return its sequence with its tokens; those new since `put` have this policy version."""
+        sequence, length = self.sequences[row], int(self.length[row])
+        sequence.policy_versions += [policy_version] * (length - len(sequence.token_ids))
         sequence.token_ids = self.token_ids[row, :length].copy()
         sequence.logprobs = self.logprobs[row, :length].copy()
-        self.sequences[row] = None
+        self.sequences[row] = sequence.row = None
         return sequence

@@ -1,8 +1,8 @@
 """The shape of a model, read from a Hugging Face folder's config.json and generation_config.json.
 
 Three model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
-(bias on q, k and v) and llama (which SmolLM2 and TinyStories models also call themselves). A key that asks for
-something this transformer does not compute is refused by name; it is never ignored.
+(bias on q, k and v) and llama (also the model_type of SmolLM2 and TinyStories models). A key for something that this
+transformer does not compute raises an error that names it; it is never ignored.
 """
 
 import json
@@ -32,7 +32,7 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the transformer needs to know; field names are those of config.json where it has them.
+    """The shape and options of a transformer; field names are those of config.json where it has them.
 
     attention_bias: a bias on the q, k, v projections; o_bias: one on the attention's output projection.
     rope_scaling: None, or how the rotary frequencies are stretched. dtype: that of the checkpoint's tensors.
@@ -243,7 +243,7 @@ def _refuse_unsupported(raw, model_type, source):
     if model_type == "llama":
         slides = raw.get("sliding_window") is not None
     else:
-        # Qwen layers below max_window_layers see everything; released checkpoints carry an unused window.
+        # Qwen layers below max_window_layers attend to everything; released checkpoints carry an unused window.
         slides = _get(raw, "use_sliding_window", bool, source, False) and raw.get("sliding_window", 4096) is not None
         slides = slides and not raw.get("layer_types")
         full = _get(raw, "max_window_layers", int, source, 28)
@@ -283,7 +283,7 @@ def _rope(raw, source):
 
 
 def _scaling_dict(scaling):
-    """What config.json says of a RopeScaling: its type, and the values that are not the type's defaults."""
+    """A RopeScaling as in config.json: its type, and the values that are not the type's defaults."""
     values = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
     defaults = {field.name: field.default for field in fields(scaling)}
     return {name: value for name, value in values.items() if value != defaults[name]}

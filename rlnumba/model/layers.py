@@ -3,9 +3,9 @@
     h = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
     y = h + down_proj(silu(gate) * up),               gate | up = gate_up_proj(rmsnorm(h))
 
-The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the product before it.
-A block's forward returns what its backward needs, as a tuple; nobody looks inside but the backward below it.
-Backwards turn the gradient of a block's output into that of its input in place: `dx` comes in as dy.
+The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it.
+A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks.
+A backward overwrites the gradient of a block's output with that of its input: `dx` is dy on entry.
 Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
 """
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.kernels.attention.backward import attention_backward
-from rlnumba.kernels.attention.ops import attention
+from rlnumba.kernels.attention.ops import attention, attention_backward
 from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight, linear_swiglu
 from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
@@ -26,7 +25,7 @@ F32 = np.dtype(np.float32)
 
 
 class HeapAllocator:
-    """Stands where no arena is given: plain arrays, freed when nobody holds them."""
+    """The allocator where no arena is given: plain arrays, freed with their last reference."""
 
     def empty(self, shape, dtype):
         return device.xp().empty(shape, dtype)
@@ -36,21 +35,24 @@ class HeapAllocator:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What every layer of one forward shares. rope: (cos, sin) tables; memory: an Arena or HeapAllocator."""
+class ForwardContext:
+    """What the layers of one forward share: `ctx` below.
+
+    rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator.
+    """
 
     config: object
     position_ids: object
     rope: tuple
-    attend: object
+    attention: object
     memory: object
 
 
 class PackedAttention:
-    """Causal attention inside each of the packed sequences: the `attend` of training and scoring.
+    """Causal attention within each packed sequence: the attention backend of training and scoring.
 
-    cu_seqlens: (B + 1,) int32; max_seqlen: the longest sequence; scale: 1 / sqrt(head_dim); memory: where the
-    log-sum-exps that the backward reads are kept, an Arena (inside its scope) or None.
+    cu_seqlens: (B + 1,) int32; max_seqlen: the longest sequence; scale: 1 / sqrt(head_dim); memory: an Arena (inside
+    its scope) or None, for the log-sum-exps that the backward reads.
     """
 
     def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
@@ -60,15 +62,15 @@ class PackedAttention:
         self.memory = memory or HeapAllocator()
         self.lse = {}
 
-    def split(self, layer, qkv, w, step, q):
-        """qkv (N, (H + 2 HK) E) -> q (N, H, E), written in place, and (k, v, rstd), for forward and the backward.
+    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
+        """Write q (N, H, E) from qkv (N, (H + 2 HK) E); return (k, v, rstd) for `forward` and the backward.
 
-        k, v (N, HK, E): normalised and rotated as q; rstd (N, H + HK) float32: of the heads' norms, if there are any.
+        k, v (N, HK, E), k normalised and rotated as q is; rstd (N, H + HK) float32 of the heads' norms, if any.
         """
         N, H, E = q.shape
-        HK, empty = step.config.num_key_value_heads, step.memory.empty
+        HK, empty = ctx.config.num_key_value_heads, ctx.memory.empty
         k, v, rstd = empty((N, HK, E), q.dtype), empty((N, HK, E), q.dtype), empty((N, H + HK), F32)
-        qkv_split(qkv, w.q_norm, w.k_norm, step.config.rms_norm_eps, *step.rope, step.position_ids, q, k, v, rstd)
+        qkv_split(qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids, q, k, v, rstd)
         return k, v, rstd
 
     def forward(self, layer, q, k, v, out):
@@ -83,12 +85,12 @@ class PackedAttention:
         )
 
 
-def attention_block(layer, x, w, step, h):
+def attention_block(layer, x, w, ctx, h):
     """h = x + o_proj(attention(...rmsnorm(x)...)).
 
-    layer: index, for attend; x, h: (N, D); w: LayerWeights. Writes h; returns what the backward needs.
+    layer: its index; x, h: (N, D); w: LayerWeights. Writes h; returns what the backward reads.
     """
-    config, empty = step.config, step.memory.empty
+    config, empty = ctx.config, ctx.memory.empty
     N, D = x.shape
     H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     normed, rstd = empty((N, D), x.dtype), empty((N,), F32)
@@ -96,17 +98,17 @@ def attention_block(layer, x, w, step, h):
     qkv = empty((N, (H + 2 * HK) * E), x.dtype)
     linear(normed, w.qkv, qkv, bias=w.qkv_bias)
     q = empty((N, H, E), x.dtype)
-    k, v, head_rstd = step.attend.split(layer, qkv, w, step, q)
+    k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
     attended = empty((N, H, E), x.dtype)
-    step.attend.forward(layer, q, k, v, attended)
+    ctx.attention.forward(layer, q, k, v, attended)
     linear(attended.reshape(N, H * E), w.o, h, bias=w.o_bias, residual=x)
     return x, normed, rstd, qkv, q, k, v, head_rstd, attended
 
 
-def attention_block_backward(layer, dx, w, grads, step, saved):
+def attention_block_backward(layer, dx, w, grads, ctx, saved):
     """dx: (N, D), the gradient of h on entry and of x on return. Adds to grads, the layer's LayerWeights."""
     x, normed, rstd, qkv, q, k, v, head_rstd, attended = saved
-    empty = step.memory.empty
+    empty = ctx.memory.empty
     flat = attended.reshape(x.shape[0], -1)
     linear_backward_weight(dx, flat, grads.o)
     if w.o_bias is not None:
@@ -114,11 +116,11 @@ def attention_block_backward(layer, dx, w, grads, step, saved):
     dattended = empty(attended.shape, x.dtype)
     linear_backward_input(dx, w.o, dattended.reshape(flat.shape))
     dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
-    step.attend.backward(layer, dattended, q, k, v, attended, dq, dk, dv)
+    ctx.attention.backward(layer, dattended, q, k, v, attended, dq, dk, dv)
     dqkv = empty(qkv.shape, x.dtype)
-    cos, sin = step.rope
+    cos, sin = ctx.rope
     qkv_split_backward(
-        dq, dk, dv, qkv, w.q_norm, w.k_norm, cos, sin, step.position_ids, head_rstd, dqkv, grads.q_norm, grads.k_norm
+        dq, dk, dv, qkv, w.q_norm, w.k_norm, cos, sin, ctx.position_ids, head_rstd, dqkv, grads.q_norm, grads.k_norm
     )
     linear_backward_weight(dqkv, normed, grads.qkv)
     if w.qkv_bias is not None:
@@ -128,10 +130,10 @@ def attention_block_backward(layer, dx, w, grads, step, saved):
     rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
 
 
-def mlp_block(h, w, step, y):
-    """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (a recomputation for the
-    backward, which does not read y); returns what the backward needs."""
-    config, empty = step.config, step.memory.empty
+def mlp_block(h, w, ctx, y):
+    """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (recomputation for the backward,
+    which does not read y); returns what the backward reads."""
+    config, empty = ctx.config, ctx.memory.empty
     N, D = h.shape
     F = config.intermediate_size
     normed, rstd = empty((N, D), h.dtype), empty((N,), F32)
@@ -147,10 +149,10 @@ def mlp_block(h, w, step, y):
     return h, normed, rstd, gate_up, activated
 
 
-def mlp_block_backward(dx, w, grads, step, saved):
+def mlp_block_backward(dx, w, grads, ctx, saved):
     """dx: (N, D), the gradient of y on entry and of h on return. Adds to grads, the layer's LayerWeights."""
     h, normed, rstd, gate_up, activated = saved
-    empty = step.memory.empty
+    empty = ctx.memory.empty
     linear_backward_weight(dx, activated, grads.down)
     if w.down_bias is not None:
         bias_backward(dx, grads.down_bias)

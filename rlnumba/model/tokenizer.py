@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat templates, from the files of a Hugging Face folder.
 
-tokenizer.json rules: whatever model_type says, ids are what it gives. Chat templates run in jinja2's sandbox with
-the settings, filters and globals of transformers' `apply_chat_template`, so the same messages give the same ids.
+The ids are those of tokenizer.json, whatever model_type is. Chat templates run in jinja2's sandbox with
+the settings, filters and globals of transformers' `apply_chat_template`, so equal messages have equal ids.
 Source: transformers 5, utils/chat_template_utils.py and tokenization_utils_base.py.
 """
 
@@ -39,7 +39,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # Names under which datasets carry a message's reasoning; templates read the first, gpt-oss's the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
-# transformers' clean_up_tokenization, for tokenizers that ask for it (never BPE: it would eat real spaces).
+# transformers' clean_up_tokenization, for tokenizers that set it (never BPE, where it would remove real spaces).
 CLEAN_UP = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
     (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
@@ -57,7 +57,7 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.exists():
             raise UserError(f"{self.folder}: no tokenizer.json")
-        # Read as JSON first, which says where a damaged file breaks off.
+        # Read as JSON first, for an error with the position of the damage.
         if not isinstance(read_json(path).get("model"), dict):
             raise UserError(f"{path}: no tokenizer in it (key 'model' is missing)")
         try:
@@ -98,7 +98,7 @@ class Tokenizer:
         return found
 
     def _add_tokens(self, settings):
-        """Tokens that only tokenizer_config.json knows, and those that it calls special."""
+        """Add the tokens that only tokenizer_config.json has, and mark as special those that are special there."""
         added = settings.get("added_tokens_decoder") or {}
         try:
             for _, token in sorted(added.items(), key=lambda item: int(item[0])):
@@ -200,11 +200,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def assistant_mask(self, messages, tools=None, **variables):
-        """1 where the assistant speaks, 0 elsewhere, for each id of apply_chat_template(messages): list of int.
+        """1 for the assistant's tokens, 0 elsewhere, for each id of apply_chat_template(messages): list of int.
 
         Marked by the template's {% generation %} blocks where it has them. Without, a turn begins where the
         template's generation prompt before it ends, and goes up to its end-of-sequence token, which is included.
-        Raises UserError where earlier turns change with later ones, so that no such place exists.
+        Raises UserError where earlier turns change with later ones, so that a turn has no fixed span.
         """
         text, spans = self._render(messages, False, tools, variables, track=True)
         if not self._marks_generation(tools):
@@ -305,7 +305,7 @@ def _message(message):
 
 
 class GenerationBlocks(Extension):
-    """{% generation %} ... {% endgeneration %}: renders its body, and notes where it stands while `spans` is set."""
+    """{% generation %} ... {% endgeneration %}: renders its body, and records its span while `spans` is set."""
 
     tags = {"generation"}
     rendered = None
@@ -314,9 +314,9 @@ class GenerationBlocks(Extension):
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
 
-    def _note(self, caller):
+    def _record(self, caller):
         text = caller()
         if self.spans is not None:
             start = len("".join(self.rendered))

@@ -1,10 +1,10 @@
-"""One decoder-only transformer for training, scoring, prefill and decode; what differs is `attend`.
+"""One decoder-only transformer for training, scoring, prefill and decode, which differ in the attention backend.
 
     token ids -> embedding -> L x (attention block, mlp block) -> rmsnorm -> hidden states (N, D)
 
-Everything is N packed tokens: sequences lie end to end, position ids restart. There is no autograd: `backward`
-walks the tape that `forward` wrote, or, with recompute, only each layer's input and runs the layer again.
-Log-probs come from the hidden states by kernels/logprob/ops.py; logits of all tokens never exist.
+Everything is N packed tokens: sequences end to end, position ids restart. There is no autograd: `backward`
+reads the tape that `forward` wrote in reverse; with recompute the tape has each layer's input alone, and the layer
+runs again. Log-probs come from the hidden states (model/heads.py); the logits of all tokens never exist at once.
 """
 
 import re
@@ -21,7 +21,7 @@ from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model import layers
 from rlnumba.model.config import ModelConfig, read_json
-from rlnumba.model.layers import HeapAllocator, PackedAttention, Step
+from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
 from rlnumba.model.weights import load_weights, save_weights, write_json
 from rlnumba.runtime import device
 
@@ -34,9 +34,9 @@ class Tape:
 
     recompute: bool = False
     layers: list = field(default_factory=list)
-    step: Step | None = None
+    ctx: ForwardContext | None = None
     input_ids: object = None
-    listed: object = None
+    token_list: object = None
     last: tuple = ()
 
 
@@ -59,18 +59,17 @@ class Transformer:
         """The (V, D) output projection; the embedding itself if tied."""
         return self.weights.lm_head
 
-    def forward(self, input_ids, position_ids, attend, tape=None, arena=None):
+    def forward(self, input_ids, position_ids, attention, tape=None, arena=None):
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
-        max_position_embeddings (not checked here). attend: split(layer, qkv, w, step, q), which returns
-        (k, v, rstd), and forward(layer, q, k, v, out), as PackedAttention; for training also
-        backward(layer, dout, q, k, v, out, dq, dk, dv). tape: a fresh Tape to be able to call backward.
-        arena: activations come from it and live as long as the scope around this call; without a tape only the
-        result does, and layers share their buffers.
+        max_position_embeddings (not checked here). attention: the attention backend, with PackedAttention's
+        qkv_norm_rope, forward and, for training, backward. tape: a new Tape, if backward is to be called.
+        arena: activations come from it and are valid in the scope around this call; without a tape only the
+        result is, and layers share their buffers.
         """
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
-        step = Step(config, position_ids, self.rope, attend, memory)
+        ctx = ForwardContext(config, position_ids, self.rope, attention, memory)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:
@@ -79,13 +78,13 @@ class Transformer:
                 embedding(input_ids, weights.embed_tokens, x)
                 for index, w in enumerate(weights.layers):
                     with memory.scope():
-                        layers.attention_block(index, x, w, step, h)
+                        layers.attention_block(index, x, w, ctx, h)
                     with memory.scope():
-                        layers.mlp_block(h, w, step, x)
+                        layers.mlp_block(h, w, ctx, x)
                 rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
             return hidden
-        tape.step, tape.input_ids = step, input_ids
-        tape.listed = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
+        tape.ctx, tape.input_ids = ctx, input_ids
+        tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
         embedding(input_ids, weights.embed_tokens, x)
         for index, w in enumerate(weights.layers):
@@ -94,25 +93,25 @@ class Transformer:
                 tape.layers.append(x)
                 with memory.scope():
                     h = memory.empty((N, D), self.dtype)
-                    layers.attention_block(index, x, w, step, h)
-                    layers.mlp_block(h, w, step, y)
+                    layers.attention_block(index, x, w, ctx, h)
+                    layers.mlp_block(h, w, ctx, y)
             else:
                 h = memory.empty((N, D), self.dtype)
-                attention = layers.attention_block(index, x, w, step, h)
-                tape.layers.append((attention, layers.mlp_block(h, w, step, y)))
+                saved = layers.attention_block(index, x, w, ctx, h)
+                tape.layers.append((saved, layers.mlp_block(h, w, ctx, y)))
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
         return hidden
 
     def backward(self, dhidden, tape, grads):
-        """Add the gradients of all parameters but lm_head's own (linear_logp_backward's part) to `grads`.
+        """Add the gradients of all parameters to `grads`, but for what the head adds (model/heads.py).
 
-        dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, used up here;
-        grads: Weights of float32 (weights.grads()). Activations' gradients come from forward's arena and go back.
+        dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, emptied here; grads:
+        float32 Weights (weights.grads()). Gradients of activations come from forward's arena, in a scope of their own.
         """
-        config, weights, step = self.config, self.weights, tape.step
-        memory = step.memory
+        config, weights, ctx = self.config, self.weights, tape.ctx
+        memory = ctx.memory
         with memory.scope():
             x, rstd = tape.last
             dx = memory.empty(x.shape, self.dtype)
@@ -122,16 +121,16 @@ class Transformer:
                 with memory.scope():
                     if tape.recompute:
                         h = memory.empty(x.shape, self.dtype)
-                        attention = layers.attention_block(index, saved, w, step, h)
-                        saved = attention, layers.mlp_block(h, w, step, None)
+                        attention = layers.attention_block(index, saved, w, ctx, h)
+                        saved = attention, layers.mlp_block(h, w, ctx, None)
                     attention, mlp = saved
                     with memory.scope():
-                        layers.mlp_block_backward(dx, w, g, step, mlp)
+                        layers.mlp_block_backward(dx, w, g, ctx, mlp)
                     with memory.scope():
-                        layers.attention_block_backward(index, dx, w, g, step, attention)
-            # As in transformers: a padding token that stands in a text is read, and its embedding is not trained.
-            embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.listed)
-        tape.last, tape.listed = (), None
+                        layers.attention_block_backward(index, dx, w, g, ctx, attention)
+            # As in transformers: a padding token inside a text has its embedding, which is not trained.
+            embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.token_list)
+        tape.last, tape.token_list = (), None
 
 
 @dataclass(frozen=True)
@@ -149,29 +148,36 @@ class Batch:
     lengths: list[int]
 
 
+def packed_positions(lengths):
+    """(position_ids (N,), cu_seqlens (B + 1,)) int32 on the host, of sequences of these lengths laid end to end."""
+    if 0 in lengths:
+        raise ValueError(f"pack: sequence {list(lengths).index(0)} is empty")
+    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    return np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths), cu_seqlens
+
+
 def pack(sequences):
     """A Batch of token id lists, end to end in the order given. ValueError for an empty sequence."""
     lengths = [len(ids) for ids in sequences]
-    if 0 in lengths:
-        raise ValueError(f"pack: sequence {lengths.index(0)} is empty")
-    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
-    input_ids = np.empty(cu_seqlens[-1], np.int32)
-    for ids, start in zip(sequences, cu_seqlens[:-1], strict=True):
-        input_ids[start : start + len(ids)] = ids
-    starts = np.repeat(cu_seqlens[:-1], lengths)
-    position_ids = np.arange(len(input_ids), dtype=np.int32) - starts
+    position_ids, cu_seqlens = packed_positions(lengths)
+    input_ids = np.concatenate([np.asarray(ids, np.int32) for ids in sequences] or [np.empty(0, np.int32)])
     targets = np.append(input_ids[1:], np.int32(IGNORED))[: len(input_ids)]
     targets[cu_seqlens[1:] - 1] = IGNORED
     arrays = (device.asarray(array) for array in (input_ids, position_ids, cu_seqlens, targets))
     return Batch(*arrays, max_seqlen=max(lengths, default=0), lengths=lengths)
 
 
+def packed_attention(model, batch, arena=None):
+    """The attention backend of training and scoring for a batch with cu_seqlens and max_seqlen."""
+    return PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale, arena)
+
+
 class Score(NamedTuple):
-    """What the model thinks of packed tokens, (N,) each, on the device.
+    """The model's log-probs of packed tokens and what belongs to them, (N,) each, on the device.
 
     Entry n is about token n given those before it: logprobs float32 (0 at sequence starts), entropy float32 of
-    the distribution it was drawn from (0 there), top1 int32, the likeliest id in its place (-1 there).
+    the distribution it was drawn from (0 there), top1 int32, the likeliest id there (-1 at sequence starts).
     """
 
     logprobs: object
@@ -200,9 +206,9 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
             count, tokens = count + 1, tokens + length
         end = start + tokens
         cu_seqlens = batch.cu_seqlens[first : first + count + 1] - np.int32(start)
-        attend = PackedAttention(cu_seqlens, max(batch.lengths[first : first + count]), model.config.scale, arena)
+        attention = PackedAttention(cu_seqlens, max(batch.lengths[first : first + count]), model.config.scale, arena)
         with memory.scope():
-            hidden = model.forward(batch.input_ids[start:end], batch.position_ids[start:end], attend, arena=arena)
+            hidden = model.forward(batch.input_ids[start:end], batch.position_ids[start:end], attention, arena=arena)
             logprobs, lse, entropy = (memory.empty((tokens,), F32) for _ in range(3))
             top1 = memory.empty((tokens,), np.int32)
             targets = batch.targets[start:end]
@@ -215,13 +221,13 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
 
 
 def check_finite(logprobs):
-    """Raises UserError if a log-prob, of a NumPy array, is not a number that the model can have meant."""
+    """Raise UserError if a log-prob in a NumPy array is not finite."""
     if not np.isfinite(logprobs).all():
         raise UserError("the model's log-probs are not finite: its weights hold NaN, or values too large for the dtype")
 
 
 def find_model(path_or_hub_id):
-    """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if need be.
+    """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if it is not cached.
 
     Raises UserError if it is neither, or cannot be downloaded.
     """
@@ -238,9 +244,9 @@ def find_model(path_or_hub_id):
         raise UserError(
             f"{name}: no such folder; to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
         ) from None
-    wanted = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{name}: no such folder, and not to be had from the Hugging Face hub: {reason}") from None
@@ -249,17 +255,17 @@ def find_model(path_or_hub_id):
 def load_model(path_or_hub_id, dtype=None):
     """A Transformer from a Hugging Face folder or hub id.
 
-    dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the numpy device, which
+    dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
     has no other (ConfigError). Raises UserError naming the file, key or tensor at fault.
     """
     folder = find_model(path_or_hub_id)
     config = ModelConfig.from_folder(folder)
-    on_numpy = device.name() == "cpu"
-    if on_numpy and dtype not in (None, "float32"):
-        raise ConfigError(f"dtype {dtype}: the numpy device computes in float32 only")
+    on_cpu = device.name() == "cpu"
+    if on_cpu and dtype not in (None, "float32"):
+        raise ConfigError(f"dtype {dtype}: the cpu device computes in float32 only")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
-    weights = load_weights(folder, config, dtype or ("float32" if on_numpy else config.dtype))
+    weights = load_weights(folder, config, dtype or ("float32" if on_cpu else config.dtype))
     return Transformer(config, weights, generation_config)
 
 

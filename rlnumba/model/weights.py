@@ -1,10 +1,10 @@
-"""A model's parameters in one flat buffer, and their way in and out of Hugging Face folders.
+"""A model's parameters in one flat buffer, read from and written to Hugging Face folders.
 
     flat   | embedding, the matrices of every layer, lm_head if untied | biases and norm weights |
                                                               decay_end ^
 Every parameter is a view of the buffer, its first element on a 512-byte boundary in float32 (256 in 16 bits), so
-that one AdamW launch, one norm and one copy serve all of them. Matrices that read the same input are fused: qkv
-holds the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
+that one AdamW launch, one norm and one copy do for all of them. Matrices that read the same input are fused: qkv
+has the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
 """
 
 import functools
@@ -38,7 +38,7 @@ DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One view of the flat buffer: where it lies, and which tensors of a checkpoint, in order, are its rows."""
+    """One view of the flat buffer: its offset, and which tensors of a checkpoint, in order, are its rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -166,7 +166,7 @@ def _assign(view, values):
 def load_weights(folder, config, dtype=None):
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
-    Names, shapes and dtypes are checked before the memory is taken, and tensors travel one at a time. Raises
+    Names, shapes and dtypes are checked before memory is allocated; tensors are copied one at a time. Raises
     UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
     or dtype than it should be, with the names.
     """
@@ -179,17 +179,17 @@ def load_weights(folder, config, dtype=None):
             expected[source] = (rows, *p.shape[1:])
     if config.tie_word_embeddings and "lm_head.weight" in files:
         _drop_tied_head(files)
-    # Rotary frequencies that old checkpoints carry as a buffer; the config says the same.
+    # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
     found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
     problems = []
     if missing := [name for name in expected if name not in found]:
-        problems.append(f"missing tensors: {_some(missing)}")
+        problems.append(f"missing tensors: {_listed(missing)}")
     if extra := sorted(found - expected.keys()):
-        problems.append(f"tensors that {config.model_type} does not have: {_some(extra)}")
+        problems.append(f"tensors that {config.model_type} does not have: {_listed(extra)}")
     shapes = {name: files[name].shape for name in expected if name in found}
     wrong = [f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
     if wrong:
-        problems.append(f"wrong shapes: {_some(wrong)}")
+        problems.append(f"wrong shapes: {_listed(wrong)}")
     if problems:
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
@@ -243,7 +243,7 @@ def _drop_tied_head(files):
     del files[head]
 
 
-def _some(items, limit=16):
+def _listed(items, limit=16):
     """The first few of a list, and how many more there are."""
     shown = ", ".join(str(item) for item in items[:limit])
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
@@ -258,17 +258,17 @@ def save_weights(weights, folder, dtype=None):
     """
     folder = Path(folder)
     target = device.dtype(dtype) if dtype else weights.dtype
-    shards, room = [{}], SHARD_BYTES
+    shards, bytes_left = [{}], SHARD_BYTES
     for p in weights.parameters:
         start = 0
         for source, rows in p.rows:
             view = weights[p.name][start : start + rows]
             start += rows
-            if view.size * target.itemsize > room and shards[-1]:
+            if view.size * target.itemsize > bytes_left and shards[-1]:
                 shards.append({})
-                room = SHARD_BYTES
+                bytes_left = SHARD_BYTES
             shards[-1][source] = view
-            room -= view.size * target.itemsize
+            bytes_left -= view.size * target.itemsize
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -287,7 +287,7 @@ def save_weights(weights, folder, dtype=None):
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a safetensors file: what the header says, and read(), its values in an array of their own."""
+    """One tensor of a safetensors file: its header, and read(), which returns its values in a new array."""
 
     path: Path
     shape: tuple[int, ...]
@@ -296,14 +296,14 @@ class Stored:
 
 
 def open_tensors(path):
-    """{name: Stored} of a safetensors file, which stays mapped while one of them is held.
+    """{name: Stored} of a safetensors file, which stays mapped while one of them is referenced.
 
     The library checks the whole layout against the file's length here. Raises UserError naming the file and what
     is wrong with it.
     """
     path = Path(path)
     try:
-        # safe_open calls every file that cannot be opened a missing one.
+        # safe_open reports every file that cannot be opened as missing.
         open(path, "rb").close()
         file = safe_open(path, framework="numpy")
         found = {}
@@ -326,12 +326,12 @@ def write_tensors(path, arrays, metadata=None):
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    # The library makes its files readable by their owner alone; this one is to have the mode of any other.
+    # The library makes its files readable by their owner alone; this one gets the umask's mode.
     partial.unlink(missing_ok=True)
     partial.touch()
     mode = partial.stat().st_mode
     try:
-        # It takes an array's memory as it lies, so that must be in C order.
+        # It writes the array's memory as it is, so that must be in C order.
         save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata)
     except SafetensorError as error:
         partial.unlink(missing_ok=True)

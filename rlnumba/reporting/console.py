@@ -3,7 +3,7 @@
 import sys
 import time
 
-# What the console shows of the metrics, in this order.
+# Metrics on the console, with their labels, in this order.
 SHOWN = {
     "loss": "loss",
     "reward": "reward",
@@ -30,7 +30,7 @@ def _clock(seconds):
 
 
 class LineConsole:
-    """A line every logging_steps steps, for logs and pipes."""
+    """A line every logging_steps steps, for log files and pipes."""
 
     def __init__(self, total_steps, start_step, logging_steps):
         self.total_steps, self.start_step, self.logging_steps = total_steps, start_step, logging_steps
@@ -54,7 +54,7 @@ class LineConsole:
 
 
 class LiveConsole:
-    """One line that changes: bar, steps, time left, metrics, and what is going on."""
+    """One line that is rewritten: bar, steps, time left, metrics, current phase."""
 
     def __init__(self, total_steps, start_step, logging_steps):
         from rich.console import Console
@@ -80,7 +80,7 @@ class LiveConsole:
 
 
 def completions_text(rows):
-    """Completions as people read them: str."""
+    """Completions formatted for the console: str."""
     parts = []
     for row in rows:
         prompt = row["prompt"]

@@ -27,13 +27,13 @@ def make_folder(path):
 
 @contextlib.contextmanager
 def replacing(path):
-    """A text file that takes the place of `path` when the block ends well, and leaves nothing when it does not.
+    """A text file that replaces `path` when the block ends without an error, and is removed otherwise.
 
-    Of a symbolic link, what it points to is replaced. Raises UserError naming the path if it cannot be written.
+    Of a symbolic link, the target is replaced. Raises UserError naming the path if it cannot be written.
     """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
-        # A device or a pipe, such as /dev/null, is written to, not replaced.
+        # A device or a pipe, such as /dev/null, is written to instead.
         try:
             with open(path, "w", encoding="utf-8") as file:
                 yield file
@@ -75,8 +75,8 @@ LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u
 
 
 def as_json(value):
-    """A value as JSON has it: NumPy scalars and arrays become numbers and lists, what is not finite becomes None, and
-    what JSON has no word for its str."""
+    """A value that JSON can represent: NumPy scalars and arrays become numbers and lists, numbers that are not finite
+    None, objects of other types their str."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):
@@ -95,7 +95,7 @@ def to_line(row):
 
 
 def cut_back(path, step):
-    """Removes from a JSONL file the lines of later steps and a torn last one; a file that is not there is no error."""
+    """Removes from a JSONL file the lines after `step` and an incomplete last one; a missing file is no error."""
     path = Path(path)
     if not path.exists():
         return
@@ -110,7 +110,7 @@ def cut_back(path, step):
 
 
 def read_metrics(run_dir):
-    """The lines of run_dir/metrics.jsonl: list of dicts. A torn last line is left out.
+    """The lines of run_dir/metrics.jsonl: list of dicts. An incomplete last line is skipped.
 
     Raises UserError if there is no such file, or a line of it is not a JSON object with a step.
     """

@@ -22,10 +22,10 @@ SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
 
 
 class MetricsWriter:
-    """Takes the metrics and completions of a run, step by step; a context manager.
+    """Writes the metrics and completions of a run, step by step; a context manager.
 
     output_dir: the run's folder. total_steps: optimizer steps of the whole run. start_step: steps already done, 0 or
-    the checkpoint's: files are cut back to it. logging_steps: steps between two lines on a console that is not live.
+    the checkpoint's: files are truncated to it. logging_steps: steps between two lines on a console that is not live.
     log_completions: whether to print completions (num_to_print of them, None: all) and write them as parquet.
     """
 
@@ -51,7 +51,7 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind, error, trace):
-        # A picture that cannot be drawn is not to hide the error that ends the run.
+        # A failing plot must not hide the error that ends the run.
         with contextlib.suppress(*[UserError] if kind else []):
             self.close(draw=kind is not KeyboardInterrupt)
 
@@ -65,18 +65,18 @@ class MetricsWriter:
             self._plot()
 
     def status(self, text):
-        """Shows what is going on inside a step, on a live console only."""
+        """Shows the current phase of a step, on a live console only."""
         self._console.status(text)
 
     def completions(self, step, rows):
         """Writes the completions of a step to completions.jsonl.
 
         rows: dicts with prompt (str or message list), completion, finish_reason, a value for each reward function
-        under its name, reward, advantage, and whatever rewards logged.
+        under its name, reward, advantage, and the columns that rewards logged.
         """
         rows = [as_json({"step": step} | row | {"step": step}) for row in rows]
         if self._completions is None:
-            # Half of a surrogate pair has no UTF-8; as a backslash and digits it is JSON again.
+            # Half of a surrogate pair has no UTF-8; with a backslash and digits it is valid JSON.
             path = self.folder / "completions.jsonl"
             self._completions = open(path, "a", encoding="utf-8", errors="backslashreplace")
         self._completions.writelines(to_line(row) for row in rows)
@@ -88,7 +88,7 @@ class MetricsWriter:
             self._console.print(completions_text(rows[: self.num_to_print]))
 
     def print(self, text):
-        """Prints a line on stderr without tearing the live line."""
+        """Prints a line on stderr above the live line."""
         self._console.print(text)
 
     def _plot(self):
@@ -118,7 +118,7 @@ def _write_parquet(path, rows):
         values = [row.get(name) for row in rows]
         try:
             return pyarrow.array(values)
-        except (pyarrow.ArrowException, UnicodeEncodeError):  # several types, or what has no UTF-8
+        except (pyarrow.ArrowException, UnicodeEncodeError):  # mixed types, or text that has no UTF-8
             return pyarrow.array([json.dumps(value) for value in values])
 
     rows = [
@@ -137,7 +137,7 @@ class _Tensorboard:
         with contextlib.suppress(ImportError):
             from tensorboardX import SummaryWriter
 
-            # Lines of steps that a resumed run does again disappear from the picture.
+            # TensorBoard hides the former values of steps that a resumed run repeats.
             self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
             return
         with contextlib.suppress(ImportError):

@@ -8,7 +8,7 @@ import numpy as np
 from rlnumba.errors import UserError
 from rlnumba.reporting.files import read_metrics
 
-# (metric, title, whether a logarithmic axis suits it); the first six that a run has are drawn.
+# (metric, title, whether its axis is logarithmic); the first six that a run has are drawn.
 PANELS = (
     ("reward", "reward", False),
     ("eval_reward", "held-out reward", False),
@@ -23,18 +23,26 @@ PANELS = (
     ("learning_rate", "learning rate", False),
 )
 
-# Drawn from 0 to 1 where they stay within.
+# Drawn with an axis from 0 to 1 if all values are in it.
 SHARES = ("reward", "eval_reward", "mean_token_accuracy", "frac_reward_zero_std")
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, for all eyes
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito: distinguishable with colour blindness
 
 
 def smooth(values, window):
     """Centred moving average of a (n,) array over `window` (odd) neighbours, fewer at the ends, NaN left out."""
-    known = np.isfinite(values)
+    finite = np.isfinite(values)
     kernel = np.ones(window)
-    total = np.convolve(np.where(known, values, 0.0), kernel, mode="full")
-    count = np.convolve(known.astype(float), kernel, mode="full")
+    total = np.convolve(np.where(finite, values, 0.0), kernel, mode="full")
+    count = np.convolve(finite.astype(float), kernel, mode="full")
     half = window // 2
     with np.errstate(invalid="ignore"):
         return (total / np.where(count > 0, count, np.nan))[half : half + len(values)]
@@ -48,9 +56,9 @@ def _series(rows, name):
 
 
 def plot(run_dirs, output):
-    """Draws the metrics of one or several runs to a PNG: raw values light, a moving average over them.
+    """Draws the metrics of one or several runs to a PNG: raw values light, and their moving average.
 
-    run_dirs: folders with a metrics.jsonl. output: the picture's path. Raises UserError naming a missing or damaged
+    run_dirs: folders with a metrics.jsonl. output: the path of the PNG. Raises UserError naming a missing or damaged
     file, or an output that cannot be written.
     """
     runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in run_dirs]
@@ -99,7 +107,7 @@ def _draw(axis, runs, name, logarithmic):
             spread_steps, spread = _series(rows, "reward_std")
             if np.array_equal(steps, spread_steps):
                 axis.fill_between(steps, values - spread, values + spread, color=color, alpha=0.12, linewidth=0)
-        # A twelfth of the run: enough to see a trend through the noise of a batch.
+        # A twelfth of the run smooths the noise of single batches.
         window = 2 * min(len(values) // 25, 25) + 1
         noisy = window > 1
         axis.plot(

@@ -1,4 +1,4 @@
-"""Reward functions on a batch of completions: one by one, each under a timeout.
+"""Reward functions applied to a batch of completions, each under a timeout.
 
 A reward function has TRL's signature. It gets the whole batch by keyword and returns a value for each completion, or
 None where it has none:
@@ -30,14 +30,14 @@ from rlnumba.errors import UserError
 
 
 class RewardError(UserError):
-    """A reward function that raised, hung or returned something else than a number or None for each completion."""
+    """A reward function that raised, timed out or returned something else than a number or None per completion."""
 
 
 @dataclass
 class Scores:
-    """What one batch of B completions got from K functions.
+    """The values of K functions for a batch of B completions.
 
-    values: (B, K) float64, NaN where a function gave None. errors: completions without a value because the function
+    values: (B, K) float64, NaN where a function returned None. errors: completions without a value because the function
     failed, by function name. extra: further columns for the completions table. metrics: averages to log.
     """
 
@@ -77,20 +77,22 @@ class Rewards:
         metrics = {}
         keywords = {
             **columns,
-            # Those of the data are used again; what a function does to its own is its own affair.
+            # A copy: the dataset's prompts are used again, and a function may modify its arguments.
             "prompts": [copy.deepcopy(prompt) for prompt in prompts],
             "completions": completions,
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
-            "log_extra": lambda column, values: scores.extra.update({column: _extra(column, values, len(texts))}),
+            "log_extra": lambda column, values: scores.extra.update(
+                {column: _extra_column(column, values, len(texts))}
+            ),
             "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
         }
         results = self._call_all(keywords)
         for k, (name, result) in enumerate(zip(self.names, results, strict=True)):
             try:
                 if isinstance(result, BaseException):
-                    raise _described(name, result, self.timeout_s) from result
-                scores.values[:, k] = _checked(name, result, len(texts))
+                    raise _as_reward_error(name, result, self.timeout_s) from result
+                scores.values[:, k] = _as_values(name, result, len(texts))
             except RewardError:
                 if self.errors == "raise":
                     raise
@@ -101,39 +103,39 @@ class Rewards:
     def _call_all(self, keywords):
         """The functions' results in order, an exception in place of a result where one was raised."""
         results = [None] * len(self.functions)
-        waiting = []
+        coroutines = [k for k, function in enumerate(self.functions) if _is_async(function)]
         for k, function in enumerate(self.functions):
-            if _is_async(function):
-                waiting.append(k)
-            else:
-                results[k] = _caught(lambda f=function: f(**_accepted(f, keywords)), self.timeout_s)
-        if waiting:
+            if k not in coroutines:
+                results[k] = _call_with_timeout(lambda f=function: f(**_accepted_keywords(f, keywords)), self.timeout_s)
+        if coroutines:
+            functions = [self.functions[k] for k in coroutines]
+            for k, result in zip(coroutines, self._await_all(functions, keywords), strict=True):
+                results[k] = result
+        return results
 
-            async def gather():
-                calls = [
-                    asyncio.wait_for(self.functions[k](**_accepted(self.functions[k], keywords)), self.timeout_s)
-                    for k in waiting
-                ]
-                return await asyncio.gather(*calls, return_exceptions=True)
+    def _await_all(self, functions, keywords):
+        """The results of coroutine functions that are awaited together, or exceptions: list."""
 
-            def run():
-                with contextlib.ExitStack() as failing:
-                    failing.callback(self._runner.close)
-                    found = self._runner.run(gather())
-                    failing.pop_all()
-                return found
+        async def gather():
+            calls = [asyncio.wait_for(f(**_accepted_keywords(f, keywords)), self.timeout_s) for f in functions]
+            return await asyncio.gather(*calls, return_exceptions=True)
 
-            # The loop's own timeouts come first; the outer limit is for a coroutine that blocks the loop.
-            together = _caught(run, self.timeout_s + 1, in_thread=_in_a_loop())
-            failed = isinstance(together, BaseException)
-            if failed:
-                self._runner = asyncio.Runner()
-            for i, k in enumerate(waiting):
-                results[k] = together if failed else together[i]
+        def run():
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(self._runner.close)
+                results = self._runner.run(gather())
+                on_error.pop_all()
+            return results
+
+        # The timeouts in the loop expire first; the outer one is for a coroutine that blocks the loop.
+        results = _call_with_timeout(run, self.timeout_s + 1, in_thread=_in_event_loop())
+        if isinstance(results, BaseException):
+            self._runner = asyncio.Runner()
+            return [results] * len(functions)
         return results
 
 
-def _extra(column, values, count):
+def _extra_column(column, values, count):
     values = list(values)
     if len(values) != count:
         raise UserError(f"log_extra({column!r}) needs {count} values, one a completion, got {len(values)}")
@@ -144,8 +146,8 @@ def _is_async(function):
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _accepted(function, keywords):
-    """Those of the keywords that the function takes, in lists of its own: dict."""
+def _accepted_keywords(function, keywords):
+    """Those of the keywords that the function accepts, in lists of its own: dict."""
     keywords = {name: list(value) if isinstance(value, list) else value for name, value in keywords.items()}
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -154,25 +156,25 @@ def _accepted(function, keywords):
 
 
 class TimeUp(BaseException):
-    """The time limit of a reward; not an Exception, so that a reward's own `except Exception` lets it pass."""
+    """A reward's timeout; not an Exception, so that a reward's own `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds):
     """Raises TimeUp in the block after `seconds`; limits nest. Main thread only: it uses SIGALRM.
 
-    A signal also ends what a helper thread could not: a regular expression that backtracks for ever holds the
-    interpreter lock, but looks for signals.
+    A signal also interrupts what a watchdog thread could not: a regular expression that backtracks without end holds
+    the interpreter lock, but checks for signals.
     """
     running = True
 
-    def ring(signal_number, frame):
+    def on_alarm(signal_number, frame):
         if running:
             raise TimeUp
 
     started = time.monotonic()
-    outer_handler = signal.signal(signal.SIGALRM, ring)
-    # The interval rings again for a block that swallowed the first exception.
+    outer_handler = signal.signal(signal.SIGALRM, on_alarm)
+    # The timer fires again every second, for a block that swallowed the first exception.
     outer_left, outer_interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         try:
@@ -192,8 +194,8 @@ def in_main_thread():
     return threading.current_thread() is threading.main_thread()
 
 
-def _in_a_loop():
-    """Whether this thread runs an event loop, as that of a notebook does; it cannot run another one inside."""
+def _in_event_loop():
+    """Whether this thread runs an event loop, as in a notebook; it cannot run another one inside."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -201,10 +203,10 @@ def _in_a_loop():
     return True
 
 
-def _caught(call, seconds, in_thread=False):
+def _call_with_timeout(call, seconds, in_thread=False):
     """The result of call(), or the exception it raised; a TimeoutError after `seconds`.
 
-    in_thread: make the call in a thread of its own, which goes on behind the scenes if it never returns.
+    in_thread: call in a thread of its own, which is left running if it never returns.
     """
     if in_main_thread() and not in_thread:
         try:
@@ -212,7 +214,7 @@ def _caught(call, seconds, in_thread=False):
                 return call()
         except TimeUp:
             return TimeoutError()
-        except (Exception, SystemExit) as error:  # a user's code: whatever it raises is reported under its name
+        except (Exception, SystemExit) as error:  # a user's code: any error is reported under the function's name
             return error
     results = []
 
@@ -222,27 +224,27 @@ def _caught(call, seconds, in_thread=False):
         except (Exception, SystemExit) as error:  # as above
             results.append(error)
 
-    # A daemon: a thread that never returns does not keep the process alive.
+    # A daemon thread does not keep the process alive if it never returns.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
     return results[0] if results else TimeoutError()
 
 
-def _described(name, error, timeout_s):
-    """The RewardError of what a function raised."""
+def _as_reward_error(name, error, timeout_s):
+    """The RewardError for an exception that a function raised."""
     if isinstance(error, UserError):
         return RewardError(f"reward {name}: {error}")
     if isinstance(error, TimeUp) or (isinstance(error, TimeoutError) and not error.args):
         return RewardError(f"reward {name} did not return within {timeout_s:g} s (rewards.timeout)")
-    ours = Path(__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != ours]
+    package = Path(__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != package]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return RewardError(f"reward {name} raised {type(error).__name__}: {text}{where}")
 
 
-def _checked(name, result, count):
+def _as_values(name, result, count):
     """A function's result as (count,) float64, NaN for None and NaN. Raises RewardError if it is anything else."""
     if isinstance(result, np.ndarray):
         result = result.tolist()

@@ -32,13 +32,13 @@ def import_math_verify():
         import math_verify
     except ImportError as error:
         raise UserError("accuracy_reward needs math-verify; pip install 'rlnumba[math]'") from error
-    # Each comparison would warn that it has no timeout of its own.
+    # Each comparison would log a warning that it has no timeout.
     for part in ("parser", "grader"):
         logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
     return math_verify
 
 
-SECONDS_PER_ANSWER = 2.0  # a hundred times what a plain answer takes; 9^{9^{9^9}} would take for ever
+SECONDS_PER_ANSWER = 2.0  # a hundred times what a plain answer takes; 9^{9^{9^9}} would never end
 
 
 def accuracy_reward(completions, **columns):
@@ -55,8 +55,8 @@ def accuracy_reward(completions, **columns):
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
 
-    def verdict(text, gold):
-        # Without their own timeouts: those use SIGALRM too and would cancel the limit around this reward.
+    def compare(text, gold):
+        # Without math-verify's own timeouts, which use SIGALRM too and would cancel the limit around this reward.
         gold_parsed = math_verify.parse(gold, parsing_timeout=None)
         if not gold_parsed:
             return None
@@ -67,11 +67,11 @@ def accuracy_reward(completions, **columns):
     for text, gold in zip(texts_of(completions), reference_answers(columns), strict=True):
         gold = str(gold).rpartition("####")[2].strip()
         if not in_main_thread():
-            values.append(verdict(text, gold))
+            values.append(compare(text, gold))
             continue
         try:
             with time_limit(SECONDS_PER_ANSWER):
-                values.append(verdict(text, gold))
+                values.append(compare(text, gold))
         except TimeUp:
             values.append(0.0)
     return values
@@ -172,14 +172,14 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
     return soft_overlong_punishment_reward
 
 
-# What a run file may name without a module.
+# Names for rewards.funcs.
 BUILT_IN = {
     "accuracy_reward": accuracy_reward,
     "think_format_reward": think_format_reward,
     "gsm8k_reward": gsm8k_reward,
 }
 
-# Named with arguments, which may be left out where all have defaults.
+# Names with arguments, which may be omitted where all have defaults.
 FACTORIES = {
     "cosine_scaled_reward": get_cosine_scaled_reward,
     "repetition_penalty_reward": get_repetition_penalty_reward,

@@ -41,10 +41,10 @@ class PerSample:
 
 
 def load_rewards(config, functions=()):
-    """The functions that a RewardsConfig names, or those given in their place: Rewards.
+    """The functions that a RewardsConfig names, or those given instead: Rewards.
 
-    Raises ConfigError for a name that leads nowhere, UserError for a missing file or package, RewardError for a file
-    that fails on import.
+    Raises ConfigError for an unknown name, UserError for a missing file or package, RewardError for a file that fails
+    on import.
     """
     functions = list(functions) or [resolve(spec) for spec in config.funcs]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
@@ -53,18 +53,18 @@ def load_rewards(config, functions=()):
 
 
 def resolve(spec):
-    """The function behind "name", "file.py:name" or "package.module:name", each optionally with (key=value, ...)."""
+    """The function named by "name", "file.py:name" or "package.module:name", each optionally with (key=value, ...)."""
     match = re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
     if match is None:
         raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
     path, call = match.groups()
     short = path.removeprefix("get_")
     if short in FACTORIES:
-        function = _made(spec, FACTORIES[short], call or "()")
+        function = _call_factory(spec, FACTORIES[short], call or "()")
     else:
         function = _find(path)
         if call:
-            function = _made(spec, function, call)
+            function = _call_factory(spec, function, call)
     if not callable(function):
         raise ConfigError(f"rewards.funcs: {spec} is a {type(function).__name__}, not a function")
     if function is accuracy_reward:
@@ -74,7 +74,7 @@ def resolve(spec):
     return function
 
 
-def _made(spec, factory, call):
+def _call_factory(spec, factory, call):
     """factory(key=value, ...), the arguments being Python literals."""
     try:
         tree = ast.parse(f"f{call}", mode="eval").body
@@ -119,12 +119,12 @@ def _module_of_file(source):
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    # As for a script, neighbouring files can be imported.
+    # As in a script, files of the same folder can be imported.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # as above
+    except (Exception, SystemExit) as error:  # a user's code
         del sys.modules[module_name]
         raise _import_failed(source, error) from error
     return module
@@ -139,7 +139,7 @@ def _module_of_name(source):
         if error.name is not None and source.startswith(error.name):
             raise ConfigError(f"rewards.funcs: there is no module {source}") from error
         raise _import_failed(source, error) from error
-    except (Exception, SystemExit) as error:  # as above
+    except (Exception, SystemExit) as error:  # a user's code
         raise _import_failed(source, error) from error
 
 

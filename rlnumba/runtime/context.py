@@ -1,54 +1,77 @@
-"""What one engine or one trainer owns on the device: its stream, its workspaces, and the order of its launches.
+"""The device state of one engine or one trainer: its stream, its workspaces, its programmatic dependent launches.
 
-Kernels that keep memory between launches (partial results, counters, tensor maps) take it from the current context, so
-that two engines, or an engine and a trainer, on streams of their own share nothing that either writes:
+Operators that keep memory between launches (partial results, counters, tensor maps) take it from the current context,
+so that two engines, or an engine and a trainer, on streams of their own share nothing that either writes:
 
     context = Context(stream)
     with context.use():
         workspace = current().own(Workspace)      # the one Workspace of this context
 
-Code that never asks for a context of its own runs in the default one, on the default stream.
+The current context belongs to a Python thread, as CuPy's current stream does; a thread that never enters one has a
+default context of its own. Different threads may launch at the same time in different contexts; a context is used by
+one thread at a time.
 """
 
-import contextvars
+import threading
 from contextlib import contextmanager, nullcontext
 
-_current = contextvars.ContextVar("rlnumba context")
+from rlnumba.runtime import device
 
 
 class Context:
-    """A stream (None: whichever is current) and everything that belongs to the kernels launched on it.
+    """A stream (None: CuPy's current stream at each launch) and all that belongs to the kernels launched on it.
 
-    pdl: whether kernels that call griddepcontrol_wait are launched with programmatic dependent launch.
-    serialize_next: whether the next kernel is launched without it.
+    pdl, serialize_next: set by launch.pdl_scope and launch.launch. prepared: launch.launch's parameter buffers.
     """
 
     def __init__(self, stream=None):
         self.stream = stream
         self.pdl = self.serialize_next = False
+        self.prepared = {}
         self._owned = {}
 
     @contextmanager
     def use(self):
-        """Make this the current context, and its stream the current stream, inside the block."""
-        token = _current.set(self)
+        """Make this the thread's current context, and its stream CuPy's current stream, inside the block."""
+        before, _thread.context = _thread.context, self
         try:
             with self.stream or nullcontext():
                 yield self
         finally:
-            _current.reset(token)
+            _thread.context = before
 
     def own(self, make, *arguments):
-        """What make(*arguments) returns: made at the first call in this context, the same object ever after."""
+        """What make(*arguments) returned at the first call with these (hashable) arguments in this context."""
         key = make, arguments
         if key not in self._owned:
             self._owned[key] = make(*arguments)
         return self._owned[key]
 
+    def wait_for(self, other):
+        """Order what is launched here from now on after all that was launched in `other` so far.
 
-_default = Context()
+        The host does not wait. An array allocated in `other` that kernels launched here use must stay referenced until
+        `other` has waited for this context, or the device was synchronized: CuPy's memory pool reuses freed memory on
+        the stream that allocated it. Without a GPU a launch has finished when it returns, and this does nothing.
+        """
+        if device.name() == "cuda":
+            import cupy
+
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(other.stream or cupy.cuda.get_current_stream())
+            (self.stream or cupy.cuda.get_current_stream()).wait_event(event)
+            # griddepcontrol_wait covers kernels of this stream alone.
+            self.serialize_next = True
+
+
+class _Thread(threading.local):
+    def __init__(self):
+        self.context = Context()
+
+
+_thread = _Thread()
 
 
 def current():
-    """The context of the innermost `use`, else the default one."""
-    return _current.get(_default)
+    """The context of the innermost `use` of this thread, else the thread's default one."""
+    return _thread.context

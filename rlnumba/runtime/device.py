@@ -11,6 +11,7 @@ environment decides. `cuda`, the module whose `jit` decorates every kernel, can 
 decorating compiles nothing. No other module imports numba.cuda or cupy first.
 """
 
+import functools
 import os
 import sys
 
@@ -46,7 +47,7 @@ def simulated():
     return _simulator_enabled()
 
 
-def select(wanted="auto"):
+def select(requested="auto"):
     """Choose the device of this process and return its name: "cuda", "sim" or "cpu".
 
     `auto` is the simulator if NUMBA_ENABLE_CUDASIM=1 is set, else a GPU if there is one, else the CPU. Raises
@@ -54,32 +55,32 @@ def select(wanted="auto"):
     before. Never falls back to another device than the one asked for.
     """
     global _chosen
-    wanted = ALIASES.get(wanted, wanted)
-    if wanted not in DEVICES:
-        raise ConfigError(f"--device or RLNUMBA_DEVICE: must be one of {', '.join(DEVICES)}, got {wanted!r}")
+    requested = ALIASES.get(requested, requested)
+    if requested not in DEVICES:
+        raise ConfigError(f"--device or RLNUMBA_DEVICE: must be one of {', '.join(DEVICES)}, got {requested!r}")
     if _chosen is not None:
-        if wanted not in ("auto", _chosen):
-            raise DeviceError(f"device {wanted} asked for, but this process already runs on {_chosen}")
+        if requested not in ("auto", _chosen):
+            raise DeviceError(f"device {requested} asked for, but this process already runs on {_chosen}")
         return _chosen
-    if wanted == "auto":
-        wanted = "sim" if _simulator_enabled() else "cuda" if _gpu_problem() is None else "cpu"
-    elif wanted == "cuda":
+    if requested == "auto":
+        requested = "sim" if _simulator_enabled() else "cuda" if _gpu_problem() is None else "cpu"
+    elif requested == "cuda":
         problem = _gpu_problem()
         if problem is not None:
             raise DeviceError(f"device cuda: {problem}")
-    elif wanted == "sim" and not _simulator_enabled():
+    elif requested == "sim" and not _simulator_enabled():
         if "numba.cuda" in sys.modules:
             raise DeviceError("device sim: set NUMBA_ENABLE_CUDASIM=1 before Python starts")
         os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
         if "numba" in sys.modules:
             # It read the environment when it was imported; numba.cuda is not imported yet.
             sys.modules["numba"].config.reload_config()
-    _chosen = wanted
+    _chosen = requested
     return _chosen
 
 
 def _gpu_problem():
-    """None if a GPU answers, else one line that says what is missing and how to get it."""
+    """None if there is a usable GPU, else one line: what is missing, and the remedy."""
     if _simulator_enabled():
         return "NUMBA_ENABLE_CUDASIM is set, so kernels would run in the simulator; unset it"
     try:
@@ -146,8 +147,20 @@ def memory_info():
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
+@functools.cache
+def sm_count():
+    """How many SMs the GPU has; 1 without one."""
+    return xp().cuda.Device().attributes["MultiProcessorCount"] if name() == "cuda" else 1
+
+
+@functools.cache
+def max_shared_bytes():
+    """Bytes of shared memory that a block may have on this GPU; those of an H200 without one."""
+    return xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] if name() == "cuda" else 227 * 1024
+
+
 def describe():
-    """One line for people: the device's name and memory."""
+    """The device's name and memory, as one line: str."""
     if name() == "cuda":
         import cupy
 

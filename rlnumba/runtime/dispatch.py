@@ -1,15 +1,15 @@
-"""Which family of kernels computes an operator on this GPU: one table, and one way to force another.
+"""The kernel family of each operator on this GPU: one table, and a way to override it.
 
     sm90   wgmma and TMA              compute capability 9.0
     sm80   mma.sync and cp.async      8.0 and later
     simt   no tensor cores            any GPU, dtype and shape
 
-Families differ in the last bits of what they compute, and whoever samples must compute what whoever trains does. So an
-operator has one family for all its forms ("attention" is the packed one, the paged one and the gradient), which
-follows from the GPU, from TABLE or what is forced, and from constants of a model such as its dtype and head_dim; never
-from the number of rows. Where a family does not take a model's arrays, the operator is simt, in all its forms.
+Families differ in the last bits of their results, and rollout must compute the bits that training computes. So an
+operator has one family for all its forms ("attention": packed, paged and backward). It follows from the GPU, from TABLE
+or an override, and from constants of a model such as dtype and head_dim (each operator's `is_supported`), never from
+the number of rows. Where a family does not support a model, the operator is simt in all its forms.
 
-RLNUMBA_KERNELS, or `force`, overrides the table: a family for all operators that have it ("sm80"), or a list
+RLNUMBA_KERNELS, or `force`, overrides the table: one family for all operators that have it ("sm80"), or a list
 ("attention=sm90,logprob=simt"). In the simulator, whose default is simt, every family may be forced.
 """
 
@@ -45,15 +45,15 @@ class Row(NamedTuple):
     why: str
 
 
-# The first row that fits counts; without one, an operator is simple.
+# The first row that matches counts; without one, an operator is simt.
 TABLE = (
     # Measured: bench/results/h200.md.
     Row("gemm", (9, 0), (9, 0), "sm90", "0.95 to 1.04 of cuBLAS's speed at 16,384 rows on an H200"),
-    # Never measured; the simple kernel has an order of magnitude less arithmetic to offer.
-    Row("gemm", (8, 0), NEWEST, "sm80", "never measured, but the simple kernel has no tensor cores"),
+    # Never measured; without tensor cores the peak is an order of magnitude lower.
+    Row("gemm", (8, 0), NEWEST, "sm80", "never measured; simt has no tensor cores"),
     # python bench/kernels/attention.py, attention/backward.py.
     Row("attention", (9, 0), (9, 0), "sm90", "forward 509 to 564, backward 438 to 542 TFLOP/s on an H200"),
-    # python bench/kernels/sm80.py, where Hopper ran these kernels.
+    # python bench/kernels/sm80.py, on a GPU of compute capability 9.0.
     Row(
         "attention",
         (8, 0),
@@ -65,7 +65,7 @@ TABLE = (
     Row("logprob", (9, 0), (9, 0), "sm90", "forward + backward 35 ms where chunks with cuBLAS take 46, on an H200"),
 )
 
-# {operator: family} that override the table, None before the variable was read.
+# {operator: family} that override the table; None before RLNUMBA_KERNELS was read.
 _forced = None
 
 
@@ -79,9 +79,9 @@ def architecture():
 
 
 def force(names):
-    """Override the table until the next call; "auto" goes back to it.
+    """Override the table until the next call; "auto" restores it.
 
-    names: a family, or "operator=family,...", as in RLNUMBA_KERNELS. What a family does not offer stays simple.
+    names: a family, or "operator=family,...", as in RLNUMBA_KERNELS. An operator without that family is simt.
     Raises ConfigError for an unknown name, and for a family that this GPU does not run.
     """
     global _forced
@@ -90,7 +90,7 @@ def force(names):
 
 @contextmanager
 def forced(names):
-    """force(names) inside, what was before after."""
+    """force(names) inside the block, the former override after it."""
     global _forced
     before = _forced
     force(names)
@@ -157,8 +157,18 @@ def family(operator):
     return row.family if row else "simt"
 
 
+def select(operator, is_supported, *constants):
+    """The family that computes an operator for a model: its family, or "simt" where that one does not take the model.
+
+    is_supported: {family: function}, one of each family but simt, from the module that implements it; each takes the
+    constants, such as dtype and head_dim, and never the number of rows.
+    """
+    chosen = family(operator)
+    return chosen if chosen == "simt" or is_supported[chosen](*constants) else "simt"
+
+
 def describe(operator):
-    """One line for people: the operator's family, and why."""
+    """The operator's family and the reason, as one line: str."""
     if device.name() == "cpu":
         _overrides()
         return "cpu"

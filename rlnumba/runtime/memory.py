@@ -1,11 +1,12 @@
-"""Device memory by plan: what lives long is counted by region, what lives for a step comes from an arena.
+"""Device memory: bytes of long-lived allocations counted by region, arrays of one step allocated from an arena.
 
-An arena hands out arrays from one allocation by moving a mark, and takes them back when their scope
-ends. A training step asks for the same arrays each time, so after the first step (which may need several
-slabs) nothing is allocated any more, and the peak is a number that can be read and tested.
+An arena allocates by advancing an offset within a chunk of memory, and resets the offset when the scope ends. A
+training step asks for the same arrays each time, so after the first step (which may need several chunks) nothing is
+allocated any more, and the peak is a number that can be read and tested.
 """
 
 import math
+import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,36 +15,43 @@ from rlnumba.runtime import device
 
 # Every array starts at a multiple of this: enough for 16-byte loads and for whole 128-byte sectors.
 ALIGNMENT = 256
-SMALLEST_SLAB = 16 << 20
+MIN_CHUNK_BYTES = 16 << 20
 
+# {region: [bytes allocated now, peak]} of the process: engines and trainers share one GPU's memory. The lock is
+# reentrant because the garbage collector may run a finalizer that calls `track` wherever a container is made.
 _regions = {}
+_lock = threading.RLock()
 
 
 def track(region, nbytes):
     """Count nbytes more (or fewer, if negative) as allocated by a region such as "weights" or "kv"."""
-    now, peak = _regions.get(region, (0, 0))
-    now += nbytes
-    _regions[region] = (now, max(peak, now))
+    with _lock:
+        counts = _regions.setdefault(region, [0, 0])
+        counts[0] += nbytes
+        counts[1] = max(counts)
 
 
 def report():
-    """{region: peak bytes held at one time}, in the order in which the regions were first used."""
-    return {region: peak for region, (_, peak) in _regions.items()}
+    """{region: peak bytes allocated at one time}, in the order in which the regions were first used."""
+    with _lock:
+        return {region: peak for region, (_, peak) in _regions.items()}
 
 
 def reset_peaks():
-    """Start counting peaks again from what is held now."""
-    for region, (now, _) in _regions.items():
-        _regions[region] = (now, now)
+    """Start counting peaks again from what is allocated now."""
+    with _lock:
+        for counts in _regions.values():
+            counts[1] = counts[0]
 
 
 class Arena:
-    """Short-lived arrays of one region. Arrays are valid until the scope in which they were made ends."""
+    """Short-lived arrays of one region, for one stream. An array is valid until the scope it was made in ends."""
 
     def __init__(self, region):
         self.region = region
-        self.slabs = []
-        self.slab = 0
+        self.chunks = []
+        # The next array's chunk, and its offset there.
+        self.chunk = 0
         self.offset = 0
         self.used = 0
         self.peak = 0
@@ -64,39 +72,39 @@ class Arena:
             return np.empty(shape, dtype)
         import cupy
 
-        while self.slab < len(self.slabs) and self.offset + nbytes > self.slabs[self.slab].nbytes:
-            self.slab, self.offset = self.slab + 1, 0
-        if self.slab == len(self.slabs):
-            self.slabs.append(cupy.empty(max(nbytes, SMALLEST_SLAB), np.uint8))
-        array = cupy.ndarray(shape, dtype, memptr=self.slabs[self.slab].data + self.offset)
+        while self.chunk < len(self.chunks) and self.offset + nbytes > self.chunks[self.chunk].nbytes:
+            self.chunk, self.offset = self.chunk + 1, 0
+        if self.chunk == len(self.chunks):
+            self.chunks.append(cupy.empty(max(nbytes, MIN_CHUNK_BYTES), np.uint8))
+        array = cupy.ndarray(shape, dtype, memptr=self.chunks[self.chunk].data + self.offset)
         self.offset += nbytes
         return array
 
     @contextmanager
     def scope(self):
-        """Arrays made inside are taken back at the end; scopes nest."""
-        mark = self.slab, self.offset, self.used
+        """Memory of arrays made inside is reused after the end; scopes nest."""
+        start = self.chunk, self.offset, self.used
         self.depth += 1
         try:
             yield self
         finally:
             self.depth -= 1
-            self.slab, self.offset, self.used = mark
-            if not self.depth and len(self.slabs) > 1:
+            self.chunk, self.offset, self.used = start
+            if not self.depth and len(self.chunks) > 1:
                 self._merge()
 
     def _merge(self):
-        """One slab of the peak size instead of several; nothing is in use now."""
+        """Replace all chunks, none of which is in use, by one of the peak size."""
         import cupy
 
-        self.slabs.clear()
+        self.chunks.clear()
         cupy.get_default_memory_pool().free_all_blocks()
-        self.slabs.append(cupy.empty(self.peak, np.uint8))
+        self.chunks.append(cupy.empty(self.peak, np.uint8))
 
     def release(self):
-        """Give all memory back; only outside of scopes."""
+        """Free all memory; only outside of scopes."""
         if self.depth:
             raise ValueError(f"arena {self.region}: release() inside a scope")
-        self.slabs.clear()
+        self.chunks.clear()
         track(self.region, -self.peak)
         self.peak = 0

@@ -1,18 +1,18 @@
-"""Runs kernels on the CPU, thread by thread, and shows the mistakes that a GPU would hide.
+"""Runs kernels on the CPU, thread by thread, and makes race conditions visible that a GPU would hide.
 
 Numba's simulator (NUMBA_ENABLE_CUDASIM=1) gives a kernel Python's meaning; this module runs it. Each CUDA thread is
-a coroutine of one OS thread: it runs until it has to wait for others, then the next one runs. So a run is repeatable,
-a debugger sees one thread of execution, and a block whose threads wait for what never comes is told at once, with
-what they wait for.
+a coroutine of one OS thread: it runs until it waits for other threads, then the next one runs. So a run is
+reproducible, a debugger sees one thread of execution, and a deadlock raises an error that names the barrier at which
+each thread waits.
 
-A warp-wide instruction is a meeting of 32 threads: each leaves its operands, the last to come computes the results of
-all lanes from the instruction's documented meaning, each takes its own.
+A warp-wide instruction is a collective of 32 threads: each contributes its operands, the last one computes the results
+of all lanes from the instruction's documented meaning, and each lane gets its own.
 
-What hardware does on its own time, bulk copies above all, happens here as late as it may: when no thread can go on,
-and then in any order. Until then its destination holds NaN. A kernel that forgets a wait
-therefore computes NaN, or an instruction's twin finds its operands changed and says so. RLNUMBA_SIMULATOR_SEED=N
-draws instead which thread runs next and when copies arrive; equal bits for several N are good evidence that no barrier
-is missing.
+Asynchronous operations, above all TMA copies and wgmma, complete as late as possible: when no thread can run any more,
+and then in any order. Until then their destination holds NaN. A kernel that omits a wait therefore computes NaN, or the
+simulated instruction finds that its operands have changed and raises an error. RLNUMBA_SIMULATOR_SEED=N draws at random
+which thread runs next and when an operation completes; equal bits for several N are good evidence that no barrier is
+missing.
 """
 
 import functools
@@ -30,33 +30,33 @@ from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule, swapped_cuda_mo
 
 WARP = 32
 SEED = os.environ.get("RLNUMBA_SIMULATOR_SEED")
-# With a seed, how likely a pending copy is to arrive before a thread goes on.
-EARLY = 0.25
-# Blocks that run at a time.
-RESIDENT = 2
+# With a seed, the probability that a pending operation completes before the next thread runs.
+COMPLETION_PROBABILITY = 0.25
+# Blocks that are resident at the same time.
+RESIDENT_BLOCKS = 2
 
-# The thread that runs now, and the kernel's picture of numba.cuda; both None outside of kernels.
+# The thread that runs now, and numba.cuda as the kernel sees it; both None outside of kernels.
 _thread = None
 _kernel = None
 
 
 class Thread:
-    """A CUDA thread: its place, and the coroutine that runs it."""
+    """A CUDA thread and the coroutine that runs it. index: its linear index in the block."""
 
-    def __init__(self, block, index, place, function):
+    def __init__(self, block, index, thread_idx, function):
         self.block = block
         self.index = index
-        self.place = Dim3(*place)
+        self.thread_idx = Dim3(*thread_idx)
         self.coroutine = greenlet.greenlet(function)
-        # What it waits for, for the message if that never comes.
+        # The barrier or instruction at which it waits, for the message of a deadlock.
         self.awaited = None
-        # What instructions remember from one call of this thread to the next, by their names.
+        # What simulated instructions keep from one call of this thread to the next, by name.
         self.notes = {}
-        # Called when the thread returns; raises if something is unfinished.
+        # Called when the thread returns; each raises if an operation of the thread is unfinished.
         self.last_checks = []
 
     def run(self):
-        """Let it run until it waits or returns; True if it returned."""
+        """Run it until it waits or returns; True if it returned."""
         global _thread
         _thread = self
         try:
@@ -65,7 +65,7 @@ class Thread:
                 for check in self.last_checks:
                     check()
         except Exception as error:
-            error.add_note(f"in thread {self.place} of block {self.block.place}")
+            error.add_note(f"in thread {self.thread_idx} of block {self.block.block_idx}")
             raise
         finally:
             _thread = None
@@ -73,13 +73,13 @@ class Thread:
 
 
 class Gate:
-    """Where threads wait until another one opens it."""
+    """A condition variable: threads wait until another one opens it."""
 
     def __init__(self):
         self.waiting = []
 
     def wait(self, what):
-        """Let other threads run until the gate opens; what: for the message if it never does."""
+        """Suspend this thread until the gate is opened; what: its name in the message of a deadlock."""
         thread = _thread
         self.waiting.append(thread)
         thread.awaited = what
@@ -87,14 +87,14 @@ class Gate:
         thread.awaited = None
 
     def open(self):
-        """All who wait may go on."""
+        """Make all waiting threads ready to run."""
         if self.waiting:
             self.waiting[0].block.grid.ready.extend(self.waiting)
             self.waiting = []
 
 
 class Grid:
-    """Runs a kernel's blocks, a few at a time as an SM does."""
+    """Schedules the threads of a kernel's blocks, RESIDENT_BLOCKS at a time."""
 
     def __init__(self, shared_bytes):
         self.shared_bytes = shared_bytes
@@ -103,89 +103,88 @@ class Grid:
         self.blocks = []
         self.objects = {}
         self.ready = deque()
-        # What hardware will do on its own time: functions without arguments.
+        # Asynchronous operations that are not complete: functions without arguments that complete them.
         self.pending = []
 
-    def run(self, function, shape, places):
-        """Run all blocks to their ends; shape: of a block, places: of the blocks."""
-        places = iter(places)
+    def run(self, function, block_dim, block_indices):
+        """Run all blocks to their ends; block_dim: threads of a block in x, y, z."""
+        block_indices = iter(block_indices)
         while True:
-            for place in itertools.islice(places, RESIDENT - len(self.blocks)):
-                self.blocks.append(Block(self, place, shape, function))
-            if self.pending and (not self.ready or SEED and self.random.random() < EARLY):
+            for block_idx in itertools.islice(block_indices, RESIDENT_BLOCKS - len(self.blocks)):
+                self.blocks.append(Block(self, block_idx, block_dim, function))
+            if self.pending and (not self.ready or SEED and self.random.random() < COMPLETION_PROBABILITY):
                 self.pending.pop(self.random.randrange(len(self.pending)))()
             elif self.ready:
                 if SEED:
                     self.ready.rotate(self.random.randrange(len(self.ready)))
                 thread = self.ready.popleft()
                 if thread.run():
-                    thread.block.leave()
+                    thread.block.thread_returned()
             elif self.blocks:
-                self._stuck()
+                self._raise_deadlock()
             else:
                 return
 
-    def _stuck(self):
+    def _raise_deadlock(self):
         block = self.blocks[0]
         waiting = [thread for thread in block.threads if not thread.coroutine.dead]
         parts = [f"{ranges(group)} wait in {what}" for what, group in grouped(waiting, lambda thread: thread.awaited)]
-        gone = [thread for thread in block.threads if thread.coroutine.dead]
-        if gone:
-            parts.append(f"{ranges(gone)} have returned")
+        returned = [thread for thread in block.threads if thread.coroutine.dead]
+        if returned:
+            parts.append(f"{ranges(returned)} have returned")
         # Raised where the first of them waits, so that the traceback shows the kernel's line.
-        waiting[0].coroutine.throw(RuntimeError(f"block {block.place} is stuck: {'; '.join(parts)}"))
+        waiting[0].coroutine.throw(RuntimeError(f"block {block.block_idx} is stuck: {'; '.join(parts)}"))
 
 
 class Block:
-    """The threads of one block, and what they share."""
+    """The threads of one block, and the state that they share."""
 
-    def __init__(self, grid, place, shape, function):
+    def __init__(self, grid, block_idx, block_dim, function):
         self.grid = grid
-        self.place = Dim3(*place)
+        self.block_idx = Dim3(*block_idx)
         self.objects = {}
         self.dynamic_shared = poisoned(grid.shared_bytes, np.uint8)
         self.gate = Gate()
         self.votes = []
-        x, y, z = shape
-        places = ((x_, y_, z_) for z_ in range(z) for y_ in range(y) for x_ in range(x))
-        self.threads = [Thread(self, i, place, function) for i, place in enumerate(places)]
-        self.arrived, self.alive = 0, len(self.threads)
+        indices = [index[::-1] for index in np.ndindex(*block_dim[::-1])]
+        self.threads = [Thread(self, i, thread_idx, function) for i, thread_idx in enumerate(indices)]
+        self.arrived, self.running = 0, len(self.threads)
         grid.ready.extend(self.threads)
 
-    def leave(self):
-        """A thread has returned; the others do not wait for it."""
-        self.alive -= 1
-        self._open_if_all_came()
-        if not self.alive:
+    def thread_returned(self):
+        """Syncthreads no longer waits for a thread that has returned."""
+        self.running -= 1
+        self._release_if_all_arrived()
+        if not self.running:
             self.grid.blocks.remove(self)
 
-    def come(self, vote):
-        """cuda.syncthreads with a value from each thread; returns those of all that came."""
+    def syncthreads(self, vote=None):
+        """Wait for all threads of the block; returns the votes of all."""
         self.votes.append(vote)
         self.arrived += 1
         votes = self.votes
-        if not self._open_if_all_came():
+        if not self._release_if_all_arrived():
             self.gate.wait("syncthreads")
         return votes
 
-    def _open_if_all_came(self):
-        if self.arrived < self.alive or not self.arrived:
+    def _release_if_all_arrived(self):
+        if self.arrived < self.running or not self.arrived:
             return False
         self.arrived, self.votes = 0, []
         self.gate.open()
         return True
 
 
-def grouped(things, key):
-    """(key, things with it) in the order in which each key is first met."""
+def grouped(items, key):
+    """(key, items with it) in the order in which each key is first met."""
     groups = {}
-    for thing in things:
-        groups.setdefault(key(thing), []).append(thing)
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups.items()
 
 
 def ranges(threads):
-    """The numbers of threads for people: "threads 0-19, 24"."""
+    """The indices of threads as text: "threads 0-19, 24"."""
     parts = []
     for _, run in itertools.groupby(enumerate(thread.index for thread in threads), lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
@@ -194,14 +193,14 @@ def ranges(threads):
 
 
 def poisoned(shape, dtype):
-    """Memory that nothing was written to: NaN, or -1."""
+    """Uninitialized memory: all bits set, which is NaN or -1."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = 0xFF
     return array
 
 
 class SharedArrays:
-    """`cuda.shared`: arrays of one block, told apart by the source line that declares them."""
+    """`cuda.shared`: arrays of one block, identified by the source line that declares them."""
 
     @staticmethod
     def array(shape, dtype):
@@ -222,32 +221,32 @@ class LocalArrays:
 
 
 def element_type(dtype):
-    """NumPy's type for what a kernel gives as an array's dtype: NumPy's or Numba's."""
+    """The NumPy dtype of an array that a kernel declares with a NumPy or Numba type."""
     return np.dtype(dtype) if isinstance(dtype, (type, np.dtype)) else np.dtype(numpy_support.as_dtype(dtype))
 
 
 class KernelCuda(FakeCUDAModule):
-    """numba.cuda as a running kernel sees it: Numba's picture, with our threads."""
+    """numba.cuda as a running kernel sees it: Numba's simulation, with the threads of this module."""
 
     shared = SharedArrays
     local = LocalArrays
-    threadIdx = property(lambda self: _thread.place)
-    blockIdx = property(lambda self: _thread.block.place)
+    threadIdx = property(lambda self: _thread.thread_idx)
+    blockIdx = property(lambda self: _thread.block.block_idx)
     laneid = property(lambda self: _thread.index % WARP)
 
     def syncthreads(self):
-        _thread.block.come(None)
+        _thread.block.syncthreads()
 
     def syncthreads_count(self, value):
-        return sum(bool(vote) for vote in _thread.block.come(value))
+        return sum(bool(vote) for vote in _thread.block.syncthreads(value))
 
     def syncthreads_and(self, value):
-        return int(all(_thread.block.come(value)))
+        return int(all(_thread.block.syncthreads(value)))
 
     def syncthreads_or(self, value):
-        return int(any(_thread.block.come(value)))
+        return int(any(_thread.block.syncthreads(value)))
 
-    # Numba's pictures of these take Python's integers, in which a negative one has no bits above its highest.
+    # Numba's simulation of these uses Python's integers, in which a negative one has no highest bit.
     def popc(self, value):
         return bits(value).count("1")
 
@@ -265,14 +264,11 @@ def bits(value):
 
 
 class SimulatedCuda:
-    """The module numba.cuda, or inside a running kernel its picture there.
-
-    Looked up at each use, it serves kernels and device functions of all modules alike.
-    """
+    """The module numba.cuda, or inside a running kernel KernelCuda; looked up at each use of an attribute."""
 
     @staticmethod
     def jit(function=None, *, max_registers=None, launch_bounds=None, lineinfo=False, **options):
-        """Numba's jit; registers and line tables are the hardware's concern."""
+        """Numba's jit, without the options that only affect machine code."""
         return numba_cuda.jit(function, **options)
 
     def __getattr__(self, name):
@@ -280,7 +276,7 @@ class SimulatedCuda:
 
 
 def run(function, grid, block, shared_bytes, arguments):
-    """Run a kernel's Python function for each thread of each block; blocks begin in the order of their numbers.
+    """Run a kernel's Python function for each thread of each block; blocks start in the order of their indices.
 
     grid, block: three lengths; shared_bytes: of dynamic shared memory; arguments: NumPy arrays and scalars. An
     exception of a thread ends the run, with a note that names the thread.
@@ -290,40 +286,40 @@ def run(function, grid, block, shared_bytes, arguments):
     try:
         # For kernels of modules that import numba.cuda itself.
         with swapped_cuda_module(function, _kernel):
-            places = (place[::-1] for place in np.ndindex(*grid[::-1]))
-            Grid(shared_bytes).run(lambda: function(*arguments), block, places)
+            block_indices = (index[::-1] for index in np.ndindex(*grid[::-1]))
+            Grid(shared_bytes).run(lambda: function(*arguments), block, block_indices)
     finally:
         _kernel = None
 
 
 def this_thread():
-    """The thread that runs."""
+    """The Thread that runs now."""
     return _thread
 
 
 def later(action):
-    """Let hardware do something on its own time: action() runs at the latest when no thread can go on."""
+    """Start an asynchronous operation: action() completes it, at the latest when no thread can run any more."""
     _thread.block.grid.pending.append(action)
 
 
 def of_block(key, make):
-    """The block's object of a key, made by make() at its first use."""
-    return _once(_thread.block.objects, key, make)
+    """State of the block under a key, made by make() at its first use."""
+    return _get_or_make(_thread.block.objects, key, make)
 
 
 def of_grid(key, make):
-    """As of_block, of all blocks."""
-    return _once(_thread.block.grid.objects, key, make)
+    """State of the grid, as of_block."""
+    return _get_or_make(_thread.block.grid.objects, key, make)
 
 
-def _once(objects, key, make):
+def _get_or_make(objects, key, make):
     if key not in objects:
         objects[key] = make()
     return objects[key]
 
 
-class Meeting:
-    """Where the threads of a warp or a warpgroup come together."""
+class Collective:
+    """The operands of an instruction that the threads of a warp or a warpgroup execute together."""
 
     def __init__(self, size):
         self.gate = Gate()
@@ -335,8 +331,8 @@ class Meeting:
         self.compute = None
 
 
-def gathered(size):
-    """Decorator for an instruction that `size` neighbouring threads execute as one.
+def collective(size):
+    """Decorator for an instruction that `size` consecutive threads execute together.
 
     The decorated compute(operands of all) -> results of all becomes a function that each thread calls.
     """
@@ -347,30 +343,30 @@ def gathered(size):
         @functools.wraps(compute)
         def call(*operands):
             thread = _thread
-            index, position = divmod(thread.index, size)
-            meeting = of_block((size, index), lambda: Meeting(size))
-            if meeting.compute not in (None, compute):
-                raise RuntimeError(f"{name}: other threads of the {size} are in {meeting.compute.__name__}")
-            meeting.compute = compute
-            meeting.operands[position] = operands
-            meeting.missing -= 1
-            if meeting.missing:
-                meeting.gate.wait(name)
+            index, lane = divmod(thread.index, size)
+            operation = of_block((size, index), lambda: Collective(size))
+            if operation.compute not in (None, compute):
+                raise RuntimeError(f"{name}: other threads of the {size} are in {operation.compute.__name__}")
+            operation.compute = compute
+            operation.operands[lane] = operands
+            operation.missing -= 1
+            if operation.missing:
+                operation.gate.wait(name)
                 return thread.notes.pop(call)
             first = index * size
-            operands = meeting.operands
-            meeting.begin(size)
+            operands = operation.operands
+            operation.begin(size)
             results = compute(operands)
             for other in range(size):
-                if other != position:
+                if other != lane:
                     thread.block.threads[first + other].notes[call] = results[other]
-            meeting.gate.open()
-            return results[position]
+            operation.gate.open()
+            return results[lane]
 
         return call
 
     return decorate
 
 
-warp_wide = gathered(WARP)
-warpgroup_wide = gathered(4 * WARP)
+warp_wide = collective(WARP)
+warpgroup_wide = collective(4 * WARP)

@@ -1,1 +1,1 @@
-"""The trainers: each module shows its own loop whole; `rollout` and `common` hold what they share."""
+"""The trainers: each shows its own loop whole; `core`, `rollout` and `run_folder` are what they share."""

@@ -1,28 +1,30 @@
-"""From prompts to a training batch: what the first half of a token's way hands to the second.
+"""From prompts to a training batch.
 
-    draw            prompts -> engine -> completions -> rewards: groups of `Sample`
-    Rollouts        one generation on the host, packed end to end: B sequences, T completion tokens in all
-    device_batch    a slice of it on the device, for one forward and backward
+    generate              prompts -> engine -> completions -> rewards: groups of `Sample`
+    Rollouts              one generation on the host, packed end to end: B sequences, T completion tokens in all
+    Rollouts.to_device    a part of it on the device, for one forward and backward
 
-Token ids are those that went into the engine and came out of it; no text is tokenised again. Only the hidden states
-that predict a completion token reach the language-model head, so arrays of the loss have T entries, not N.
+Token ids are those that went into the engine and came out of it: no text is tokenised again, and lists become arrays
+once, in Rollouts.of. Only the hidden states that predict a completion token reach the language-model head, so arrays
+of the loss have T entries, not N.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
-from rlnumba.model.transformer import Batch, pack
 from rlnumba.runtime import device
+from rlnumba.trainers.core import TargetBatch
 
 
 class PromptOrder:
     """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order.
 
-    epoch, position: where to go on, and where it stands now.
+    epoch, position: where the order is resumed, and of the next prompt.
     """
 
     def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0):
@@ -43,19 +45,19 @@ def epoch_order(count, shuffle, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
 
 
-def derived_seed(seed, *place):
-    """A seed for the engine from the run's and the place it is used at (step, ...): int in [0, 2^32)."""
-    # With its length, because SeedSequence takes (1, 0) for (1,).
-    return int(np.random.SeedSequence((len(place), seed, *place)).generate_state(1)[0])
+def derived_seed(seed, *counters):
+    """A seed from the run's seed and counters (step, micro-step, ...): int in [0, 2^32)."""
+    # With their number, because SeedSequence takes (1, 0) for (1,).
+    return int(np.random.SeedSequence((len(counters), seed, *counters)).generate_state(1)[0])
 
 
 @dataclass
 class Sample:
-    """One completion and what it was worth.
+    """One completion with its rewards.
 
     values (K,) float64: of each reward function, NaN for None; reward: their weighted sum, NaN if all are None; extra:
-    columns that rewards logged; advantage: 0 until it is trained on. pad_token_id: the tokenizer's, which ends a
-    completion for TRL as EOS does.
+    columns that rewards logged; advantage: 0 unless set_advantages writes it. pad_token_id: the tokenizer's, which ends
+    a completion as EOS does, as in TRL.
     """
 
     prompt: Prompt
@@ -77,8 +79,8 @@ RUN_COLUMNS = ("step", "prompt", "completion", "finish_reason", "reward", "advan
 
 
 @dataclass
-class Draw:
-    """What one call of the engine gave: a group of Samples for each prompt, and what the rewards logged beside them."""
+class Generation:
+    """What one call of the engine generated: a group of Samples for each prompt, and what the rewards logged."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
@@ -94,12 +96,12 @@ class Draw:
         return sum(len(s.prompt.prompt_token_ids) + len(s.completion.token_ids) for s in self.samples)
 
     @property
-    def num_drawn(self):
+    def num_generated(self):
         """Tokens of completions: int."""
         return sum(len(sample.completion.token_ids) for sample in self.samples)
 
     def rows(self, names):
-        """Its lines of completions.jsonl: list of dict. names: of the reward functions.
+        """The lines of completions.jsonl: list of dict. names: of the reward functions.
 
         A function that is called like a column of the run's own gets rewards/<name>; what rewards log under such a
         name is left out.
@@ -118,19 +120,19 @@ class Draw:
         return lines
 
 
-def draw(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
-    """The completions of chosen prompts and their rewards: Draw.
+def generate(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
+    """The completions of chosen prompts and their rewards: Generation.
 
     llm: LLM; rewards: Rewards; prompts: PromptData; indices: of the prompts; params: SamplingParams, its n completions
-    make a group; trainer_state: passed to the rewards; clock: Clock;
-    status: called with a line on how far generation is. Raises RewardError.
+    make a group; trainer_state: passed to the rewards; clock: Clock; status: called with a line on the progress.
+    Raises RewardError.
     """
     with clock.phase("generate"):
         chosen = [prompts.prompts[i] for i in indices]
 
-        def progress(finished, total, num_drawn):
+        def progress(finished, total, num_generated):
             if status is not None:
-                status(f"{finished} of {total} completions, {num_drawn} tokens")
+                status(f"{finished} of {total} completions, {num_generated} tokens")
 
         outputs = llm.generate([prompt.prompt_token_ids for prompt in chosen], params, progress)
     with clock.phase("reward"):
@@ -156,13 +158,13 @@ def draw(llm, rewards, prompts, indices, params, trainer_state, clock, status=No
         for n, (i, completion) in enumerate(zip(repeated, completions, strict=True))
     ]
     groups = [samples[n : n + params.n] for n in range(0, len(samples), params.n)]
-    return Draw(groups, scores.errors, scores.metrics)
+    return Generation(groups, scores.errors, scores.metrics)
 
 
 def is_uniform(group, aggregation="sum_then_normalize"):
-    """Whether a group's rewards are all equal, so that it teaches nothing: True too with fewer than two rewards.
+    """Whether a group's rewards are all equal, so that its advantages are 0: also True with fewer than two rewards.
 
-    aggregation: "normalize_then_sum" asks it of every function's rewards, not of their sums.
+    aggregation: with "normalize_then_sum" the rewards of every function are compared, not their sums.
     """
     by_function = aggregation == "normalize_then_sum"
     values = np.array([sample.values if by_function else [sample.reward] for sample in group])
@@ -201,9 +203,9 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
         sample.advantage = advantage
 
 
-def draw_metrics(draws, names):
-    """TRL's metrics of what was drawn, a dict of floats. draws: list of Draw; names: of the reward functions."""
-    samples = [sample for each in draws for sample in each.samples]
+def generation_metrics(generations, names):
+    """TRL's metrics of a list of Generations, a dict of floats. names: of the reward functions."""
+    samples = [sample for each in generations for sample in each.samples]
     values = np.array([sample.values for sample in samples])
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(sample.completion.token_ids) for sample in samples])
@@ -219,7 +221,7 @@ def draw_metrics(draws, names):
             f"completions/max_{which}": float(of.max()),
         }
     found["completions/clipped_ratio"] = float(truncated.mean())
-    for each in draws:
+    for each in generations:
         found = found | each.metrics | found
         for name, count in each.errors.items():
             found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
@@ -236,14 +238,21 @@ def _std(values):
     return float(known.std(ddof=1)) if len(known) > 1 else float("nan")
 
 
+# What a checkpoint keeps of Rollouts.
+ROLLOUT_ARRAYS = (
+    *("token_ids", "prompt_lengths", "completion_lengths", "loss_mask"),
+    *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"),
+)
+
+
 @dataclass
 class Rollouts:
-    """One generation on the host, in the order in which it is trained on.
+    """One generation on the host, in the order in which it is trained on, or a part of it.
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
-    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; step: the number of optimizer
-    steps behind the weights that drew it.
+    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere. on_policy: whether the weights that
+    are trained on a part are still those that generated it.
     """
 
     token_ids: np.ndarray
@@ -254,29 +263,28 @@ class Rollouts:
     advantages: np.ndarray
     old_logprobs: np.ndarray
     ref_logprobs: np.ndarray
-    step: int
+    on_policy: bool = False
 
     @staticmethod
-    def of(samples, mask_truncated, step):
+    def of(samples, mask_truncated):
         """From Samples, in their order. mask_truncated: whether a truncated completion's loss mask is 0."""
-        prompts = [np.array(sample.prompt.prompt_token_ids, np.int32) for sample in samples]
-        completions = [np.array(sample.completion.token_ids, np.int32) for sample in samples]
-        lengths = np.array([len(ids) for ids in completions], np.int32)
+        ids = [ids for s in samples for ids in (s.prompt.prompt_token_ids, s.completion.token_ids)]
+        lengths = np.array([len(part) for part in ids], np.int32).reshape(-1, 2)
+        completion_lengths = np.ascontiguousarray(lengths[:, 1])
+        logprobs = chain.from_iterable(sample.completion.logprobs for sample in samples)
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
-        empty = np.empty(0, np.float32)
         return Rollouts(
-            token_ids=np.concatenate([ids for pair in zip(prompts, completions, strict=True) for ids in pair]),
-            prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
-            completion_lengths=lengths,
-            loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), lengths),
-            rollout_logprobs=np.concatenate([np.array(s.completion.logprobs, np.float32) for s in samples]),
+            token_ids=np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum())),
+            prompt_lengths=np.ascontiguousarray(lengths[:, 0]),
+            completion_lengths=completion_lengths,
+            loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), completion_lengths),
+            rollout_logprobs=np.fromiter(logprobs, np.float32, int(completion_lengths.sum())),
             advantages=np.array([sample.advantage for sample in samples], np.float32),
-            old_logprobs=empty,
-            ref_logprobs=empty,
-            step=step,
+            old_logprobs=np.empty(0, np.float32),
+            ref_logprobs=np.empty(0, np.float32),
         )
 
-    def part(self, first, count):
+    def part(self, first, count, on_policy=False):
         """Sequences [first, first + count), sharing memory with these."""
 
         def cut(values, lengths):
@@ -294,56 +302,55 @@ class Rollouts:
             advantages=self.advantages[rows],
             old_logprobs=cut(self.old_logprobs, lengths),
             ref_logprobs=cut(self.ref_logprobs, lengths),
+            on_policy=on_policy,
         )
 
-    def parts(self, size):
+    def parts(self, size, on_policy=False):
         """All sequences, `size` at a time: list of Rollouts."""
-        return [self.part(first, size) for first in range(0, len(self.advantages), size)]
+        return [self.part(first, size, on_policy) for first in range(0, len(self.advantages), size)]
 
     def state(self):
-        """What a checkpoint keeps of them: Rollouts(**state) brings them back."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """The arrays that a checkpoint keeps: dict for from_state."""
+        return {name: getattr(self, name) for name in ROLLOUT_ARRAYS}
+
+    @staticmethod
+    def from_state(state):
+        return Rollouts(**{name: state[name] for name in ROLLOUT_ARRAYS})
 
     @property
     def num_active(self):
         """Tokens whose loss mask is 1: int."""
         return int(self.loss_mask.sum(dtype=np.float64))
 
+    def to_device(self):
+        """All sequences on the device: RolloutBatch."""
+        lengths = self.prompt_lengths + self.completion_lengths
+        cu_seqlens = np.concatenate([[0], np.cumsum(self.completion_lengths)]).astype(np.int32)
+        # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
+        prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
+        return RolloutBatch(
+            targets=TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1])),
+            cu_seqlens=device.asarray(cu_seqlens),
+            loss_mask=device.asarray(self.loss_mask),
+            rollout_logprobs=device.asarray(self.rollout_logprobs),
+            old_logprobs=device.asarray(self.old_logprobs) if len(self.old_logprobs) else None,
+            ref_logprobs=device.asarray(self.ref_logprobs) if len(self.ref_logprobs) else None,
+            advantages=device.asarray(self.advantages),
+        )
+
 
 @dataclass
-class DeviceBatch:
-    """Rollouts on the device: `packed` for the transformer, the rest for head and loss.
+class RolloutBatch:
+    """Rollouts on the device: `targets` for the policy, the rest for the loss.
 
-    rows (T,) i32: the packed positions that predict the completion tokens, target_ids (T,) i32. cu_seqlens (B + 1,)
-    i32 cuts every (T,) array into completions. old_logprobs, ref_logprobs: None where the rollouts have none.
+    cu_seqlens (B + 1,) i32 cuts every (T,) array into completions. old_logprobs, ref_logprobs: None where the rollouts
+    have none.
     """
 
-    packed: Batch
-    rows: object
-    target_ids: object
+    targets: TargetBatch
     cu_seqlens: object
     loss_mask: object
     rollout_logprobs: object
     old_logprobs: object
     ref_logprobs: object
     advantages: object
-
-
-def device_batch(rollouts):
-    """`rollouts`, all of them, packed and copied to the device: DeviceBatch."""
-    lengths = rollouts.prompt_lengths + rollouts.completion_lengths
-    ends = np.cumsum(lengths)
-    cu_seqlens = np.concatenate([[0], np.cumsum(rollouts.completion_lengths)]).astype(np.int32)
-    before_first = ends - rollouts.completion_lengths - 1
-    rows = np.repeat(before_first - cu_seqlens[:-1], rollouts.completion_lengths) + np.arange(cu_seqlens[-1])
-    return DeviceBatch(
-        packed=pack(np.split(rollouts.token_ids, ends[:-1])),
-        rows=device.asarray(rows.astype(np.int32)),
-        target_ids=device.asarray(rollouts.token_ids[rows + 1]),
-        cu_seqlens=device.asarray(cu_seqlens),
-        loss_mask=device.asarray(rollouts.loss_mask),
-        rollout_logprobs=device.asarray(rollouts.rollout_logprobs),
-        old_logprobs=device.asarray(rollouts.old_logprobs) if len(rollouts.old_logprobs) else None,
-        ref_logprobs=device.asarray(rollouts.ref_logprobs) if len(rollouts.ref_logprobs) else None,
-        advantages=device.asarray(rollouts.advantages),
-    )

@@ -4,8 +4,8 @@
 
     GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=GRPOConfig(output_dir="runs/a"), train_dataset=rows).train()
 
-A trainer makes the Run that a TOML file would have made, and run_sft or run_grpo trains it: everything lands in
-output_dir, the model in final/.
+A trainer makes the Run that the same TOML file makes, and run_sft or run_grpo trains it: everything is written to
+output_dir, the model to final/.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from rlnumba.trainers.sft import run_sft
 
 @dataclass(frozen=True)
 class SFTConfig(config.SFTConfig):
-    """[train] of `rlnumba sft`, and what TRL's SFTConfig has beside it."""
+    """[train] of `rlnumba sft`, and the keys that TRL's SFTConfig has besides."""
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
@@ -29,7 +29,7 @@ class SFTConfig(config.SFTConfig):
 
 @dataclass(frozen=True)
 class GRPOConfig(config.GRPOConfig):
-    """[train] of `rlnumba grpo`, and what TRL's GRPOConfig has beside it."""
+    """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
@@ -41,7 +41,7 @@ class SFTTrainer:
 
     model: a Hugging Face folder or a hub id. args: SFTConfig. train_dataset, eval_dataset: a .jsonl or .parquet file,
     or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data, engine: further keys of
-    these sections, dicts. Raises ConfigError for what does not fit together.
+    these sections, dicts. Raises ConfigError for keys that contradict each other.
     """
 
     def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
@@ -50,8 +50,8 @@ class SFTTrainer:
         self.run = SFTRun(**_settings(model, args, self.datasets, data, engine))
 
     def train(self, resume_from_checkpoint=False):
-        """Train; writes output_dir. resume_from_checkpoint: go on from the newest readable checkpoint there, or, if an
-        int, from that of this step."""
+        """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
+        an int from that of this step."""
         _write_rows(self.run, self.datasets)
         run_sft(self.run, resume_from_checkpoint)
 
@@ -70,7 +70,7 @@ class GRPOTrainer:
         self.datasets = {"train": train_dataset, "eval": eval_dataset}
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
-        # What the run's config.toml says of them.
+        # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
         self.run = GRPORun(
             **_settings(model, args, self.datasets, data, engine),
@@ -112,6 +112,6 @@ def _write_rows(run, datasets):
 
 
 def _spec(function):
-    """package.module:function, or for what has no such place (a partial, an object) its class."""
+    """package.module:function, or for what has no such name (a partial, an object) its class."""
     named = function if isinstance(function, type(_spec)) else type(function)
     return f"{named.__module__}:{named.__qualname__}"

@@ -8,59 +8,59 @@ from rlnumba.engine.block_manager import BlockManager, block_hash
 IDS = np.arange(12, dtype=np.int32).reshape(3, 4)
 
 
-def names_of(blocks_of_ids, parent=0):
-    names = []
+def hashes_of(blocks_of_ids, parent=0):
+    hashes = []
     for ids in blocks_of_ids:
         parent = block_hash(parent, ids.astype(np.int64))
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes
 
 
 def test_E04_hash_is_frozen():
-    # Made once with xxhash from the rule in block_manager.py; other programs may name blocks the same way.
+    # Made once with xxhash from the rule in block_manager.py; other programs may hash blocks the same way.
     first = block_hash(0, np.arange(256))
     assert (first, block_hash(first, np.arange(256, 512))) == (0x930351CA5BF3624E, 0x61CDA28B75C3BA89)
 
 
-def test_E04_hash_tells_policy_versions_apart():
+def test_E04_hash_depends_on_the_policy_version():
     assert block_hash(0, np.arange(16)) != block_hash(1, np.arange(16))
 
 
 def test_E04_match_compares_token_ids():
     manager = BlockManager(4, 4)
     a, b = manager.allocate(2)
-    names = names_of(IDS)
-    manager.register(a, names[0], IDS[0])
-    manager.register(b, names[1], IDS[1])
-    assert manager.match(names, IDS.reshape(-1)) == [a, b]
-    assert manager.match(names[1:], IDS[1:].reshape(-1)) == [b]
+    hashes = hashes_of(IDS)
+    manager.register(a, hashes[0], IDS[0])
+    manager.register(b, hashes[1], IDS[1])
+    assert manager.match(hashes, IDS.reshape(-1)) == [a, b]
+    assert manager.match(hashes[1:], IDS[1:].reshape(-1)) == [b]
     other = IDS.copy()
     other[0, 2] = 99
-    assert manager.match(names, other.reshape(-1)) == []
+    assert manager.match(hashes, other.reshape(-1)) == []
 
 
 def test_E04_freed_blocks_keep_their_content_until_reused_first_freed_first():
     manager = BlockManager(3, 4)
     blocks = manager.allocate(3)
-    names = names_of(IDS)
-    for block, name, ids in zip(blocks, names, IDS, strict=True):
-        manager.register(block, name, ids)
+    hashes = hashes_of(IDS)
+    for block, value, ids in zip(blocks, hashes, IDS, strict=True):
+        manager.register(block, value, ids)
     manager.release(blocks[::-1])
-    assert manager.num_free == 3 and manager.match(names, IDS.reshape(-1)) == blocks
+    assert manager.num_free == 3 and manager.match(hashes, IDS.reshape(-1)) == blocks
     assert manager.allocate(1) == [blocks[2]]
-    assert manager.match(names, IDS.reshape(-1)) == blocks[:2]
-    manager.take(blocks[:2])
+    assert manager.match(hashes, IDS.reshape(-1)) == blocks[:2]
+    manager.acquire(blocks[:2])
     assert manager.num_free == 0 and manager.ref_count == [1, 1, 1]
-    manager.take(blocks[:1])
+    manager.acquire(blocks[:1])
     manager.release(blocks[:1])
     assert manager.num_free == 0
 
 
-def test_reset_forgets_content_but_not_owners():
+def test_forgetting_hashes_keeps_references():
     manager = BlockManager(2, 4)
     (block,) = manager.allocate(1)
     manager.register(block, 5, IDS[0])
-    manager.reset()
+    manager.forget_hashes()
     assert manager.match([5], IDS[0]) == [] and manager.num_free == 1
     manager.release([block])
     assert manager.num_free == 2
@@ -83,15 +83,15 @@ def test_every_block_is_free_or_owned(moves, num_blocks):
         if move == 0 and manager.num_free:
             owned += manager.allocate(1)
         elif move == 1 and owned:
-            block, name = owned[step % len(owned)], step % 4
+            block, value = owned[step % len(owned)], step % 4
             if block not in manager.hash_of_block:
-                manager.register(block, name, np.int32([name]))
+                manager.register(block, value, np.int32([value]))
         elif move == 2:
             found = manager.match([step % 4], np.int32([step % 4]))
-            manager.take(found)
+            manager.acquire(found)
             owned += found
         elif owned:
             manager.release([owned.pop(step % len(owned))])
         assert manager.ref_count == [owned.count(block) for block in range(num_blocks)]
         assert sorted(manager.free) == [block for block in range(num_blocks) if block not in owned]
-        assert {name: block for block, name in manager.hash_of_block.items()} == manager.block_of_hash
+        assert {value: block for block, value in manager.hash_of_block.items()} == manager.block_of_hash

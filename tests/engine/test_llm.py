@@ -1,4 +1,4 @@
-"""LLM.generate: draws depend on seed, prompt, completion index and position alone; log-probs are the scorer's."""
+"""LLM.generate: tokens depend on seed, prompt, completion index and position alone; log-probs are the scorer's."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig
-from rlnumba.engine import LLM, SamplingParams, runner
-from rlnumba.engine.llm import PromptError
+from rlnumba.engine import LLM, PromptError, SamplingParams, runner
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.config import ModelConfig
@@ -50,8 +49,8 @@ def make_model(dtype="float32", seed=0, **changes):
 
 
 @pytest.fixture(autouse=True)
-def products_of_our_own():
-    """Matrix products whose rows do not depend on how many there are; cuBLAS picks its kernel by the shape."""
+def native_gemm():
+    """GEMMs whose rows do not depend on how many there are; cuBLAS picks its kernel by the shape."""
     before = gemm.backend()
     if device.name() == "cuda":
         gemm.set_backend("native")
@@ -113,14 +112,14 @@ def test_B06_logprobs_are_the_scorers_bit_for_bit_under_any_schedule(model, prom
 def test_preemption_happens_in_that_test_and_leaves_the_text_alone(model, prompts):
     llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=12))
     llm.generate(prompts, SamplingParams(max_tokens=40, n=2, seed=3))
-    assert llm.num_preemptions > 0
+    assert llm.engine.num_preemptions > 0
 
 
 def test_B05_a_prefix_found_in_the_cache_changes_nothing(model, prompts):
     llm, params = LLM(model), SamplingParams(max_tokens=20, n=2, seed=5)
     computed = []
-    run = llm.runner.run
-    llm.runner.run = lambda step, table: (computed.append(step.num_tokens), run(step, table))[1]
+    run = llm.engine.runner.run
+    llm.engine.runner.run = lambda step, table: (computed.append(step.num_tokens), run(step, table))[1]
     first = llm.generate(prompts, params)
     cold, computed[:] = sum(computed), []
     again = llm.generate(prompts, params)
@@ -143,7 +142,7 @@ def test_E06_prefix_laws(model, prompts):
     assert drawn(other)[4] != drawn(four)[4]
 
 
-def test_a_completion_can_be_carried_on_by_no_other_prompt(model, prompts):
+def test_a_completion_used_as_a_prompt_is_a_new_prompt(model, prompts):
     """The prompt is part of the noise: a completion cut short and used as a prompt is a new prompt."""
     (whole,) = generate(model, [[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True))
     cut = whole.completions[0].token_ids[:4]
@@ -170,8 +169,8 @@ def test_params_of_each_prompt(model, prompts):
 def logits_after(model, token_ids):
     """float32 logits (V,) of the token that follows, in float64 from the transformer's last hidden row."""
     batch = pack([token_ids])
-    attend = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
-    hidden = device.to_host(model.forward(batch.input_ids, batch.position_ids, attend))
+    attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
+    hidden = device.to_host(model.forward(batch.input_ids, batch.position_ids, attention))
     return hidden[-1].astype(np.float64) @ device.to_host(model.lm_head).astype(np.float64).T
 
 
@@ -179,7 +178,7 @@ def log_softmax(z):
     return z - z.max() - np.log(np.exp(z - z.max()).sum())
 
 
-def test_greedy_takes_the_largest_and_tells_the_untempered_logprob(model, prompts):
+def test_greedy_takes_the_largest_and_returns_the_untempered_logprob(model, prompts):
     for output in generate(model, prompts, SamplingParams(temperature=0, max_tokens=6)):
         ids = list(output.prompt_token_ids)
         for token, logprob in zip(output.completions[0].token_ids, output.completions[0].logprobs, strict=True):
@@ -285,14 +284,14 @@ def test_bad_prompts_are_named_before_any_work(model, prompt, reason):
     llm = LLM(model)
     with pytest.raises(PromptError, match=f"prompt 1: .*{reason}") as error:
         llm.generate([[1, 2], prompt], SamplingParams(), progress=never)
-    assert isinstance(error.value, UserError) and error.value.index == 1
+    assert isinstance(error.value, UserError) and error.value.request_id == 1
 
 
 def test_limits_that_cannot_be_kept_are_named(model):
     with pytest.raises(ConfigError, match="max_model_len 201 .* 200 positions"):
         LLM(model, None, EngineConfig(max_model_len=201))
-    with pytest.raises(PromptError, match="prompt 1: prompt and completion need 52 tokens .* holds 48"):
-        generate(model, [[1], [1, 2]], SamplingParams(max_tokens=50), num_gpu_blocks_override=3)
+    with pytest.raises(PromptError, match="prompt 1: prompt and completion need 50 tokens .* holds 48"):
+        generate(model, [[1], [1, 2]], SamplingParams(max_tokens=48), num_gpu_blocks_override=3)
 
 
 def test_nothing_to_do(model):
@@ -305,19 +304,21 @@ def test_progress_counts(model):
     assert calls[-1] == (4, 4, 16) and [c[2] for c in calls] == [4, 8, 12, 16]
 
 
-def test_E12_new_weights_need_a_reset_and_get_it():
+def test_E12_new_weights_get_a_new_version():
     model = make_model()
     llm, prompt = LLM(model), [list(range(40))]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     old = llm.generate(prompt, params)
     model.weights.flat *= np.float32(0.7)
-    llm.reset_prefix_cache()
+    llm.update_weights(1)
     new = llm.generate(prompt, params)
     assert drawn(new) == drawn(generate(model, prompt, params)) != drawn(old)
     model.weights.flat *= np.float32(0.7)
-    llm.policy_version = 5
+    llm.update_weights(5)
     newer = llm.generate(prompt, params)
-    assert drawn(newer) == drawn(generate(model, prompt, params)) and newer[0].policy_version == 5
+    assert drawn(newer) == drawn(generate(model, prompt, params))
+    versions = [output[0].completions[0].policy_versions for output in (old, new, newer)]
+    assert versions == [[0] * 8, [1] * 8, [5] * 8]
 
 
 def test_E11_sleep_gives_the_cache_back_and_the_text_stays(model):
@@ -327,8 +328,8 @@ def test_E11_sleep_gives_the_cache_back_and_the_text_stays(model):
 
     llm, prompt, params = LLM(model), [[1, 2, 3]], SamplingParams(max_tokens=8)
     before = llm.generate(prompt, params)
-    with_cache, cache_bytes = held(), llm.runner.cache.nbytes
-    assert cache_bytes == llm.blocks.num_blocks * 2 * 2 * 16 * 2 * 16 * 4
+    with_cache, cache_bytes = held(), llm.engine.runner.cache.nbytes
+    assert cache_bytes == llm.engine.blocks.num_blocks * 2 * 2 * 16 * 2 * 16 * 4
     llm.sleep()
     assert held() == with_cache - cache_bytes
     llm.wake()
@@ -344,7 +345,7 @@ def test_an_interrupted_call_leaves_the_engine_usable(model):
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3]], params, interrupt)
-    assert llm.blocks.num_free == llm.blocks.num_blocks
+    assert llm.engine.blocks.num_free == llm.engine.blocks.num_blocks
     assert drawn(llm.generate([[1, 2, 3]], params)) == drawn(generate(model, [[1, 2, 3]], params))
 
 
@@ -382,7 +383,7 @@ def test_E10_graphs_change_nothing(dtype, prompts):
     graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=400))
     expected = drawn(eager.generate(prompts, params))
     assert drawn(graphs.generate(prompts, params)) == expected
-    assert graphs.runner.graphs and not eager.runner.graphs
+    assert graphs.engine.runner.graphs and not eager.engine.runner.graphs
     assert drawn(graphs.generate(prompts, params)) == expected
     graphs.sleep()
     graphs.wake()
@@ -419,10 +420,10 @@ def test_B06_kernels_agree_in_rollout_and_training():
 
 
 @pytest.mark.sim
-def test_groups_change_nothing_in_the_simulator(monkeypatch):
-    """Completions of a prompt share its blocks; attention of Hopper's family reads them once, to the same bits."""
+def test_prefix_groups_change_nothing_in_the_simulator(monkeypatch):
+    """Completions of a prompt share its blocks; attention of the sm90 family reads them once, to the same bits."""
     if device.name() != "sim":
-        pytest.skip("test_groups_change_nothing_on_the_gpu has these")
+        pytest.skip("test_prefix_groups_change_nothing_on_the_gpu has these")
     shorten_segments(monkeypatch)
     model = make_model(
         "bfloat16",
@@ -436,21 +437,21 @@ def test_groups_change_nothing_in_the_simulator(monkeypatch):
     largest, call = [], runner.paged_attention
     monkeypatch.setattr(runner, "paged_attention", lambda *a: largest.append(a[-2]) or call(*a))
     prompt, params = [i % 20 for i in range(65)], SamplingParams(temperature=0.8, max_tokens=2, n=2, ignore_eos=True)
-    llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))
     with dispatch.forced("attention=sm90"):
+        llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))
         outputs = llm.generate([prompt], params)
         assert largest == [1, 4, 1]
-        # The prompt is in the cache, and no two run at once.
-        llm.max_num_seqs = 1
+        # The prompt is in the cache, and with one row left no two run at once.
+        del llm.engine.scheduler.free_rows[1:]
         assert drawn(llm.generate([prompt], params)) == drawn(outputs)
     assert set(largest[3:]) == {1}
 
 
 @pytest.mark.gpu
-def test_groups_change_nothing_on_the_gpu():
-    """Steps with groups as graphs, eagerly, and none: the same text; prompts of two whole segments and some blocks."""
+def test_prefix_groups_change_nothing_on_the_gpu():
+    """Prefix groups in graphs, eagerly, and none: the same text, of prompts up to two whole segments."""
     if dispatch.architecture() != (9, 0):
-        pytest.skip("groups are Hopper's")
+        pytest.skip("only the sm90 kernels use prefix groups")
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=4096)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 97, length).tolist() for length in (2100, 1500, 1025, 300)]
@@ -459,7 +460,7 @@ def test_groups_change_nothing_on_the_gpu():
         expected = generate(model, prompts, params, num_gpu_blocks_override=4000, enable_prefix_caching=False)
         graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=4000))
         assert drawn(graphs.generate(prompts, params)) == drawn(expected)
-        assert max(group_sizes for _, _, group_sizes in graphs.runner.graphs) == 8
+        assert max(group_sizes for _, _, group_sizes in graphs.engine.runner.graphs) == 8
         eager = generate(model, prompts, params, num_gpu_blocks_override=4000, enforce_eager=True)
         assert drawn(eager) == drawn(expected)
         assert [c.logprobs for o in expected for c in o.completions] == scored(model, expected, 0.8)
@@ -467,7 +468,7 @@ def test_groups_change_nothing_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
-def test_attention_takes_nothing_once_the_cache_is_there(family):
+def test_attention_allocates_nothing_once_the_cache_is_there(family):
     if not dispatch.RUNS_ON[family][0] <= dispatch.architecture() <= dispatch.RUNS_ON[family][1]:
         pytest.skip(f"this GPU does not run {family} kernels")
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=4096)
@@ -478,23 +479,23 @@ def test_attention_takes_nothing_once_the_cache_is_there(family):
         reserved = memory.report()["attention"]
         assert reserved > 0
         llm.generate([[i % 97 for i in range(3000)]], SamplingParams(max_tokens=30, n=40))
-        assert llm.runner.reserve_workspace(llm.blocks.num_blocks * 16) == reserved
+        assert llm.engine.runner.reserve_workspace(llm.engine.blocks.num_blocks * 16) == reserved
 
 
 def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
-    """Attention's memory follows from the longest sequence that fits, and is taken from the cache's share."""
+    """Attention's workspace follows from the longest sequence that fits, and is taken from the cache's share."""
     total, own = 1 << 30, 100 << 20
     asked = []
     llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=1000, max_num_batched_tokens=1000))
-    monkeypatch.setattr(llm.runner, "reserve_activations", lambda: None)
-    monkeypatch.setattr(llm.runner, "reserve_workspace", lambda tokens: asked.append(tokens) or own)
+    monkeypatch.setattr(llm.engine.runner, "reserve_activations", lambda: None)
+    monkeypatch.setattr(llm.engine.runner, "reserve_workspace", lambda tokens: asked.append(tokens) or own)
     monkeypatch.setattr(device, "memory_info", lambda: (total, total))
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     monkeypatch.setattr(device, "xp", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
     room = total // 2 - model.weights.flat.nbytes
-    block = llm.runner.block_bytes
-    llm.max_model_len = 1 << 20
-    assert llm._gpu_blocks() == (room - own) // block
+    block = llm.engine.runner.block_bytes
+    llm.engine.max_model_len = 1 << 20
+    assert llm.engine._gpu_blocks() == (room - own) // block
     assert asked == [room // block * 16]
 
 
@@ -504,7 +505,7 @@ def test_E02_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
     free, total = device.memory_info()
     llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=256))
     llm.wake()
-    taken = llm.blocks.num_blocks * llm.runner.block_bytes
+    taken = llm.engine.blocks.num_blocks * llm.engine.runner.block_bytes
     assert 0.04 * total < taken <= 0.05 * total
     assert free - device.memory_info()[0] >= taken
     llm.sleep()

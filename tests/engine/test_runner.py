@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from rlnumba.engine.groups import Groups
+from rlnumba.engine.prefix_groups import PrefixGroups
 from rlnumba.engine.runner import bucket_of, context_bucket_of, pad_rows, step_arrays
-from rlnumba.engine.scheduler import Step
+from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 
 
 def make_table():
-    table = SequenceTable(rows=3, max_length=20, block_size=4)
+    table = SequenceTable(num_rows=3, block_size=4)
     for row, (length, blocks) in enumerate([(9, [7, 3, 5]), (6, [2, 8]), (13, [1, 4, 6, 9])]):
         ids = 100 * row + np.arange(length, dtype=np.int32)
         penalty = 1.5 if row == 2 else 1.0
@@ -20,7 +20,7 @@ def make_table():
 
 def step_of(rows, starts, counts, table):
     rows, starts, counts = map(np.array, (rows, starts, counts))
-    return Step(rows, starts, counts, starts + counts == table.length[rows])
+    return SchedulerOutput(rows, starts, counts, starts + counts == table.length[rows])
 
 
 def test_arrays_of_a_mixed_step():
@@ -32,9 +32,9 @@ def test_arrays_of_a_mixed_step():
     assert arrays["cu_seqlens"].tolist() == [0, 1, 5, 8]
     assert arrays["context_lens"].tolist() == [6, 7, 13]
     assert arrays["block_tables"].tolist() == [[2, 8, 0, 0], [7, 3, 5, 0], [1, 4, 6, 9]]
-    # Rows 1 and 2 have all their tokens computed and draw the next.
+    # Rows 1 and 2 have all their tokens computed and sample the next.
     assert arrays["rows"].tolist() == [0, 7] and arrays["position"].tolist() == [6, 13]
-    assert arrays["temperature"].tolist() == [1.5, 2.5] and arrays["keys"].tolist() == [[1, 41], [2, 42]]
+    assert arrays["temperature"].tolist() == [1.5, 2.5] and arrays["philox_key"].tolist() == [[1, 41], [2, 42]]
     assert arrays["penalty"].tolist() == [1.0, 1.5]
     assert arrays["history"].tolist() == [[*range(100, 106), *[-1] * 7], [*range(200, 213)]]
     for array in arrays.values():
@@ -53,10 +53,10 @@ def test_arrays_of_a_decode_step_and_its_padding():
     assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
 
 
-def test_groups_are_among_the_arrays_and_padding_is_no_member():
+def test_prefix_groups_are_among_the_arrays_and_padding_is_in_none():
     table = make_table()
     step = step_of([1, 0], [5, 8], [1, 1], table)
-    step.groups = Groups(np.array([0, 1]), np.array([4, 4], np.int32), np.array([2, 0], np.int32), 8)
+    step.prefix_groups = PrefixGroups(np.array([0, 1]), np.array([4, 4], np.int32), np.array([2, 0], np.int32), 8)
     arrays = step_arrays(step, table, 4)
     assert arrays["shared_prefix_lens"].tolist() == [4, 4] and arrays["group_sizes"].tolist() == [2, 0]
     padded = pad_rows(arrays, 4, 8)
@@ -66,7 +66,7 @@ def test_groups_are_among_the_arrays_and_padding_is_no_member():
     assert all(same[name].tolist() == arrays[name].tolist() for name in arrays if name != "block_tables")
 
 
-def test_a_chunk_that_ends_before_the_last_token_draws_nothing():
+def test_a_chunk_that_ends_before_the_last_token_samples_nothing():
     table = make_table()
     arrays = step_arrays(step_of([2], [0], [12], table), table, 4)
     assert "temperature" not in arrays and arrays["cu_seqlens"].tolist() == [0, 12]

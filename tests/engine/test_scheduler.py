@@ -1,4 +1,4 @@
-"""The scheduler against a pretended model whose next token is a function of the tokens before it."""
+"""The scheduler with a fake model whose next token is a function of the tokens before it."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rlnumba.engine import scheduler as scheduler_module
 from rlnumba.engine.block_manager import BlockManager
-from rlnumba.engine.scheduler import Scheduler, blocks_of
+from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 BLOCK = 4
 
@@ -25,43 +25,45 @@ def next_token(token_ids, index):
     return fingerprint([*token_ids, 1000 + index]) % 50
 
 
-class PretendedModel:
+class FakeModel:
     """Keeps, in every slot of the cache, the fingerprint of the tokens up to there, and checks what it reads."""
 
     def __init__(self, num_blocks):
         self.cache = [None] * (num_blocks * BLOCK)
         self.num_tokens = 0
-        # Of the groups of each step, the largest; 1 without groups.
+        # Size of each step's largest prefix group; 1 without groups.
         self.largest = []
 
     def run(self, step, table):
         assert len(set(step.rows.tolist())) == len(step.rows)
         self.largest.append(1)
-        if step.groups is not None:
+        if step.prefix_groups is not None:
             self.check_groups(step, table)
-        drawn = []
-        for row, start, count, draws in zip(step.rows, step.starts, step.counts, step.draws, strict=True):
+        sampled = []
+        for row, start, count, samples in zip(step.rows, step.starts, step.counts, step.samples, strict=True):
             ids, tables = table.token_ids[row], table.block_tables[row]
             slots = [int(tables[p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)]
             for position in range(start, start + count):
                 self.cache[slots[position]] = fingerprint(ids[: position + 1])
             assert [self.cache[slot] for slot in slots] == [fingerprint(ids[: p + 1]) for p in range(start + count)]
-            if draws:
-                drawn.append(next_token(ids[: start + count], table.sample_index[row]))
+            if samples:
+                sampled.append(next_token(ids[: start + count], table.sample_index[row]))
         self.num_tokens += step.num_tokens
-        drawn = np.array(drawn, np.int32)
-        return drawn, (-0.5 * drawn).astype(np.float32)
+        sampled = np.array(sampled, np.int32)
+        return sampled, (-0.5 * sampled).astype(np.float32)
 
     def check_groups(self, step, table):
-        """What sequences of a group have in common lies in the same blocks, and before the step's tokens."""
-        common, group_sizes = step.groups.shared_prefix_lens.tolist(), step.groups.group_sizes.tolist()
+        """The prefix of a group is in the same blocks for all of its sequences, and ends before the step's tokens."""
+        groups = step.prefix_groups
+        prefix_lens, group_sizes = groups.shared_prefix_lens.tolist(), groups.group_sizes.tolist()
         assert (step.counts == 1).all() and sum(group_sizes) == len(group_sizes) == len(step.rows)
-        for at, size in [(i, size) for i, size in enumerate(group_sizes) if size]:
-            rows = step.rows[at : at + size]
-            assert set(common[at : at + size]) == {common[at]} and common[at] <= step.starts[at : at + size].min()
-            assert (table.block_tables[rows] == table.block_tables[rows[:1]])[:, : common[at] // BLOCK].all()
+        for first, size in [(i, size) for i, size in enumerate(group_sizes) if size]:
+            rows = step.rows[first : first + size]
+            assert set(prefix_lens[first : first + size]) == {prefix_lens[first]}
+            assert prefix_lens[first] <= step.starts[first : first + size].min()
+            assert (table.block_tables[rows] == table.block_tables[rows[:1]])[:, : prefix_lens[first] // BLOCK].all()
         self.largest[-1] = max(group_sizes)
-        assert self.largest[-1] <= step.groups.max_group_size
+        assert self.largest[-1] <= step.prefix_groups.max_group_size
 
 
 def sequences_of(requests, eos=()):
@@ -76,9 +78,9 @@ def sequences_of(requests, eos=()):
 
 def run(sequences, rows=8, budget=16, num_blocks=64, **options):
     """Run to the end; returns ({(request, index): (ids, reason)}, scheduler, model)."""
-    table = SequenceTable(rows, max(s.length_limit for s in sequences), BLOCK, 4)
+    table = SequenceTable(rows, BLOCK)
     blocks = options.pop("blocks", None) or BlockManager(num_blocks, BLOCK)
-    model = options.pop("model", None) or PretendedModel(num_blocks)
+    model = options.pop("model", None) or FakeModel(num_blocks)
     scheduler = Scheduler(table, blocks, budget, **options)
     for sequence in sequences:
         scheduler.add(sequence)
@@ -86,13 +88,13 @@ def run(sequences, rows=8, budget=16, num_blocks=64, **options):
     while (step := scheduler.schedule()) is not None:
         assert 0 < step.num_tokens <= budget
         for s in scheduler.update(step, *model.run(step, table)):
-            results[s.request, s.index] = (s.completion_ids.tolist(), s.finish_reason)
+            results[s.request_id, s.index] = (s.completion_ids.tolist(), s.finish_reason)
             assert s.completion_logprobs.tolist() == [-0.5 * t for t in s.completion_ids]
         steps += 1
         assert steps < 5000
-    assert scheduler.unfinished == 0 and len(results) == len(sequences)
+    assert scheduler.num_unfinished == 0 and len(results) == len(sequences)
     assert blocks.num_free == blocks.num_blocks and not any(blocks.ref_count)
-    assert sorted(scheduler.free_rows) == list(range(rows)) and not scheduler.held
+    assert sorted(scheduler.free_rows) == list(range(rows)) and not scheduler.waiting_on_prefix
     return results, scheduler, model
 
 
@@ -105,7 +107,7 @@ def expected(sequences):
             if ids[-1] in s.stop_ids:
                 reason = "stop"
                 break
-        results[s.request, s.index] = (ids[len(s.prompt) :], reason)
+        results[s.request_id, s.index] = (ids[len(s.prompt) :], reason)
     return results
 
 
@@ -122,8 +124,8 @@ def test_E03_any_schedule_gives_the_same_text_and_returns_all_blocks(
     requests, rows, extra_budget, spare_blocks, caching, eos
 ):
     make = lambda: sequences_of(requests, eos=(1, 7, 23) if eos else ())  # noqa: E731
-    num_blocks = max(blocks_of(s, BLOCK) for s in make()) + spare_blocks
-    sharing = Sharing((2, 3), BLOCK)
+    num_blocks = max(blocks_needed(s.length_limit, BLOCK) for s in make()) + spare_blocks
+    sharing = PrefixSharing((2, 3), BLOCK)
     results, _, _ = run(make(), rows, rows + extra_budget - 1, num_blocks, prefix_caching=caching, sharing=sharing)
     assert results == expected(make())
 
@@ -137,8 +139,8 @@ def test_E03_too_few_blocks_preempt_the_newest():
 
 def test_E03_the_preempted_comes_back_before_those_that_never_ran():
     sequences = sequences_of([([i], 1, 8) for i in range(3)])
-    table = SequenceTable(2, 9, BLOCK)
-    scheduler, model = Scheduler(table, BlockManager(3, BLOCK), 8), PretendedModel(3)
+    table = SequenceTable(2, BLOCK)
+    scheduler, model = Scheduler(table, BlockManager(3, BLOCK), 8), FakeModel(3)
     for sequence in sequences:
         scheduler.add(sequence)
     while not scheduler.num_preemptions:
@@ -148,7 +150,7 @@ def test_E03_the_preempted_comes_back_before_those_that_never_ran():
 
 
 def test_admission_leaves_a_block_for_each_that_runs():
-    scheduler = Scheduler(SequenceTable(4, 9, BLOCK), BlockManager(4, BLOCK), 8)
+    scheduler = Scheduler(SequenceTable(4, BLOCK), BlockManager(4, BLOCK), 8)
     for sequence in sequences_of([([i], 1, 8) for i in range(4)]):
         scheduler.add(sequence)
     assert len(scheduler.schedule().rows) == 2 and len(scheduler.waiting) == 2
@@ -156,13 +158,13 @@ def test_admission_leaves_a_block_for_each_that_runs():
 
 def test_E03_decode_goes_on_while_a_long_prompt_is_computed_in_chunks():
     sequences = sequences_of([([1, 2], 1, 12), (list(range(30)), 1, 1)])
-    table = SequenceTable(2, 31, BLOCK)
-    scheduler, model = Scheduler(table, BlockManager(32, BLOCK), 8), PretendedModel(32)
+    table = SequenceTable(2, BLOCK)
+    scheduler, model = Scheduler(table, BlockManager(32, BLOCK), 8), FakeModel(32)
     for sequence in sequences:
         scheduler.add(sequence)
     steps = []
     while (step := scheduler.schedule()) is not None:
-        steps.append((step.counts.tolist(), step.draws.tolist()))
+        steps.append((step.counts.tolist(), step.samples.tolist()))
         scheduler.update(step, *model.run(step, table))
     assert steps[:5] == [([2, 6], [True, False])] + [([1, 7], [True, False])] * 3 + [([1, 3], [True, True])]
     assert steps[5:] == [([1], [True])] * 7
@@ -173,32 +175,36 @@ def test_completions_of_one_prompt_compute_it_once():
     results, _, model = run(sequences_of([(prompt, 4, 1)]), rows=8, budget=64)
     assert model.num_tokens == len(prompt) + 3 * 2
     assert results == expected(sequences_of([(prompt, 4, 1)]))
-    # A prompt that ends with a block: that block is computed by each, for the row the first token is drawn from.
+    # A prompt that ends with a block: that block is computed by each, for the row the first token is sampled from.
     _, _, model = run(sequences_of([(prompt[:-2], 4, 1)]), rows=8, budget=64)
     assert model.num_tokens == 4 * BLOCK + 3 * BLOCK
 
 
-def test_completions_of_one_prompt_are_groups_while_they_last():
+def test_completions_of_one_prompt_are_a_prefix_group():
     requests = [(list(range(9)), 3, 6), ([*range(50, 59)], 2, 4), ([3], 1, 8)]
-    results, _, model = run(sequences_of(requests), budget=64, sharing=Sharing((2, 4), 2 * BLOCK))
+    results, _, model = run(sequences_of(requests), budget=64, sharing=PrefixSharing((2, 4), 2 * BLOCK))
     assert results == expected(sequences_of(requests))
-    # Prompts are computed; then all lack one token, until those that computed the prompts and then the others end.
+    # Prefill; then all lack one token, until the prefix leaders and then the others end.
     assert model.largest == [1, 3, 3, 3, 3, 3, 2, 1]
-    _, _, model = run(sequences_of(requests), budget=64, sharing=Sharing((), 0))
+    _, _, model = run(sequences_of(requests), budget=64, sharing=PrefixSharing((), 0))
     assert set(model.largest) == {1}
 
 
-def test_groups_are_looked_for_again_only_when_others_run(monkeypatch):
+def test_prefix_groups_are_searched_again_only_when_others_run(monkeypatch):
     calls = []
-    found = scheduler_module.find_groups
-    monkeypatch.setattr(scheduler_module, "find_groups", lambda *a: calls.append(len(a[1])) or found(*a))
-    run(sequences_of([(list(range(9)), 3, 30), ([*range(50, 59)], 2, 20)]), budget=64, sharing=Sharing((4,), BLOCK))
-    # Whoever computed the prompt is one token ahead.
+    found = scheduler_module.find_prefix_groups
+    monkeypatch.setattr(scheduler_module, "find_prefix_groups", lambda *a: calls.append(len(a[1])) or found(*a))
+    run(
+        sequences_of([(list(range(9)), 3, 30), ([*range(50, 59)], 2, 20)]),
+        budget=64,
+        sharing=PrefixSharing((4,), BLOCK),
+    )
+    # The prefix leader is one token ahead.
     assert calls == [5, 4, 3, 2]
 
 
 def test_prefixes_are_found_by_a_later_run_and_not_under_another_policy():
-    blocks, model = BlockManager(32, BLOCK), PretendedModel(32)
+    blocks, model = BlockManager(32, BLOCK), FakeModel(32)
     prompt = list(range(3 * BLOCK + 1))
     for policy, tokens in [(0, 13), (0, 1), (1, 13), (1, 1)]:
         before = model.num_tokens
@@ -207,7 +213,7 @@ def test_prefixes_are_found_by_a_later_run_and_not_under_another_policy():
 
 
 def test_generated_blocks_are_found_too():
-    blocks, model = BlockManager(32, BLOCK), PretendedModel(32)
+    blocks, model = BlockManager(32, BLOCK), FakeModel(32)
     results, _, _ = run(sequences_of([([5, 6, 7], 1, 10)]), blocks=blocks, model=model, num_blocks=32)
     longer = [5, 6, 7, *results[0, 0][0]]
     before = model.num_tokens
@@ -215,7 +221,7 @@ def test_generated_blocks_are_found_too():
     assert model.num_tokens - before == 1
 
 
-def test_stop_strings_are_asked_for_and_reasons_told():
+def test_stop_strings_are_checked_and_reasons_recorded():
     sequences = sequences_of([([1], 1, 6), ([2], 1, 6)])
     object.__setattr__(sequences[1].params, "stop", ("x",))
     results, _, _ = run(sequences, has_stop_string=lambda sequence, ids: len(ids) == 3)
@@ -223,9 +229,10 @@ def test_stop_strings_are_asked_for_and_reasons_told():
 
 
 def test_a_sequence_that_cannot_fit_is_refused():
-    scheduler = Scheduler(SequenceTable(1, 40, BLOCK), BlockManager(3, BLOCK), 8)
+    scheduler = Scheduler(SequenceTable(2, BLOCK), BlockManager(3, BLOCK), 8)
     scheduler.add(sequences_of([([1], 1, 12)])[0])
+    scheduler.add(sequences_of([([1, 2], 1, 12)])[0])
     with pytest.raises(ValueError, match="4 blocks in a cache of 3"):
-        scheduler.add(sequences_of([([1, 2], 1, 12)])[0])
+        scheduler.schedule()
     with pytest.raises(ValueError, match="2 tokens a step for 3 sequences"):
-        Scheduler(SequenceTable(3, 40, BLOCK), BlockManager(3, BLOCK), 2)
+        Scheduler(SequenceTable(3, BLOCK), BlockManager(3, BLOCK), 2)

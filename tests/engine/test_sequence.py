@@ -46,15 +46,30 @@ def test_E08_spellings_of_off_and_of_lists():
 
 
 def test_table_gives_back_what_was_put():
-    table = SequenceTable(rows=2, max_length=40, block_size=16, stop_width=2)
+    table = SequenceTable(num_rows=2, block_size=16)
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.5, stop="a")
     sequence = Sequence(0, 3, np.arange(5, dtype=np.int32), params, (1, 2), 40, (9,))
     table.put(1, sequence)
-    assert table.stop_ids[1].tolist() == [9, -1] and table.sample_index[1] == 3 and table.has_stop_strings[1]
-    assert table.keys[1].tolist() == [1, 2] and table.length_limit[1] == 40
+    assert table.stop_ids.tolist() == [[-1], [9]] and table.sample_index[1] == 3 and table.has_stop_strings[1]
+    assert table.philox_key[1].tolist() == [1, 2] and table.length_limit[1] == 40
     table.token_ids[1, 5], table.logprobs[1, 5], table.length[1] = 8, -0.25, 6
-    assert table.take(1) is sequence
+    assert table.take(1, policy_version=7) is sequence and sequence.row is None
+    assert sequence.policy_versions == [7]
     assert sequence.completion_ids.tolist() == [8] and sequence.completion_logprobs.tolist() == [-0.25]
     table.put(0, sequence)
     assert table.length[0] == 6 and table.prompt_length[0] == 5 and table.logprobs[0, 5] == np.float32(-0.25)
-    assert table.num_computed[0] == 0 and table.sequences == [sequence, None]
+    assert table.num_computed[0] == 0 and table.sequences.tolist() == [sequence, None] and sequence.row == 0
+
+
+def test_table_grows_with_what_is_put_into_it():
+    table = SequenceTable(num_rows=2, block_size=16)
+    short = Sequence(0, 0, np.arange(5, dtype=np.int32), SamplingParams(), (1, 2), 20, (9,))
+    long = Sequence(1, 0, np.arange(100, dtype=np.int32), SamplingParams(), (1, 2), 130, (3, 4, 5))
+    table.put(1, short)
+    table.block_tables[1], table.hashes[1] = [6, 7], [60, 70]
+    assert table.max_length == 20
+    table.put(0, long)
+    assert table.max_length == 130 and table.block_tables.shape == table.hashes.shape == (2, 9)
+    assert table.block_tables[1].tolist() == [6, 7, *[0] * 7] and table.hashes[1, :2].tolist() == [60, 70]
+    assert table.stop_ids.tolist() == [[3, 4, 5], [9, -1, -1]]
+    assert table.take(1, 0).token_ids.tolist() == [0, 1, 2, 3, 4] and table.take(0, 0).token_ids[99] == 99

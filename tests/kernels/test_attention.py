@@ -3,13 +3,10 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention.backward import (
-    attention_backward,
-    attention_backward_ref,
-    attention_dkv_kernel,
-    attention_dq_kernel,
-)
-from rlnumba.kernels.attention.ops import attention, attention_kernel, attention_ref, many_rows
+from rlnumba.kernels.attention.ops import attention, attention_backward
+from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
+from rlnumba.kernels.attention.simt import attention_kernel, prefill_config
+from rlnumba.kernels.attention.simt_backward import attention_dkv_kernel, attention_dq_kernel
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
@@ -212,14 +209,14 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
-    tile, backward_tile = many_rows(head_dim), many_rows(head_dim, copies=2)
+    config, backward_config = prefill_config(head_dim), prefill_config(head_dim, row_tiles=2)
     compile_sm90 = functools.partial(compile_offline, architecture=(9, 0))
-    troubles = compile_sm90(attention_kernel(tile), [x, x, x, i, "float32", x, f])
-    troubles += compile_sm90(attention_dq_kernel(backward_tile), [x, x, x, x, f, f, i, "float32", x])
-    troubles += compile_sm90(attention_dkv_kernel(backward_tile), [x, x, x, x, f, f, i, "float32", x, x])
+    troubles = compile_sm90(attention_kernel(config), [x, x, x, i, "float32", x, f])
+    troubles += compile_sm90(attention_dq_kernel(backward_config), [x, x, x, x, f, f, i, "float32", x])
+    troubles += compile_sm90(attention_dkv_kernel(backward_config), [x, x, x, x, f, f, i, "float32", x, x])
     if head_dim == 48:
         x = "float32[:,:,::1]"
-        troubles += compile_offline(attention_kernel(tile), [x, x, x, i, "float32", x, f], (8, 0))
+        troubles += compile_offline(attention_kernel(config), [x, x, x, i, "float32", x, f], (8, 0))
     assert not troubles, "\n".join(troubles)
 
 

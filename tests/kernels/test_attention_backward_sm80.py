@@ -1,14 +1,13 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention.backward import attention_backward_ref
-from rlnumba.kernels.attention.ops import attention_ref
+from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.attention.sm80_backward import (
-    KeyTile,
-    RowTile,
-    attend_backward,
-    key_tile,
-    row_tile,
+    Sm80DkvConfig,
+    Sm80DqConfig,
+    attention_backward_sm80,
+    dkv_config,
+    dq_config,
     sm80_dkv_kernel,
     sm80_dq_kernel,
 )
@@ -20,7 +19,7 @@ def bounds(lengths):
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile=None, rows_tile=None):
+def run(rng, lengths, heads, kv_heads, head_dim, dtype, for_dkv=None, for_dq=None):
     """Compare dq, dk and dv with float64; returns them on the host."""
     tokens, kind, scale, starts = sum(lengths), device.dtype(dtype), head_dim**-0.5, bounds(lengths)
     shapes = [(tokens, h, head_dim) for h in (heads, heads, kv_heads, kv_heads)]
@@ -29,7 +28,7 @@ def run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile=None, rows_til
     out, lse = attention_ref(q, k, v, starts, scale)
     gradients = [device.xp().full(x.shape, np.nan, kind) for x in (q, k, v)]
     arrays = [device.asarray(x) for x in (dout, q, k, v, out.astype(kind), lse.astype(np.float32), starts)]
-    attend_backward(*arrays, max(lengths), scale, *gradients, keys_tile, rows_tile)
+    attention_backward_sm80(*arrays, max(lengths), scale, *gradients, for_dkv, for_dq)
     expected = attention_backward_ref(dout, q, k, v, starts, scale)
     for name, actual, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
         # p and ds are rounded before they multiply, and delta holds out's rounding.
@@ -40,23 +39,23 @@ def run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile=None, rows_til
 
 SIMULATED = [
     # Ragged sequences, more tiles than stages, a warp without keys or rows, two heads a key head.
-    ([5, 0, 35], 2, 1, 16, "bfloat16", KeyTile(16, "bfloat16", 2, 32, 2), RowTile(16, "bfloat16", 2, 1)),
+    ([5, 0, 35], 2, 1, 16, "bfloat16", Sm80DkvConfig(16, "bfloat16", 2, 32, 2), Sm80DqConfig(16, "bfloat16", 2, 1)),
     # Padded columns, and rows that do not stay in registers.
-    ([18], 3, 1, 24, "float16", KeyTile(24, "float16", 1, 32, 1), RowTile(24, "float16", 1, 2, False)),
+    ([18], 3, 1, 24, "float16", Sm80DkvConfig(24, "float16", 1, 32, 1), Sm80DqConfig(24, "float16", 1, 2, False)),
 ]
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile", SIMULATED)
-def test_simulator(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile):
-    run(rng, lengths, heads, kv_heads, head_dim, dtype, keys_tile, rows_tile)
+@pytest.mark.parametrize("lengths, heads, kv_heads, head_dim, dtype, for_dkv, for_dq", SIMULATED)
+def test_simulator(rng, lengths, heads, kv_heads, head_dim, dtype, for_dkv, for_dq):
+    run(rng, lengths, heads, kv_heads, head_dim, dtype, for_dkv, for_dq)
 
 
-def test_every_chosen_tile_is_possible():
+def test_every_chosen_config_is_possible():
     for limit in (99 * 1024, 163 * 1024, 227 * 1024):
         for head_dim in range(8, 264, 8):
-            for tile in (key_tile(head_dim, "bfloat16", limit), row_tile(head_dim, "bfloat16", limit)):
-                assert tile.shared_bytes <= limit
+            for config in (dkv_config(head_dim, "bfloat16", limit), dq_config(head_dim, "bfloat16", limit)):
+                assert config.shared_bytes <= limit
 
 
 # Compute capabilities, and the shared memory of a block there.
@@ -70,8 +69,8 @@ def test_kernels_compile_for_gpus(compile_offline, architecture, limit):
         pytest.skip("compiles without a GPU, from the numpy device")
     x, f = "uint16[:,:,::1]", "float32[:,::1]"
     types = [x, x, x, x, f, f, "int32[::1]", "float32", x]
-    troubles = compile_offline(sm80_dkv_kernel(key_tile(128, "bfloat16", limit)), [*types, x], architecture)
-    troubles += compile_offline(sm80_dq_kernel(row_tile(128, "bfloat16", limit)), types, architecture)
+    troubles = compile_offline(sm80_dkv_kernel(dkv_config(128, "bfloat16", limit)), [*types, x], architecture)
+    troubles += compile_offline(sm80_dq_kernel(dq_config(128, "bfloat16", limit)), types, architecture)
     assert not troubles, "\n".join(troubles)
 
 
@@ -95,5 +94,5 @@ def test_gpu_tiles(shape):
     """The tiles of GPUs with less shared memory."""
     run(
         np.random.default_rng(0), [130, 65, 300], *shape, "bfloat16",
-        key_tile(shape[2], "bfloat16", 99 * 1024), row_tile(shape[2], "bfloat16", 99 * 1024),
+        dkv_config(shape[2], "bfloat16", 99 * 1024), dq_config(shape[2], "bfloat16", 99 * 1024),
     )  # fmt: skip

@@ -1,16 +1,15 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention.backward import attention_backward_ref
-from rlnumba.kernels.attention.ops import attention_ref
+from rlnumba.kernels.attention.ops import IS_SUPPORTED
+from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.attention.sm90_backward import (
-    Tile,
-    attention_products_kernel,
+    attention_backward_kernel,
+    attention_backward_sm90,
     attention_round_dq_kernel,
     attention_rows_kernel,
-    sm90_attention_backward,
-    supports,
 )
+from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 
@@ -31,75 +30,75 @@ def packed(rng, lengths, heads, kv_heads, head_dim, element):
     return q, k, v, dout, out.astype(dtype), lse.astype(np.float32)
 
 
-def backward(arrays, lengths, tile):
+def backward(arrays, lengths, config):
     """(dq, dk, dv) as the kernels write them."""
     q, k, v, dout, out, lse = (device.asarray(x) for x in arrays)
     gradients = [device.xp().full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     cu_seqlens, longest = device.asarray(bounds(lengths)), max(lengths, default=0)
     arguments = (dout, q, k, v, out, lse, cu_seqlens, longest, q.shape[2] ** -0.5, *gradients)
-    sm90_attention_backward(*arguments, tile=tile)
+    attention_backward_sm90(*arguments, config=config)
     return gradients
 
 
-def run(rng, lengths, heads, kv_heads, tile):
-    arrays = packed(rng, lengths, heads, kv_heads, tile.head_dim, tile.element)
-    gradients = backward(arrays, lengths, tile)
+def run(rng, lengths, heads, kv_heads, config):
+    arrays = packed(rng, lengths, heads, kv_heads, config.head_dim, config.element)
+    gradients = backward(arrays, lengths, config)
     q, k, v, dout, _, _ = arrays
-    expected = attention_backward_ref(dout, q, k, v, bounds(lengths), tile.head_dim**-0.5)
-    terms = tile.head_dim + max(lengths, default=0)
+    expected = attention_backward_ref(dout, q, k, v, bounds(lengths), config.head_dim**-0.5)
+    terms = config.head_dim + max(lengths, default=0)
     for name, actual, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
         # p and ds are rounded to the inputs' dtype, and ds is a difference of terms of the size of dout . v.
         size = 2 * np.max(np.abs(wanted), initial=1.0)
-        assert_close(actual, wanted, terms=terms, scale=size, what=f"{name} {lengths} {tile}")
+        assert_close(actual, wanted, terms=terms, scale=size, what=f"{name} {lengths} {config}")
     return arrays, gradients
 
 
 SIMULATED = [
     # One box of columns and 128 queries a step; two sequences, so that rows beyond an end are the next one's.
-    ([5, 0, 3], 2, 1, Tile(16, "bfloat16")),
+    ([5, 0, 3], 2, 1, AttentionBackwardConfig(16, "bfloat16")),
     # Two boxes and 64 queries a step; dq summed over two blocks; more steps than stages.
-    ([131], 1, 1, Tile(80, "float16")),
-    ([70], 2, 2, Tile(40, "bfloat16", ahead=False)),
+    ([131], 1, 1, AttentionBackwardConfig(80, "float16")),
+    ([70], 2, 2, AttentionBackwardConfig(40, "bfloat16", prefetch_scores=False)),
     # The consumers share the keys, half of the columns each.
-    ([70], 1, 1, Tile(136, "bfloat16")),
+    ([70], 1, 1, AttentionBackwardConfig(136, "bfloat16")),
 ]
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("lengths, heads, kv_heads, tile", SIMULATED)
-def test_simulator(rng, lengths, heads, kv_heads, tile):
-    run(rng, lengths, heads, kv_heads, tile)
+@pytest.mark.parametrize("lengths, heads, kv_heads, config", SIMULATED)
+def test_simulator(rng, lengths, heads, kv_heads, config):
+    run(rng, lengths, heads, kv_heads, config)
 
 
 def test_nothing_to_do():
     xp = device.xp()
     q, lse = xp.zeros((0, 2, 64), np.float32), xp.zeros((2, 0), np.float32)
     cu_seqlens = device.asarray(np.zeros(1, np.int32))
-    sm90_attention_backward(q, q, q, q, q, lse, cu_seqlens, 0, 1.0, q, q, q)
+    attention_backward_sm90(q, q, q, q, q, lse, cu_seqlens, 0, 1.0, q, q, q)
 
 
-CANDIDATES = [Tile(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96, 128, 192, 256)] + [
-    Tile(128, "float16"),
-    Tile(128, "bfloat16", ahead=False),
+CANDIDATES = [AttentionBackwardConfig(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96, 128, 192, 256)] + [
+    AttentionBackwardConfig(128, "float16"),
+    AttentionBackwardConfig(128, "bfloat16", prefetch_scores=False),
 ]
 
 
 def test_candidates_fit_an_sm():
-    for tile in CANDIDATES:
-        assert supports(tile.head_dim) and tile.shared_bytes <= 227 * 1024 - 64
-    assert not supports(36) and not supports(264)
+    for config in CANDIDATES:
+        assert IS_SUPPORTED["sm90"](config.element, config.head_dim, 1) and config.shared_bytes <= 227 * 1024 - 64
+    assert not any(IS_SUPPORTED["sm90"]("bfloat16", head_dim, 1) for head_dim in (36, 264))
 
 
-@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
-def test_kernels_compile(compile_offline, tile):
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+def test_kernels_compile(compile_offline, config):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
     sizes = ["int64", "int64", "float32"]
-    troubles = compile_offline(attention_rows_kernel(tile), [x, x, "float32[:,::1]", i, f, i, i], (9, 0, "a"))
-    products = [m, m, m, m, f, i, *sizes, i, i, f, x, x]
-    troubles += compile_offline(attention_products_kernel(tile), products, (9, 0, "a"))
-    troubles += compile_offline(attention_round_dq_kernel(tile), [f, i, "float32", x], (9, 0, "a"))
+    troubles = compile_offline(attention_rows_kernel(config), [x, x, "float32[:,::1]", i, f, i, i], (9, 0, "a"))
+    gemms = [m, m, m, m, f, i, *sizes, i, i, f, x, x]
+    troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
+    troubles += compile_offline(attention_round_dq_kernel(config), [f, i, "float32", x], (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 
@@ -113,35 +112,35 @@ GPU = [
 REAL = ([1, 7, 64, 129, 500, 1000, 2395], 16, 8)
 
 
-def run_again(rng, lengths, heads, kv_heads, tile):
-    """Against float64, and the same bits again, whoever was faster this time."""
-    arrays, first = run(rng, lengths, heads, kv_heads, tile)
+def run_again(rng, lengths, heads, kv_heads, config):
+    """Against float64, and the same bits again, whatever the order in which blocks finish."""
+    arrays, first = run(rng, lengths, heads, kv_heads, config)
     for _ in range(5):
-        for name, actual, wanted in zip(("dq", "dk", "dv"), backward(arrays, lengths, tile), first, strict=True):
+        for name, actual, wanted in zip(("dq", "dk", "dv"), backward(arrays, lengths, config), first, strict=True):
             assert_same_bits(actual, wanted, name)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
 @pytest.mark.parametrize("lengths, heads, kv_heads", GPU)
-def test_gpu(rng, lengths, heads, kv_heads, tile):
-    run_again(rng, lengths, heads, kv_heads, tile)
+def test_gpu(rng, lengths, heads, kv_heads, config):
+    run_again(rng, lengths, heads, kv_heads, config)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile in CANDIDATES if tile.head_dim == 128], ids=str)
-def test_gpu_real(rng, tile):
-    run_again(rng, *REAL, tile)
+@pytest.mark.parametrize("config", [config for config in CANDIDATES if config.head_dim == 128], ids=str)
+def test_gpu_real(rng, config):
+    run_again(rng, *REAL, config)
 
 
 @pytest.mark.gpu
 def test_gpu_sequences_do_not_meet(rng):
     """A sequence has the bits it has alone, whatever stands beside it."""
-    lengths, tile = [300, 1000, 77], Tile(128, "bfloat16")
+    lengths, config = [300, 1000, 77], AttentionBackwardConfig(128, "bfloat16")
     arrays = packed(rng, lengths, 4, 2, 128, "bfloat16")
-    whole = backward(arrays, lengths, tile)
+    whole = backward(arrays, lengths, config)
     for start, end in zip(bounds(lengths)[:-1], bounds(lengths)[1:], strict=True):
         q, k, v, dout, out, lse = arrays
         alone = [x[start:end].copy() for x in (q, k, v, dout, out)] + [lse[:, start:end].copy()]
-        for actual, wanted in zip(backward(alone, [int(end - start)], tile), whole, strict=True):
+        for actual, wanted in zip(backward(alone, [int(end - start)], config), whole, strict=True):
             assert_same_bits(actual, wanted[start:end].copy(), f"rows {start} .. {end}")

@@ -1,20 +1,24 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention.ops import attention_ref
 from rlnumba.kernels.attention.paged import paged_attention_ref
-from rlnumba.kernels.attention.sm80_forward import (
-    FewTile,
-    Tile,
-    attend,
-    few_rows,
-    many_rows,
+from rlnumba.kernels.attention.reference import attention_ref
+from rlnumba.kernels.attention.sm80_decode import (
+    Sm80DecodeConfig,
+    decode_config,
     merge_segments_kernel,
-    paged_attend,
-    sm80_attention_kernel,
+    paged_attention_sm80,
     sm80_decode_kernel,
 )
+from rlnumba.kernels.attention.sm80_forward import (
+    SegmentTotals,
+    Sm80AttentionConfig,
+    attention_config,
+    attention_sm80,
+    sm80_attention_kernel,
+)
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from tests.close import assert_close, assert_same_bits
 
 
@@ -45,25 +49,25 @@ class Case:
             for cache, x in zip(self.caches, (self.k, self.v), strict=True):
                 cache[slots] = x[here]
 
-    def packed(self, tile):
-        """(out, lse) of attend, on the host."""
+    def packed(self, config):
+        """(out, lse) of attention_sm80, on the host."""
         xp = device.xp()
         out, lse = xp.full(self.q.shape, np.nan, self.q.dtype), xp.full(self.q.shape[1::-1], np.nan, np.float32)
         arrays = [device.asarray(x) for x in (self.q, self.k, self.v, self.starts)]
-        attend(*arrays, max(self.lengths), self.scale, out, lse, tile)
+        attention_sm80(*arrays, max(self.lengths), self.scale, out, lse, config)
         return device.to_host(out), device.to_host(lse)
 
-    def check(self, tile):
-        """Compare attend with the reference; returns (out, lse)."""
-        out, lse = self.packed(tile)
+    def check(self, config):
+        """Compare attention_sm80 with the reference; returns (out, lse)."""
+        out, lse = self.packed(config)
         expected, expected_lse = attention_ref(self.q, self.k, self.v, self.starts, self.scale)
         # Probabilities are rounded to 16 bits before they meet the values.
         assert_close(out, expected, terms=max(self.lengths), scale=2 * float(np.abs(expected).max()), what="out")
         assert_close(lse, expected_lse, terms=self.q.shape[2], scale=2 * float(np.abs(expected_lse).max()), what="lse")
         return out, lse
 
-    def paged(self, tile, begins):
-        """out of paged_attend for the positions from begins[b] on of each sequence, on the host, and which rows."""
+    def paged(self, config, begins):
+        """out of paged_attention_sm80 for positions from begins[b] on of each sequence, on the host, and which rows."""
         rows = [np.arange(self.starts[b] + begin, self.starts[b + 1]) for b, begin in enumerate(begins)]
         lengths = [len(r) for r in rows]
         rows = np.concatenate(rows).astype(np.int64)
@@ -71,57 +75,60 @@ class Case:
         out = device.xp().full(q.shape, np.nan, q.dtype)
         arrays = [device.asarray(x) for x in (q, *self.caches)]
         tables = [device.asarray(x) for x in (self.tables, bounds(lengths), np.asarray(self.lengths, np.int32))]
-        paged_attend(
-            *arrays, self.block_size, *tables, max(lengths), max(self.lengths), self.scale, out, tile
+        paged_attention_sm80(
+            *arrays, self.block_size, *tables, max(lengths), max(self.lengths), self.scale, out, config
         )  # fmt: skip
         return device.to_host(out), rows
 
 
 SIMULATED = [
     # Ragged sequences, two segments, a warp without rows.
-    (Tile(16, "bfloat16", 2, 16, segment=64), [3, 0, 65], 2, 1),
+    (Sm80AttentionConfig(16, "bfloat16", 2, 16, segment=64), [3, 0, 65], 2, 1),
     # Padded columns, several stages, q in registers, rows of three heads.
-    (Tile(24, "float16", 1, 16, 2, True), [18, 1], 3, 1),
+    (Sm80AttentionConfig(24, "float16", 1, 16, 2, True), [18, 1], 3, 1),
 ]
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("tile, lengths, heads, kv_heads", SIMULATED)
-def test_simulator(rng, tile, lengths, heads, kv_heads):
-    Case(rng, lengths, heads, kv_heads, tile.head_dim, tile.element).check(tile)
+@pytest.mark.parametrize("config, lengths, heads, kv_heads", SIMULATED)
+def test_simulator(rng, config, lengths, heads, kv_heads):
+    Case(rng, lengths, heads, kv_heads, config.head_dim, config.element).check(config)
 
 
 @pytest.mark.sim
 def test_the_cache_gives_the_same_bits_in_the_simulator(rng):
-    """A row of packed sequences, of a chunk against the cache, and of decode, whatever the tile."""
+    """A row of packed sequences, of a chunk against the cache, and of decode, whatever the config."""
     case = Case(rng, [66], 2, 1, 8, "bfloat16")
-    expected, _ = case.check(Tile(8, "bfloat16", 1, 32, segment=64))
-    for tile in (Tile(8, "bfloat16", 1, 16, 2, block_size=16, segment=64), FewTile(8, "bfloat16", 2, 16, 64)):
-        out, rows = case.paged(tile, [62])
-        assert_same_bits(out, expected[rows], str(tile))
+    expected, _ = case.check(Sm80AttentionConfig(8, "bfloat16", 1, 32, segment=64))
+    for config in (
+        Sm80AttentionConfig(8, "bfloat16", 1, 16, 2, block_size=16, segment=64),
+        Sm80DecodeConfig(8, "bfloat16", 2, 16, 64),
+    ):
+        out, rows = case.paged(config, [62])
+        assert_same_bits(out, expected[rows], str(config))
 
 
 @pytest.mark.sim
 def test_three_segments_in_the_simulator(rng):
     case = Case(rng, [150], 1, 1, 16, "float16", 32)
-    out, rows = case.paged(Tile(16, "float16", 1, 16, block_size=32, segment=64), [147])
+    out, rows = case.paged(Sm80AttentionConfig(16, "float16", 1, 16, block_size=32, segment=64), [147])
     lengths = [np.asarray(x, np.int32) for x in ([0, 3], [150])]
     caches = [cache.reshape(-1, 32, 1, 16) for cache in case.caches]
     expected = paged_attention_ref(case.q[rows], *caches, case.tables, *lengths, case.scale)
     assert_close(out, expected, terms=150, scale=2 * float(np.abs(expected).max()))
-    again, _ = case.paged(FewTile(16, "float16", 1, 32, 64), [147])
+    again, _ = case.paged(Sm80DecodeConfig(16, "float16", 1, 32, 64), [147])
     assert_same_bits(again, out)
 
 
-def test_every_chosen_tile_is_possible():
-    """Whatever the head_dim and the GPU, tiles fit, and a tile's rows of q fit the place that they share."""
+def test_every_chosen_config_is_possible():
+    """Whatever the head_dim and the GPU, configs fit, and rows of q fit the shared memory that they reuse."""
     for limit in (99 * 1024, 163 * 1024, 227 * 1024):
         for head_dim in range(8, 264, 8):
             for block_size in (0, 16):
-                tile = many_rows(head_dim, "bfloat16", block_size, limit)
-                assert tile.shared_bytes + 64 <= limit and tile.rows <= 128
-                assert not tile.keeps_q or tile.warp_rows * head_dim <= 16 * 128
-            assert few_rows(head_dim, "bfloat16", 16, limit).shared_bytes + 6 * 1024 <= limit
+                config = attention_config(head_dim, "bfloat16", block_size, limit)
+                assert config.shared_bytes + 64 <= limit and config.rows <= 128
+                assert not config.q_in_registers or config.warp_rows * head_dim <= 16 * 128
+            assert decode_config(head_dim, "bfloat16", 16, limit).shared_bytes + 6 * 1024 <= limit
 
 
 # Compute capabilities, and the shared memory of a block there.
@@ -137,11 +144,11 @@ def test_kernels_compile_for_gpus(compile_offline, architecture, limit, head_dim
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
     troubles = []
     for block_size in (0, 16):
-        tile = many_rows(head_dim, "bfloat16", block_size, limit)
+        config = attention_config(head_dim, "bfloat16", block_size, limit)
         types = [x, x, x, i, i, i, "int64", "float32", f, i, x, f]
-        troubles += compile_offline(sm80_attention_kernel(tile), types, architecture)
+        troubles += compile_offline(sm80_attention_kernel(config), types, architecture)
     types = [x, x, x, i, i, i, "int64", "int64", "float32", f, f, x]
-    kernel = sm80_decode_kernel(few_rows(head_dim, "bfloat16", 16, limit))
+    kernel = sm80_decode_kernel(decode_config(head_dim, "bfloat16", 16, limit))
     troubles += compile_offline(kernel, types, architecture)
     troubles += compile_offline(merge_segments_kernel(1024), [i, i, "int64", f, f, x], architecture)
     assert not troubles, "\n".join(troubles)
@@ -162,15 +169,15 @@ def test_gpu(rng, shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gpu_bits(rng, shape):
-    """Every tile, with the keys packed or in a cache, and decode: the bits of a row are the same."""
+    """Every config, with the keys packed or in a cache, and decode: the bits of a row are the same."""
     case = Case(rng, [2500, 33, 1, 64, 1024, 1025], *shape, "bfloat16")
     head_dim, group, everything = shape[2], shape[0] // shape[1], [0] * 6
     expected, expected_lse = case.packed(None)
     for limit in (99 * 1024, 163 * 1024):
-        out, lse = case.packed(many_rows(head_dim, "bfloat16", 0, limit))
-        assert_same_bits(out, expected, f"tile for {limit} bytes")
-        assert_same_bits(lse, expected_lse, f"lse, tile for {limit} bytes")
-    paged = many_rows(head_dim, "bfloat16", 16, 99 * 1024)
+        out, lse = case.packed(attention_config(head_dim, "bfloat16", 0, limit))
+        assert_same_bits(out, expected, f"config for {limit} bytes")
+        assert_same_bits(lse, expected_lse, f"lse, config for {limit} bytes")
+    paged = attention_config(head_dim, "bfloat16", 16, 99 * 1024)
     for begins in (everything, [2400, 32, 0, 1, 1000, 1024], [2499, 0, 0, 63, 1023, 500]):
         out, rows = case.paged(paged, begins)
         assert_same_bits(out, expected[rows], f"chunks from {begins}")
@@ -178,21 +185,18 @@ def test_gpu_bits(rng, shape):
     for tokens in {1, few}:
         for stages in (1, 2):
             begins = [max(length - tokens, 0) for length in case.lengths]
-            out, rows = case.paged(FewTile(head_dim, "bfloat16", stages, 16), begins)
+            out, rows = case.paged(Sm80DecodeConfig(head_dim, "bfloat16", stages, 16), begins)
             assert_same_bits(out, expected[rows], f"decode of {tokens} tokens, {stages} stages")
 
 
 @pytest.mark.gpu
 def test_gpu_many_blocks_share_slots(rng):
     """More blocks with several segments than slots for their totals, twice: the same bits, and all slots free again."""
-    from rlnumba.kernels.attention.sm80_forward import slots_for
-    from rlnumba.kernels.gemm.sm80 import shared_limit
-
     case = Case(rng, [2048, 3000, 1500, 4096], 16, 8, 128, "bfloat16")
     first, second = case.packed(None), case.packed(None)
     assert_same_bits(second[0], first[0])
-    tile = many_rows(128, "bfloat16", 0, shared_limit())
-    assert not device.to_host(slots_for(tile, 4096)[1]).any()
+    config = attention_config(128, "bfloat16", 0, device.max_shared_bytes())
+    assert not device.to_host(current().own(SegmentTotals).get(config, 4096)[1]).any()
 
 
 @pytest.mark.gpu
@@ -207,7 +211,7 @@ def test_gpu_graph_follows_its_arrays(rng):
     ends, starts = cupy.full(4, 7, np.int32), cupy.arange(5, dtype=np.int32)
 
     def step():
-        paged_attend(q, *caches, 16, tables, starts, ends, 1, 3000, case.scale, out)
+        paged_attention_sm80(q, *caches, 16, tables, starts, ends, 1, 3000, case.scale, out)
 
     stream = cupy.cuda.Stream(non_blocking=True)
     step()

@@ -3,19 +3,25 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_decode as paged_form
-from rlnumba.kernels.attention import sm90_forward as packed_form
-from rlnumba.kernels.attention.ops import attention_ref
-from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90, paged_attention_sm90_kernel
+from rlnumba.kernels.attention import sm90_decode
+from rlnumba.kernels.attention.reference import attention_ref
+from rlnumba.kernels.attention.scheduler import list_work_items_kernel
+from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
+from rlnumba.kernels.attention.sm90_decode_config import DecodeConfig, decode_config
+from rlnumba.kernels.attention.sm90_decode_consumer import column_sum_function
 from rlnumba.kernels.attention.sm90_forward import (
     ARCHITECTURES,
-    Tile,
+    AttentionConfig,
+    attention_config,
     attention_sm90,
     attention_sm90_kernel,
-    best_tile,
 )
+from rlnumba.kernels.attention.sm90_paged import DecodePlan, paged_attention_sm90, plan_decode
+from rlnumba.kernels.attention.softmax import row_sum
+from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.ptx.sm90 import shared_address
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 from tests.close import assert_close, assert_same_bits
@@ -34,24 +40,24 @@ def bounds(lengths):
 
 
 def packed(rng, lengths, heads, kv_heads, head_dim, dtype):
-    """q, k, v as NumPy arrays; keys that stand out, so that the softmax is not flat and its reference moves."""
+    """q, k, v as NumPy arrays; keys that stand out, so that the softmax is not flat and row maxima are updated."""
     shapes = [(sum(lengths), h, head_dim) for h in (heads, kv_heads, kv_heads)]
     q, k, v = (rng.standard_normal(shape) for shape in shapes)
     return [x.astype(device.dtype(dtype)) for x in (q, 4 * k, v)]
 
 
-def forward(q, k, v, lengths, tile=None):
+def forward(q, k, v, lengths, config=None):
     """(out, lse) of attention_sm90, from NumPy arrays to arrays of the device."""
     xp = device.xp()
     out = xp.full(q.shape, np.nan, q.dtype)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float32)
     q, k, v, cu_seqlens = (device.asarray(x) for x in (q, k, v, bounds(lengths)))
-    attention_sm90(q, k, v, cu_seqlens, max(lengths, default=0), q.shape[2] ** -0.5, out, lse, tile)
+    attention_sm90(q, k, v, cu_seqlens, max(lengths, default=0), q.shape[2] ** -0.5, out, lse, config)
     return out, lse
 
 
-def check_forward(q, k, v, lengths, tile=None):
-    out, lse = forward(q, k, v, lengths, tile)
+def check_forward(q, k, v, lengths, config=None):
+    out, lse = forward(q, k, v, lengths, config)
     expected, expected_lse = attention_ref(q, k, v, bounds(lengths), q.shape[2] ** -0.5)
     assert_close(out, expected, terms=max(lengths), what="out")
     assert_close(lse, expected_lse, terms=q.shape[2], what="lse")
@@ -59,17 +65,17 @@ def check_forward(q, k, v, lengths, tile=None):
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    "lengths, heads, kv_heads, head_dim, tile",
+    "lengths, heads, kv_heads, head_dim, config",
     [
         # Two segments, rows that end inside a tile, two heads side by side.
-        ([70, 0, 3], 2, 1, 16, Tile(16, BF16, stages=2, segment=64)),
+        ([70, 0, 3], 2, 1, 16, AttentionConfig(16, BF16, stages=2, segment=64)),
         # Three segments for one of two neighbouring blocks of tokens, and 80 columns.
-        ([130], 1, 1, 80, Tile(80, F16, stages=2, paired=False, segment=64)),
+        ([130], 1, 1, 80, AttentionConfig(80, F16, stages=2, paired=False, segment=64)),
     ],
     ids=["paired", "neighbours"],
 )
-def test_simulator(rng, lengths, heads, kv_heads, head_dim, tile):
-    check_forward(*packed(rng, lengths, heads, kv_heads, head_dim, tile.element), lengths, tile)
+def test_simulator(rng, lengths, heads, kv_heads, head_dim, config):
+    check_forward(*packed(rng, lengths, heads, kv_heads, head_dim, config.element), lengths, config)
 
 
 class Cache:
@@ -104,20 +110,22 @@ class Cache:
     @functools.cached_property
     def expected(self):
         """(out, lse) of the packed form, on the host."""
-        tile = best_tile(self.q.shape[2], self.element, self.group)._replace(segment=self.segment)
-        return [device.to_host(x) for x in forward(*self.packed, self.lengths, tile)]
+        config = attention_config(self.q.shape[2], self.element, self.group)._replace(segment=self.segment)
+        return [device.to_host(x) for x in forward(*self.packed, self.lengths, config)]
 
     def rows(self, order, begins, ends):
         spans = [self.starts[b] + np.arange(x, y) for b, x, y in zip(order, begins, ends, strict=True)]
         return np.concatenate(spans)
 
-    def paged(self, order, begins, ends, max_context=None, common=None, group_sizes=None, blocks=None, run=None):
+    def paged(
+        self, order, begins, ends, max_context=None, common=None, group_sizes=None, blocks=None, max_leading=None
+    ):
         """(out, lse), on the host, of positions begins[i] .. ends[i] of sequence order[i]; ends 0: one without keys."""
         tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
         rows = self.rows(order, begins, np.add(begins, tokens))
         head_dim, most = self.q.shape[2], max(group_sizes or [1])
-        tile = paged_form.best_tile(head_dim, self.element, self.group, self.box, most)
-        prefill = packed_form.best_tile(head_dim, self.element, self.group, True, self.box)
+        config = decode_config(head_dim, self.element, self.group, self.box, most)
+        prefill = attention_config(head_dim, self.element, self.group, True, self.box)
         q, *arrays = (
             device.asarray(x) for x in (self.q[rows], self.tables[order], bounds(tokens), np.array(ends, np.int32))
         )
@@ -127,9 +135,9 @@ class Cache:
         paged_attention_sm90(
             q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out,
             common, group_sizes, most, None, lse,
-            tile._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, run,
+            config._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, max_leading,
         )  # fmt: skip
-        assert not any(device.to_host(x).any() for x in paged_form._workspace.counters.values())
+        assert not any(device.to_host(x).any() for x in current().own(Workspace).counters.values())
         return device.to_host(out), device.to_host(lse)
 
     def compare(self, order, begins, ends, max_context=None, **options):
@@ -145,20 +153,20 @@ class Cache:
 
 @specialize
 def sums_kernel(rows):
-    """One warpgroup: the sums (32, rows) of each column, by decode's function and by the packed form's."""
-    column_sums, row_sum, columns = paged_form.column_sum_function(rows), packed_form.row_sum, rows // 4
+    """One warpgroup: the sums of (32, rows) partial sums by decode's function and by that of prefill."""
+    column_sums, columns = column_sum_function(rows), rows // 4
 
     @cuda.jit
     def sums_kernel(sums, out):
         thread = np.int32(cuda.threadIdx.x)
         warp, group_lane, pair = thread >> 5, (thread & 31) >> 2, 2 * (thread & 3)
-        place = shared_address(cuda.shared.array(0, np.uint8))
-        running = cuda.local.array(columns, np.float32)
+        memory = shared_address(cuda.shared.array(0, np.uint8))
+        partial_sums = cuda.local.array(columns, np.float32)
         for i in range(columns):
-            running[i] = sums[warp * 8 + group_lane, i // 2 * 8 + pair + i % 2]
-        column_sums(running, place, warp, group_lane, pair)
+            partial_sums[i] = sums[warp * 8 + group_lane, i // 2 * 8 + pair + i % 2]
+        column_sums(partial_sums, memory, warp, group_lane, pair)
         for i in range(columns):
-            out[0, i // 2 * 8 + pair + i % 2] = running[i]
+            out[0, i // 2 * 8 + pair + i % 2] = partial_sums[i]
         mine = cuda.local.array(16, np.float32)
         for column in range(0, rows, 2):
             for i in range(16):
@@ -197,49 +205,49 @@ def test_paged_bits_in_the_simulator(rng):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("run", [1, 2, 4])
-def test_runs_of_segments_in_the_simulator(rng, run):
-    """Units of as many segments as a sequence's first unit may have, more than it has, or fewer."""
+@pytest.mark.parametrize("max_leading", [1, 2, 4])
+def test_leading_spans_in_the_simulator(rng, max_leading):
+    """First work items of as many segments as a sequence has, fewer, or one."""
     if device.name() == "cpu":
         pytest.skip("needs the kernels")
     cache = Cache(rng, [290, 130, 70], 2, 1, 16, BF16, segment=64, flat=200)
-    cache.compare([0, 1, 2, 0, 0], [289, 127, 69, 60, 255], [290, 129, 70, 61, 257], blocks=2, run=run)
+    cache.compare([0, 1, 2, 0, 0], [289, 127, 69, 60, 255], [290, 129, 70, 61, 257], blocks=2, max_leading=max_leading)
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_groups_in_the_simulator(rng, monkeypatch, blocks):
-    """Members read their group's whole segments once; their own go on from these, or are merged with them."""
+    """A group's whole segments are read once; the items of its members resume that partial, or merge with it."""
     if device.name() == "cpu":
         pytest.skip("needs the kernels")
     cache = Cache(rng, [10, 100, 81], 3, 1, 24, BF16, common=0, segment=64)
     cache.tables[2, :5] = cache.tables[1, :5]
     step = [0, 1, 2], [9, 99, 80], [10, 100, 81], 112
-    looks, counted = [], paged_form.load_acquire
+    looks, counted = [], sm90_decode.load_acquire
 
     def looked(counters, index):
         looks.append(counted(counters, index))
         return looks[-1]
 
     if device.name() == "sim":
-        monkeypatch.setattr(paged_form, "counted", looked)
+        monkeypatch.setattr(sm90_decode, "load_acquire", looked)
     grouped = cache.paged(*step, common=[0, 80, 80], group_sizes=[1, 2, 0], blocks=blocks)
     for actual, expected in zip(grouped, cache.paged(*step), strict=True):
         assert_same_bits(actual, expected)
     if device.name() == "sim":
-        # One block finds the first member's unit while the common one is worked on, the second's when it is done;
-        # another block both too early.
+        # One block looks for the first member's item while the shared one is computed, for the second's when it is
+        # done; two blocks look too early both times.
         assert looks == ([0, 1] if blocks == 1 else [0, 0])
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("grouped", [False, True])
-def test_units_are_listed(rng, grouped):
-    """More sequences than threads; some without keys, some with more queries than a unit has; runs of two segments."""
+def test_work_items_are_listed(rng, grouped):
+    """More sequences than threads; some without keys, some with more queries than an item has; two leading segments."""
     if device.name() == "cpu":
         pytest.skip("needs the kernels")
-    segment, run, rows, sequences = 64, 2, 8, 300
-    tile = paged_form.Tile(64, BF16, rows, segment=segment, grouped=grouped)
+    segment, max_leading, rows, sequences = 64, 2, 8, 300
+    config = DecodeConfig(64, BF16, rows, segment=segment, grouped=grouped)
     contexts = rng.integers(0, 400, sequences)
     lengths = np.where(contexts > 0, 1 if grouped else rng.integers(1, 7, sequences), 1)
     common, group_sizes = np.zeros(sequences, np.int64), np.ones(sequences, np.int64)
@@ -251,23 +259,26 @@ def test_units_are_listed(rng, grouped):
     for b in range(sequences):
         segments = max(-(-contexts[b] // segment), 1)
         in_common = common[b] // segment
-        first = min(run, in_common or segments)
-        for part in range(segments - first + 1):
-            first_key = (part - 1 + first) * segment if part else 0
-            keys = min(contexts[b] - first_key, segment if part else first * segment)
+        leading = min(max_leading, in_common or segments)
+        for split in range(segments - leading + 1):
+            first_key = (split - 1 + leading) * segment if split else 0
+            keys = min(contexts[b] - first_key, segment if split else leading * segment)
             of_group = first_key < in_common * segment
-            unit = (-(-keys // 64), b, part, first_key, starts[b], lengths[b], contexts[b], 0, segments - first + 1)
+            splits = segments - leading + 1
+            item = (-(-keys // 64), b, split, first_key, starts[b], lengths[b], contexts[b], 0, splits)
             if of_group and group_sizes[b]:
-                shared.append((*unit[:7], group_sizes[b], unit[8]))
+                shared.append((*item[:7], group_sizes[b], splits))
             elif not of_group and (lengths[b] * 2 <= rows or not contexts[b]):
-                own.append(unit)
+                own.append(item)
     starts, contexts, *groups = (device.asarray(x.astype(np.int32)) for x in (starts, contexts, common, group_sizes))
     most = (int(lengths.max()), int(contexts.max()))
     groups = (*groups, 4) if grouped else ()
-    plan = paged_form.plan_units(BF16, 4, 2, 64, 16, starts, contexts, *most, *groups, tile=tile, blocks=1, run=run)
-    units = device.to_host(plan.units)
-    assert units[0, 0] == len(shared + own)
-    assert (units[1 : 1 + len(shared + own)] == np.array(shared + own)).all()
+    plan = plan_decode(
+        BF16, 4, 2, 64, 16, starts, contexts, *most, *groups, config=config, blocks=1, max_leading=max_leading
+    )
+    items = device.to_host(plan.items)
+    assert items[0, 0] == len(shared + own)
+    assert (items[1 : 1 + len(shared + own)] == np.array(shared + own)).all()
 
 
 def test_a_plan_of_another_call_is_refused():
@@ -275,7 +286,7 @@ def test_a_plan_of_another_call_is_refused():
     q, cache = xp.zeros((2, 4, 16), np.float16), xp.zeros((4, 16, 4, 16), np.float16)
     numbers, tables = xp.zeros(2, np.int32), xp.zeros((2, 4), np.int32)
     made_for = ("float16", 4, 4, 16, 16, 2, 1, 32, 1)
-    plan = paged_form.Plan(made_for, paged_form.Tile(16, "float16"), 1, 1, 1, 1, 1, None)
+    plan = DecodePlan(made_for, DecodeConfig(16, "float16"), 1, 1, 1, 1, 1, None)
     with pytest.raises(ValueError, match="the plan is for .* not for "):
         paged_attention_sm90(q, cache, cache, tables, numbers, numbers, 1, 64, 1.0, q, plan=plan)
 
@@ -284,9 +295,9 @@ def test_a_plan_of_another_call_is_refused():
 def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
-    tile = best_tile(head_dim, BF16, group, paged, 16 if paged else 64)
-    assert tile.shared_bytes <= 227 * 1024
-    troubles = compile_offline(attention_sm90_kernel(tile), FORWARD, ARCHITECTURES[0])
+    config = attention_config(head_dim, BF16, group, paged, 16 if paged else 64)
+    assert config.layout.nbytes <= 227 * 1024
+    troubles = compile_offline(attention_sm90_kernel(config), FORWARD, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 
 
@@ -294,18 +305,18 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
 def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
-    tile = paged_form.best_tile(head_dim, BF16, group, 16, group_sizes)
-    assert tile.shared_bytes * tile.blocks <= 227 * 1024
-    troubles = compile_offline(paged_attention_sm90_kernel(tile), DECODE, ARCHITECTURES[0])
+    config = decode_config(head_dim, BF16, group, 16, group_sizes)
+    assert config.layout.nbytes * config.blocks <= 227 * 1024
+    troubles = compile_offline(paged_attention_sm90_kernel(config), DECODE, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_listing_units_compiles_for_gpus(compile_offline, grouped):
+def test_listing_work_items_compiles_for_gpus(compile_offline, grouped):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the numpy device")
     types = ["int32[::1]"] * 4 + ["int32"] * 2 + ["int32[:,::1]"]
-    troubles = compile_offline(paged_form.plan_units_kernel(16, 1024, grouped), types, ARCHITECTURES[0])
+    troubles = compile_offline(list_work_items_kernel(16, 1024, grouped), types, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 
 
@@ -356,7 +367,7 @@ def test_gpu_paged_bits(rng, heads, kv_heads, head_dim, dtype, block_size):
 
 @pytest.mark.gpu
 def test_gpu_large_batches_and_groups(rng):
-    """More units than blocks, more sequences than a warp has lanes, groups of eight."""
+    """More work items than blocks, more sequences than a warp has lanes, groups of eight."""
     lengths = [int(x) for x in rng.integers(1040, 1300, 80)]
     cache = Cache(rng, lengths, 4, 2, 128, BF16, common=1040)
     order, begins = list(range(80)), [n - 1 for n in lengths]

@@ -4,11 +4,9 @@ import pytest
 from rlnumba.config import EngineConfig
 from rlnumba.engine import check
 from rlnumba.errors import ConfigError
-from rlnumba.kernels.attention import backward as attention_backward
 from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
-from rlnumba.kernels.attention.backward import attention_backward_ref
-from rlnumba.kernels.attention.ops import attention_ref
+from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear_backward_ref, linear_ref, linear_swiglu_ref
 from rlnumba.kernels.logprob import ops as logprob
@@ -88,6 +86,20 @@ def test_the_environment_forces(gpu, monkeypatch):
     monkeypatch.setenv("RLNUMBA_KERNELS", "cutlass")
     with pytest.raises(ConfigError, match="RLNUMBA_KERNELS: must be auto, .* sm90, sm80, simt, got 'cutlass'"):
         dispatch.family("attention")
+
+
+@pytest.mark.parametrize(
+    "former, families",
+    [
+        ("hopper", ["sm90", "sm90", "sm90"]),
+        ("tensor_core", ["sm80", "sm80", "simt"]),
+        ("simple", ["simt", "simt", "simt"]),
+        ("product=simple,attention=tensor_core", ["simt", "sm80", "sm90"]),
+    ],
+)
+def test_former_names_are_accepted(gpu, former, families):
+    with dispatch.forced(former):
+        assert [dispatch.family(operator) for operator in dispatch.OFFERED] == families
 
 
 @pytest.mark.parametrize(
@@ -171,9 +183,7 @@ class Sequences:
         """[dq, dk, dv] of attention_backward."""
         gradients = [device.xp().full(x.shape, np.nan, x.dtype) for x in (self.q, self.k, self.v)]
         dout, q, k, v, starts = (device.asarray(x) for x in (self.dout, self.q, self.k, self.v, bounds(self.lengths)))
-        attention_backward.attention_backward(
-            dout, q, k, v, out, lse, starts, max(self.lengths), self.scale, *gradients
-        )
+        attention.attention_backward(dout, q, k, v, out, lse, starts, max(self.lengths), self.scale, *gradients)
         return gradients
 
 
@@ -242,15 +252,12 @@ def test_forms_of_attention_are_of_one_family(rng, monkeypatch, dtype, heads, kv
     def note(module, name, family):
         monkeypatch.setattr(module, name, lambda *arguments, **options: called.append(family))
 
-    note(attention.attention_sm90, "attention_sm90", "sm90")
+    for implementations in (attention.FORWARD, attention.BACKWARD):
+        for family in implementations:
+            monkeypatch.setitem(implementations, family, lambda *arguments, family=family: called.append(family))
     note(paged_attention.sm90, "paged_attention_sm90", "sm90")
-    note(attention_backward, "sm90_attention_backward", "sm90")
-    note(attention.attention_sm80, "attend", "sm80")
-    note(attention.attention_sm80, "paged_attend", "sm80")
-    note(attention_backward, "attend_backward", "sm80")
-    for module in (attention, paged_attention, attention_backward):
-        note(module, "launch", "simt")
-    monkeypatch.setattr(attention_backward, "attention_delta", lambda dout, out: None)
+    note(paged_attention.sm80, "paged_attention_sm80", "sm80")
+    note(paged_attention, "launch", "simt")
     case = Sequences(rng, [3, 1], heads, kv_heads, head_dim, dtype)
     taken = {}
     for family in dispatch.FAMILIES:
@@ -265,7 +272,7 @@ def test_forms_of_attention_are_of_one_family(rng, monkeypatch, dtype, heads, kv
             case.paged(1)
             case.paged(3)
             case.gradient(out, lse)
-            taken[family] = attention.family_of(case.q, case.k)
+            taken[family] = attention.attention_family(dtype, head_dim, heads // kv_heads)
         assert set(called) == {taken[family]} and len(called) >= 4, (family, called)
     assert taken["simt"] == "simt"
     if dtype == "float32" or head_dim % 8:
@@ -331,7 +338,7 @@ def test_gpu_products(rng, family, m, n, k):
 @pytest.mark.sim
 def test_families_compute_products_where_they_can(rng, monkeypatch):
     if device.name() == "cpu":
-        pytest.skip("numpy has one product")
+        pytest.skip("the cpu device has one product")
     called = []
     for family in gemm.FAMILIES:
         monkeypatch.setitem(gemm.FAMILIES, family, lambda *arguments, family=family, **options: called.append(family))
@@ -357,7 +364,7 @@ def test_families_compute_products_where_they_can(rng, monkeypatch):
 def test_logprob(rng, family):
     """Both ways to a log-prob have the same bits, where the products are Hopper's."""
     if device.name() == "cpu":
-        pytest.skip("numpy has one way")
+        pytest.skip("the cpu device has one way")
     if device.name() == "cuda":
         skip_unless_runs("sm90")
     kind = device.dtype("bfloat16")

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlnumba.config import PolicyLossConfig
 from rlnumba.kernels.adamw import adamw, adamw_scalars
-from rlnumba.kernels.attention import backward as attention_backward
 from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, swiglu
 from rlnumba.kernels.rl import advantage, gae, policy_loss
-from rlnumba.kernels.rl.policy_loss import METRICS, PolicyLossConfig
+from rlnumba.kernels.rl.policy_loss import METRICS
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device, dispatch, launch
 
@@ -98,7 +98,7 @@ OPERATORS = {
     gemm.linear_backward_weight: lambda: {"dout": f32(N, F), "x": f32(N, D), "dweight": f32(F, D)},
     gemm.bias_backward: lambda: {"dout": f32(N, F), "dbias": f32(F)},
     attention.attention: lambda: {**heads(), **packed(), "out": f32(N, H, E), "lse": f32(H, N)},
-    attention_backward.attention_backward: lambda: {
+    attention.attention_backward: lambda: {
         "dout": f32(N, H, E), **heads(), "out": f32(N, H, E), "lse": f32(H, N), **packed(),
         "dq": f32(N, H, E), "dk": f32(N, HK, E), "dv": f32(N, HK, E),
     },
@@ -124,7 +124,8 @@ OPERATORS = {
     policy_loss.policy_loss: lambda: {
         "logprobs": -(f32(N) ** 2), "old_logprobs": -(f32(N) ** 2), "ref_logprobs": -(f32(N) ** 2),
         "rollout_logprobs": -(f32(N) ** 2), "advantages": f32(B), "loss_mask": np.ones(N, np.float32),
-        "cu_seqlens": STARTS, "config": PolicyLossConfig(), "scale": 1.0, "loss": f32(1), "dlogprobs": f32(N),
+        "cu_seqlens": STARTS, "config": PolicyLossConfig(vllm_importance_sampling_correction=False), "scale": 1.0,
+        "loss": f32(1), "dlogprobs": f32(N),
         "sequence_stats": f32(B, METRICS), "metrics": f32(METRICS),
     },
     advantage.group_advantages: lambda: {
@@ -258,7 +259,7 @@ def test_device(operator, name):
 
 
 @pytest.mark.parametrize("head_dim", [7, 258, 0])
-@pytest.mark.parametrize("operator", [attention.attention, attention_backward.attention_backward])
+@pytest.mark.parametrize("operator", [attention.attention, attention.attention_backward])
 def test_head_dim_of_packed_attention(operator, head_dim):
     wrong = {
         name: device.xp().zeros((*x.shape[:2], head_dim), np.float32)
@@ -278,14 +279,14 @@ def test_head_dim_of_paged_attention():
 
 @pytest.mark.parametrize(
     "operator",
-    [attention.attention, attention_backward.attention_backward, paged_attention.paged_attention],
+    [attention.attention, attention.attention_backward, paged_attention.paged_attention],
 )
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_scale_of_attention(operator, scale):
     assert "scale must be > 0, got" in refused(operator, "scale", scale)
 
 
-@pytest.mark.parametrize("operator", [attention.attention, attention_backward.attention_backward, gae.gae])
+@pytest.mark.parametrize("operator", [attention.attention, attention.attention_backward, gae.gae])
 def test_sequences_have_a_start(operator):
     empty = device.xp().zeros(0, np.int32)
     assert "cu_seqlens must have at least one element" in refused(operator, "cu_seqlens", empty)

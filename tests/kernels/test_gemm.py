@@ -3,6 +3,7 @@ import pytest
 
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.cublas import addends_kernel
 from rlnumba.kernels.gemm.ops import (
     bias_backward,
     linear,
@@ -10,9 +11,10 @@ from rlnumba.kernels.gemm.ops import (
     linear_backward_ref,
     linear_backward_weight,
     linear_ref,
-    start_kernel,
+    linear_swiglu,
 )
-from rlnumba.runtime import device
+from rlnumba.kernels.nn.swiglu import swiglu
+from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import launch
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
@@ -98,11 +100,11 @@ def test_simulator_16_bit(rng, dtype):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.sim
-def test_start_kernel(rng, bias, residual):
+def test_addends_of_cublas(rng, bias, residual):
     dtype = "bfloat16" if device.name() != "cpu" else "float32"
     b, r = random(rng, 300 if bias else 0, dtype), random(rng, (2 if residual else 0, 300), dtype)
     out = device.asarray(np.ones((2, 300), device.dtype(dtype)))
-    launch(start_kernel, 2, 256, device.asarray(b), device.asarray(r), out)
+    launch(addends_kernel, 2, 256, device.asarray(b), device.asarray(r), out)
     expected = np.zeros((2, 300), np.float32)
     expected += b.astype(np.float32) if bias else 0
     expected += r.astype(np.float32) if residual else 0
@@ -177,18 +179,70 @@ def test_numpy_rows_are_exact_in_any_batch(rng, k):
     assert_same_bits(out, whole[order], "shuffled rows")
 
 
+# Families, and the dtypes that each of them computes.
+FAMILY_DTYPES = [("simt", "float32"), *((f, d) for f in dispatch.FAMILIES for d in ("float16", "bfloat16"))]
+
+
+@pytest.fixture
+def family(request):
+    """The GEMM family of a parameter; in the simulator without noting launches, which other tests have compiled."""
+    if device.name() == "cpu":
+        pytest.skip("the cpu device has one family")
+    since, until = dispatch.RUNS_ON[request.param]
+    if dispatch.architecture() is not None and not since <= dispatch.architecture() <= until:
+        pytest.skip(f"needs a GPU that runs {request.param}")
+    with dispatch.forced(f"gemm={request.param}"):
+        yield request.param
+
+
+def forms(x, weight, bias, residual, with_swiglu):
+    """What a model computes of x by a weight, one form after the other."""
+    xp, (m, n) = device.xp(), (len(x), len(weight))
+
+    def empty(columns=n, dtype=x.dtype):
+        return xp.full((m, columns), np.nan, dtype)
+
+    plain, with_bias, with_residual, in_place, logits = empty(), empty(), empty(), residual.copy(), empty(n, np.float32)
+    linear(x, weight, plain)
+    linear(x, weight, with_bias, bias=bias)
+    linear(x, weight, with_residual, bias=bias, residual=residual)
+    linear(x, weight, in_place, bias=bias, residual=in_place)
+    linear(x, weight, logits)
+    if not with_swiglu:
+        return plain, with_bias, with_residual, in_place, logits
+    gate_up, activated = empty(), empty(n // 2)
+    linear_swiglu(x, weight, gate_up, activated)
+    return plain, with_bias, with_residual, in_place, logits, gate_up, activated
+
+
 @pytest.mark.sim
-def test_rows_of_the_kernel_are_exact_in_any_batch(rng):
-    if device.name() == "cuda":
-        gemm.set_backend("native")
-    rows, weight = (device.asarray(random(rng, s, "float32")) for s in [(9, 11), (3, 11)])
-    xp = device.xp()
-    whole, alone = xp.empty((9, 3), np.float32), xp.empty((1, 3), np.float32)
-    linear(rows, weight, whole)
-    for row in (0, 7, 8):
-        linear(rows[row : row + 1].copy(), weight, alone)
-        assert_same_bits(alone[0], whole[row], f"row {row}")
-    gemm.set_backend("auto")
+@pytest.mark.parametrize("family, dtype", FAMILY_DTYPES, indirect=["family"])
+def test_a_row_depends_on_itself_alone(rng, family, dtype):
+    """A row of every form has the same bits in decode and in training; fused forms have those of separate kernels."""
+    # One row more than a tile, in decode's tiles and in training's.
+    m, n, k = {"simt": (17, 18, 20), "sm80": (33, 32, 24), "sm90": (65, 48, 40)}[family]
+    shapes = (m, k), (n, k), (n,), (m, n)
+    x, weight, bias, residual = (device.asarray(random(rng, shape, dtype)) for shape in shapes)
+    # Elsewhere linear_swiglu is linear and swiglu.
+    fused = family == "sm90"
+    whole = forms(x, weight, bias, residual, fused)
+    plain, with_bias, with_residual, in_place, logits = whole[:5]
+    assert_same_bits(in_place, with_residual, "out in place of the residual")
+    if fused:
+        gate_up, activated = whole[5:]
+        assert_same_bits(gate_up, plain, "gate_up of linear_swiglu")
+        separate = device.xp().full(activated.shape, np.nan, activated.dtype)
+        swiglu(plain, separate)
+        assert_same_bits(activated, separate, "linear_swiglu, and linear and swiglu")
+    # The epilogue adds in float32 and rounds once.
+    wide_bias, wide_residual = bias.astype(np.float32), residual.astype(np.float32)
+    assert_same_bits(plain, logits.astype(x.dtype), "out, and float32 out")
+    assert_same_bits(with_bias, (logits + wide_bias).astype(x.dtype), "bias")
+    assert_same_bits(with_residual, (logits + wide_bias + wide_residual).astype(x.dtype), "bias and residual")
+    for rows in (slice(m - 1, m), slice(3, 12)):
+        alone = forms(x[rows].copy(), weight, bias, residual[rows].copy(), fused)
+        for some_rows, all_rows in zip(alone, whole, strict=True):
+            assert_same_bits(some_rows, all_rows[rows], f"rows {rows}")
 
 
 def test_order_of_the_sum_is_the_documented_one(rng):

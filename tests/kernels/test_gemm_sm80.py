@@ -1,16 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.gemm.sm80 import (
-    SHAPES,
-    Sm80GemmConfig,
-    best_config,
-    configs_for,
-    gemm,
-    gemm_sm80_kernel,
-    gemm_with_config,
-    max_shared_bytes,
-)
+from rlnumba.kernels.gemm.sm80 import gemm, gemm_sm80_kernel, gemm_with_config
+from rlnumba.kernels.gemm.sm80_config import SHAPES, Sm80GemmConfig, best_config, configs_for
 from rlnumba.runtime import device, dispatch
 from tests.close import assert_same_bits
 from tests.kernels.gemm_cases import SHAPES_OF_MODELS, check_config, check_operators, check_rows, matrix
@@ -118,7 +110,7 @@ def test_gpu_tiles(rng, kinds):
     b = device.asarray(matrix(rng, (k, n) if b_mn else (n, k), "bfloat16"))
     addends = [device.asarray(matrix(rng, s, "bfloat16")) for s in (n, (m, n))]
     first = None
-    for limit in sorted({min(limit, max_shared_bytes()) for _, limit in GPUS}):
+    for limit in sorted({min(limit, device.max_shared_bytes()) for _, limit in GPUS}):
         for config, _ in configs_for("bfloat16", *kinds, limit):
             out = cupy.ones((m, n), a.dtype if output == "same" else np.float32)
             gemm_with_config(config, a, b, out, addends[0] if bias else None, addends[1] if residual else None)

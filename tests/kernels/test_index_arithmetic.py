@@ -11,7 +11,7 @@ from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, rop
 from rlnumba.kernels.rl import gae, policy_loss
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device
-from rlnumba.runtime.launch import parse_type
+from rlnumba.runtime.compile import parse_type
 from tests.offline import pretend
 
 F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"

@@ -1,8 +1,9 @@
-"""What a cached kernel is recognised by, and how the driver gets its arguments."""
+"""The key of a cached kernel, the layout of its parameters, contexts and programmatic dependent launch."""
 
+import contextlib
 import ctypes
 import importlib.util
-import pathlib
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel
 from rlnumba.kernels.ptx.warp import griddepcontrol_wait
-from rlnumba.runtime import device, launch
+from rlnumba.runtime import compile, device, launch
+from rlnumba.runtime.compile import PACKAGE, cache_key, imported_files, sources_digest
+from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import Parameters, _cache_key, _imported
+from rlnumba.runtime.launch import Parameters
 
 if device.name() == "sim":
     pytest.skip("nothing is compiled, so nothing is cached", allow_module_level=True)
@@ -38,7 +41,7 @@ def kernel_of(file, value):
 
 def test_an_edited_script_is_compiled_again(tmp_path):
     first, again, other = (kernel_of(tmp_path / f"{name}.py", value) for name, value in (("a", 1), ("b", 1), ("c", 2)))
-    assert _cache_key(first, TYPES, (9, 0)) == _cache_key(again, TYPES, (9, 0)) != _cache_key(other, TYPES, (9, 0))
+    assert cache_key(first, TYPES, (9, 0)) == cache_key(again, TYPES, (9, 0)) != cache_key(other, TYPES, (9, 0))
 
 
 def test_a_kernel_that_was_typed_in_is_compiled_again():
@@ -46,21 +49,70 @@ def test_a_kernel_that_was_typed_in_is_compiled_again():
     for value in (1, 1, 2):
         names = {"__name__": "typed"}
         exec(KERNEL.format(value=value), names)
-        keys.append(_cache_key(names["kernel"], TYPES, (9, 0)))
+        keys.append(cache_key(names["kernel"], TYPES, (9, 0)))
     assert keys[0] == keys[1] != keys[2]
 
 
 def test_types_and_architecture_are_part_of_the_key():
     keys = [(TYPES, (9, 0)), (["uint16[::1]"], (9, 0)), (TYPES, (8, 0))]
-    assert len({_cache_key(group_mean_std_kernel, *key) for key in keys}) == 3
+    assert len({cache_key(group_mean_std_kernel, *key) for key in keys}) == 3
 
 
-def test_what_a_kernel_imports_is_part_of_its_key():
-    """An edit of another kernel's module leaves the compiled code of this one alone."""
-    kernels = pathlib.Path(launch.__file__).parent.parent / "kernels"
-    names = {"/".join(file.parts[-2:]) for file in _imported(kernels / "gemm" / "ops.py")}
-    assert {"gemm/sm90.py", "ptx/warp.py", "runtime/launch.py", "nn/swiglu.py"} <= names
+def test_the_sources_of_a_kernel_are_its_imports():
+    names = {"/".join(file.parts[-2:]) for file in imported_files(PACKAGE / "kernels" / "gemm" / "sm90.py")}
+    assert {"gemm/epilogue.py", "ptx/warp.py", "runtime/launch.py", "ptx/wgmma.py"} <= names
     assert "sampling/ops.py" not in names and "gemm/ops.py" not in names
+
+
+TREE = {
+    "kernels/softmax/ops.py": "from rlnumba.kernels.nn import rows\nfrom elsewhere import other",
+    "kernels/nn/rows.py": "def f():\n    import rlnumba.ptx.warp.shuffle as shuffle",
+    "ptx/warp/shuffle.py": "from rlnumba.constants import WARP",
+    "ptx/warp/unrelated.py": "",
+    "constants/__init__.py": "WARP = 32",
+}
+
+
+@pytest.mark.parametrize(
+    ("edited", "changes"),
+    [
+        ("kernels/softmax/ops.py", True),
+        ("kernels/nn/rows.py", True),
+        ("ptx/warp/shuffle.py", True),
+        ("constants/__init__.py", True),
+        ("ptx/warp/unrelated.py", False),
+    ],
+)
+def test_a_helper_of_helpers_is_part_of_the_key(tmp_path, monkeypatch, edited, changes):
+    """The kernel's file imports rows, which imports shuffle two packages away, which imports a package."""
+    digests = []
+    for version in ("first", "second"):
+        package = tmp_path / version / "rlnumba"
+        for name, text in TREE.items():
+            (package / name).parent.mkdir(parents=True, exist_ok=True)
+            (package / name).write_text(text + ("\n# edited" if (version, name) == ("second", edited) else ""))
+        monkeypatch.setattr(compile, "PACKAGE", package)
+        digests.append(sources_digest(str(package / "kernels" / "softmax" / "ops.py")))
+    assert (digests[0] != digests[1]) == changes
+
+
+def test_a_context_owns_one_object_of_each_kind():
+    first, second = Context(), Context()
+    with first.use():
+        mine = current().own(dict)
+        with second.use():
+            assert current() is second and second.own(dict) is not mine
+        assert current() is first and current().own(dict) is mine and first.own(list, (1,)) == [1]
+    assert current() not in (first, second)
+
+
+def test_a_thread_has_contexts_of_its_own():
+    found = []
+    with Context().use():
+        thread = threading.Thread(target=lambda: found.extend((current(), current())))
+        thread.start()
+        thread.join()
+        assert found[0] is found[1] is not current()
 
 
 def test_parameters_lie_where_the_driver_looks():
@@ -98,13 +150,63 @@ def count_kernel(x):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_what_a_kernel_holds_begins_in_its_turn(monkeypatch):
-    early, launch_early = [], launch._launch_early
-    monkeypatch.setattr(launch, "_launch_early", lambda *a: early.append(True) or launch_early(*a))
-    x, begun_early = device.xp().zeros(1, np.int32), []
+def test_serialize_next_launches_the_next_kernel_without_pdl(monkeypatch):
+    with_pdl, launch_with_pdl = [], launch._launch_with_pdl
+    monkeypatch.setattr(launch, "_launch_with_pdl", lambda *a: with_pdl.append(True) or launch_with_pdl(*a))
+    x, launched_with_pdl = device.xp().zeros(1, np.int32), []
     with launch.pdl_scope():
-        for holds in (False, True, False, False):
-            launch.launch(count_kernel, 1, 1, x, serialize_next=holds)
-            begun_early.append(len(early))
-    assert begun_early == [1, 2, 2, 3]
+        for serialize_next in (False, True, False, False):
+            launch.launch(count_kernel, 1, 1, x, serialize_next=serialize_next)
+            launched_with_pdl.append(len(with_pdl))
+    assert launched_with_pdl == [1, 2, 2, 3]
     assert int(x[0]) == 4
+
+
+@cuda.jit
+def add_kernel(x, value):
+    griddepcontrol_wait()
+    x[cuda.threadIdx.x] += value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, launch.pdl_scope], ids=["stream order", "pdl"])
+def test_threads_launch_in_contexts_of_their_own(scope):
+    """The same kernel and shapes from two threads: each launch has the arguments of its thread."""
+    xp = device.xp()
+    arrays = [xp.zeros(256, np.float32) for _ in range(2)]
+    device.synchronize()
+
+    def add(thread):
+        with Context(xp.cuda.Stream(non_blocking=True)).use(), scope():
+            for _ in range(2000):
+                launch.launch(add_kernel, 1, 256, arrays[thread], float(thread + 1))
+            device.synchronize()
+
+    threads = [threading.Thread(target=add, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [float(array.min()) for array in arrays] == [float(array.max()) for array in arrays] == [2000.0, 4000.0]
+
+
+@cuda.jit
+def slow_kernel(x):
+    for _ in range(100_000):
+        x[0] += np.int32(1)
+        cuda.threadfence()
+
+
+@pytest.mark.gpu
+def test_a_context_waits_for_another():
+    xp = device.xp()
+    writer, reader = (Context(xp.cuda.Stream(non_blocking=True)) for _ in range(2))
+    x, copy = xp.zeros(1, np.int32), xp.zeros(1, np.int32)
+    device.synchronize()
+    with writer.use():
+        launch.launch(slow_kernel, 1, 1, x)
+    reader.wait_for(writer)
+    with reader.use():
+        xp.copyto(copy, x)
+        device.synchronize()
+    assert int(copy[0]) == 100_000

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import paged as paged_attention_module
-from rlnumba.kernels.attention import sm80_forward, sm90_decode, sm90_forward
-from rlnumba.kernels.attention.ops import attention, few_rows, many_rows
+from rlnumba.kernels.attention import sm80_decode, sm80_forward, sm90_decode_config, sm90_forward, sm90_paged
+from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.paged import (
     paged_attention,
     paged_attention_kernel,
@@ -13,7 +13,9 @@ from rlnumba.kernels.attention.paged import (
     reserve_workspace,
     sharing,
 )
+from rlnumba.kernels.attention.simt import decode_config, prefill_config
 from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.context import Context
 from tests.close import assert_close, assert_same_bits
 from tests.kernels.kv_cache import write_kv
 
@@ -199,10 +201,10 @@ def test_groups_change_nothing(rng):
 
 
 def shorten_segments(monkeypatch):
-    """Give Hopper tiles whose segments are short enough for the simulator, in every form of attention."""
+    """Give sm90 configs whose segments are short enough for the simulator."""
     monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
-    for module in (sm90_forward, sm90_decode):
-        for name in ("best_tile", "best_prefill_tile"):
+    for module in (sm90_forward, sm90_paged):
+        for name in ("decode_config", "attention_config"):
             if name in vars(module):
                 whole = getattr(module, name)
                 monkeypatch.setattr(module, name, lambda *a, whole=whole, **k: whole(*a, **k)._replace(segment=64))
@@ -215,9 +217,9 @@ def test_groups_change_nothing_in_the_simulator(rng, family, monkeypatch):
         pytest.skip("test_groups_change_nothing_on_the_gpu has these")
     shorten_segments(monkeypatch)
     declared = []
-    sm90_form = sm90_decode.paged_attention_sm90
+    sm90_form = sm90_paged.paged_attention_sm90
     monkeypatch.setattr(
-        sm90_decode,
+        sm90_paged,
         "paged_attention_sm90",
         lambda *a: declared.append(a[-2]) or sm90_form(*a),
     )
@@ -258,10 +260,10 @@ def test_every_size_of_groups_has_a_kernel(compile_offline):
     types += ["float32[::1]"] * 3 + [lengths, "float32"]
     troubles = []
     # The widest is among those of test_attention_sm90.py.
-    for group_sizes in sm90_decode.supported_group_sizes(2)[:-1]:
-        tile = sm90_decode.best_tile(128, "bfloat16", 2, 16, group_sizes)
-        assert tile.rows == 2 * group_sizes and tile.shared_bytes * tile.blocks <= 227 * 1024
-        troubles += compile_offline(sm90_decode.paged_attention_sm90_kernel(tile), types, (9, 0, "a"))
+    for group_size in sm90_paged.supported_group_sizes(2)[:-1]:
+        config = sm90_decode_config.decode_config(128, "bfloat16", 2, 16, group_size)
+        assert config.rows == 2 * group_size and config.layout.nbytes * config.blocks <= 227 * 1024
+        troubles += compile_offline(sm90_paged.paged_attention_sm90_kernel(config), types, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 
@@ -271,10 +273,7 @@ def test_every_size_of_groups_has_a_kernel(compile_offline):
 def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, shape):
     if device.name() != "sim":
         pytest.skip("calls without a launch")
-    monkeypatch.setattr(sm90_decode, "_workspace", sm90_decode.Workspace())
-    monkeypatch.setattr(sm80_forward, "_partials", [])
-    monkeypatch.setattr(sm80_forward, "_slots", {})
-    for module in (paged_attention_module, sm90_decode, sm80_forward):
+    for module in (paged_attention_module, sm90_forward, sm90_paged, sm80_decode, sm80_forward):
         monkeypatch.setattr(module, "launch", lambda *arguments, **options: None)
     heads, kv_heads, head_dim = shape
     kind = device.dtype("bfloat16")
@@ -287,7 +286,7 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
         bounds = np.zeros(sequences + 1, np.int32)
         paged_attention(q, cache, cache, tables, bounds, lens, longest, context, 1.0, np.zeros_like(q), *groups)
 
-    with dispatch.forced(f"attention={family}"):
+    with Context().use(), dispatch.forced(f"attention={family}"):
         reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16)
         largest = [(9, 64, 64, 4100), (16, 16, 1, 4992)]
         reserved = reserve(largest)
@@ -297,7 +296,7 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
             call(3, longest, 1024)
         call(16, 1, 4992)
         call(16, 1, 4992, 4)
-        # Would tell of all that is held.
+        # The bytes of all arrays, so none was added.
         assert reserve(largest) == reserved
 
 
@@ -356,7 +355,7 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
         pytest.skip("compiles without a GPU, from the numpy device")
     x, tables, lengths = "uint16[:,:,::1]", "int32[:,::1]", "int32[::1]"
     troubles = []
-    for tile in (few_rows(head_dim), many_rows(head_dim)):
+    for tile in (decode_config(head_dim), prefill_config(head_dim)):
         types = [x, x, x, tables, "int32", lengths, lengths, "float32", x]
         troubles += compile_offline(paged_attention_kernel(tile), types, (9, 0))
     assert not troubles, "\n".join(troubles)

@@ -4,15 +4,16 @@ import pathlib
 import numpy as np
 import pytest
 
+from rlnumba.errors import ConfigError
 from rlnumba.kernels.rl import policy_loss as policy_loss_module
 from rlnumba.kernels.rl.policy_loss import (
-    CORRECTIONS,
     KL,
     LOSS,
     METRICS,
     NOTHING,
-    PolicyLossConfig,
+    loss_terms,
     policy_loss,
+    policy_loss_kernel,
     policy_loss_ref,
     policy_loss_scale,
     policy_metrics,
@@ -21,6 +22,7 @@ from rlnumba.kernels.rl.policy_loss import (
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 from tests.kernels.gpu_arithmetic import use_gpu_arithmetic
+from tests.kernels.loss_configs import CORRECTIONS, loss_config
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "policy_loss.npz"
 SMOOTH = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo"]
@@ -106,7 +108,7 @@ def test_golden_values_of_trl():
     mask = stored["mask"].reshape(-1)
     cases = json.loads(str(stored["cases"]))
     for case, loss, gradient in zip(cases, stored["losses"], stored["gradients"], strict=True):
-        config = PolicyLossConfig(**case["config"])
+        config = loss_config(**case["config"])
         wants_rollout = config.importance_sampling_correction or config.off_policy_mask_threshold is not None
         # A second micro-batch of as many sequences and of nine tokens belongs to the step.
         scale = policy_loss_scale(config, 2 * shape[0], mask.sum() + 9, mask.sum(), 2)
@@ -125,8 +127,8 @@ def test_golden_values_of_trl():
 def test_gradient_of_reference(rng, loss_type, level):
     for extra in ({}, {"delta": 1.3, "use_bias_correction_kl": True}):
         arrays = batch(rng, [5, 3, 2, 4])
-        config = PolicyLossConfig(
-            loss_type, level, 0.1, 0.15, beta=0.3, max_completion_length=9,
+        config = loss_config(
+            loss_type, level, epsilon=0.1, epsilon_high=0.15, beta=0.3, max_completion_length=9,
             importance_sampling_correction="token_truncate", importance_sampling_clip_max=1.1,
             off_policy_mask_threshold=0.05, **extra,
         )  # fmt: skip
@@ -143,7 +145,7 @@ def test_on_policy_gradient_is_advantage(rng):
     """At ratio 1 both branches of the minimum are equal, and the slope must not be lost or halved."""
     arrays = batch(rng, [4, 6])
     arrays[1] = arrays[0]
-    gradient = policy_loss_ref(*arrays, PolicyLossConfig("luspo"), 1.0)[1]
+    gradient = policy_loss_ref(*arrays, loss_config("luspo"), 1.0)[1]
     assert np.array_equal(gradient, -arrays[5] * np.repeat(arrays[4], [4, 6]))
 
 
@@ -151,7 +153,7 @@ def test_on_policy_gradient_is_advantage(rng):
 def test_gradient_is_independent_of_the_micro_batches(rng, loss_type):
     lengths = [5, 3, 1, 7]
     arrays = batch(rng, lengths)
-    config = PolicyLossConfig(loss_type, beta=0.1, max_completion_length=8, epsilon_high=1.1)
+    config = loss_config(loss_type, beta=0.1, max_completion_length=8, epsilon_high=1.1)
     tokens = arrays[5].sum()
     whole = policy_loss_ref(*arrays, config, policy_loss_scale(config, 4, tokens, tokens, 1))
     loss, gradients, stats = 0.0, [], []
@@ -172,7 +174,7 @@ def test_gradient_is_independent_of_the_micro_batches(rng, loss_type):
 
 def test_bnpo_is_a_mean_over_the_micro_batch(rng):
     arrays = batch(rng, [5, 3])
-    config = PolicyLossConfig("bnpo")
+    config = loss_config("bnpo")
     tokens = arrays[5].sum()
     mean = policy_loss_ref(*arrays, config, policy_loss_scale(config, 99, 1000, tokens, 1))[0]
     assert policy_loss_ref(*arrays, config, policy_loss_scale(config, 99, 1000, tokens, 4))[0] == mean / 4
@@ -181,7 +183,23 @@ def test_bnpo_is_a_mean_over_the_micro_batch(rng):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
 @pytest.mark.sim
 def test_simulator(rng, config):
-    check_against_reference(batch(rng, [7, 300, 2, 0]), PolicyLossConfig(**config), np.uint8)
+    check_against_reference(batch(rng, [7, 300, 2, 0]), loss_config(**config), np.uint8)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
+def test_machine_code(compile_offline, config):
+    """No float64, no spills, whatever the kernel is specialised for."""
+    kernel = policy_loss_kernel(loss_terms(loss_config(**config)))
+    arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", "float32", "float32[::1]", "float32[:,::1]"]
+    assert not compile_offline(kernel, tuple(arrays), (9, 0))
+
+
+def test_kernels_are_shared_where_the_terms_are():
+    """Options of another form of the loss, and of the averaging, compile nothing again."""
+    kernel = policy_loss_kernel(loss_terms(loss_config("dapo")))
+    for same in ({"loss_type": "dr_grpo"}, {"vespo_k_pos": 1.0}, {"max_completion_length": 9}, {"epsilon_high": 0.2}):
+        assert policy_loss_kernel(loss_terms(loss_config(**same))) is kernel, same
+    assert policy_loss_kernel(loss_terms(loss_config("grpo"))) is not kernel
 
 
 @pytest.mark.sim
@@ -190,13 +208,13 @@ def test_vespo_limits_each_log_ratio(rng):
     arrays[5][:] = 1
     arrays[0][:] = -1.0
     arrays[1][:] = arrays[0] - np.array([25, -22.5, 0.1, 0, 0, 0, 0, 0, 0])
-    check_against_reference(arrays, PolicyLossConfig("vespo"))
+    check_against_reference(arrays, loss_config("vespo"))
 
 
 @pytest.mark.sim
 def test_a_sequence_without_tokens_is_not_clipped(rng):
     """Though its ratio, of nothing, is 1, and the bound below."""
-    config = PolicyLossConfig("cispo", "sequence", epsilon_high=0.5)
+    config = loss_config("cispo", "sequence", epsilon_high=0.5)
     check_against_reference(batch(rng, [7, 3, 2, 0, 5]), config)
 
 
@@ -209,15 +227,15 @@ def test_a_log_prob_that_is_no_number_shows(rng, monkeypatch, loss_type, level):
     arrays = batch(rng, [5, 4])
     arrays[5][:] = 1
     arrays[0][6] = np.nan
-    loss, dlogprobs, _, _ = run(arrays, PolicyLossConfig(loss_type, level), 1.0)
+    loss, dlogprobs, _, _ = run(arrays, loss_config(loss_type, level), 1.0)
     assert np.isnan(loss[0]) and np.isnan(dlogprobs[6]) and not np.isnan(dlogprobs[:5]).any()
 
 
 @pytest.mark.sim
 def test_no_sequences(rng):
-    loss, dlogprobs, stats, metrics = run(batch(rng, []), PolicyLossConfig(), 1.0)
+    loss, dlogprobs, stats, metrics = run(batch(rng, []), loss_config(), 1.0)
     assert loss[0] == 0.5 and dlogprobs.size == 0 and stats.size == 0 and metrics[LOSS] == 0
-    assert policy_metrics(metrics[None], PolicyLossConfig(beta=0.1)) == {
+    assert policy_metrics(metrics[None], loss_config(beta=0.1)) == {
         "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "clip_ratio/region_mean": 0.0, "kl": 0.0,
     }  # fmt: skip
 
@@ -225,7 +243,7 @@ def test_no_sequences(rng):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
 def test_numpy_device(rng, config):
     if device.name() == "cpu":
-        check_against_reference(batch(rng, [7, 130, 2, 0, 640, 1]), PolicyLossConfig(**config), np.uint8)
+        check_against_reference(batch(rng, [7, 130, 2, 0, 640, 1]), loss_config(**config), np.uint8)
 
 
 @pytest.mark.gpu
@@ -236,8 +254,17 @@ def test_gpu(rng, loss_type, correction, level):
     lengths = [640] * 61 + [1, 0, 4097]
     # cispo's bound is the largest ratio itself.
     epsilon_high = 1.15 if loss_type == "cispo" else 0.15
-    config = PolicyLossConfig(
-        loss_type, level, 0.1, epsilon_high, 1.3, 0.05, True, 640, correction, off_policy_mask_threshold=0.01
+    config = loss_config(
+        loss_type,
+        level,
+        epsilon=0.1,
+        epsilon_high=epsilon_high,
+        delta=1.3,
+        beta=0.05,
+        use_bias_correction_kl=True,
+        max_completion_length=640,
+        importance_sampling_correction=correction,
+        off_policy_mask_threshold=0.01,
     )
     check_against_reference(batch(rng, lengths), config)
 
@@ -245,8 +272,8 @@ def test_gpu(rng, loss_type, correction, level):
 @pytest.mark.gpu
 def test_gpu_repeats_its_bits(rng):
     arrays = batch(rng, [640] * 64)
-    first = run(arrays, PolicyLossConfig(beta=0.1), 1e-3)
-    for again, once in zip(run(arrays, PolicyLossConfig(beta=0.1), 1e-3), first, strict=True):
+    first = run(arrays, loss_config(beta=0.1), 1e-3)
+    for again, once in zip(run(arrays, loss_config(beta=0.1), 1e-3), first, strict=True):
         assert_same_bits(again, once)
 
 
@@ -259,21 +286,21 @@ def test_missing_log_probs_and_wrong_values_are_named(rng):
     lp, old, _, _, advantages, mask = (device.asarray(a) for a in single)
     cu_seqlens = device.asarray(arrays[6])
     with pytest.raises(ValueError, match=r"policy_loss: beta 0.1 needs ref_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, PolicyLossConfig(beta=0.1), 1.0, *outputs)
-    config = PolicyLossConfig(importance_sampling_correction="token_mask")
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config(beta=0.1), 1.0, *outputs)
+    config = loss_config(importance_sampling_correction="token_mask")
     with pytest.raises(ValueError, match=r"policy_loss: token_mask needs rollout_logprobs, got None"):
         policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, config, 1.0, *outputs)
     with pytest.raises(ValueError, match=r"policy_loss: old_logprobs must be \(5\) float32, got \(4,\) float32"):
-        policy_loss(lp, old[:4], None, None, advantages, mask, cu_seqlens, PolicyLossConfig(), 1.0, *outputs)
-    with pytest.raises(ValueError, match=r"policy_loss: loss_type must be one of grpo, .*, got 'ppo'"):
-        PolicyLossConfig("ppo")
-    with pytest.raises(ValueError, match=r"policy_loss: dr_grpo needs max_completion_length > 0, got None"):
-        PolicyLossConfig("dr_grpo")
-    with pytest.raises(ValueError, match=r"policy_loss: importance_sampling_clip_min must be below"):
-        PolicyLossConfig(importance_sampling_clip_min=3.0)
+        policy_loss(lp, old[:4], None, None, advantages, mask, cu_seqlens, loss_config(), 1.0, *outputs)
+    with pytest.raises(ConfigError, match=r"train.loss_type must be one of grpo, .*, got 'ppo'"):
+        loss_config("ppo")
+    with pytest.raises(ConfigError, match=r"train.max_completion_length must be at least 1, got 0"):
+        loss_config("dr_grpo", max_completion_length=0)
+    with pytest.raises(ConfigError, match=r"train.vllm_importance_sampling_clip_min \(3.0\) must be below"):
+        loss_config(importance_sampling_clip_min=3.0)
 
 
 def test_kl_of_equal_policies_is_zero(rng):
     arrays = batch(rng, [5])
     arrays[2] = arrays[0]
-    assert policy_loss_ref(*arrays, PolicyLossConfig(beta=1.0), 1.0)[2][0, KL] == 0.0
+    assert policy_loss_ref(*arrays, loss_config(beta=1.0), 1.0)[2][0, KL] == 0.0

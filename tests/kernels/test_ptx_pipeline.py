@@ -1,6 +1,6 @@
-"""Hopper's kernels where every ring of stages goes round and every block has several items of work.
+"""sm90 kernels where every ring of stages wraps around and every block has several work items.
 
-Copies and products run beside the program there, so a wait that is missing need not show at small sizes. Each case
+TMA and wgmma are asynchronous, so a wait that is missing need not show at small sizes. Each case
 runs with the threads in their own order, and, if RLNUMBA_SLOW=1, in two orders that are drawn.
 """
 
@@ -9,9 +9,9 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_decode
-from rlnumba.kernels.attention.sm90_backward import Tile as GradientTile
-from rlnumba.kernels.attention.sm90_forward import Tile
+from rlnumba.kernels.attention import sm90_decode, sm90_paged
+from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
+from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.runtime import device, simulator
@@ -40,10 +40,10 @@ def order(request, monkeypatch):
 @pytest.mark.parametrize(
     "lengths, heads, kv_heads, tile",
     [
-        ([300, 5, 200], 4, 2, Tile(64, BF16, stages=2, segment=128)),
-        ([333, 70], 2, 2, Tile(48, F16, stages=2, paired=False, segment=256)),
-        ([290], 2, 1, Tile(80, BF16, stages=3, paired=False, segment=64)),
-        ([260], 2, 1, Tile(256, BF16, stages=2, segment=1024)),
+        ([300, 5, 200], 4, 2, AttentionConfig(64, BF16, stages=2, segment=128)),
+        ([333, 70], 2, 2, AttentionConfig(48, F16, stages=2, paired=False, segment=256)),
+        ([290], 2, 1, AttentionConfig(80, BF16, stages=3, paired=False, segment=64)),
+        ([260], 2, 1, AttentionConfig(256, BF16, stages=2, segment=1024)),
     ],
     ids=["two heads", "neighbours", "many segments", "wide"],
 )
@@ -73,16 +73,16 @@ def late(function, latencies, warps):
 
 
 @pytest.mark.parametrize("function, latencies, warps", [("atomic_add_acq_rel", 40, [6]), ("mbarrier_wait", 10, [5])])
-def test_slow_servants_of_decode(rng, monkeypatch, function, latencies, warps):
-    """Warps that merge, or copy, far behind those that compute and find units: nothing they read is overwritten."""
+def test_slow_producer_and_merging_warps_of_decode(rng, monkeypatch, function, latencies, warps):
+    """Warps that merge, or load, far behind those that compute and find work: nothing they read is overwritten."""
     slow = late(getattr(sm90_decode, function), latencies, warps)
     monkeypatch.setattr(sm90_decode, function, slow)
     # A kernel is made once; this one is made of what is patched.
     make = sm90_decode.paged_attention_sm90_kernel.__wrapped__
-    monkeypatch.setattr(sm90_decode, "paged_attention_sm90_kernel", make)
+    monkeypatch.setattr(sm90_paged, "paged_attention_sm90_kernel", make)
     cache = forward.Cache(rng, [330, 130, 210, 20], 2, 1, 16, F16, segment=64, flat=70)
     begins, ends = [328, 129, 5, 6, 7, 8, 9, 10, 205], [330, 130, 0, 0, 0, 0, 0, 0, 210]
-    cache.compare([0, 1, 3, 3, 3, 3, 3, 3, 2], begins, ends, blocks=1, run=1)
+    cache.compare([0, 1, 3, 3, 3, 3, 3, 3, 2], begins, ends, blocks=1, max_leading=1)
 
 
 def test_groups(rng):
@@ -96,21 +96,21 @@ def test_groups(rng):
 
 
 @pytest.mark.parametrize(
-    "lengths, heads, kv_heads, tile",
+    "lengths, heads, kv_heads, config",
     [
-        ([300, 40], 4, 2, GradientTile(64, BF16)),
-        ([270], 2, 1, GradientTile(48, F16, ahead=False)),
-        ([200, 150], 2, 1, GradientTile(128, BF16)),
-        ([200], 2, 2, GradientTile(136, BF16)),
+        ([300, 40], 4, 2, AttentionBackwardConfig(64, BF16)),
+        ([270], 2, 1, AttentionBackwardConfig(48, F16, prefetch_scores=False)),
+        ([200, 150], 2, 1, AttentionBackwardConfig(128, BF16)),
+        ([200], 2, 2, AttentionBackwardConfig(136, BF16)),
     ],
     ids=str,
 )
-def test_attention_backward(rng, monkeypatch, order, lengths, heads, kv_heads, tile):
-    arrays, gradients = gradient.run(rng, lengths, heads, kv_heads, tile)
+def test_attention_backward(rng, monkeypatch, order, lengths, heads, kv_heads, config):
+    arrays, gradients = gradient.run(rng, lengths, heads, kv_heads, config)
     if order:
-        # Blocks that add to the same rows do so in turns.
+        # Blocks that add to the same rows do so in KV order.
         monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
-        for one, other in zip(gradients, gradient.backward(arrays, lengths, tile), strict=True):
+        for one, other in zip(gradients, gradient.backward(arrays, lengths, config), strict=True):
             forward.assert_same_bits(one, other)
 
 

@@ -1,20 +1,19 @@
 import numpy as np
 import pytest
 
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
 from rlnumba.kernels.ptx.sm80 import (
-    address_of,
-    copies_end,
-    copies_wait,
-    copy_chunk,
-    copy_word,
-    load_fragment,
-    load_fragment_across,
-    multiply,
-    processor,
-    store_word,
-    write_chunk,
+    copy_to_global,
+    cp_async_4,
+    cp_async_16,
+    cp_async_commit_group,
+    cp_async_wait_group,
+    ldmatrix_fragment,
+    ldmatrix_fragment_trans,
+    mma,
+    smid,
 )
-from rlnumba.kernels.ptx.sm90 import shared_address
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -27,7 +26,7 @@ i32 = np.int32
 @device_function
 def bring(target, source, lane):
     """Copy a 16 x 16 matrix of 16-bit values to lines of 32 bytes of shared memory."""
-    copy_chunk(target + lane * 16, source + lane * 16, 16)
+    cp_async_16(target + lane * 16, source + lane * 16, 16)
 
 
 @device_function
@@ -45,7 +44,7 @@ def half_lines(l, lines_first, of_a):
 @specialize
 def product_kernel(element, a_across, b_across):
     """One warp, one product of 16 x 16 x 16; an operand lies K-major, or MN-major if `across`."""
-    multiply_fragments, wait = multiply(element), copies_wait(0)
+    multiply_fragments, wait = mma(element), cp_async_wait_group(0)
 
     @cuda.jit
     def product_kernel(a, b, c):
@@ -55,19 +54,19 @@ def product_kernel(element, a_across, b_across):
         acc = cuda.local.array(8, np.float32)
         bring(base, address_of(a), lane)
         bring(base + 512, address_of(b), lane)
-        copies_end()
+        cp_async_commit_group()
         wait()
         cuda.syncthreads()
         line, first = half_lines(lane, not a_across, True)
         if a_across:
-            load_fragment_across(words, 0, base + line * 32 + first * 2)
+            ldmatrix_fragment_trans(words, 0, base + line * 32 + first * 2)
         else:
-            load_fragment(words, 0, base + line * 32 + first * 2)
+            ldmatrix_fragment(words, 0, base + line * 32 + first * 2)
         line, first = half_lines(lane, not b_across, False)
         if b_across:
-            load_fragment_across(words, 4, base + 512 + line * 32 + first * 2)
+            ldmatrix_fragment_trans(words, 4, base + 512 + line * 32 + first * 2)
         else:
-            load_fragment(words, 4, base + 512 + line * 32 + first * 2)
+            ldmatrix_fragment(words, 4, base + 512 + line * 32 + first * 2)
         g, t = lane // 4, lane % 4
         for i in range(8):
             acc[i] = c[g + 8 * (i % 4 // 2), 2 * t + 8 * (i // 4) + i % 2]
@@ -103,20 +102,20 @@ def fragment_kernel(across):
         base = shared_address(cuda.shared.array(0, np.uint8))
         loaded = cuda.local.array(6, np.int32)
         bring(base, address_of(matrix), lane)
-        copies_end()
-        copies_wait_all()
+        cp_async_commit_group()
+        cp_async_wait_group_all()
         cuda.syncthreads()
         if across:
-            load_fragment_across(loaded, 2, base + lane * 16)
+            ldmatrix_fragment_trans(loaded, 2, base + lane * 16)
         else:
-            load_fragment(loaded, 2, base + lane * 16)
+            ldmatrix_fragment(loaded, 2, base + lane * 16)
         for i in range(4):
             words[lane, i] = loaded[2 + i]
 
     return fragment_kernel
 
 
-copies_wait_all = copies_wait(0)
+cp_async_wait_group_all = cp_async_wait_group(0)
 
 
 @pytest.mark.sim
@@ -139,22 +138,22 @@ def copies_kernel(source, out, words):
     """Chunk by chunk: lanes of an even number copy, the others only clear; then out through shared memory."""
     lane = cuda.threadIdx.x
     base = shared_address(cuda.shared.array(0, np.uint8))
-    copy_chunk(base + lane * 16, address_of(source) + lane * 16, 16 - 16 * (lane % 2))
-    copies_end()
-    copy_chunk(base + 512 + lane * 16, address_of(source) + lane * 16, 16)
-    copies_end()
-    copies_wait_latest()
+    cp_async_16(base + lane * 16, address_of(source) + lane * 16, 16 - 16 * (lane % 2))
+    cp_async_commit_group()
+    cp_async_16(base + 512 + lane * 16, address_of(source) + lane * 16, 16)
+    cp_async_commit_group()
+    cp_async_wait_group_latest()
     cuda.syncthreads()
     store_word(base + lane * 16, lane)
-    copy_word(base + lane * 16 + 4, address_of(source) + (31 - lane) * 16, 4 - 4 * (lane // 2 % 2))
-    copies_end()
-    copies_wait_all()
+    cp_async_4(base + lane * 16 + 4, address_of(source) + (31 - lane) * 16, 4 - 4 * (lane // 2 % 2))
+    cp_async_commit_group()
+    cp_async_wait_group_all()
     cuda.syncthreads()
-    write_chunk(address_of(out) + lane * 16, base + (lane ^ 1) * 16)
-    words[lane] = processor()
+    copy_to_global(address_of(out) + lane * 16, base + (lane ^ 1) * 16)
+    words[lane] = smid()
 
 
-copies_wait_latest = copies_wait(1)
+cp_async_wait_group_latest = cp_async_wait_group(1)
 
 
 @pytest.mark.sim
@@ -173,10 +172,10 @@ def test_copies(rng):
 def hasty_kernel(source, out):
     """Reads what it has not waited for."""
     base = shared_address(cuda.shared.array(0, np.uint8))
-    copy_chunk(base, address_of(source), 16)
-    copies_end()
-    copies_wait_latest()
-    write_chunk(address_of(out), base)
+    cp_async_16(base, address_of(source), 16)
+    cp_async_commit_group()
+    cp_async_wait_group_latest()
+    copy_to_global(address_of(out), base)
 
 
 @pytest.mark.sim

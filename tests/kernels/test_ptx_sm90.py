@@ -1,39 +1,39 @@
-"""The instructions of ptx/sm90.py against NumPy: the simulator's twins on any machine, the hardware on a Hopper GPU."""
+"""The instructions of sm_90 against NumPy: the simulator's twins on any machine, the hardware on a Hopper GPU."""
 
 import numpy as np
 import pytest
 
-from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.sm90 import (
+from rlnumba.kernels.ptx.pipeline import shared_base
+from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
     LINE,
-    bulk_commit_group,
-    bulk_wait_group,
-    cvt_pack,
-    cvt_unpack,
     fence_proxy_async,
     ldmatrix_x4,
     load_four,
     load_pair,
     load_words,
+    stmatrix_x2_trans,
+    store_four,
+    store_pair,
+)
+from rlnumba.kernels.ptx.sm90 import (
+    bulk_commit_group,
+    bulk_wait_group,
     mbarrier_expect_tx,
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
     named_barrier_sync,
-    shared_address,
-    smem_descriptor,
-    stmatrix_x2_trans,
-    store_four,
-    store_pair,
-    tensor_map,
     tensor_map_address,
     tma_load_3d,
     tma_load_3d_evict_first,
     tma_store_3d,
-    wgmma,
 )
+from rlnumba.kernels.ptx.tensor_map import DeviceTensorMaps, keep_tensor_maps, tensor_map
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
+from rlnumba.runtime.context import Context
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 from tests.close import assert_same_bits
@@ -59,15 +59,16 @@ def whole_numbers(rng, *shape, dtype="bfloat16"):
 def products_kernel(element):
     """A warpgroup multiplies head 1 of a (64, 2, 112) by that of b (24, 2, 112), A from shared memory, then from
     registers; then v^T by w, v (64, 2, 112) and w (8, 64) K-major, with the 112 columns of v for rows."""
-    from_shared, _, wait_shared = wgmma(24, element, depth=112)
-    from_registers, wait_one, wait_registers = wgmma(24, element, depth=112, registers=True)
-    across, _, wait_across = wgmma(8, element, a_mn_major=True, blocks=2)
+    from_shared, wait_shared = wgmma_async(24, element, 7), wgmma_wait_group(12)
+    from_registers = wgmma_async(24, element, 7, "registers", accumulate=False)
+    wait_one, wait_registers = wgmma_wait_group(12, 1, words=28), wgmma_wait_group(12, words=28)
+    across, wait_across = wgmma_async(8, element, 4, "mn", accumulate=True, blocks=2), wgmma_wait_group(8)
 
     @cuda.jit
     def products_kernel(a_map, b_map, v_map, w_map, out):
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
-        base = (shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024
+        base = shared_base()
         b_place, v_place = base + 2 * BOX_BYTES, base + 3 * BOX_BYTES
         w_place, barrier = base + 5 * BOX_BYTES, base + 6 * BOX_BYTES
         if thread == 0:
@@ -94,11 +95,11 @@ def products_kernel(element):
             for i in range(4):
                 words[4 * step + i] = loaded[i]
         from_shared(acc, smem_descriptor(base), smem_descriptor(b_place), i32(1))
-        from_registers(other, words, smem_descriptor(b_place), i32(0))
+        from_registers(other, words, smem_descriptor(b_place))
         wait_one(other, words)
         wait_registers(other, words)
         wait_shared(acc)
-        across(wide, smem_descriptor(v_place), smem_descriptor(w_place), i32(1))
+        across(wide, smem_descriptor(v_place), smem_descriptor(w_place))
         wait_across(wide)
         for i in range(12):
             out[0, i, thread], out[1, i, thread] = acc[i], other[i]
@@ -138,7 +139,7 @@ def exchange_kernel(numbers, out, words, box_map):
     """Two warps. numbers (64, 4): through shared memory in pairs and fours; 16 x 8 of them, rounded, transposed."""
     thread = i32(cuda.threadIdx.x)
     lane = thread & 31
-    base = (shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024
+    base = shared_base()
     place = base + 2048
     store_four(place + thread * 16, numbers[thread, 0], numbers[thread, 1], numbers[thread, 2], numbers[thread, 3])
     store_pair(place + 1024 + (63 - thread) * 8, numbers[thread, 0], numbers[thread, 1])
@@ -190,10 +191,14 @@ def test_exchanges(rng):
 @pytest.mark.gpu
 def test_tensor_maps_give_way_to_newer_ones(monkeypatch):
     """With all slots taken the oldest map goes, but none that a graph holds."""
-    monkeypatch.setattr(sm90.DeviceTensorMaps, "SLOTS", 4)
-    monkeypatch.setattr(sm90, "_maps", sm90.DeviceTensorMaps())
+    monkeypatch.setattr(DeviceTensorMaps, "SLOTS", 4)
     arrays = [device.xp().full((8, 64), i, np.float16) for i in range(6)]
-    with sm90.keep_tensor_maps():
+    with Context().use():
+        check_tensor_maps(arrays)
+
+
+def check_tensor_maps(arrays):
+    with keep_tensor_maps():
         kept = tensor_map(arrays[0], 8, 64)
     kept_bytes = device.to_host(kept)
     addresses = [tensor_map(array, 8, 64).data.ptr for array in arrays]

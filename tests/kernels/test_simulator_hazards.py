@@ -1,29 +1,26 @@
-"""The simulator shows what a GPU would hide: forgotten waits, missing fences, threads that never come."""
+"""The simulator shows what a GPU would hide: missing waits, missing fences, deadlocks, races."""
 
 import numpy as np
 import pytest
 
+from rlnumba.kernels.ptx.pipeline import shared_base
+from rlnumba.kernels.ptx.shared_memory import fence_proxy_async, load_word, store_pair
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
     bulk_wait_group,
     bulk_wait_group_read,
-    fence_proxy_async,
-    load_word,
     mbarrier_arrive,
     mbarrier_expect_tx,
     mbarrier_init,
     mbarrier_wait,
     named_barrier_sync,
-    shared_address,
-    smem_descriptor,
-    store_pair,
-    tensor_map,
     tensor_map_address,
     tma_load_2d,
     tma_store_2d,
-    wgmma,
 )
+from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import ballot, shuffle_xor, warp_sum
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
@@ -33,20 +30,16 @@ if device.name() != "sim":
     pytest.skip("about the simulator: run with NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
 ONE = np.float32(1.0)
-# How the kernels below may go wrong; RIGHT is none of it.
+# Mistakes of the kernels below; RIGHT is none.
 RIGHT, NO_WAIT, NO_FENCE, NO_COMMIT, OVERWRITES, TOUCHES = map(np.int32, range(6))
 
 
 @pytest.fixture(autouse=True)
 def order_is_fixed(monkeypatch):
-    """As late as possible, in the order of the threads."""
+    """Asynchronous operations complete as late as possible, threads run in order."""
     monkeypatch.setattr("rlnumba.runtime.simulator.SEED", None)
     # Kernels that are wrong on purpose need not compile.
     monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
-
-
-def shared_base():
-    return (shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024
 
 
 @cuda.jit
@@ -63,7 +56,7 @@ def load_kernel(box, out, mistake):
     out[cuda.threadIdx.x] = load_word(base + 4 * cuda.threadIdx.x)
 
 
-def test_a_copy_arrives_late():
+def test_a_tma_load_completes_late():
     box, out = np.ones((8, 64), np.float16), np.empty(4, np.int32)
     launch(load_kernel, 1, 4, tensor_map(box, 8, 64), out, RIGHT, shared=2056)
     assert (out.view(np.float16) == 1).all()
@@ -142,7 +135,8 @@ def product_kernel(a, b, out, mistake):
         wait_all(acc)
 
 
-start, wait_all_but_latest, wait_all = wgmma(8, "float16")
+start = wgmma_async(8, "float16", 4)
+wait_all_but_latest, wait_all = wgmma_wait_group(4, 1), wgmma_wait_group(4)
 
 
 def test_products_hold_nan_until_they_are_waited_for():
@@ -217,7 +211,7 @@ def stuck_kernel(which):
         (3, "other threads of the 32 are in warp_sum"),
     ],
 )
-def test_threads_that_wait_for_what_never_comes(which, message):
+def test_a_deadlock_names_the_waiting_threads(which, message):
     with pytest.raises(RuntimeError) as error:
         launch(stuck_kernel, 1, 64, np.int32(which), shared=2048)
     assert message in str(error.value)
@@ -225,7 +219,7 @@ def test_threads_that_wait_for_what_never_comes(which, message):
 
 @cuda.jit
 def race_kernel(out, barrier):
-    """Each warp leaves its number; the last to write wins, unless a barrier lets warp 0 write last."""
+    """Each warp writes its index; the last one to write determines the result, with a barrier always warp 0."""
     if cuda.threadIdx.x >= 32:
         out[0] = cuda.threadIdx.x // 32
     if barrier:
@@ -253,7 +247,7 @@ def test_an_error_names_its_thread():
     with pytest.raises(IndexError) as error:
         launch(out_of_range_kernel, (1, 2), (4, 2), np.zeros(4, np.int32))
     assert error.value.__notes__ == ["in thread (2, 0, 0) of block (0, 0, 0)"]
-    # The next kernel runs in a clean simulator.
+    # The next kernel is not affected.
     launch(race_kernel, 1, 32, np.empty(1, np.int32), np.int32(0))
 
 

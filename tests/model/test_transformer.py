@@ -9,9 +9,8 @@ from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward
-from rlnumba.model.layers import PackedAttention
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import Tape, find_model, load_model, pack, save_model, score
+from rlnumba.model.transformer import Tape, find_model, load_model, pack, packed_attention, save_model, score
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import Arena
 from tests.close import assert_close, assert_same_bits
@@ -37,7 +36,7 @@ def small():
 
 @pytest.fixture
 def fixed_order():
-    """Matrix products whose rows do not depend on their number: on a GPU, not cuBLAS."""
+    """GEMMs whose rows do not depend on their number: on a GPU, not cuBLAS."""
     if device.name() == "cuda":
         gemm.set_backend("native")
     yield
@@ -48,13 +47,9 @@ def sequences_of(expected):
     return [ids.tolist() for ids in np.split(expected["input_ids"], np.cumsum(expected["lengths"])[:-1])]
 
 
-def attention_of(model, batch, arena=None):
-    return PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale, arena)
-
-
 def hidden_of(model, batch, tape=None, arena=None):
-    attend = attention_of(model, batch, arena)
-    return model.forward(batch.input_ids, batch.position_ids, attend, tape, arena)
+    attention = packed_attention(model, batch, arena)
+    return model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
 
 
 def logits_of(model, batch):
@@ -181,7 +176,7 @@ def test_the_embedding_of_the_padding_token_is_not_trained(small, rng):
     padding = small.config.pad_token_id
     batch, grads, tape = pack([[5, padding, 7], [padding, 9]]), small.weights.grads(), Tape()
     dhidden = device.asarray(rng.standard_normal((5, small.config.hidden_size), np.float32))
-    small.forward(batch.input_ids, batch.position_ids, attention_of(small, batch), tape)
+    small.forward(batch.input_ids, batch.position_ids, packed_attention(small, batch), tape)
     small.backward(dhidden, tape, grads)
     trained = np.flatnonzero(device.to_host(grads.embed_tokens).any(axis=1))
     assert trained.tolist() == [5, 7, 9]

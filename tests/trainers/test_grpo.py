@@ -12,6 +12,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError
 from rlnumba.runtime import device
 from rlnumba.trainers import grpo
+from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import Rollouts, Sample
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
@@ -29,46 +30,46 @@ def golden_rollouts():
         Sample(Prompt("", prompt, {}, ""), Completion(ids, logprobs, "stop", ""), np.zeros(1), 0.0, {}, advantage)
         for prompt, ids, logprobs, advantage in zip(*columns, strict=True)
     ]
-    rollouts = Rollouts.of(samples, False, 0)
+    rollouts = Rollouts.of(samples, False)
     rollouts.ref_logprobs = np.concatenate([np.array(row, np.float32) for row in batch["ref_logprobs"]])
     return rollouts
 
 
-class GoldenLearner(grpo.Learner):
-    """A learner of completions that another sampler drew."""
+@pytest.fixture
+def other_sampler(monkeypatch):
+    """The completions are another sampler's, whose log-probs differ from the policy's."""
+    monkeypatch.setattr(grpo, "sampler_is_exact", lambda train: False)
 
-    rollout_is_exact = False
 
-
-def golden_learner(kind=GoldenLearner, **options):
+def golden_policy(**options):
     train = grpo_config(
         **{"max_completion_length": 16, "num_iterations": 6, "per_device_train_batch_size": 4} | options
     )
-    return kind(load_model(MODEL), None, train)
+    return Policy(load_model(MODEL), train, None, train.temperature)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"])
-def test_golden_curve_of_several_steps_on_one_generation(case):
+def test_golden_curve_of_several_steps_on_one_generation(other_sampler, case):
     options, curve = GOLDEN["cases"][case]["options"], GOLDEN["cases"][case]["curve"]
-    learner = golden_learner(**options)
+    policy = golden_policy(**options)
     rollouts = golden_rollouts()
     # TRL takes the old log-probs from a forward of the first policy.
-    rollouts.old_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
+    rollouts.old_logprobs = grpo.host_logprobs(policy, policy.model, rollouts.parts(4))
     for step, want in enumerate(curve):
-        got = learner.step(rollouts.parts(4), step, GOLDEN["config"]["learning_rate"])
+        got = grpo.train_step(policy, rollouts.parts(4, on_policy=step == 0), GOLDEN["config"]["learning_rate"])
         for name, value in want.items():
             # The loss of a first step may be 0 by cancellation of terms of size 1.
             assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "luspo"])
-def test_G13_gradient_does_not_depend_on_the_micro_batch_split(loss_type):
+def test_G13_gradient_does_not_depend_on_the_micro_batch_split(other_sampler, loss_type):
     level = "sequence" if loss_type == "luspo" else "token"
     gradients = []
     for size in (8, 4, 2, 1):
-        learner = golden_learner(loss_type=loss_type, importance_sampling_level=level, beta=0.1)
-        metrics = learner.step(golden_rollouts().parts(size), 0, 0.0)
-        gradients.append((metrics["loss"], device.to_host(learner.grads.flat).copy()))
+        policy = golden_policy(loss_type=loss_type, importance_sampling_level=level, beta=0.1)
+        metrics = grpo.train_step(policy, golden_rollouts().parts(size, on_policy=True), 0.0)
+        gradients.append((metrics["loss"], device.to_host(policy.grads.flat).copy()))
     scale = np.abs(gradients[0][1]).max()
     for loss, gradient in gradients[1:]:
         assert loss == pytest.approx(gradients[0][0], rel=1e-5, abs=1e-6)
@@ -76,23 +77,23 @@ def test_G13_gradient_does_not_depend_on_the_micro_batch_split(loss_type):
         np.testing.assert_allclose(gradient, gradients[0][1], atol=1e-5 * scale)
 
 
-def test_checkpointing_gives_the_same_bits():
+def test_checkpointing_gives_the_same_bits(other_sampler):
     weights = []
     for checkpointing in (False, True):
-        learner = golden_learner(gradient_checkpointing=checkpointing)
-        learner.step(golden_rollouts().parts(4), 0, 1e-3)
-        weights.append(learner.model.weights.flat)
+        policy = golden_policy(gradient_checkpointing=checkpointing)
+        grpo.train_step(policy, golden_rollouts().parts(4, on_policy=True), 1e-3)
+        weights.append(policy.model.weights.flat)
     assert_same_bits(*weights)
 
 
-def test_masked_sequences_do_not_move_the_weights():
+def test_masked_sequences_do_not_move_the_weights(other_sampler):
     rollouts = golden_rollouts()
     rollouts.loss_mask[:] = 0
-    learner = golden_learner()
-    before = device.to_host(learner.model.weights.flat).copy()
-    metrics = learner.step(rollouts.parts(4), 0, 1e-2)
+    policy = golden_policy()
+    before = device.to_host(policy.model.weights.flat).copy()
+    metrics = grpo.train_step(policy, rollouts.parts(4, on_policy=True), 1e-2)
     assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0
-    assert_same_bits(learner.model.weights.flat, before)
+    assert_same_bits(policy.model.weights.flat, before)
 
 
 @exact
@@ -107,19 +108,20 @@ def test_old_logprobs_are_recomputed_only_where_needed():
         ({"repetition_penalty": 1.1}, False, True),
     ):
         rollouts = golden_rollouts()
-        golden_learner(grpo.Learner, **options).add_logprobs(rollouts, on_policy)
+        grpo.add_logprobs(golden_policy(**options), rollouts, on_policy)
         assert len(rollouts.old_logprobs) == (len(rollouts.loss_mask) if recomputed else 0), (options, on_policy)
 
 
-def count_heads(monkeypatch, module):
-    """A list that gets an element for every call of the module's head_with_gradient."""
-    called, head_with_gradient = [], module.head_with_gradient
+@pytest.fixture
+def combined_calls(monkeypatch):
+    """A list that gets an element for every call of Policy.forward_backward."""
+    called, forward_backward = [], Policy.forward_backward
 
-    def counted(*arguments, **options):
+    def counted(*arguments):
         called.append(arguments)
-        return head_with_gradient(*arguments, **options)
+        return forward_backward(*arguments)
 
-    monkeypatch.setattr(module, "head_with_gradient", counted)
+    monkeypatch.setattr(Policy, "forward_backward", counted)
     return called
 
 
@@ -135,45 +137,44 @@ def count_heads(monkeypatch, module):
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch, options):
-    """In the step that follows the draw, known beforehand or not, it has the same bits; so have all metrics."""
-    called = count_heads(monkeypatch, grpo)
+def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch, combined_calls, options):
+    """On-policy, known beforehand or not, it has the same bits; so have all metrics."""
     found = []
-    for kind in (grpo.Learner, GoldenLearner):
-        learner, rollouts = golden_learner(kind, **options), golden_rollouts()
+    for exact in (True, False):
+        monkeypatch.setattr(grpo, "sampler_is_exact", lambda train, exact=exact: exact)
+        policy, rollouts = golden_policy(**options), golden_rollouts()
         rollouts.loss_mask[3:5] = 0
         rollouts.advantages[1] = 0
-        rollouts.rollout_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
-        metrics = learner.step(rollouts.parts(4), 0, 1e-3)
-        assert len(called) == 2
+        rollouts.rollout_logprobs = grpo.host_logprobs(policy, policy.model, rollouts.parts(4))
+        metrics = grpo.train_step(policy, rollouts.parts(4, on_policy=True), 1e-3)
+        assert len(combined_calls) == 2
         assert metrics["sampling/sampling_logp_difference/max"] == 0.0 and metrics["grad_norm"] > 0
-        found.append((metrics, learner.model.weights.flat))
+        found.append((metrics, policy.model.weights.flat))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
 
 
 @exact
-def test_the_gradient_is_known_beforehand_only_after_the_draw(monkeypatch):
-    called = count_heads(monkeypatch, grpo)
-    learner, rollouts = golden_learner(grpo.Learner), golden_rollouts()
-    rollouts.rollout_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
-    for step in range(2):
-        learner.step(rollouts.parts(4), step, 1e-3)
-    assert len(called) == 2
-    golden_learner(grpo.Learner, top_k=5).step(golden_rollouts().parts(4), 0, 1e-3)
-    assert len(called) == 2
+def test_the_gradient_is_known_beforehand_only_on_policy(combined_calls):
+    policy, rollouts = golden_policy(), golden_rollouts()
+    rollouts.rollout_logprobs = grpo.host_logprobs(policy, policy.model, rollouts.parts(4))
+    for on_policy in (True, False):
+        grpo.train_step(policy, rollouts.parts(4, on_policy), 1e-3)
+    assert len(combined_calls) == 2
+    grpo.train_step(golden_policy(top_k=5), golden_rollouts().parts(4, on_policy=True), 1e-3)
+    assert len(combined_calls) == 2
 
 
 @exact
 def test_metrics_tell_of_a_sampler_that_is_not_exact():
-    metrics = golden_learner(grpo.Learner).step(golden_rollouts().parts(4), 0, 0.0)
+    metrics = grpo.train_step(golden_policy(), golden_rollouts().parts(4, on_policy=True), 0.0)
     assert metrics["sampling/sampling_logp_difference/max"] > 1e-3
 
 
 def test_cublas_is_not_exact(monkeypatch):
-    learner = golden_learner(grpo.Learner)
+    assert grpo.sampler_is_exact(grpo_config())
     monkeypatch.setattr(grpo.gemm, "backend", lambda: "cublas")
-    assert not learner.rollout_is_exact
+    assert not grpo.sampler_is_exact(grpo_config())
 
 
 # --- geometry ---------------------------------------------------------------------------------------------------------
@@ -182,19 +183,36 @@ def test_cublas_is_not_exact(monkeypatch):
 def test_G02_generations_and_optimizer_steps():
     # 16 completions a generation = 4 prompts x 4, in two micro-batches that are trained on twice each.
     train = grpo_config(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=-1)
-    plan = grpo.Plan(train, "rows", 18)
-    assert (plan.micro_steps_per_rollout, plan.micro_steps_per_epoch, plan.steps_per_epoch) == (4, 16, 16)
-    assert plan.total_steps == 48 and not plan.on_policy
-    assert [plan.within_rollout(step) for step in range(5)] == [False, True, True, True, False]
-    assert [list(plan.micro_steps(step)) for step in (0, 15, 16)] == [[0], [15], [0]]
+    schedule = grpo.MicroBatchSchedule(train, "rows", 18)
+    assert schedule.micro_steps_per_generation == 4
+    assert (schedule.micro_steps_per_epoch, schedule.steps_per_epoch) == (16, 16)
+    assert schedule.total_steps == 48 and not schedule.on_policy
+    assert [schedule.within_generation(step) for step in range(5)] == [False, True, True, True, False]
+    assert [[micro.index for micro in schedule.micro_steps(step)] for step in (0, 15, 16)] == [[0], [15], [0]]
+    micro_steps = [micro for step in range(5) for micro in schedule.micro_steps(step)]
+    assert [micro.first for micro in micro_steps] == [0, 8, 0, 8, 0]
+    assert [micro.begins_generation for micro in micro_steps] == [True, False, False, False, True]
+    assert [micro.on_policy for micro in micro_steps] == [True, False, False, False, True]
+
+
+def test_a_generation_is_on_policy_until_the_next_update():
+    train = grpo_config(steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=2)
+    schedule = grpo.MicroBatchSchedule(train, "rows", 16)
+    on_policy = [[micro.on_policy for micro in schedule.micro_steps(step)] for step in range(5)]
+    assert on_policy == [[True, True], [False, False], [False, False], [False, False], [True, True]]
+    train = grpo_config(steps_per_generation=2, gradient_accumulation_steps=3, num_iterations=1)
+    schedule = grpo.MicroBatchSchedule(train, "rows", 16)
+    on_policy = [[micro.on_policy for micro in schedule.micro_steps(step)] for step in range(3)]
+    assert on_policy == [[True, True, True], [False, True, True], [True, True]]
 
 
 def test_G02_an_epoch_ends_with_a_shorter_step():
     train = grpo_config(steps_per_generation=1, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=1)
-    plan = grpo.Plan(train, "rows", 8)
-    assert [list(plan.micro_steps(step)) for step in range(plan.total_steps)] == [[0, 1, 2], [3]]
-    assert [plan.epochs_done(step) for step in range(4)] == [0, 0.75, 1, 1.75]
-    assert plan.on_policy
+    schedule = grpo.MicroBatchSchedule(train, "rows", 8)
+    indices = [[micro.index for micro in schedule.micro_steps(step)] for step in range(schedule.total_steps)]
+    assert indices == [[0, 1, 2], [3]]
+    assert [schedule.epochs_done(step) for step in range(4)] == [0, 0.75, 1, 1.75]
+    assert schedule.on_policy
 
 
 def test_too_few_prompts_are_an_error(tmp_path):
@@ -300,7 +318,7 @@ def test_G03_several_steps_on_one_generation(tmp_path):
 def test_exact_old_logprobs_equal_recomputed_ones(tmp_path, monkeypatch):
     hashes = []
     for exact in (True, False):
-        monkeypatch.setattr(grpo.Learner, "rollout_is_exact", exact)
+        monkeypatch.setattr(grpo, "sampler_is_exact", lambda train, exact=exact: exact)
         run = grpo_run(tmp_path / str(exact), num_iterations=2, gradient_accumulation_steps=1, temperature=0.7)
         grpo.run_grpo(run)
         hashes.append((tmp_path / str(exact) / "final" / "model.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""The two ways of hidden states through the language-model head."""
+"""The language-model head in two calls and in one."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.memory import Arena
-from rlnumba.trainers.common import head_backward, head_forward, head_with_gradient
 from tests.close import assert_close, assert_same_bits
 
 NAMES = ("logprobs", "entropy", "top1", "dhidden", "the head's gradient")
@@ -26,10 +26,10 @@ def two_ways(rng, dtype):
         out = xp.empty(7, np.float32), xp.empty(7, np.float32), xp.empty(7, np.int32)
         with arena.scope():
             if together:
-                dhidden = head_with_gradient(model, hidden, rows, target_ids, 0.7, dlogprobs, grads, arena, *out)
+                dhidden = lm_head_forward_backward(model, hidden, rows, target_ids, 0.7, dlogprobs, grads, arena, *out)
             else:
-                head = head_forward(model, hidden, rows, target_ids, 0.7, arena, *out)
-                dhidden = head_backward(model, head, dlogprobs, 9, grads, arena)
+                saved = lm_head_forward(model, hidden, rows, target_ids, 0.7, arena, *out)
+                dhidden = lm_head_backward(model, saved, dlogprobs, grads, arena)
             found.append((*out, dhidden.copy(), grads.lm_head))
     return found
 

@@ -14,8 +14,8 @@ import pytest
 from rlnumba.config import to_toml
 from rlnumba.errors import UserError
 from rlnumba.runtime import device
-from rlnumba.trainers.common import RunFolder
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import grpo_run, metrics_of, sft_run
 

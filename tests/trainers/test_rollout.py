@@ -10,21 +10,20 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
 from rlnumba.runtime import device
-from rlnumba.runtime.memory import Arena
-from rlnumba.trainers.common import Clock, target_logprobs
+from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import (
-    Draw,
+    Generation,
     PromptOrder,
     Rollouts,
     Sample,
     derived_seed,
-    device_batch,
-    draw,
-    draw_metrics,
     frac_reward_zero_std,
+    generate,
+    generation_metrics,
     is_uniform,
     set_advantages,
 )
+from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, grpo_config
 
@@ -108,19 +107,19 @@ def test_G06_normalize_then_sum():
 def test_columns_of_the_run_are_not_overwritten():
     logged = sample(3.0, values=[1.0, 2.0])
     logged.extra = {"step": 9, "prompt": "other", "mine": 4}
-    (line,) = Draw([[logged]]).rows(["reward", "brevity"])
+    (line,) = Generation([[logged]]).rows(["reward", "brevity"])
     assert line["reward"] == 3.0 and line["rewards/reward"] == 1.0 and line["brevity"] == 2.0
     assert line["prompt"] == "p" and line["mine"] == 4
-    metrics = draw_metrics([Draw([[logged]], metrics={"reward": 7.0, "mine": 1.0})], ["reward", "brevity"])
+    metrics = generation_metrics([Generation([[logged]], metrics={"reward": 7.0, "mine": 1.0})], ["reward", "brevity"])
     assert metrics["reward"] == 3.0 and metrics["mine"] == 1.0
 
 
-def test_G26_metrics_of_a_draw():
+def test_G26_metrics_of_a_generation():
     groups = [
         [sample(1.0, completion=range(4)), sample(0.0, completion=range(8), reason="length")],
         [sample(0.5, values=[0.5], completion=range(2)), sample(np.nan, values=[np.nan], completion=range(2))],
     ]
-    found = draw_metrics([Draw(groups, {"f": 1}, {"custom": 2.0})], ["f"])
+    found = generation_metrics([Generation(groups, {"f": 1}, {"custom": 2.0})], ["f"])
     assert found == pytest.approx(
         {
             "reward": 0.5,
@@ -138,7 +137,7 @@ def test_G26_metrics_of_a_draw():
             "reward_errors/f": 1,
         }
     )
-    all_cut = draw_metrics([Draw([[sample(reason="length"), sample(reason="length")]])], ["f"])
+    all_cut = generation_metrics([Generation([[sample(reason="length"), sample(reason="length")]])], ["f"])
     assert all_cut["completions/mean_terminated_length"] == 0.0
 
 
@@ -146,37 +145,38 @@ def test_parts_share_out_every_array():
     samples = [sample(i, range(3, 3 + p), range(10, 10 + c)) for i, (p, c) in enumerate(((1, 1), (4, 3), (2, 5)))]
     for i, each in enumerate(samples):
         each.advantage = float(i)
-    rollouts = Rollouts.of(samples, False, 7)
+    rollouts = Rollouts.of(samples, False)
     rollouts.ref_logprobs = np.arange(9, dtype=np.float32)
-    parts = rollouts.parts(2)
+    parts = rollouts.parts(2, on_policy=True)
     assert [len(part.advantages) for part in parts] == [2, 1]
     for name in ("token_ids", "completion_lengths", "loss_mask", "rollout_logprobs", "advantages", "ref_logprobs"):
         whole = np.concatenate([getattr(part, name) for part in parts])
         assert_same_bits(whole, getattr(rollouts, name), name)
     assert parts[1].token_ids.tolist() == [3, 4, 10, 11, 12, 13, 14]
     assert parts[1].ref_logprobs.tolist() == [4, 5, 6, 7, 8]
-    assert len(parts[1].old_logprobs) == 0 and parts[1].step == 7
-    again = Rollouts(**rollouts.state())
+    assert len(parts[1].old_logprobs) == 0 and parts[1].on_policy and not rollouts.on_policy
+    again = Rollouts.from_state(rollouts.state())
     assert_same_bits(again.token_ids, rollouts.token_ids)
-    assert again.step == 7
 
 
 def test_G17_truncated_completions_leave_the_loss():
     samples = [sample(completion=(5, 6), reason="length"), sample(completion=(5, 1))]
-    assert Rollouts.of(samples, True, 0).loss_mask.tolist() == [0, 0, 1, 1]
-    assert Rollouts.of(samples, False, 0).loss_mask.tolist() == [1, 1, 1, 1]
-    assert Rollouts.of(samples, True, 0).num_active == 2
+    assert Rollouts.of(samples, True).loss_mask.tolist() == [0, 0, 1, 1]
+    assert Rollouts.of(samples, False).loss_mask.tolist() == [1, 1, 1, 1]
+    assert Rollouts.of(samples, True).num_active == 2
     # A padding token at the limit ends a completion.
     samples[0].pad_token_id = 6
-    assert Rollouts.of(samples, True, 0).loss_mask.tolist() == [1, 1, 1, 1]
+    assert Rollouts.of(samples, True).loss_mask.tolist() == [1, 1, 1, 1]
 
 
-def test_device_batch_points_at_the_rows_that_predict():
+def test_rows_on_the_device_are_those_that_predict():
     samples = [sample(0, (7,), (8, 9)), sample(0, (4, 5, 6), (3,))]
-    batch = device_batch(Rollouts.of(samples, False, 0))
-    assert batch.packed.input_ids.tolist() == [7, 8, 9, 4, 5, 6, 3]
-    assert batch.rows.tolist() == [0, 1, 5]
-    assert batch.target_ids.tolist() == [8, 9, 3]
+    batch = Rollouts.of(samples, False).to_device()
+    assert batch.targets.input_ids.tolist() == [7, 8, 9, 4, 5, 6, 3]
+    assert batch.targets.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert batch.targets.cu_seqlens.tolist() == [0, 3, 7] and batch.targets.max_seqlen == 4
+    assert batch.targets.rows.tolist() == [0, 1, 5]
+    assert batch.targets.target_ids.tolist() == [8, 9, 3]
     assert batch.cu_seqlens.tolist() == [0, 2, 3]
     assert batch.ref_logprobs is None and batch.old_logprobs is None
 
@@ -190,14 +190,15 @@ def test_B06_rollout_logprobs_are_those_of_the_training_forward(temperature):
     prompts = PromptData([Prompt(t, tokenizer.encode(t), {"answer": t}, "") for t in texts])
     rewards = Rewards([lambda completions, **_: [len(text) for text in completions]], names=["length"])
     params = SamplingParams(temperature=temperature, max_tokens=12, seed=5, n=3)
-    drawn = draw(llm, rewards, prompts, [2, 0, 1], params, None, Clock())
-    assert [[s.prompt.prompt for s in group] for group in drawn.groups] == [[texts[i]] * 3 for i in (2, 0, 1)]
-    assert [s.reward for s in drawn.samples] == [len(s.completion.text) for s in drawn.samples]
+    generation = generate(llm, rewards, prompts, [2, 0, 1], params, None, Clock())
+    assert [[s.prompt.prompt for s in group] for group in generation.groups] == [[texts[i]] * 3 for i in (2, 0, 1)]
+    assert [s.reward for s in generation.samples] == [len(s.completion.text) for s in generation.samples]
     order = np.random.default_rng(0).permutation(9)
-    rollouts = Rollouts.of([drawn.samples[i] for i in order], False, 0)
+    rollouts = Rollouts.of([generation.samples[i] for i in order], False)
+    policy = Policy(model, grpo_config(), temperature=temperature)
     for part in rollouts.parts(4):
-        batch = device_batch(part)
-        logprobs = target_logprobs(model, batch.packed, batch.rows, batch.target_ids, temperature, Arena("test"))
+        logprobs = device.xp().empty(len(part.loss_mask), np.float32)
+        policy.logprobs(part.to_device().targets, logprobs)
         assert_same_bits(logprobs, part.rollout_logprobs)
 
 
@@ -211,9 +212,9 @@ def test_groups_get_their_own_columns():
     model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
     prompts = PromptData([Prompt(f"{i}", tokenizer.encode(f"{i}"), {"answer": i}, "") for i in range(3)])
     params = SamplingParams(max_tokens=2, n=2)
-    drawn = draw(LLM(model, tokenizer), Rewards([reward]), prompts, [2, 0], params, "state", Clock())
+    generation = generate(LLM(model, tokenizer), Rewards([reward]), prompts, [2, 0], params, "state", Clock())
     assert seen["prompts"] == ["2", "2", "0", "0"] and seen["answer"] == [2, 2, 0, 0]
-    assert [s.reward for s in drawn.samples] == [2.0, 2.0, 0.0, 0.0]
-    assert seen["ids"] == [s.completion.token_ids for s in drawn.samples]
-    rows = drawn.rows(["reward"])
+    assert [s.reward for s in generation.samples] == [2.0, 2.0, 0.0, 0.0]
+    assert seen["ids"] == [s.completion.token_ids for s in generation.samples]
+    rows = generation.rows(["reward"])
     assert rows[0].keys() == {"prompt", "completion", "finish_reason", "reward", "advantage", "rewards/reward"}

@@ -10,10 +10,10 @@ from rlnumba.config import SFTConfig
 from rlnumba.errors import UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device, memory
-from rlnumba.runtime.memory import Arena
 from rlnumba.trainers import sft
-from rlnumba.trainers.common import rate_of
+from rlnumba.trainers.core import Policy
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, SFT_ROWS, golden, metrics_of, sft_run
 
@@ -55,7 +55,7 @@ def test_S02_packing_does_not_change_the_loss(tmp_path):
         run = sft_run(tmp_path, packing=packing)
         rows = rows_of(run, model)
         assert (len(rows) < 37) == packing
-        losses.append(sft.evaluate(model, rows, run.train, Arena("test")))
+        losses.append(sft.evaluate(Policy(model, run.train), rows))
     # The sums are over the same numbers in another order.
     for name in losses[0]:
         assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-6)
@@ -64,18 +64,14 @@ def test_S02_packing_does_not_change_the_loss(tmp_path):
 @pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 def test_packed_rows_have_the_bits_of_rows_alone(tmp_path):
     model = load_model(MODEL)
-    rows = rows_of(sft_run(tmp_path, packing=True), model)
-    row = max(rows, key=len)
+    run = sft_run(tmp_path, packing=True)
+    policy, row = Policy(model, run.train), max(rows_of(run, model), key=len)
 
     def logprobs(sequences):
-        sums = sft.Sums(sum(s.num_trained for s in sequences))
-        arena = Arena("test")
-        with arena.scope():
-            batch, chosen, target_ids = sft.device_targets(sequences)
-            attend = sft.attention_of(model, batch, arena)
-            hidden = model.forward(batch.input_ids, batch.position_ids, attend, arena=arena)
-            sft.head_forward(model, hidden, chosen, target_ids, 1.0, arena, *sums.take(target_ids))
-        return sums.logprobs
+        batch = sft.target_batch(sequences)
+        out = device.xp().empty(len(batch.target_ids), np.float32)
+        policy.logprobs(batch, out)
+        return out
 
     assert len(row) > 1
     assert_same_bits(logprobs(row), np.concatenate([logprobs([sequence]) for sequence in row]))
@@ -100,13 +96,13 @@ def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
 @pytest.mark.parametrize(("loss_type", "together"), [("nll", True), ("chunked_nll", True), ("dft", False)])
 def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_type, together):
     """Where each target's factor is known beforehand, which dft's is not."""
-    called, head_with_gradient = [], sft.head_with_gradient
+    called, forward_backward = [], Policy.forward_backward
 
-    def counted(*arguments, **options):
+    def counted(*arguments):
         called.append(arguments)
-        return head_with_gradient(*arguments, **options)
+        return forward_backward(*arguments)
 
-    monkeypatch.setattr(sft, "head_with_gradient", counted)
+    monkeypatch.setattr(Policy, "forward_backward", counted)
     sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))
     assert bool(called) == together
 
@@ -137,7 +133,9 @@ def test_epochs_make_the_steps(tmp_path):
 def test_warmup_in_steps_or_as_a_share(warmup_steps, steps):
     """As transformers: below 1 a share of all steps, rounded up."""
     train = SFTConfig(learning_rate=1.0, lr_scheduler_type="constant", warmup_steps=warmup_steps)
-    assert [rate_of(train, step, 9) for step in range(9)] == [k / steps for k in range(steps)] + [1.0] * (9 - steps)
+    assert [learning_rate_at(train, step, 9) for step in range(9)] == [k / steps for k in range(steps)] + [1.0] * (
+        9 - steps
+    )
 
 
 def test_epochs_are_counted_in_micro_batches(tmp_path):
@@ -154,7 +152,7 @@ def test_evaluation_and_files(tmp_path):
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5]
     # The same rows held out as trained on: what is left at the end is the loss of the final weights.
     model = load_model(tmp_path / "final")
-    loss = sft.evaluate(model, rows_of(run, model), run.train, Arena("test"))
+    loss = sft.evaluate(Policy(model, run.train), rows_of(run, model))
     assert loss["eval_loss"] == rows[-1]["eval_loss"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-5"]
     for name in ("curves.png", "config.toml", "final/tokenizer.json", "final/config.json"):
@@ -189,7 +187,7 @@ def test_targets_are_the_next_tokens(rng):
         data.TokenSequence(np.array(ids, np.int32), np.array(mask, bool))
         for ids, mask in (([5, 6, 7], [1, 1, 0]), ([8], [1]), ([9, 10, 11, 12], [0, 0, 1, 1]))
     ]
-    batch, rows, target_ids = sft.device_targets(sequences)
-    assert rows.tolist() == [0, 5, 6]
-    assert target_ids.tolist() == [6, 11, 12]
-    assert batch.lengths == [3, 1, 4]
+    batch = sft.target_batch(sequences)
+    assert batch.rows.tolist() == [0, 5, 6]
+    assert batch.target_ids.tolist() == [6, 11, 12]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 8]

@@ -1,15 +1,14 @@
-"""Attention on the numpy device: compiled loops, float32, the same function for packed and paged keys.
+"""Attention on the cpu device: compiled loops, float32, the same function for packed and paged keys.
 
-`attend` finds key j of sequence b at row block_tables[b, j // block_size] * block_size + j % block_size; packed
-keys are blocks of one row. There is one compiled loop for training, prefill and decode, and a row's result
-depends on that row alone:
+Key j of sequence b is row block_tables[b, j // block_size] * block_size + j % block_size; packed keys are blocks of one
+row. There is one compiled loop for training, prefill and decode, and a row's result depends on that row alone:
 
 - scores, LANES keys at a time: each is one chain over e, in the same vector loop whatever the key's position;
 - the maximum is exact in any order;
 - the sum of exp(s - max) is kept in LANES lanes by key position and added up at the end;
 - a row of out is one chain over the keys, vectorised over e.
 
-Keys are padded to whole tiles of LANES and rows of q and k to a multiple of 4; what is padded adds zero.
+Keys are padded to whole tiles of LANES and rows of q and k to a multiple of 4; the padding adds zero.
 """
 
 import numba
@@ -17,7 +16,7 @@ import numpy as np
 
 # Keys a tile: whole vectors on any machine, so that no loop has a scalar remainder.
 LANES = 32
-# Query tokens that one task takes, and for which it transposes the keys once.
+# Query tokens of a task, which transposes the keys once for all of them.
 TASK_TOKENS = 64
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -101,19 +100,19 @@ def _weighted_rows(weights, rows, source, head, count, out):
 
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
-def _attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse):
+def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse):
     head_dim = q.shape[2]
     kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
+    gqa_ratio = q.shape[1] // kv_heads
     padded = (head_dim + 3) // 4 * 4
-    chunks = (max_seqlen_q + TASK_TOKENS - 1) // TASK_TOKENS
-    for task in numba.prange(context_lens.shape[0] * kv_heads * chunks):
-        sequence = task // (kv_heads * chunks)
-        kv_head = task // chunks % kv_heads
+    tasks_per_head = (max_seqlen_q + TASK_TOKENS - 1) // TASK_TOKENS
+    for task in numba.prange(context_lens.shape[0] * kv_heads * tasks_per_head):
+        sequence = task // (kv_heads * tasks_per_head)
+        kv_head = task // tasks_per_head % kv_heads
         start = cu_seqlens[sequence]
         length = cu_seqlens[sequence + 1] - start
         context = context_lens[sequence]
-        first = task % chunks * TASK_TOKENS
+        first = task % tasks_per_head * TASK_TOKENS
         last = min(first + TASK_TOKENS, length)
         if first < last:
             visible = max(context - length + last, 0)
@@ -133,21 +132,21 @@ def _attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seq
             y = np.empty(LANES, np.float32)
             n_bits = n.view(np.int32)
             y_bits = y.view(np.int32)
-            for index in range(first * group, last * group):
-                token = start + index // group
-                head = kv_head * group + index % group
-                count = max(context - length + index // group + 1, 0)
+            for index in range(first * gqa_ratio, last * gqa_ratio):
+                token = start + index // gqa_ratio
+                head = kv_head * gqa_ratio + index % gqa_ratio
+                count = max(context - length + index // gqa_ratio + 1, 0)
                 row_tiles = (count + LANES - 1) // LANES
                 for e in range(head_dim):
                     query[e] = scale * q[token, head, e]
                 _scores(query, keys, row_tiles, scores)
-                largest = np.float32(-np.inf)
+                row_max = np.float32(-np.inf)
                 for j in range(count):
-                    largest = max(largest, scores[j])
+                    row_max = max(row_max, scores[j])
                 for j in range(LANES):
                     sums[j] = ZERO
                 for tile in range(row_tiles):
-                    _exp_tile(scores, largest, n, n_bits, y, y_bits, tile * LANES)
+                    _exp_tile(scores, row_max, n, n_bits, y, y_bits, tile * LANES)
                     for j in range(LANES):
                         p = y[j] if tile * LANES + j < count else ZERO
                         scores[tile * LANES + j] = p
@@ -160,14 +159,14 @@ def _attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seq
                 for e in range(head_dim):
                     out[token, head, e] = acc[e] * inverse
                 if lse.shape[0] > 0:
-                    lse[head, token] = largest + np.log(total)
+                    lse[head, token] = row_max + np.log(total)
 
 
-def attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse=None):
+def paged_attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse=None):
     """As the operator paged_attention, on k and v (rows, HK, E); lse (H, N) is written if given."""
     if lse is None:
         lse = np.empty((0, 0), np.float32)
-    _attend(
+    _attention(
         q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, lse
     )  # fmt: skip
 
@@ -175,14 +174,14 @@ def attend(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seql
 def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     """As the operator attention: packed keys are blocks of one row."""
     rows = cu_seqlens[:-1, None] + np.arange(max_seqlen, dtype=np.int32)
-    attend(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, scale, out, lse)
+    paged_attention(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, scale, out, lse)
 
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
 def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
     head_dim = q.shape[2]
     kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
+    gqa_ratio = q.shape[1] // kv_heads
     padded = (head_dim + 3) // 4 * 4
     for task in numba.prange((cu_seqlens.shape[0] - 1) * kv_heads):
         kv_head = task % kv_heads
@@ -209,10 +208,10 @@ def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
             for e in range(head_dim):
                 dk[j, kv_head, e] = ZERO
                 dv[j, kv_head, e] = ZERO
-        for index in range(length * group):
-            count = index // group + 1
-            token = start + index // group
-            head = kv_head * group + index % group
+        for index in range(length * gqa_ratio):
+            count = index // gqa_ratio + 1
+            token = start + index // gqa_ratio
+            head = kv_head * gqa_ratio + index % gqa_ratio
             row_tiles = (count + LANES - 1) // LANES
             delta = ZERO
             for e in range(head_dim):
@@ -221,7 +220,7 @@ def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
                 delta += gradient[e] * out[token, head, e]
             _scores(query, keys, row_tiles, p)
             _scores(gradient, values, row_tiles, ds)
-            # exp_tile wants arguments <= 0; lse >= the largest score up to rounding, which is harmless.
+            # _exp_tile takes arguments <= 0; lse >= the largest score up to rounding, which is harmless.
             for tile in range(row_tiles):
                 _exp_tile(p, lse[head, token], n, n_bits, y, y_bits, tile * LANES)
                 for lane in range(LANES):
@@ -238,5 +237,5 @@ def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
 
 
 def attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
-    """As the operator attention_backward; a task owns a key head of a sequence, rows in their order."""
+    """As the operator attention_backward; a task owns a KV head of a sequence, rows in their order."""
     _attention_backward(dout, q, k, v, out, lse, cu_seqlens, np.float32(scale), dq, dk, dv)

@@ -1,4 +1,4 @@
-"""delta[h, n] = dout[n, h] . out[n, h]: what attention's gradient takes from a row's every score (Dao et al., 2022)."""
+"""delta[h, n] = dout[n, h] . out[n, h], which attention's gradient subtracts from dP (Dao et al. 2022, algorithm 4)."""
 
 import numpy as np
 

@@ -1,15 +1,15 @@
 """Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
 
-The equations and the arithmetic are those of kernels/attention/ops.py, and so is the family of kernels that computes
-them; of the simple ones, `attend` runs here too. Only the place of a key differs: key j of sequence b is row
+The equations are those of kernels/attention/ops.py, and so is the family of kernels that computes them; of the simt
+ones, the device function `attend` of simt.py runs here too. Only the place of a key differs: key j of sequence b is row
 j % block_size of block block_tables[b, j // block_size]. A row's output therefore has the bits that `attention`
 gives it.
 
 q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
 sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
 
-Neighbouring sequences with a common beginning may be declared a group. That is a hint: where `sharing` says so, the
-common keys are read once for the group; the bits of a row never depend on it.
+Neighbouring sequences with a common prefix may be declared a group. That is a hint: where `sharing` says so, the
+prefix's keys are read once for the group; the bits of a row never depend on it.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import cpu as attention_cpu
-from rlnumba.kernels.attention import sm80_forward
-from rlnumba.kernels.attention import sm90_decode as sm90
-from rlnumba.kernels.attention.ops import attend_function, check_heads, family_for, family_of, few_rows, many_rows
+from rlnumba.kernels.attention import sm80_decode, sm90_paged
+from rlnumba.kernels.attention.ops import attention_family, check_heads
+from rlnumba.kernels.attention.simt import attention_function, decode_config, prefill_config
+from rlnumba.kernels.attention.sm90_decode_config import decode_config as sm90_decode_config
+from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
@@ -38,7 +40,7 @@ def paged_row(block_tables, block_size, sequence, key):
 def paged_attention_kernel(tile):
     """The kernel of `paged_attention` for a tile."""
     rows, rows_per_thread = tile.rows, tile.rows_per_thread
-    attend = attend_function(tile, paged_row)
+    attend = attention_function(tile, paged_row)
 
     @cuda.jit
     def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
@@ -56,11 +58,11 @@ def paged_attention_kernel(tile):
     return paged_attention_kernel
 
 
-class Sharing(NamedTuple):
-    """How groups pay. sizes: what max_group_size may be with nothing wasted, ascending, none above the last; () if
-    never.
+class PrefixSharing(NamedTuple):
+    """When reading a shared prefix once for a group of sequences pays.
 
-    keys: a common beginning is read once in whole pieces of this many keys; what is left over, by each member.
+    sizes: values of max_group_size without padding, ascending; the last is the limit; () if it never pays. keys: a
+    shared prefix is read once in whole segments of this many keys; the remainder is read for each sequence.
     """
 
     sizes: tuple
@@ -68,28 +70,28 @@ class Sharing(NamedTuple):
 
 
 def sharing(element, heads, kv_heads, head_dim, block_size):
-    """The Sharing of decode over a cache of such heads; element: the dtype's name. Only Hopper's kernels share."""
+    """The PrefixSharing of decode over a cache of such heads; element: the dtype's name. Only sm90 kernels share."""
     group = heads // kv_heads
-    if family_for(element, head_dim, group) != "sm90":
-        return Sharing((), 0)
-    tile = sm90.best_tile(head_dim, element, group, min(block_size, sm90.KEYS))
-    return Sharing(sm90.supported_group_sizes(group), tile.segment)
+    if attention_family(element, head_dim, group) != "sm90":
+        return PrefixSharing((), 0)
+    config = sm90_decode_config(head_dim, element, group, min(block_size, TILE_KEYS))
+    return PrefixSharing(sm90_paged.supported_group_sizes(group), config.segment)
 
 
 def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
-    """Have the memory for partial results that any of `calls` takes, so that none of them allocates; its bytes.
+    """Allocate the current context's workspace for any of `calls`, so that none of them allocates; returns its bytes.
 
     element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). The memory
-    is kept until the end of the process, since captured graphs know its addresses, and serves all caches.
+    stays with the context, since captured graphs hold its addresses, and serves all caches.
     """
     group = heads // kv_heads
-    family = family_for(element, head_dim, group)
+    family = attention_family(element, head_dim, group)
     if family == "sm90":
-        box = min(block_size, sm90.KEYS)
+        box = min(block_size, TILE_KEYS)
         calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
-        return sm90.reserve(element, kv_heads, group, head_dim, box, calls)
+        return sm90_paged.reserve(element, kv_heads, group, head_dim, box, calls)
     if family == "sm80":
-        return sm80_forward.reserve(element, kv_heads, group, head_dim, block_size, calls)
+        return sm80_decode.reserve(element, kv_heads, group, head_dim, block_size, calls)
     return 0
 
 
@@ -97,14 +99,14 @@ def plan_paged_attention(
     element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
     shared_prefix_lens=None, group_sizes=None, max_group_size=1,
 ):  # fmt: skip
-    """What calls of paged_attention with the same arrays, such as the layers of a step, would each find out anew.
+    """What calls of paged_attention with the same arrays, such as the layers of a step, have in common.
 
     element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
     from what the arrays hold then, and good until the next one is made; None where nothing is gained.
     """
-    if family_for(element, head_dim, heads // kv_heads) != "sm90":
+    if attention_family(element, head_dim, heads // kv_heads) != "sm90":
         return None
-    return sm90.plan_units(
+    return sm90_paged.plan_decode(
         element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
         shared_prefix_lens, group_sizes, max_group_size,
     )  # fmt: skip
@@ -140,13 +142,11 @@ def paged_attention(
     the arrays' values change.
 
     Groups of neighbouring sequences, one query token each, whose block tables begin with the same blocks may be
-    declared; out is the same, bit for bit. shared_prefix_lens (B,) int32: how many tokens, fewer than its context
-    has, a
-    sequence has in common with all of its group, which all have the same number. group_sizes (B,) int32: at a group's
-    first sequence how many there are, at the others 0; 1 for a sequence on its own. max_group_size: at least the
-    largest
-    of group_sizes, at most the last of `sharing`'s sizes where there are any; with 1, groups are not made use of.
-    plan: of plan_paged_attention for these arrays, or made anew.
+    declared; out is the same, bit for bit. shared_prefix_lens (B,) int32: how many tokens, fewer than its context has,
+    a sequence shares with all of its group, the same number for each. group_sizes (B,) int32: at a group's first
+    sequence how many there are, at the others 0; 1 for a sequence on its own. max_group_size: at least the largest of
+    group_sizes, at most the last of `sharing`'s sizes where there are any; with 1, groups are ignored.
+    plan: of plan_paged_attention for these arrays; made here if not given.
 
     Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the block tables, for groups
     that are too large or have longer queries, for a plan of another call, and for a block_size that the family of
@@ -167,25 +167,25 @@ def paged_attention(
             f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
         )
     if device.name() == "cpu":
-        attention_cpu.attend(
+        attention_cpu.paged_attention(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
         )
         return
-    family = family_of(q, k)
+    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
         if family == "sm90":
-            sm90.paged_attention_sm90(
+            sm90_paged.paged_attention_sm90(
                 q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
             )
         else:
-            sm80_forward.paged_attend(q, k, v, block_size, *numbers)
+            sm80_decode.paged_attention_sm80(q, k, v, block_size, *numbers)
         return
     rows = max_seqlen_q * (heads // kv_heads)
-    tile = few_rows(head_dim)
+    tile = decode_config(head_dim)
     if rows > tile.rows:
-        tile = many_rows(head_dim)
+        tile = prefill_config(head_dim)
     launch(
         paged_attention_kernel(tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
         q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,

@@ -1,44 +1,55 @@
-"""Causal attention on Hopper's tensor cores: forward over packed sequences, and over the paged cache for prefill.
+"""Causal attention on sm_90: forward over packed sequences, and over the paged cache for prefill.
 
 The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. What a row
-(a query head of a token) computes, wherever it stands in whatever batch, here and in attention/sm90_decode.py:
+(a query head of a token) computes, whatever its batch, here and in sm90_decode.py, with the steps of softmax.py:
 
-    for each segment of SEGMENT keys, the segments fixed by the keys' absolute positions:
+    for each segment of SEGMENT_KEYS keys, the segments fixed by the keys' absolute positions:
         m = -inf, l = 0 (32 of them), acc = 0
-        for each tile of KEYS keys of the segment, in ascending order:
-            s_j = sum over e of q_e k_je by wgmma, 16 columns at a time in ascending order; -inf beyond the row
-            new = c max_j s_j if that is above m + RESCALE_THRESHOLD, else m
-            shrink = 2^(m - new)    p_j = 2^fma(s_j, c, -new)    m = new
-            l_wg = fma(l_wg, shrink, p_(16 w + g) + p_(16 w + 8 + g))       w = 0 .. 3, g = 0 .. 7
-            acc_e = acc_e shrink + sum over j of p_j v_je by wgmma, p rounded to the inputs' type, 16 keys at a time
+        for each tile of TILE_KEYS keys of the segment, in ascending order:
+            s_j = sum over e of q_e k_je by wgmma, 16 columns at a time in ascending order; -inf beyond the diagonal
+            m' = c max_j s_j if that is above m + RESCALE_THRESHOLD, else m
+            rescale = 2^(m - m')    p_j = 2^fma(s_j, c, -m')    m = m'
+            l_wg = fma(l_wg, rescale, p_(16 w + g) + p_(16 w + 8 + g))       w = 0 .. 3, g = 0 .. 7
+            acc_e = acc_e rescale + sum over j of p_j v_je by wgmma, p rounded to the inputs' type, 16 keys at a time
         t_g = (l_0g + l_1g) + (l_2g + l_3g)       l = ((t_0 + t_1) + (t_2 + t_3)) + ((t_4 + t_5) + (t_6 + t_7))
     segments merge in ascending order, each with all before it (M, L, A):
-        new = max(M, m)    a = 2^(M - new)    b = 2^(m - new)    L = fma(l, b, L a)    A_e = fma(acc_e, b, A_e a)
+        M' = max(M, m)    a = 2^(M - M')    b = 2^(m - M')    L = fma(l, b, L a)    A_e = fma(acc_e, b, A_e a)
     out_e = A_e (1 / L)     lse = fma(M, ln 2, log L)
 
-with c = scale log2(e) > 0. 2^x is one instruction, `exp2`, everywhere. m is what a row's scores are held against:
-at first their maximum, later something up to RESCALE_THRESHOLD smaller, so that acc is rarely multiplied by anything
-but 1.
-A wgmma gives an element the same bits
-whatever the product's width and whichever of its operands is called A, so decode may exchange keys and queries;
-the order of the sums l is what both layouts of a tile's scores can follow without an exchange of sums. A tile
-that lies beyond a row changes nothing (new = m, shrink = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks
-of rows may visit more tiles than one of their rows needs.
+A wgmma gives an element the same bits whatever the product's width and whichever of its operands is called A, so decode
+may exchange keys and queries; both layouts of a tile's scores can add l in this order without an exchange of partial
+sums. A tile beyond a row's diagonal changes nothing (m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so
+blocks of rows may visit more tiles than one of their rows needs.
 
-A block stays on its SM and works through items, the ones with the most keys first. An item is 64 tokens for
-each of one or two consumer warpgroups, which take two query heads of one key head where their number is even,
-else neighbouring tokens. Two producer warps find the items; one brings q and k, one v, by the copy engine, `stages`
-tiles ahead. While a consumer's scores of one tile become probabilities, the tensor cores
-work on its next scores and its last values, and on the other consumer's.
+The grid is persistent; scheduler.py orders the work items. An item is 64 query tokens for each of one or two consumer
+warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. Warp 0 of
+the producer warpgroup loads Q and K, warp 1 loads V, by TMA, `stages` tiles ahead. Both walk the same schedule; warp 0
+publishes the work item. While a consumer's softmax runs, the tensor cores compute its next S = Q K^T and its last
+O += P V, and the other consumer's.
 Sources: Dao et al. 2022; Shah et al. 2024 (FlashAttention-3).
 """
 
 import functools
-import math
+from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention.scheduler import Batch, page_lookup, prefill_scheduler
+from rlnumba.kernels.attention.softmax import (
+    LOG2_E,
+    MINUS_INFINITY,
+    SEGMENT_KEYS,
+    TILE_KEYS,
+    apply_causal_mask,
+    log_sum_exp,
+    merge_weights,
+    online_softmax_step,
+    row_sum,
+    zero_function,
+)
+from rlnumba.kernels.gemm.sm90 import processors
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
 from rlnumba.kernels.ptx.sm90 import (
     BOX_BYTES,
     ELEMENTS,
@@ -57,7 +68,6 @@ from rlnumba.kernels.ptx.sm90 import (
     mbarrier_init_fence,
     mbarrier_wait,
     named_barrier_sync,
-    shared_address,
     smem_descriptor,
     stmatrix_x4,
     store_four,
@@ -69,55 +79,52 @@ from rlnumba.kernels.ptx.sm90 import (
     wgmma,
 )
 from rlnumba.kernels.ptx.sm90_async import setmaxnreg
-from rlnumba.kernels.ptx.warp import ballot, device_function, exp2, shuffle, shuffle_xor, sync_warp
+from rlnumba.kernels.ptx.warp import ballot, device_function, shuffle, sync_warp
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 i32, f32 = np.int32, np.float32
 
-# Where the kernels of this module compile.
+# Where the kernel of this module compiles.
 ARCHITECTURES = [(9, 0, "a")]
 
-# Parts of the arithmetic: keys between two looks at the maximum, and keys that decode gives to one block.
-KEYS = 64
-SEGMENT = 1024
-# How far, in powers of two, a probability may exceed 1 before the row's reference moves.
-RESCALE_THRESHOLD = f32(8.0)
-# Rows of a warpgroup's tile.
-ROWS = 64
-# Most query rows of a unit of decode: more take more registers than a thread has.
-ROWS_OF_UNIT = 32
+# Query rows of a consumer's tile.
+TILE_ROWS = 64
+# Most query rows of a work item of decode: more take more registers than a thread has.
+MAX_DECODE_ROWS = 32
 WARPGROUP = 128
-# Of a thread of the producers, and of one that computes, where two warpgroups do.
-FEW_REGISTERS, MANY_REGISTERS = 56, 224
+# Registers of a thread of the producer warpgroup, and of a consumer, where there are two consumers.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # Shared memory that a block may use.
 SHARED_LIMIT = 227 * 1024 - 64
-MINUS_INFINITY = f32(-np.inf)
-LN2 = f32(math.log(2.0))
-LOG2_E = math.log2(math.e)
+# What warp 0 publishes of a work item: tiles of keys (0: no more work), query head, first row of q, its position, rows
+# from there to the sequence's end, keys of the last tile.
+ITEM_FIELDS = 6
 
 
-class Tile(NamedTuple):
-    """One kernel. element: "float16" or "bfloat16"; groups: consumer warpgroups; stages: tiles of keys under way.
+class AttentionConfig(NamedTuple):
+    """One kernel. element: "float16" or "bfloat16"; consumers: warpgroups; stages: of the rings of K and of V.
 
     paired: the two consumers take two query heads of a key head, else neighbouring tokens. paged: keys lie in
-    the blocks of a cache. box: keys of one copy, a cache block's tokens or 64. segment: SEGMENT, smaller in tests.
+    the blocks of a cache. box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in
+    tests.
     """
 
     head_dim: int
     element: str
-    groups: int = 2
+    consumers: int = 2
     stages: int = 3
     paired: bool = True
     paged: bool = False
-    box: int = KEYS
-    segment: int = SEGMENT
+    box: int = TILE_KEYS
+    segment: int = SEGMENT_KEYS
 
     @property
-    def rows(self):
-        """Tokens of an item."""
-        return ROWS if self.paired else ROWS * self.groups
+    def item_tokens(self):
+        """Query tokens of a work item."""
+        return TILE_ROWS if self.paired else TILE_ROWS * self.consumers
 
     @property
     def boxes(self):
@@ -130,142 +137,159 @@ class Tile(NamedTuple):
         return self.boxes * BOX_BYTES
 
     @property
-    def kept_bytes(self):
-        """For a consumer's sums over the segments before the present one; later its part of out."""
-        return max(self.head_dim * ROWS * 4, self.tile_bytes)
+    def q_in_registers(self):
+        """More columns leave no registers for q."""
+        return self.head_dim <= 128
 
     @property
-    def shared_bytes(self):
-        """Dynamic shared memory, 1024 of it for aligning the start."""
-        return self.groups * (self.tile_bytes + self.kept_bytes) + 2 * self.stages * (self.tile_bytes + 16) + 16 + 1024
+    def merged_bytes(self):
+        """Of a consumer's accumulators merged over the segments so far; its tile of out later takes their space."""
+        return max(self.head_dim * TILE_ROWS * 4, self.tile_bytes)
 
-
-@device_function
-def tokens_of(sequence, cu_seqlens, contexts, sequences, group, few, paged):
-    """How many query tokens of a sequence this kernel works on; 0 beyond the last sequence.
-
-    Of a paged batch, sequences with at most `few` rows a key head and those without keys are decode's.
-    """
-    tokens = i32(0)
-    if sequence < sequences:
-        tokens = i32(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-        if paged and (i32(tokens * group) <= few or contexts[sequence] == 0):
-            tokens = i32(0)
-    return tokens
-
-
-@device_function
-def longer_than(tokens, cu_seqlens, contexts, sequences, group, few, paged, lane):
-    """How many sequences have more than `tokens` query tokens; called by a warp."""
-    count, first = i32(0), i32(0)
-    while first < sequences:
-        mine = tokens_of(i32(first + lane), cu_seqlens, contexts, sequences, group, few, paged)
-        count = i32(count + cuda.popc(ballot(mine > tokens)))
-        first = i32(first + 32)
-    return count
-
-
-@device_function
-def longer_one(rank, tokens, cu_seqlens, contexts, sequences, group, few, paged, lane):
-    """The index of the sequence with more than `tokens` query tokens before which there are `rank` others."""
-    found, first = i32(0), i32(0)
-    while first < sequences:
-        longer = tokens_of(i32(first + lane), cu_seqlens, contexts, sequences, group, few, paged) > tokens
-        mask = ballot(longer)
-        before = i32(cuda.popc(np.int64(mask) & ~(np.int64(-1) << np.int64(lane))))
-        wanted = ballot(longer and before == rank)
-        if wanted != 0:
-            found = i32(first + cuda.ffs(wanted) - 1)
-        rank = i32(rank - cuda.popc(mask))
-        first = i32(first + 32)
-    return found
+    @property
+    def layout(self):
+        """Shared memory: q, merged accumulators, the rings of K and V, their barriers."""
+        tiles, barriers = self.stages * self.tile_bytes, self.stages * MBARRIER_BYTES
+        return shared_layout(
+            q=self.consumers * self.tile_bytes, merged=self.consumers * self.merged_bytes, k=tiles, v=tiles,
+            q_full=MBARRIER_BYTES, q_empty=MBARRIER_BYTES,
+            k_full=barriers, k_empty=barriers, v_full=barriers, v_empty=barriers,
+        )  # fmt: skip
 
 
 @functools.cache
-def paged_row_function(box):
-    """The device function that looks up where a box of keys lies in the cache. A block is one box, or many of 64."""
-    shift = box.bit_length() - 1
+def load_functions(config):
+    """(load_q, load_kv): the device functions by which a producer warp loads a work item's tiles."""
+    _, _, consumers, stages, paired, paged, box, _ = config
+    boxes, tile_bytes = config.boxes, config.tile_bytes
+    boxes_per_tile = TILE_KEYS // box
+    # 32 lanes look up the rows of so many tiles' boxes at once. A box of 64 keys is looked up when it is due: a
+    # producer has no registers left for more.
+    tiles_per_lookup, several = 32 // boxes_per_tile, boxes_per_tile > 1
+    page_row, (_, advance) = page_lookup(box), ring(stages)
 
     @device_function
-    def paged_row(block_tables, block_size, sequence, key, context):
-        """The cache's row of a key that begins a box; beyond the last key, of the sequence's last box, to no use."""
-        inside = i32(min(key, i32(context - 1)) >> i32(shift))
-        if box < KEYS:
-            return i32(block_tables[sequence, inside] << i32(shift))
-        boxes = block_size >> i32(shift)
-        return i32(((block_tables[sequence, inside // boxes] * boxes) + inside % boxes) << i32(shift))
+    def load_q(q_source, target, head, row, q_full):
+        """Load the tiles of q of all consumers, by one lane."""
+        mbarrier_expect_tx(q_full, consumers * tile_bytes)
+        for consumer in range(consumers):
+            q_head, q_row = (head + consumer, row) if paired else (head, row + consumer * TILE_ROWS)
+            for b in range(boxes):
+                box_target = target + consumer * tile_bytes + b * BOX_BYTES
+                tma_load_3d(box_target, q_source, b * 64, q_head, q_row, q_full)
 
-    return paged_row
+    @device_function
+    def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
+        """Load a work item's tiles of K or of V in ascending order; returns (stage, parity) of the ring.
 
+        source: tensor map; target: the ring; row: of the first key, if packed; pages: (block_tables, block_size).
+        """
+        block_tables, block_size = pages
+        # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
+        part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile)
+        target = Address(target + column_box * BOX_BYTES + part * (box * LINE))
+        row, page, next_page, index = i32(row + part * box), i32(0), i32(0), i32(part)
+        key = i32(lane * box) if several else i32(0)
+        if paged and several:
+            next_page = page_row(block_tables, block_size, sequence, key, context_len)
+        while tiles > 0:
+            if paged and several:
+                if index == part:
+                    # The rows of the next tiles are looked up before they are needed.
+                    page = next_page
+                    if tiles > tiles_per_lookup:
+                        key = i32(key + 32 * box)
+                        next_page = page_row(block_tables, block_size, sequence, key, context_len)
+                row = i32(shuffle(page, index))
+                index = i32((index + boxes_per_tile) & i32(31))
+            elif paged:
+                row = page_row(block_tables, block_size, sequence, key, context_len)
+                key = i32(key + TILE_KEYS)
+            mbarrier_wait(Address(empty + stage * MBARRIER_BYTES), parity)
+            barrier = Address(full + stage * MBARRIER_BYTES)
+            if lane == 0:
+                mbarrier_expect_tx(barrier, tile_bytes)
+            sync_warp()
+            if lane < boxes * boxes_per_tile:
+                tma_load_3d(Address(target + stage * tile_bytes), source, column_box * i32(64), kv_head, row, barrier)
+            stage, parity = advance(stage, parity)
+            row = i32(row + TILE_KEYS)
+            tiles = i32(tiles - 1)
+        return stage, parity
 
-@device_function
-def hide(scores, room):
-    """Scores beyond their rows become -inf. room: the first row's position less the key of scores[0]."""
-    for i in range(KEYS // 2):
-        if i // 4 * 8 + i % 2 - i % 4 // 2 * 8 > room:
-            scores[i] = MINUS_INFINITY
-
-
-@device_function
-def moved(reference, largest, c):
-    """The value that a row's scores are held against after a tile with this largest score."""
-    candidate = largest * c
-    return candidate if candidate > reference + RESCALE_THRESHOLD else reference
-
-
-@device_function
-def online_softmax_step(scores, reference, sums, shrink, c):
-    """A tile's scores become probabilities relative to their rows' reference, which may move; see the top."""
-    for half in range(2):
-        largest = scores[2 * half]
-        for block in range(KEYS // 8):
-            largest = max(largest, max(scores[4 * block + 2 * half], scores[4 * block + 2 * half + 1]))
-        largest = max(largest, shuffle_xor(largest, 1))
-        largest = max(largest, shuffle_xor(largest, 2))
-        new = moved(reference[half], largest, c)
-        # A row that has seen no key yet has nothing to subtract; -inf - -inf would be NaN.
-        subtracted = new if new > MINUS_INFINITY else f32(0.0)
-        shrink[half] = exp2(reference[half] - subtracted)
-        reference[half] = new
-        for block in range(KEYS // 8):
-            for j in range(2):
-                i = 4 * block + 2 * half + j
-                scores[i] = exp2(cuda.fma(scores[i], c, -subtracted))
-        for pair in range(KEYS // 16):
-            for j in range(2):
-                i = 8 * pair + 2 * half + j
-                place = half * 8 + pair * 2 + j
-                sums[place] = cuda.fma(sums[place], shrink[half], scores[i] + scores[i + 4])
-
-
-@device_function
-def row_sum(sums, half):
-    """The sum over all keys of a row's 32 sums, of which four neighbouring lanes hold eight each."""
-    even = (sums[half * 8] + sums[half * 8 + 2]) + (sums[half * 8 + 4] + sums[half * 8 + 6])
-    odd = (sums[half * 8 + 1] + sums[half * 8 + 3]) + (sums[half * 8 + 5] + sums[half * 8 + 7])
-    total = even + odd
-    total += shuffle_xor(total, 1)
-    total += shuffle_xor(total, 2)
-    return total
+    return load_q, load_kv
 
 
-@device_function
-def merge_weights(kept_max, new_max):
-    """(m, a, b) of two parts of a row's keys: the common maximum, and the weights of the first and the second."""
-    largest = max(kept_max, new_max)
-    reference = largest if largest > MINUS_INFINITY else f32(0.0)
-    return largest, exp2(kept_max - reference), exp2(new_max - reference)
+@functools.cache
+def producer_function(config):
+    """The device function of the two producer warps."""
+    head_dim, _, consumers, stages, paired, paged, _, _ = config
+    item_tokens, layout = config.item_tokens, config.layout
+    first_query_tile, next_query_tile, find_sequence = prefill_scheduler(paged, item_tokens)
+    load_q, load_kv = load_functions(config)
 
+    @device_function
+    def produce(q_source, k_source, v_source, batch, query_heads, query_tiles, pages, item, base, thread):
+        """Warp 0 publishes work items and loads Q and K, warp 1 loads V, until no work is left."""
+        loads_k, is_v, lane = thread < 32, i32(thread >> i32(5)), i32(thread & i32(31))
+        source = k_source if loads_k else v_source
+        target = Address(base + layout.k + is_v * (layout.v - layout.k))
+        full = Address(base + layout.k_full + is_v * (layout.v_full - layout.k_full))
+        empty = Address(full + stages * MBARRIER_BYTES)
+        q_full, q_empty = Address(base + layout.q_full), Address(base + layout.q_empty)
+        heads = query_heads // i32(consumers) if paired else query_heads
+        query_tile, items_before, longer = first_query_tile(query_tiles, batch, lane)
+        # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
+        stage, parity, q_parity = i32(0), i32(1), i32(1)
+        round_start, offset = i32(0), i32(cuda.blockIdx.x)
+        while query_tile >= 0:
+            # Every other round goes through the blocks backwards, so that no block gets all the longest items.
+            work_index = i32(round_start + offset)
+            round_start = i32(round_start + cuda.gridDim.x)
+            offset = i32(cuda.gridDim.x - 1 - offset)
+            query_tile, items_before, longer = next_query_tile(
+                work_index, query_tile, items_before, longer, heads, batch, lane
+            )
+            if loads_k:
+                mbarrier_wait(q_empty, q_parity)
+            q_parity ^= i32(1)
+            if query_tile >= 0:
+                rank = i32(i32(work_index - items_before) // heads)
+                head = i32(i32(work_index - items_before) % heads)
+                if paired:
+                    head = i32(head * consumers)
+                first = i32(query_tile * item_tokens)
+                sequence = find_sequence(rank, first, batch, lane)
+                start = batch.cu_seqlens[sequence]
+                length = i32(batch.cu_seqlens[sequence + 1] - start)
+                context_len = batch.context_lens[sequence] if paged else length
+                last = i32(context_len - length + min(i32(first + item_tokens), length) - 1)
+                tiles = i32(last // i32(TILE_KEYS) + 1)
+                if loads_k and lane == 0:
+                    item[0] = tiles
+                    item[1] = head
+                    item[2] = start + first
+                    item[3] = context_len - length + first
+                    item[4] = length - first
+                    item[5] = context_len - (tiles - 1) * TILE_KEYS
+                    load_q(q_source, Address(base + layout.q), head, start + first, q_full)
+                stage, parity = load_kv(
+                    source, target, full, empty, stage, parity, tiles, i32(head // batch.gqa_ratio), start, sequence,
+                    context_len, pages, lane,
+                )  # fmt: skip
+            elif loads_k and lane == 0:
+                item[0] = i32(0)
+                mbarrier_arrive(q_full)
 
-@device_function
-def log_sum(reference, total):
-    """A row's log of the sum of exponentials."""
-    return cuda.fma(reference, LN2, math.log(total))
+    return produce
 
 
 @functools.cache
 def accumulator_functions(head_dim):
-    """(scale, keep, merge): the device functions for a thread's sums of values, four for each eight columns."""
+    """(scale, keep, merge): the device functions for a thread's accumulators of O, four for each eight columns.
+
+    Between segments, a thread's merged accumulators lie in shared memory from its `address` on.
+    """
     blocks = head_dim // 8
 
     @device_function
@@ -276,26 +300,26 @@ def accumulator_functions(head_dim):
                 acc[4 * block + i] *= factors[i // 2]
 
     @device_function
-    def keep(kept, acc, total_reference, total_sum, reference, sums):
-        """The first segment becomes the total: acc at `kept`, a thread's place in shared memory."""
+    def keep(address, acc, merged_max, merged_sum, row_max, sums):
+        """Store the first segment."""
         for half in range(2):
-            total_reference[half], total_sum[half] = reference[half], sums[half]
+            merged_max[half], merged_sum[half] = row_max[half], sums[half]
         for block in range(blocks):
             i = 4 * block
-            store_four(kept + block * (WARPGROUP * 16), acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
+            store_four(address + block * (WARPGROUP * 16), acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
 
     @device_function
-    def merge(kept, acc, total_reference, total_sum, reference, sums, last):
-        """Add a segment to the total, which goes to `kept`, or, after the last segment, to acc."""
+    def merge(address, acc, merged_max, merged_sum, row_max, sums, last):
+        """Merge a segment with those before it; the result goes to shared memory, or, after the last one, to acc."""
         weight = cuda.local.array(4, np.float32)
         for half in range(2):
-            largest, a, b = merge_weights(total_reference[half], reference[half])
-            total_reference[half] = largest
-            total_sum[half] = cuda.fma(sums[half], b, total_sum[half] * a)
+            largest, a, b = merge_weights(merged_max[half], row_max[half])
+            merged_max[half] = largest
+            merged_sum[half] = cuda.fma(sums[half], b, merged_sum[half] * a)
             weight[half], weight[2 + half] = a, b
         for block in range(blocks):
             i = 4 * block
-            first, second, third, fourth = load_four(kept + block * (WARPGROUP * 16))
+            first, second, third, fourth = load_four(address + block * (WARPGROUP * 16))
             first = cuda.fma(acc[i], weight[2], first * weight[0])
             second = cuda.fma(acc[i + 1], weight[2], second * weight[0])
             third = cuda.fma(acc[i + 2], weight[3], third * weight[1])
@@ -303,467 +327,374 @@ def accumulator_functions(head_dim):
             if last:
                 acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = first, second, third, fourth
             else:
-                store_four(kept + block * (WARPGROUP * 16), first, second, third, fourth)
+                store_four(address + block * (WARPGROUP * 16), first, second, third, fourth)
 
     return scale, keep, merge
 
 
 @functools.cache
-def zero_function(boxes):
-    """The device function that zeroes the rows of a tile of values from `alive` on; a warpgroup calls it.
+def score_functions(head_dim, element, in_registers):
+    """(load_q, start, wait_all_but_latest, wait_all) of S = Q K^T.
 
-    What lies there may be infinite or NaN, and 0 times that is not 0.
+    load_q(q, q_tile, warp, lane) gives the operand Q: the local array q with its elements, or q_tile's descriptor.
+    start, wait..: as wgmma makes them, with Q for an argument of waits, too.
     """
+    depth = -(-head_dim // 16) * 16
+    start, wait_all_but_latest, wait_all = wgmma(TILE_KEYS, element, depth=depth, registers=in_registers)
 
     @device_function
-    def zero_rows(values, alive, thread):
-        row = i32(alive + (thread >> i32(3)))
-        while row < KEYS:
-            for b in range(boxes):
-                target = Address(values + b * BOX_BYTES + row * LINE + (thread & i32(7)) * 16)
-                store_four(target, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
-            row = i32(row + WARPGROUP // 8)
-        fence_proxy_async()
+    def load_q(q, q_tile, warp, lane):
+        for step in range(depth // 16):
+            words = ldmatrix_x4(Address(matrix_address(q_tile, step, warp, lane)))
+            for i in range(4):
+                q[4 * step + i] = words[i]
+        return q
 
-    return zero_rows
+    @device_function
+    def describe_q(q, q_tile, warp, lane):
+        return smem_descriptor(q_tile)
+
+    @device_function
+    def wait_all_but_latest_shared(scores, q):
+        wait_all_but_latest(scores)
+
+    @device_function
+    def wait_all_shared(scores, q):
+        wait_all(scores)
+
+    if in_registers:
+        return load_q, start, wait_all_but_latest, wait_all
+    return describe_q, start, wait_all_but_latest_shared, wait_all_shared
+
+
+# Shared memory addresses of a consumer: its tile of q, its merged accumulators, the rings, the barriers.
+ConsumerMemory = namedtuple("ConsumerMemory", "q merged k v q_full q_empty k_full k_empty v_full v_empty")
+# A consumer's part of a work item, see ITEM_FIELDS.
+WorkItem = namedtuple("WorkItem", "tiles head row position valid_rows valid_keys")
+# A consumer thread's local arrays; those from row_max on hold values of its two rows.
+Registers = namedtuple("Registers", "q scores p acc sums row_max rescale segment_max segment_sum merged_max merged_sum")
 
 
 @functools.cache
-def score_functions(head_dim, element, in_registers):
-    """(load, start, wait_all_but_latest, wait_all): q into registers if it stays there, then S = Q K^T of a tile."""
-    depth = -(-head_dim // 16) * 16
-    begin, all_but_latest, all_ = wgmma(KEYS, element, depth=depth, registers=in_registers)
-
-    @device_function
-    def load_registers(q, place, warp, lane):
-        row = warp * i32(16) + (lane & i32(15))
-        for step in range(depth // 16):
-            chunk = i32(step % 4 * 2) + (lane >> i32(4))
-            words = ldmatrix_x4(
-                Address(place + step // 4 * BOX_BYTES + row * i32(LINE) + ((chunk ^ (row & i32(7))) << i32(4)))
-            )
-            for i in range(4):
-                q[4 * step + i] = words[i]
-
-    @device_function
-    def start_registers(scores, q, place, keys):
-        begin(scores, q, smem_descriptor(keys), i32(0))
-
-    @device_function
-    def load_nothing(q, place, warp, lane):
-        pass
-
-    @device_function
-    def start_shared(scores, q, place, keys):
-        begin(scores, smem_descriptor(place), smem_descriptor(keys), i32(0))
-
-    @device_function
-    def all_but_latest_shared(scores, q):
-        all_but_latest(scores)
-
-    @device_function
-    def all_shared(scores, q):
-        all_(scores)
-
-    if in_registers:
-        return load_registers, start_registers, all_but_latest, all_
-    return load_nothing, start_shared, all_but_latest_shared, all_shared
-
-
-@specialize
-def attention_sm90_kernel(tile):
-    """The kernel of a Tile."""
-    head_dim, element, groups, stages, paired, paged, box, segment = tile
-    rows, boxes, tile_bytes, kept_bytes = tile.rows, tile.boxes, tile.tile_bytes, tile.kept_bytes
-    copies = KEYS // box
-    # Tiles of which 32 lanes know the cache's rows. Of boxes of 64 keys there is one a tile, looked up when due: a
-    # producer has no registers left for more.
-    tiles_known, several = 32 // copies, copies > 1
-    segment_tiles = segment // KEYS
-    accumulators, score_count, pair_count = head_dim // 2, KEYS // 2, KEYS // 4
-    # More columns leave no registers for q.
-    in_registers = head_dim <= 128
-    words = -(-head_dim // 16) * 4 if in_registers else 1
-    # stmatrix stores 16 columns at a time.
-    staged = head_dim % 16 == 0
+def mainloop_function(config):
+    """The device function of a consumer's loop over the tiles of K and V of a work item."""
+    head_dim, element, _, stages, _, _, _, segment = config
+    tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // TILE_KEYS, config.q_in_registers
     load_q, start_scores, wait_scores, wait_only_scores = score_functions(head_dim, element, in_registers)
     start_values, _, wait_values = wgmma(head_dim, element, b_mn_major=True, registers=True)
     scale, keep, merge = accumulator_functions(head_dim)
-    setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(FEW_REGISTERS, False), setmaxnreg(MANY_REGISTERS, True)
-    zero_rows, pack_two, paged_row = zero_function(boxes), cvt_pack(element), paged_row_function(box)
+    zero_rows, cvt_pair, (_, advance) = zero_function(config.boxes), cvt_pack(element), ring(stages)
 
-    @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
-    def attention_sm90_kernel(
-        q_map, k_map, v_map, out_map, out, lse, cu_seqlens, contexts, block_tables, block_size, group, levels, few, c
-    ):
-        """A block works on items: `rows` tokens and `groups` or one query heads of a sequence.
+    @device_function
+    def round_probabilities(p, scores):
+        for i in range(TILE_KEYS // 4):
+            p[i] = cvt_pair(scores[2 * i], scores[2 * i + 1])
 
-        out (N, H E / 2), pairs of elements; lse (H, N), or empty if not wanted; contexts (B,) and block_tables,
-        empty if not paged. group: H / HK; levels: items that the longest sequence makes of a head. Shared
-        memory: q, what consumers keep, rings of tiles of k and v, then the barriers.
-        """
-        info = cuda.shared.array(8, np.int32)
-        thread = i32(cuda.threadIdx.x)
-        warpgroup = warp_uniform(thread >> i32(7))
-        lane = thread & i32(31)
-        q_place = Address((shared_address(cuda.shared.array(0, np.uint8)) + 1023) // 1024 * 1024)
-        kept_place = Address(q_place + groups * tile_bytes)
-        k_place = Address(kept_place + groups * kept_bytes)
-        v_place = Address(k_place + stages * tile_bytes)
-        q_full = Address(v_place + stages * tile_bytes)
-        q_empty, k_full = Address(q_full + 8), Address(q_full + 16)
-        k_empty, v_full = Address(k_full + stages * 8), Address(k_full + stages * 16)
-        v_empty = Address(k_full + stages * 24)
+    @device_function
+    def reset(row_max, sums):
+        for half in range(2):
+            row_max[half] = MINUS_INFINITY
+        for i in range(16):
+            sums[i] = f32(0.0)
+
+    @device_function
+    def release(empty, stage, parity, thread):
+        """Give a stage back, when all of the consumer's warps have waited for the wgmma that read it: the next one."""
         if thread == 0:
-            mbarrier_init(q_full, 1)
-            mbarrier_init(q_empty, groups * WARPGROUP)
-            for stage in range(stages):
-                mbarrier_init(k_full + stage * 8, 1)
-                mbarrier_init(k_empty + stage * 8, groups)
-                mbarrier_init(v_full + stage * 8, 1)
-                mbarrier_init(v_empty + stage * 8, groups)
+            mbarrier_arrive(Address(empty + stage * MBARRIER_BYTES))
+        return advance(stage, parity)
+
+    @device_function
+    def mainloop(registers, memory, item, mask_offset, ring_state, c, consumer, thread):
+        """Leave (M, L, A) of the work item in merged_max, merged_sum and acc; returns the rings' (stage, parity) twice.
+
+        mask_offset: the position of this thread's first row less its first column; thread: of the consumer.
+        """
+        _, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
+        k_stage, k_parity, v_stage, v_parity = ring_state
+        merged = Address(memory.merged + thread * 16)
+        q = load_q(registers.q, memory.q, i32(thread >> i32(5)), i32(thread & i32(31)))
+        if in_registers:
+            mbarrier_arrive(memory.q_empty)
+        reset(row_max, sums)
+
+        # The first tile's probabilities.
+        mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
+        start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
+        wait_only_scores(scores, q)
+        k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
+        if item.position < TILE_KEYS - 1:
+            apply_causal_mask(scores, mask_offset)
+        online_softmax_step(scores, row_max, sums, rescale, c)
+        round_probabilities(p, scores)
+        # 0: the next O += P V overwrites acc.
+        accumulate, index = i32(0), i32(1)
+        if index < item.tiles:
+            mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
+        while index < item.tiles:
+            # S = Q K^T of this tile and O += P V of the one before run on the tensor cores together.
+            start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
+            mbarrier_wait(Address(memory.v_full + v_stage * MBARRIER_BYTES), v_parity)
+            start_values(acc, p, smem_descriptor(Address(memory.v + v_stage * tile_bytes)), accumulate)
+            wait_scores(scores, q)
+            k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
+            new_segment = (index & i32(segment_tiles - 1)) == 0
+            if new_segment:
+                for half in range(2):
+                    segment_max[half], segment_sum[half] = row_max[half], row_sum(sums, half)
+                reset(row_max, sums)
+            if i32(index * TILE_KEYS + (TILE_KEYS - 1)) > item.position:
+                apply_causal_mask(scores, i32(mask_offset - index * TILE_KEYS))
+            online_softmax_step(scores, row_max, sums, rescale, c)
+            index = i32(index + 1)
+            # The wait for the next K stands here because ptxas moves nothing across it: else it would move the wait
+            # for O += P V above the exponentials, which are to overlap with it.
+            if index < item.tiles:
+                mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
+            wait_values(acc, p)
+            v_stage, v_parity = release(memory.v_empty, v_stage, v_parity, thread)
+            accumulate = i32(1)
+            if new_segment:
+                accumulate = i32(0)
+                if index == segment_tiles + 1:
+                    # TMA must have read the last item's out from this memory.
+                    if thread == 0:
+                        bulk_wait_group_read()
+                    named_barrier_sync(1 + consumer, WARPGROUP)
+                    keep(merged, acc, merged_max, merged_sum, segment_max, segment_sum)
+                else:
+                    merge(merged, acc, merged_max, merged_sum, segment_max, segment_sum, False)
+            if ballot(rescale[0] != f32(1.0) or rescale[1] != f32(1.0)) != 0:
+                scale(acc, rescale)
+            round_probabilities(p, scores)
+
+        # The last tile's O += P V.
+        if not in_registers:
+            mbarrier_arrive(memory.q_empty)
+        mbarrier_wait(Address(memory.v_full + v_stage * MBARRIER_BYTES), v_parity)
+        if item.valid_keys < TILE_KEYS:
+            zero_rows(Address(memory.v + v_stage * tile_bytes), item.valid_keys, thread)
+            named_barrier_sync(1 + consumer, WARPGROUP)
+        start_values(acc, p, smem_descriptor(Address(memory.v + v_stage * tile_bytes)), accumulate)
+        for half in range(2):
+            segment_sum[half] = row_sum(sums, half)
+        wait_values(acc, p)
+        v_stage, v_parity = release(memory.v_empty, v_stage, v_parity, thread)
+        if item.tiles > segment_tiles:
+            merge(merged, acc, merged_max, merged_sum, row_max, segment_sum, True)
+        else:
+            for half in range(2):
+                merged_max[half], merged_sum[half] = row_max[half], segment_sum[half]
+        return k_stage, k_parity, v_stage, v_parity
+
+    return mainloop
+
+
+@functools.cache
+def epilogue_function(config):
+    """The device function that writes a consumer's rows of out and lse."""
+    head_dim, boxes, cvt_pair = config.head_dim, config.boxes, cvt_pack(config.element)
+    scale, _, _ = accumulator_functions(head_dim)
+    # stmatrix stores 16 columns at a time.
+    staged = head_dim % 16 == 0
+
+    @device_function
+    def epilogue(registers, memory, item, out_map, out, lse, line, consumer, thread):
+        """line: this thread's first row is row `line` of the consumer's tile, the other one line + 8."""
+        acc, inverse = registers.acc, registers.rescale
+        warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
+        for half in range(2):
+            inverse[half] = f32(1.0) / registers.merged_sum[half]
+            if lse.shape[0] > 0 and (lane & i32(3)) == 0 and line + half * 8 < item.valid_rows:
+                lse[item.head, item.row + line + half * 8] = log_sum_exp(
+                    registers.merged_max[half], registers.merged_sum[half]
+                )
+        scale(acc, inverse)
+        if staged and item.valid_rows >= TILE_ROWS:
+            # TMA must have read the last item's out, and all threads their merged accumulators, from this memory.
+            if thread == 0:
+                bulk_wait_group_read()
+            named_barrier_sync(1 + consumer, WARPGROUP)
+            for block in range(head_dim // 16):
+                stmatrix_x4(
+                    matrix_address(memory.merged, block, warp, lane),
+                    cvt_pair(acc[block * 8], acc[block * 8 + 1]),
+                    cvt_pair(acc[block * 8 + 2], acc[block * 8 + 3]),
+                    cvt_pair(acc[block * 8 + 4], acc[block * 8 + 5]),
+                    cvt_pair(acc[block * 8 + 6], acc[block * 8 + 7]),
+                )
+            fence_proxy_async()
+            named_barrier_sync(1 + consumer, WARPGROUP)
+            if thread == 0:
+                for b in range(boxes):
+                    source = memory.merged + b * BOX_BYTES
+                    tma_store_3d(tensor_map_address(out_map), b * 64, item.head, item.row, source)
+                bulk_commit_group()
+        else:
+            # The rows behind the sequence's last are another sequence's.
+            for half in range(2):
+                if line + half * 8 < item.valid_rows:
+                    for block in range(head_dim // 8):
+                        i, column = block * 4 + half * 2, item.head * (head_dim // 2) + block * 4 + (lane & i32(3))
+                        out[item.row + line + half * 8, column] = cvt_pair(acc[i], acc[i + 1])
+
+    return epilogue
+
+
+@functools.cache
+def consumer_function(config):
+    """The device function of a consumer warpgroup."""
+    head_dim, layout, paired = config.head_dim, config.layout, config.paired
+    tile_bytes, merged_bytes = config.tile_bytes, config.merged_bytes
+    # Lengths of local arrays are constants in a kernel, which these are there, and expressions are not.
+    q_words = -(-head_dim // 16) * 4 if config.q_in_registers else 1
+    score_count, word_count, acc_count = TILE_KEYS // 2, TILE_KEYS // 4, head_dim // 2
+    mainloop, epilogue = mainloop_function(config), epilogue_function(config)
+
+    @device_function
+    def consumer_memory(base, consumer):
+        return ConsumerMemory(
+            Address(base + layout.q + consumer * tile_bytes),
+            Address(base + layout.merged + consumer * merged_bytes),
+            Address(base + layout.k), Address(base + layout.v),
+            Address(base + layout.q_full), Address(base + layout.q_empty),
+            Address(base + layout.k_full), Address(base + layout.k_empty),
+            Address(base + layout.v_full), Address(base + layout.v_empty),
+        )  # fmt: skip
+
+    @device_function
+    def read_item(fields, consumer):
+        tiles, head, row, position, valid_rows = fields[0], fields[1], fields[2], fields[3], fields[4]
+        if paired:
+            head = i32(head + consumer)
+        else:
+            row = i32(row + consumer * TILE_ROWS)
+            position = i32(position + consumer * TILE_ROWS)
+            valid_rows = i32(valid_rows - consumer * TILE_ROWS)
+        return WorkItem(tiles, head, row, position, valid_rows, fields[5])
+
+    @device_function
+    def consume(out_map, out, lse, c, fields, base, consumer, thread):
+        """Compute work items until there are none; fields: of the item; thread: of the consumer."""
+        memory, q_parity, working = consumer_memory(base, consumer), i32(0), True
+        registers = Registers(
+            cuda.local.array(q_words, np.int32), cuda.local.array(score_count, np.float32),
+            cuda.local.array(word_count, np.int32), cuda.local.array(acc_count, np.float32),
+            cuda.local.array(16, np.float32), cuda.local.array(2, np.float32), cuda.local.array(2, np.float32),
+            cuda.local.array(2, np.float32), cuda.local.array(2, np.float32),
+            cuda.local.array(2, np.float32), cuda.local.array(2, np.float32),
+        )  # fmt: skip
+        for i in range(acc_count):
+            registers.acc[i] = f32(0.0)
+        for i in range(score_count):
+            registers.scores[i] = f32(0.0)
+        line = i32((thread >> i32(5)) * 16 + (i32(thread & i32(31)) >> i32(2)))
+        ring_state = i32(0), i32(0), i32(0), i32(0)
+        while working:
+            mbarrier_wait(memory.q_full, q_parity)
+            q_parity ^= i32(1)
+            item = read_item(fields, consumer)
+            working = item.tiles > 0
+            if working:
+                mask_offset = i32(item.position + line - 2 * i32(thread & i32(3)))
+                ring_state = mainloop(registers, memory, item, mask_offset, ring_state, c, consumer, thread)
+                epilogue(registers, memory, item, out_map, out, lse, line, consumer, thread)
+        if thread == 0:
+            bulk_wait_group()
+
+    return consume
+
+
+@specialize
+def attention_sm90_kernel(config):
+    """The kernel of an AttentionConfig."""
+    head_dim, consumers, stages, layout = config.head_dim, config.consumers, config.stages, config.layout
+    setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
+    produce, consume, (init_ring, _) = producer_function(config), consumer_function(config), ring(stages)
+
+    @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
+    def attention_sm90_kernel(
+        q_map, k_map, v_map, out_map, out, lse, cu_seqlens, context_lens, block_tables, block_size, gqa_ratio,
+        query_tiles, decode_rows, c,
+    ):  # fmt: skip
+        """A block computes work items until there are none: warpgroup 0 loads, the others are consumers.
+
+        out (N, H E / 2), pairs of elements; lse (H, N), or empty if not wanted; context_lens (B,) and block_tables,
+        empty if not paged. gqa_ratio: H / HK; query_tiles: of the longest sequence; decode_rows: see scheduler.Batch.
+        """
+        item = cuda.shared.array(ITEM_FIELDS, np.int32)
+        thread = i32(cuda.threadIdx.x)
+        warpgroup, base = warp_uniform(thread >> i32(7)), shared_base()
+        if thread == 0:
+            mbarrier_init(Address(base + layout.q_full), 1)
+            mbarrier_init(Address(base + layout.q_empty), consumers * WARPGROUP)
+            init_ring(Address(base + layout.k_full), Address(base + layout.k_empty), 1, consumers)
+            init_ring(Address(base + layout.v_full), Address(base + layout.v_empty), 1, consumers)
             mbarrier_init_fence()
         cuda.syncthreads()
         if warpgroup == 0:
-            if groups > 1:
+            if consumers > 1:
                 setmaxnreg_dec()
             if thread < 64:
-                # Two producers, of keys and of values, find the same items in the same order. The first tells the
-                # consumers, and brings q.
-                brings_k, is_value = thread < 32, thread >> i32(5)
-                q_source, k_source, v_source = (
-                    tensor_map_address(q_map),
-                    tensor_map_address(k_map),
-                    tensor_map_address(v_map),
-                )
-                sequences = i32(cu_seqlens.shape[0] - 1)
-                units = i32(out.shape[1] * 2 // head_dim)
-                if paired:
-                    units = units // i32(groups)
-                # Which box of a tile this lane brings.
-                part, column_box = lane % i32(copies), lane // i32(copies)
-                source = k_source if brings_k else v_source
-                place_of_ring = Address(k_place + is_value * (stages * tile_bytes))
-                target_of_ring = Address(place_of_ring + column_box * BOX_BYTES + part * (box * LINE))
-                tile_full = Address(k_full + is_value * (2 * stages * 8))
-                tile_empty = Address(tile_full + stages * 8)
-                level = i32(levels - 1)
-                passed = i32(0)
-                alive = longer_than(i32(level * rows), cu_seqlens, contexts, sequences, group, few, paged, lane)
-                # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
-                stage, parity, q_parity = i32(0), i32(1), i32(1)
-                round_start, place = i32(0), i32(cuda.blockIdx.x)
-                while level >= 0:
-                    # Every other round goes through the blocks backwards, so that no block gets all the longest.
-                    index = i32(round_start + place)
-                    round_start = i32(round_start + cuda.gridDim.x)
-                    place = i32(cuda.gridDim.x - 1 - place)
-                    while level >= 0 and index >= i32(passed + alive * units):
-                        passed = i32(passed + alive * units)
-                        level = i32(level - 1)
-                        if level >= 0:
-                            alive = longer_than(
-                                i32(level * rows), cu_seqlens, contexts, sequences, group, few, paged, lane
-                            )
-                    if brings_k:
-                        mbarrier_wait(q_empty, q_parity)
-                    q_parity ^= i32(1)
-                    if level >= 0:
-                        rank = i32(i32(index - passed) // units)
-                        head = i32(i32(index - passed) % units)
-                        if paired:
-                            head = i32(head * groups)
-                        first = i32(level * rows)
-                        sequence = longer_one(rank, first, cu_seqlens, contexts, sequences, group, few, paged, lane)
-                        start = cu_seqlens[sequence]
-                        length = i32(cu_seqlens[sequence + 1] - start)
-                        context = contexts[sequence] if paged else length
-                        tiles = i32(i32(context - length + min(i32(first + rows), length) - 1) // i32(KEYS) + 1)
-                        if brings_k and lane == 0:
-                            info[0] = tiles
-                            info[1] = head
-                            info[2] = start + first
-                            info[3] = context - length + first
-                            info[4] = length - first
-                            info[5] = context - (tiles - 1) * KEYS
-                            mbarrier_expect_tx(q_full, groups * tile_bytes)
-                            for consumer in range(groups):
-                                for b in range(boxes):
-                                    tma_load_3d(
-                                        q_place + consumer * tile_bytes + b * BOX_BYTES,
-                                        q_source,
-                                        b * 64,
-                                        head + consumer if paired else head,
-                                        start + first if paired else start + first + consumer * ROWS,
-                                        q_full,
-                                    )
-                        kv_head = i32(head // group)
-                        row, known, upcoming, at = i32(start + part * box), i32(0), i32(0), i32(part)
-                        key = i32(lane * box) if several else i32(0)
-                        if paged and several:
-                            upcoming = paged_row(block_tables, block_size, sequence, key, context)
-                        while tiles > 0:
-                            if paged and several:
-                                if at == part:
-                                    # The rows of the next tiles are looked up before they are needed.
-                                    known = upcoming
-                                    if tiles > tiles_known:
-                                        key = i32(key + 32 * box)
-                                        upcoming = paged_row(block_tables, block_size, sequence, key, context)
-                                row = i32(shuffle(known, at))
-                                at = i32((at + copies) & i32(31))
-                            elif paged:
-                                row = paged_row(block_tables, block_size, sequence, key, context)
-                                key = i32(key + KEYS)
-                            mbarrier_wait(Address(tile_empty + stage * 8), parity)
-                            full = Address(tile_full + stage * 8)
-                            if lane == 0:
-                                mbarrier_expect_tx(full, tile_bytes)
-                            sync_warp()
-                            if lane < boxes * copies:
-                                target = Address(target_of_ring + stage * tile_bytes)
-                                tma_load_3d(target, source, column_box * i32(64), kv_head, row, full)
-                            stage = i32(stage + 1)
-                            if stage == stages:
-                                stage = i32(0)
-                                parity ^= i32(1)
-                            row = i32(row + KEYS)
-                            tiles = i32(tiles - 1)
-                    elif brings_k and lane == 0:
-                        info[0] = i32(0)
-                        mbarrier_arrive(q_full)
+                batch = Batch(cu_seqlens, context_lens, i32(cu_seqlens.shape[0] - 1), gqa_ratio, decode_rows)
+                produce(
+                    tensor_map_address(q_map), tensor_map_address(k_map), tensor_map_address(v_map), batch,
+                    i32(out.shape[1] * 2 // head_dim), query_tiles, (block_tables, block_size), item, base, thread,
+                )  # fmt: skip
         else:
-            if groups > 1:
+            if consumers > 1:
                 setmaxnreg_inc()
-            consumer = i32(warpgroup - 1)
-            warp, first_thread = (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
-            # This thread's rows are `line` and line + 8 of its warpgroup's.
-            line = i32(warp * 16 + (lane >> i32(2)))
-            q_place = Address(q_place + consumer * tile_bytes)
-            kept_place = Address(kept_place + consumer * kept_bytes)
-            kept = Address(kept_place + (thread & i32(127)) * 16)
-            acc = cuda.local.array(accumulators, np.float32)
-            scores = cuda.local.array(score_count, np.float32)
-            sums = cuda.local.array(16, np.float32)
-            q = cuda.local.array(words, np.int32)
-            p = cuda.local.array(pair_count, np.int32)
-            reference, shrink = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
-            segment_reference, segment_sum = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
-            total_reference, total_sum = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
-            for i in range(accumulators):
-                acc[i] = f32(0.0)
-            for i in range(score_count):
-                scores[i] = f32(0.0)
-            with_lse = lse.shape[0] > 0
-            k_stage, k_parity, v_stage, v_parity, q_parity = i32(0), i32(0), i32(0), i32(0), i32(0)
-            working = True
-            while working:
-                mbarrier_wait(q_full, q_parity)
-                q_parity ^= i32(1)
-                tiles, head, row, position, alive, alive_keys = info[0], info[1], info[2], info[3], info[4], info[5]
-                working = tiles > 0
-                if working:
-                    if paired:
-                        head = i32(head + consumer)
-                    else:
-                        row = i32(row + consumer * ROWS)
-                        position = i32(position + consumer * ROWS)
-                        alive = i32(alive - consumer * ROWS)
-                    room = i32(position + line - 2 * (lane & i32(3)))
-                    load_q(q, q_place, warp, lane)
-                    if in_registers:
-                        mbarrier_arrive(q_empty)
-                    for half in range(2):
-                        reference[half] = MINUS_INFINITY
-                    for i in range(16):
-                        sums[i] = f32(0.0)
-
-                    # The first tile's probabilities.
-                    mbarrier_wait(Address(k_full + k_stage * 8), k_parity)
-                    start_scores(scores, q, q_place, Address(k_place + k_stage * tile_bytes))
-                    wait_only_scores(scores, q)
-                    if first_thread:
-                        mbarrier_arrive(Address(k_empty + k_stage * 8))
-                    k_stage = i32(k_stage + 1)
-                    if k_stage == stages:
-                        k_stage = i32(0)
-                        k_parity ^= i32(1)
-                    if position < KEYS - 1:
-                        hide(scores, room)
-                    online_softmax_step(scores, reference, sums, shrink, c)
-                    for i in range(pair_count):
-                        p[i] = pack_two(scores[2 * i], scores[2 * i + 1])
-                    # Whether the accumulators hold something.
-                    keep_acc = i32(0)
-                    index = i32(1)
-                    if index < tiles:
-                        mbarrier_wait(Address(k_full + k_stage * 8), k_parity)
-                    while index < tiles:
-                        # Scores of this tile and values of the one before go to the tensor cores together.
-                        start_scores(scores, q, q_place, Address(k_place + k_stage * tile_bytes))
-                        mbarrier_wait(Address(v_full + v_stage * 8), v_parity)
-                        start_values(acc, p, smem_descriptor(Address(v_place + v_stage * tile_bytes)), keep_acc)
-                        wait_scores(scores, q)
-                        if first_thread:
-                            mbarrier_arrive(Address(k_empty + k_stage * 8))
-                        k_stage = i32(k_stage + 1)
-                        if k_stage == stages:
-                            k_stage = i32(0)
-                            k_parity ^= i32(1)
-                        begins = (index & i32(segment_tiles - 1)) == 0
-                        if begins:
-                            for half in range(2):
-                                segment_reference[half] = reference[half]
-                                segment_sum[half] = row_sum(sums, half)
-                                reference[half] = MINUS_INFINITY
-                            for i in range(16):
-                                sums[i] = f32(0.0)
-                        if i32(index * KEYS + (KEYS - 1)) > position:
-                            hide(scores, i32(room - index * KEYS))
-                        online_softmax_step(scores, reference, sums, shrink, c)
-                        index = i32(index + 1)
-                        # The next keys are waited for here because ptxas moves nothing across such a wait: the wait
-                        # for the values below would otherwise go above the exponentials, which it is to overlap with.
-                        if index < tiles:
-                            mbarrier_wait(Address(k_full + k_stage * 8), k_parity)
-                        wait_values(acc, p)
-                        if first_thread:
-                            mbarrier_arrive(Address(v_empty + v_stage * 8))
-                        v_stage = i32(v_stage + 1)
-                        if v_stage == stages:
-                            v_stage = i32(0)
-                            v_parity ^= i32(1)
-                        keep_acc = i32(1)
-                        if begins:
-                            keep_acc = i32(0)
-                            if index == segment_tiles + 1:
-                                # The copy engine must have read the last item's out.
-                                if first_thread:
-                                    bulk_wait_group_read()
-                                named_barrier_sync(1 + consumer, WARPGROUP)
-                                keep(kept, acc, total_reference, total_sum, segment_reference, segment_sum)
-                            else:
-                                merge(kept, acc, total_reference, total_sum, segment_reference, segment_sum, False)
-                        if ballot(shrink[0] != f32(1.0) or shrink[1] != f32(1.0)) != 0:
-                            scale(acc, shrink)
-                        for i in range(pair_count):
-                            p[i] = pack_two(scores[2 * i], scores[2 * i + 1])
-
-                    # The last tile's values.
-                    if not in_registers:
-                        mbarrier_arrive(q_empty)
-                    mbarrier_wait(Address(v_full + v_stage * 8), v_parity)
-                    if alive_keys < KEYS:
-                        zero_rows(Address(v_place + v_stage * tile_bytes), alive_keys, thread & i32(127))
-                        named_barrier_sync(1 + consumer, WARPGROUP)
-                    start_values(acc, p, smem_descriptor(Address(v_place + v_stage * tile_bytes)), keep_acc)
-                    for half in range(2):
-                        segment_sum[half] = row_sum(sums, half)
-                    wait_values(acc, p)
-                    if first_thread:
-                        mbarrier_arrive(Address(v_empty + v_stage * 8))
-                    v_stage = i32(v_stage + 1)
-                    if v_stage == stages:
-                        v_stage = i32(0)
-                        v_parity ^= i32(1)
-                    if tiles > segment_tiles:
-                        merge(kept, acc, total_reference, total_sum, reference, segment_sum, True)
-                    else:
-                        for half in range(2):
-                            total_reference[half], total_sum[half] = reference[half], segment_sum[half]
-                    for half in range(2):
-                        shrink[half] = f32(1.0) / total_sum[half]
-                        if with_lse and (lane & i32(3)) == 0 and line + half * 8 < alive:
-                            lse[head, row + line + half * 8] = log_sum(total_reference[half], total_sum[half])
-                    scale(acc, shrink)
-                    if staged and alive >= ROWS:
-                        # The copy engine must have read the last item's out, and all threads what they kept.
-                        if first_thread:
-                            bulk_wait_group_read()
-                        named_barrier_sync(1 + consumer, WARPGROUP)
-                        stored_line = i32(warp * 16 + (lane & i32(15)))
-                        for block in range(head_dim // 16):
-                            chunk = i32(block % 4 * 2) + (lane >> i32(4))
-                            stmatrix_x4(
-                                kept_place
-                                + block // 4 * BOX_BYTES
-                                + stored_line * i32(LINE)
-                                + ((chunk ^ (stored_line & i32(7))) << i32(4)),
-                                pack_two(acc[block * 8], acc[block * 8 + 1]),
-                                pack_two(acc[block * 8 + 2], acc[block * 8 + 3]),
-                                pack_two(acc[block * 8 + 4], acc[block * 8 + 5]),
-                                pack_two(acc[block * 8 + 6], acc[block * 8 + 7]),
-                            )
-                        fence_proxy_async()
-                        named_barrier_sync(1 + consumer, WARPGROUP)
-                        if first_thread:
-                            for b in range(boxes):
-                                tma_store_3d(tensor_map_address(out_map), b * 64, head, row, kept_place + b * BOX_BYTES)
-                            bulk_commit_group()
-                    else:
-                        # The rows behind the sequence's last are another sequence's.
-                        for half in range(2):
-                            if line + half * 8 < alive:
-                                for block in range(head_dim // 8):
-                                    i = block * 4 + half * 2
-                                    out[row + line + half * 8, head * (head_dim // 2) + block * 4 + (lane & i32(3))] = (
-                                        pack_two(acc[i], acc[i + 1])
-                                    )
-            if first_thread:
-                bulk_wait_group()
+            consume(out_map, out, lse, c, item, base, i32(warpgroup - 1), i32(thread & i32(127)))
 
     return attention_sm90_kernel
 
 
-@functools.cache
-def processors():
-    """How many SMs the GPU has; 1 in the simulator."""
-    if device.name() != "cuda":
-        return 1
-    import cupy
+def is_supported(element, head_dim, gqa_ratio):
+    """Whether the sm90 kernels compute attention of such heads: 16-bit, of 16, 24, ... or 256 columns.
 
-    return cupy.cuda.Device().attributes["MultiProcessorCount"]
-
-
-def takes(element, head_dim, group):
-    """Whether the modules for Hopper compute attention of such heads: 16-bit, of 16, 24, ... or 256 columns.
-
-    group: query heads of a key head, at most the rows of a unit of decode.
+    gqa_ratio: query heads of a key head, at most MAX_DECODE_ROWS.
     """
-    return element in ELEMENTS and head_dim % 8 == 0 and 16 <= head_dim <= 256 and group <= ROWS_OF_UNIT
+    return element in ELEMENTS and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
 
 
-def best_tile(head_dim, element, group, paged=False, box=KEYS):
-    """The Tile for heads of this size; group: query heads of a key head."""
-    tile = Tile(head_dim, element, 2 if head_dim <= 128 else 1, 2, group % 2 == 0 or head_dim > 128, paged, box)
-    stages = (SHARED_LIMIT - tile.shared_bytes) // (2 * (tile.tile_bytes + 16)) + tile.stages
-    return tile._replace(stages=min(stages, 4))
+def attention_config(head_dim, element, gqa_ratio, paged=False, box=TILE_KEYS):
+    """The AttentionConfig for heads of this size; gqa_ratio: query heads of a key head."""
+    consumers = 2 if head_dim <= 128 else 1
+    config = AttentionConfig(head_dim, element, consumers, 2, gqa_ratio % 2 == 0 or head_dim > 128, paged, box)
+    stages = (SHARED_LIMIT - config.layout.nbytes) // (2 * (config.tile_bytes + 16)) + config.stages
+    return config._replace(stages=min(stages, 4))
 
 
-_nothing = {}
-
-
-def nothing(dimensions, dtype=np.int32):
+def no_array(dimensions, dtype=np.int32):
     """An array without elements that stands for an argument left out."""
-    key = dimensions, dtype
-    if key not in _nothing:
-        _nothing[key] = device.xp().zeros((0,) * dimensions, dtype)
-    return _nothing[key]
+    return current().own(device.xp().zeros, (0,) * dimensions, dtype)
 
 
-def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, tile=None):
-    """As the operator attention, for arrays that `takes` accepts and scale > 0; tile: another than best_tile's."""
-    tokens, heads, head_dim = q.shape
-    group = heads // k.shape[1]
-    tile = tile or best_tile(head_dim, q.dtype.name, group)
-    levels = -(-max_seqlen // tile.rows)
-    items = levels * (cu_seqlens.shape[0] - 1) * (heads // tile.groups if tile.paired else heads)
-    if not tokens or not items:
+def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
+    """As the operator attention, for heads that is_supported accepts and scale > 0; config: not attention_config's."""
+    head_dim, gqa_ratio = q.shape[2], q.shape[1] // k.shape[1]
+    if not len(q) or max_seqlen < 1:
         return
+    config = config or attention_config(head_dim, q.dtype.name, gqa_ratio)
+    k_map, v_map = (tensor_map(x, TILE_ROWS, 1, 64) for x in (k, v))
+    launch_attention(
+        config, q, k_map, v_map, cu_seqlens, no_array(1), no_array(2), 1, gqa_ratio, max_seqlen, 0,
+        float(scale * LOG2_E), out, lse,
+    )  # fmt: skip
+
+
+def launch_attention(
+    config, q, k_map, v_map, cu_seqlens, context_lens, block_tables, block_size, gqa_ratio, max_seqlen, decode_rows, c,
+    out, lse,
+):  # fmt: skip
+    """Launch the kernel of `config` on the grid that sequences of up to max_seqlen query tokens fill."""
+    tokens, heads, _ = q.shape
+    query_tiles = -(-max_seqlen // config.item_tokens)
+    items = query_tiles * (cu_seqlens.shape[0] - 1) * (heads // config.consumers if config.paired else heads)
     launch(
-        attention_sm90_kernel(tile), min(items, processors()), (tile.groups + 1) * WARPGROUP,
-        *(tensor_map(x, ROWS, 1, 64) for x in (q, k, v, out)),
-        out.reshape(tokens, -1).view(np.int32), lse, cu_seqlens, nothing(1), nothing(2), np.int32(1),
-        np.int32(group), np.int32(levels), np.int32(0), float(scale * LOG2_E),
-        shared=tile.shared_bytes,
+        attention_sm90_kernel(config), min(items, processors()), (config.consumers + 1) * WARPGROUP,
+        tensor_map(q, TILE_ROWS, 1, 64), k_map, v_map, tensor_map(out, TILE_ROWS, 1, 64),
+        out.reshape(tokens, -1).view(np.int32), lse, cu_seqlens, context_lens, block_tables,
+        np.int32(block_size), np.int32(gqa_ratio), np.int32(query_tiles), np.int32(decode_rows), c,
+        shared=config.layout.nbytes,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The cpu device's matrix product, whose bits do not depend on what else is in the batch.
+"""GEMM of the cpu device, exact whatever else is in the batch.
 
 Rollout and training must compute the same bits (a token's value may not depend on the rows around it), and
 no BLAS promises that. So the order of every sum is written down here, in vector code that the compiler may
@@ -225,3 +225,24 @@ def outer_product(a, a_row, a_step, steps, b, out, accumulate):
             i = task // panels * OUTER_TASK_ROWS
             j = task % panels * width
             _outer_part(a, a_row, a_step, steps, b, out, accumulate, i, min(i + OUTER_TASK_ROWS, rows), j)
+
+
+def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """out = A B (+ bias + residual), or out += A B if `add`.
+
+    a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn, without bias and residual; residual may be out itself.
+    """
+    if b_mn:
+        steps = a.shape[0] if a_mn else a.shape[1]
+        if steps:
+            outer_product(a.reshape(-1), *((1, len(out)) if a_mn else (steps, 1)), steps, b, out, add)
+        elif not add:
+            out[...] = 0
+        return
+    overlap = residual is not None and np.may_share_memory(residual, out)
+    target = np.empty_like(out) if overlap else out
+    product(a, b, target)
+    if bias is not None:
+        target += bias
+    if residual is not None:
+        np.add(target, residual, out=out)

@@ -1,20 +1,24 @@
-"""cuBLAS matrix products through ctypes, with a handle, a workspace and a stream of our own.
+"""GEMM by cuBLAS through ctypes, with a handle and a workspace for each context.
 
 CuPy refuses its cuBLAS calls while a stream captures a graph; cuBLAS itself does not. The library is the one
-that CuPy or the CUDA wheels bring, the stream is CuPy's current one, and nothing is allocated in a call.
+installed with CuPy or the CUDA wheels, the stream is CuPy's current one, and nothing is allocated in a call.
 cuBLAS picks a kernel by the shape, so the bits of a row may depend on how many rows there are.
 """
 
 import ctypes
-import functools
 
 import numpy as np
 
 from rlnumba.errors import DeviceError
+from rlnumba.kernels.ptx.warp import narrow, widen
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 
-# NVIDIA's advice for Hopper. Handed over explicitly: cuBLAS's own pool may allocate during a capture.
+# NVIDIA's advice for Hopper. Passed explicitly: cuBLAS's own pool may allocate during a capture.
 WORKSPACE_BYTES = 32 << 20
+ADDENDS_THREADS = 256
 
 # library_types.h and cublas_api.h
 CUDA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, device.DTYPES["bfloat16"]: 14}
@@ -46,7 +50,7 @@ _SIGNATURES = {
 
 
 class Cublas:
-    """One cuBLAS handle of this process on the current GPU."""
+    """A context's cuBLAS handle on the current GPU."""
 
     def __init__(self):
         import cupy
@@ -62,10 +66,10 @@ class Cublas:
         self.beta = {False: ctypes.c_float(0.0), True: ctypes.c_float(1.0)}
         self.handle = _pointer()
         self._call("cublasCreate_v2", ctypes.byref(self.handle))
-        # No 16-bit partial sums where cuBLAS splits K. Products of float32 stay float32: tf32 is opt-in.
+        # No 16-bit partial sums where cuBLAS splits K. GEMMs of float32 stay float32: tf32 is opt-in.
         self._call("cublasSetMathMode", self.handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
 
-    def product(self, a, a_transposed, b, b_transposed, out, accumulate):
+    def gemm(self, a, a_transposed, b, b_transposed, out, accumulate):
         """out = (or += if accumulate) op(a) op(b), with op(a) = a^T if a_transposed else a, likewise b.
 
         a, b: matrices of one dtype, out: of that dtype or float32; C-contiguous CuPy arrays, no side zero.
@@ -97,7 +101,31 @@ class Cublas:
             raise DeviceError(f"{name} failed: {STATUS.get(status, 'unknown status')} ({status})")
 
 
-@functools.cache
-def cublas():
-    """The handle of this process, made at the first call. Make it before a capture begins."""
-    return Cublas()
+@cuda.jit
+def addends_kernel(bias, residual, out):
+    """out = bias + residual, to which cuBLAS then adds; either may have no elements. A block owns a row."""
+    row = cuda.blockIdx.x
+    for column in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
+        value = np.float32(0.0)
+        if bias.shape[0] > 0:
+            value += widen(bias[column])
+        if residual.shape[0] > 0:
+            value += widen(residual[row, column])
+        out[row, column] = narrow(value, out)
+
+
+def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """out = A B (+ bias + residual), or out += A B if `add`; bias + residual is rounded to out's dtype first.
+
+    a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; residual may be out itself. K may be 0. The first call
+    in a context makes its handle: before a capture begins.
+    """
+    if bias is not None or residual is not None:
+        add = True
+        if bias is not None or residual.data.ptr != out.data.ptr:
+            bias, residual = a[0, :0] if bias is None else bias, out[:0] if residual is None else residual
+            launch(addends_kernel, out.shape[0], ADDENDS_THREADS, bias, residual, out)
+    if a.shape[0 if a_mn else 1]:
+        current().own(Cublas).gemm(a, a_mn, b, not b_mn, out, add)
+    elif not add:
+        out.fill(0)

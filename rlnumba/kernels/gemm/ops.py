@@ -1,4 +1,4 @@
-"""Matrix products of a linear layer y = x w^T + bias (+ residual), forward and backward.
+"""Operators of a linear layer y = x w^T + bias (+ residual), forward and backward.
 
     linear                   out = x w^T + bias + residual     sum over K (NT: both rows contiguous)
     linear_swiglu            gate_up = x w^T, out = silu(gate) * up
@@ -7,44 +7,31 @@
     bias_backward            dbias += sum over M of dout
 
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
-biases are float32 arrays that accumulate. Who multiplies:
+biases are float32 arrays that accumulate. GEMM backends:
 
-    numpy    on the numpy device: kernels/gemm/cpu.py, one fixed order a row
+    cpu      on the cpu device: kernels/gemm/cpu.py, one fixed order a row
     cublas   on a GPU: a row's bits may depend on the number of rows
-    numba    our kernels, on a GPU and in the simulator: K in one ascending order a row. 16-bit products run in
+    native   our kernels, on a GPU and in the simulator: K in one ascending order a row. 16-bit GEMMs run in
              kernels/gemm/sm90.py or kernels/gemm/sm80.py, as runtime/dispatch.py says for the GPU, if all
              rows are whole 16-byte pieces (N and K multiples of 8, or N of 4 for a float32 out) and a residual has
-             the inputs' type; all others, and those of float32, run in the kernel below, which is slow
+             the inputs' type; all others, and those of float32, run in kernels/gemm/simt.py, which is slow
 """
 
 import numpy as np
 
 from rlnumba.errors import ConfigError
-from rlnumba.kernels.checks import F32, FLOATS, check, is_16_byte_aligned
-from rlnumba.kernels.gemm import cpu
+from rlnumba.kernels.checks import F32, FLOATS, address, check, is_16_byte_aligned
+from rlnumba.kernels.gemm import cpu, cublas, simt
 from rlnumba.kernels.gemm import sm80 as gemm_sm80
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
-from rlnumba.kernels.gemm.cublas import cublas
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref
-from rlnumba.kernels.ptx.warp import narrow, widen
 from rlnumba.runtime import device, dispatch
-from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
-
-# Side of the square of outputs that a block owns, one output a thread.
-TILE = 16
-# bias_backward: columns of a block, one a lane so that a warp reads consecutive addresses, and rows at a time.
-COLUMNS = 32
-ROW_LANES = 16
-# Row length of a shared tile: one more, so that the elements of a column lie in different banks.
-PADDED = TILE + 1
-START_THREADS = 256
 
 # By device; the first is the default.
-BACKENDS = {"cpu": ("cpu",), "sim": ("native",), "cuda": ("native", "cublas")}
-FAMILIES = {"sm90": gemm_sm90.product, "sm80": gemm_sm80.product}
-
-
+OFFERED = {"cpu": ("cpu",), "sim": ("native",), "cuda": ("native", "cublas")}
+# gemm(a, b, out, a_mn, b_mn, add, bias, residual) of each.
+BACKENDS = {"cpu": cpu.gemm, "cublas": cublas.gemm}
+FAMILIES = {"sm90": gemm_sm90.gemm, "sm80": gemm_sm80.gemm}
 # Former names that stay accepted.
 ALIASES = {"numba": "native"}
 
@@ -59,7 +46,7 @@ def set_backend(name):
     """
     global _backend
     name = ALIASES.get(name, name)
-    offered = BACKENDS[device.name()]
+    offered = OFFERED[device.name()]
     if name not in ("auto", *offered):
         raise ConfigError(f"gemm must be auto or {' or '.join(offered)} on device {device.name()}, got {name!r}")
     _backend = name
@@ -67,7 +54,7 @@ def set_backend(name):
 
 def backend():
     """The GEMM backend now: "cpu", "cublas" or "native"."""
-    return BACKENDS[device.name()][0] if _backend == "auto" else _backend
+    return OFFERED[device.name()][0] if _backend == "auto" else _backend
 
 
 def describe(dtype=None):
@@ -78,95 +65,24 @@ def describe(dtype=None):
     return f"native; {'simt' if dtype == np.float32 else dispatch.describe('gemm')}"
 
 
-def _fast_product(a, b, out, steps, residual=None):
-    """The product function for these matrices, of the family that is chosen; None where it does not take them.
+def _gemm(a, b, out, steps, bias=None, residual=None, also=()):
+    """The GEMM function for these matrices; steps: of the reduction; also: matrices that it writes besides.
 
-    steps: of the reduction.
+    Of the native families sm90 and sm80 take 16-bit matrices whose rows are whole 16-byte pieces, and simt the others:
+    a choice that does not depend on the number of rows.
     """
-    function = FAMILIES.get(dispatch.family("gemm"))
-    if function is None or a.dtype == np.float32 or not steps:
-        return None
-    if residual is None:
-        return function if is_16_byte_aligned(a, b, out) else None
-    return function if out.dtype == a.dtype and is_16_byte_aligned(a, b, out, residual) else None
-
-
-@cuda.jit
-def product_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, out):
-    """out[i, j] = bias[j] + addend[i, j] + sum over s of a[i a_row + s a_step] b[j b_column + s b_step].
-
-    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left
-    out; addend may be out itself. A block owns TILE x TILE outputs, a thread one. The sum runs in
-    ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each
-    along the direction in which it is contiguous, then every thread multiplies its row by its column.
-    """
-    a_tile = cuda.shared.array((TILE, PADDED), np.float32)
-    b_tile = cuda.shared.array((TILE, PADDED), np.float32)
-    x, y = cuda.threadIdx.x, cuda.threadIdx.y
-    rows, columns = out.shape
-    first_row, first_column = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
-    total = np.float32(0.0)
-    for first in range(0, steps, TILE):
-        # Which thread fetches which element: consecutive x take consecutive addresses.
-        i, s = (y, x) if a_step == 1 else (x, y)
-        a_tile[i, s] = np.float32(0.0)
-        if first_row + i < rows and first + s < steps:
-            a_tile[i, s] = widen(a[(first_row + i) * a_row + (first + s) * a_step])
-        j, s = (y, x) if b_step == 1 else (x, y)
-        b_tile[j, s] = np.float32(0.0)
-        if first_column + j < columns and first + s < steps:
-            b_tile[j, s] = widen(b[(first_column + j) * b_column + (first + s) * b_step])
-        cuda.syncthreads()
-        for step in range(TILE):
-            total += a_tile[y, step] * b_tile[x, step]
-        cuda.syncthreads()
-    row, column = first_row + y, first_column + x
-    if row < rows and column < columns:
-        if bias.shape[0] > 0:
-            total += widen(bias[column])
-        if addend.shape[0] > 0:
-            total += widen(addend[row, column])
-        out[row, column] = narrow(total, out)
-
-
-@cuda.jit
-def start_kernel(bias, addend, out):
-    """out = bias + addend, to which cuBLAS then adds a product; either may be left out. A block owns a row."""
-    row = cuda.blockIdx.x
-    for column in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
-        value = np.float32(0.0)
-        if bias.shape[0] > 0:
-            value += widen(bias[column])
-        if addend.shape[0] > 0:
-            value += widen(addend[row, column])
-        out[row, column] = narrow(value, out)
-
-
-@cuda.jit
-def bias_backward_kernel(dout, dbias):
-    """A block owns COLUMNS columns; of each, thread row y adds rows y, y + ROW_LANES, ..., then y = 0 adds those."""
-    partials = cuda.shared.array((ROW_LANES, COLUMNS), np.float32)
-    x, y = cuda.threadIdx.x, cuda.threadIdx.y
-    rows, columns = dout.shape
-    column = cuda.blockIdx.x * COLUMNS + x
-    total = np.float32(0.0)
-    if column < columns:
-        for row in range(y, rows, ROW_LANES):
-            total += widen(dout[row, column])
-    partials[y, x] = total
-    cuda.syncthreads()
-    if y == 0 and column < columns:
-        total = dbias[column]
-        for lane in range(ROW_LANES):
-            total += partials[lane, x]
-        dbias[column] = total
-
-
-def _launch_product(a, a_strides, b, b_strides, steps, bias, addend, out):
-    rows, columns = out.shape
-    grid = (-(-columns // TILE), -(-rows // TILE))
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    launch(product_kernel, grid, (TILE, TILE), flat_a, *a_strides, flat_b, *b_strides, steps, bias, addend, out)
+    name = backend()
+    if name != "native":
+        return BACKENDS[name]
+    gemm = FAMILIES.get(dispatch.family("gemm"))
+    if gemm is None or a.dtype == np.float32 or not steps:
+        return simt.gemm
+    if residual is not None:
+        if out.dtype != a.dtype:
+            return simt.gemm
+        also = (*also, residual)
+    pairs = bias is None or address(bias) % 4 == 0
+    return gemm if pairs and is_16_byte_aligned(a, b, out, *also) else simt.gemm
 
 
 def linear(x, weight, out, bias=None, residual=None):
@@ -186,32 +102,7 @@ def linear(x, weight, out, bias=None, residual=None):
         check("linear", "residual", residual, (m, n), (out.dtype,))
     if m == 0 or n == 0:
         return
-    who = backend()
-    if who == "cpu":
-        overlap = residual is not None and np.may_share_memory(residual, out)
-        target = np.empty_like(out) if overlap else out
-        cpu.product(x, weight, target)
-        if bias is not None:
-            target += bias
-        if overlap:
-            np.add(target, residual, out=out)
-        elif residual is not None:
-            out += residual
-    elif who == "cublas":
-        accumulate = bias is not None or residual is not None
-        in_place = bias is None and accumulate and residual.data.ptr == out.data.ptr
-        if accumulate and not in_place:
-            launch(start_kernel, m, START_THREADS, *_optional(x, out, bias, residual), out)
-        _cublas_product(x, False, weight, True, out, accumulate)
-    elif product := _fast_product(x, weight, out, k, residual):
-        product(x, weight, out, bias=bias, residual=residual)
-    else:
-        _launch_product(x, (k, 1), weight, (k, 1), k, *_optional(x, out, bias, residual), out)
-
-
-def _optional(x, out, bias, residual):
-    """bias and residual as kernels take them: an array without elements for one that is absent."""
-    return x[0, :0] if bias is None else bias, out[:0] if residual is None else residual
+    _gemm(x, weight, out, k, bias, residual)(x, weight, out, bias=bias, residual=residual)
 
 
 def linear_swiglu(x, weight, gate_up, out):
@@ -226,12 +117,11 @@ def linear_swiglu(x, weight, gate_up, out):
     if n % 2:
         raise ValueError(f"linear_swiglu: weight must have an even number of rows, got {n}")
     check("linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
-    if m and n and backend() == "native" and dispatch.family("gemm") == "sm90":
-        if _fast_product(x, weight, out, k):
-            gemm_sm90.swiglu_product(x, weight, gate_up, out)
-            return
-    linear(x, weight, gate_up)
-    swiglu(gate_up, out)
+    if m and n and _gemm(x, weight, out, k, also=(gate_up,)) is gemm_sm90.gemm:
+        gemm_sm90.gemm_swiglu(x, weight, gate_up, out)
+    else:
+        linear(x, weight, gate_up)
+        swiglu(gate_up, out)
 
 
 def linear_backward_input(dout, weight, dx, accumulate=False):
@@ -245,22 +135,11 @@ def linear_backward_input(dout, weight, dx, accumulate=False):
     check("linear_backward_input", "dx", dx, (m, k), (dout.dtype, *F32))
     if m == 0 or k == 0:
         return
-    who = backend()
-    if who == "cpu":
-        if n:
-            cpu.outer_product(dout.reshape(-1), n, 1, n, weight, dx, accumulate)
-        elif not accumulate:
-            dx[...] = 0
-    elif who == "cublas":
-        _cublas_product(dout, False, weight, False, dx, accumulate)
-    elif product := _fast_product(dout, weight, dx, n):
-        if accumulate and dx.dtype == np.float32:
-            product(dout, weight, dx, b_mn=True, add=True)
-        else:
-            product(dout, weight, dx, b_mn=True, residual=dx if accumulate else None)
+    gemm = _gemm(dout, weight, dx, n)
+    if accumulate and dx.dtype != np.float32:
+        gemm(dout, weight, dx, b_mn=True, residual=dx)
     else:
-        addend = dx if accumulate else dx[:0]
-        _launch_product(dout, (n, 1), weight, (1, k), n, dx[0, :0], addend, dx)
+        gemm(dout, weight, dx, b_mn=True, add=accumulate)
 
 
 def linear_backward_weight(dout, x, dweight):
@@ -273,15 +152,7 @@ def linear_backward_weight(dout, x, dweight):
     check("linear_backward_weight", "dweight", dweight, (n, k), F32)
     if m == 0 or n == 0 or k == 0:
         return
-    who = backend()
-    if who == "cpu":
-        cpu.outer_product(dout.reshape(-1), 1, n, m, x, dweight, True)
-    elif who == "cublas":
-        _cublas_product(dout, True, x, False, dweight, True)
-    elif product := _fast_product(dout, x, dweight, m):
-        product(dout, x, dweight, a_mn=True, b_mn=True, add=True)
-    else:
-        _launch_product(dout, (1, n), x, (1, k), m, dweight[0, :0], dweight, dweight)
+    _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=True)
 
 
 def bias_backward(dout, dbias):
@@ -294,14 +165,7 @@ def bias_backward(dout, dbias):
     if device.name() == "cpu":
         dbias += np.sum(dout, axis=0)
         return
-    launch(bias_backward_kernel, -(-n // COLUMNS), (COLUMNS, ROW_LANES), dout, dbias)
-
-
-def _cublas_product(a, a_transposed, b, b_transposed, out, accumulate):
-    if a.shape[0 if a_transposed else 1]:
-        cublas().product(a, a_transposed, b, b_transposed, out, accumulate)
-    elif not accumulate:
-        out.fill(0)
+    simt.bias_backward(dout, dbias)
 
 
 def linear_ref(x, weight, bias=None, residual=None):

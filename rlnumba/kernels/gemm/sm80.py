@@ -1,4 +1,4 @@
-"""Matrix products on every GPU since Ampere: C = A B^T, C = A B and C += A^T B by mma.sync, one order over K.
+"""GEMM on every GPU since Ampere (sm_80): C = A B^T, C = A B and C += A^T B by mma.sync, one order over K.
 
     linear                  Y (M, N)  = X (M, K) W (N, K)^T     reduction over K: A and B K-major
     linear_backward_input   dX (M, K) = dY (M, N) W (N, K)      reduction over N: B MN-major
@@ -6,146 +6,66 @@
 
 Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32.
 
-A block owns a tile of C, each of its warps a part of it, in registers. Asynchronous copies bring the next `step`
-values of the reduction for all rows and columns of the tile, `stages` - 1 ahead; what lies outside the matrices
-becomes zero. A warp loads the fragments of the next 16 values while it multiplies those of the last 16. At the end
-each warp sends its part through shared memory, so that C is written, and what is added to it read, 16 bytes a lane.
+A block owns a tile of C, each of its warps a part of it, in registers. cp.async copies the next `step` values of the
+reduction for all rows and columns of the tile, `stages` - 1 ahead; what lies outside the matrices becomes zero. A warp
+loads the fragments of the next 16 values while it multiplies those of the last 16. In the epilogue each warp stages its
+part in shared memory, so that C is written, and what is added to it read, 16 bytes a lane.
 
     shared memory, one stage:   [ A: rows x step | B: columns x step ]     K-major, lines of `step` values
                                 [ A: step x rows | B: step x columns ]     MN-major, lines of rows or columns
 
-A chunk of 16 bytes of a line lies at a place permuted by the line's number (place_in_line), so that the eight half
-lines that ldmatrix reads at once lie in different banks, whichever way the operand lies.
+The 16-byte chunks of a line are permuted by the line's number (chunk_offset), so that the eight half lines that
+ldmatrix reads at once lie in different banks, whichever way the operand lies.
 
 Every element of C adds its products in the order of the reduction index, 16 at a time, in one accumulator,
-whatever the tile's shape: a row's bits do not depend on M or on which tile was chosen.
+whatever the tile's shape: a row's bits do not depend on M or on the config.
 """
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.gemm.sm90 import place, processors
+from rlnumba.kernels.gemm.scheduler import tile_coordinates
+from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, best_config
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import load_pair, load_word, shared_address, store_pair, store_word
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
-    address_of,
-    copies_end,
-    copies_wait,
-    copy_chunk,
-    load_fragment,
-    load_fragment_across,
-    multiply,
-    store_word,
-    write_chunk,
+    SYSTEM_BYTES,  # noqa: F401
+    copy_to_global,
+    cp_async_16,
+    cp_async_commit_group,
+    cp_async_wait_group,
+    ldmatrix_fragment,
+    ldmatrix_fragment_trans,
+    mma,
 )
-from rlnumba.kernels.ptx.sm90 import cvt_pack, cvt_unpack, load_pair, load_word, shared_address, store_pair
-from rlnumba.kernels.ptx.warp import device_function, sync_warp
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 i32 = np.int32
 
-# Bytes that all banks of shared memory hold side by side.
-BANKS = 128
-# Shared memory of a GPU that a block cannot have: what the system keeps of it for each block.
-SYSTEM_BYTES = 1024
-
-
-class Tile(NamedTuple):
-    """One kernel. rows, columns: of C that a block owns, cut among warps_down x warps_across warps.
-
-    step: values of the reduction that one stage brings; stages: in flight. a_mn, b_mn: the operand lies MN-major in
-    memory. element: "float16" or "bfloat16". output: "same" as the inputs, "float32", or "add" to float32. bias,
-    residual: added to C before it is rounded. prefetch: the residual comes while the products run, to a place of its
-    own; a warp's part of C must then go at once (warp_columns == part_columns).
-    """
-
-    rows: int
-    columns: int
-    warps_down: int
-    warps_across: int
-    step: int
-    stages: int
-    element: str
-    a_mn: bool = False
-    b_mn: bool = False
-    output: str = "same"
-    bias: bool = False
-    residual: bool = False
-    prefetch: bool = False
-
-    @property
-    def threads(self):
-        return 32 * self.warps_down * self.warps_across
-
-    @property
-    def warp_rows(self):
-        return self.rows // self.warps_down
-
-    @property
-    def warp_columns(self):
-        return self.columns // self.warps_across
-
-    @property
-    def accumulators(self):
-        """Of a thread."""
-        return self.warp_rows * self.warp_columns // 32
-
-    @property
-    def item_bytes(self):
-        """Of C."""
-        return 2 if self.output == "same" else 4
-
-    @property
-    def part_columns(self):
-        """Columns of C that a warp sends at once: a line of its part is at most BANKS bytes."""
-        return min(self.warp_columns, BANKS // self.item_bytes)
-
-    @property
-    def part_bytes(self):
-        """Of shared memory through which a warp sends."""
-        return self.warp_rows * self.part_columns * self.item_bytes
-
-    @property
-    def stage_bytes(self):
-        return (self.rows + self.columns) * self.step * 2
-
-    @property
-    def all_parts_bytes(self):
-        return self.threads // 32 * self.part_bytes
-
-    @property
-    def shared_bytes(self):
-        stages = self.stages * self.stage_bytes
-        return stages + self.all_parts_bytes if self.prefetch else max(stages, self.all_parts_bytes)
-
-    @property
-    def blocks_per_sm(self):
-        """How many blocks the registers allow, at 255 a thread for the largest parts."""
-        registers = 255 if self.accumulators > 64 else 168 if self.accumulators > 32 else 128
-        return max(1, 65536 // (registers * self.threads))
-
 
 @device_function
-def place_in_line(chunk, line, line_bytes):
+def chunk_offset(chunk, line, line_bytes):
     """Byte offset of a chunk in its line, permuted so that equal chunks of neighbouring lines meet no bank twice."""
-    if line_bytes >= BANKS:
+    if line_bytes >= BANK_BYTES:
         return (chunk ^ (line & i32(7))) << i32(4)
-    return (chunk ^ ((line // i32(BANKS // line_bytes)) & i32(line_bytes // CHUNK - 1))) << i32(4)
+    return (chunk ^ ((line // i32(BANK_BYTES // line_bytes)) & i32(line_bytes // CHUNK - 1))) << i32(4)
 
 
 @functools.cache
-def copy_function(lines, line_bytes, threads):
+def box_copy_function(lines, line_bytes, threads):
     """The device function that starts the copy of a box of `lines` lines to shared memory."""
     chunks = line_bytes // CHUNK
     together = threads // chunks
     passes = -(-lines // together)
 
     @device_function
-    def copy(target, source, pitch, alive_lines, alive_chunks, thread):
-        """Copy to the box at `target`, zeros beyond the first alive_lines lines and alive_chunks chunks of them.
+    def copy_box(target, source, pitch, valid_lines, valid_chunks, thread):
+        """Copy to the box at `target`, zeros beyond the first valid_lines lines and valid_chunks chunks of them.
 
         source: address of the box's start; pitch: bytes from one line to the next. A thread owns one chunk of
         every together-th line.
@@ -153,23 +73,60 @@ def copy_function(lines, line_bytes, threads):
         line, chunk = thread // i32(chunks), thread % i32(chunks)
         source += np.int64(line) * pitch + np.int64(chunk * i32(CHUNK))
         target += line * i32(line_bytes)
-        if chunk >= alive_chunks:
-            alive_lines = i32(0)
+        if chunk >= valid_chunks:
+            valid_lines = i32(0)
         for i in range(passes):
-            here = i32(line + i32(i * together))
-            if lines % together == 0 or here < lines:
-                nbytes = i32(CHUNK) if here < alive_lines else i32(0)
-                copy_chunk(
-                    target + i * together * line_bytes + place_in_line(chunk, here, line_bytes),
+            box_line = i32(line + i32(i * together))
+            if lines % together == 0 or box_line < lines:
+                nbytes = i32(CHUNK) if box_line < valid_lines else i32(0)
+                cp_async_16(
+                    target + i * together * line_bytes + chunk_offset(chunk, box_line, line_bytes),
                     source + i * together * pitch,
                     nbytes,
                 )
 
-    return copy
+    return copy_box
 
 
 @functools.cache
-def load_function(count, line_bytes, mn_major, of_a):
+def stage_copy_function(config):
+    """The device function that starts the copies of the next stage, and moves on: (copied, target, sources, steps)."""
+    a_mn, b_mn, step, a_bytes, stage_bytes = config.a_mn, config.b_mn, config.step, config.a_bytes, config.stage_bytes
+    ring_bytes = config.stages * stage_bytes
+    a_line, b_line = 2 * (config.rows if a_mn else step), 2 * (config.columns if b_mn else step)
+    copy_a = box_copy_function(step if a_mn else config.rows, a_line, config.threads)
+    copy_b = box_copy_function(step if b_mn else config.columns, b_line, config.threads)
+
+    @device_function
+    def copy_stage(copied, target, a_source, b_source, valid_steps, base, rounds, pitches, valid, thread):
+        """copied: stages so far; target: where the next one belongs; a_source, b_source: where its operands begin.
+
+        pitches: bytes from one line of A, of B, to the next; valid: rows and columns of C from the tile's first on.
+        """
+        a_pitch, b_pitch = pitches
+        valid_rows, valid_columns = valid
+        if copied < rounds:
+            if a_mn:
+                copy_a(target, a_source, a_pitch, valid_steps, i32(valid_rows >> i32(3)), thread)
+            else:
+                copy_a(target, a_source, a_pitch, valid_rows, i32(valid_steps >> i32(3)), thread)
+            if b_mn:
+                copy_b(target + a_bytes, b_source, b_pitch, valid_steps, i32(valid_columns >> i32(3)), thread)
+            else:
+                copy_b(target + a_bytes, b_source, b_pitch, valid_columns, i32(valid_steps >> i32(3)), thread)
+        cp_async_commit_group()
+        target += stage_bytes
+        if target == base + ring_bytes:
+            target = base
+        a_source += step * a_pitch if a_mn else 2 * step
+        b_source += step * b_pitch if b_mn else 2 * step
+        return i32(copied + i32(1)), target, a_source, b_source, i32(valid_steps - i32(step))
+
+    return copy_stage
+
+
+@functools.cache
+def fragment_load_function(count, line_bytes, mn_major, of_a):
     """The device function that loads `count` fragments, 16 rows of A or columns of B each, side by side."""
 
     @device_function
@@ -184,324 +141,254 @@ def load_function(count, line_bytes, mn_major, of_a):
             operand += i32((line + k) * i32(line_bytes))
             for i in range(count):
                 chunk = i32((first >> i32(3)) + i32(2 * i) + half)
-                load_fragment_across(fragments, 4 * i, operand + place_in_line(chunk, line, line_bytes))
+                ldmatrix_fragment_trans(fragments, 4 * i, operand + chunk_offset(chunk, line, line_bytes))
         else:
             operand += i32((first + line) * i32(line_bytes))
-            operand += place_in_line(i32((k >> i32(3)) + half), line, line_bytes)
+            operand += chunk_offset(i32((k >> i32(3)) + half), line, line_bytes)
             for i in range(count):
-                load_fragment(fragments, 4 * i, operand + i * 16 * line_bytes)
+                ldmatrix_fragment(fragments, 4 * i, operand + i * 16 * line_bytes)
 
     return load
 
 
-@specialize
-def sm80_product_kernel(tile):
-    """The kernel of a Tile."""
-    rows, columns, warps_down, warps_across, step, stages, element, a_mn, b_mn, output, has_bias, has_residual = tile[
-        :12
-    ]
-    threads, warp_rows, warp_columns = tile.threads, tile.warp_rows, tile.warp_columns
-    fragments_down, fragments_across = warp_rows // 16, warp_columns // 16
-    accumulators, a_words, b_words = tile.accumulators, 4 * fragments_down, 4 * fragments_across
-    a_line = 2 * (rows if a_mn else step)
-    b_line = 2 * (columns if b_mn else step)
-    a_bytes, stage_bytes = rows * step * 2, tile.stage_bytes
-    copy_a = copy_function(step if a_mn else rows, a_line, threads)
-    copy_b = copy_function(step if b_mn else columns, b_line, threads)
+@functools.cache
+def main_loop_function(config):
+    """The device function that multiplies a warp's part of a tile while the next stages arrive."""
+    step, stage_bytes, ring_bytes = config.step, config.stage_bytes, config.stages * config.stage_bytes
+    down, across, a_bytes = config.warp_rows // 16, config.warp_columns // 16, config.a_bytes
+    a_words, b_words, pairs_of_steps = 4 * down, 4 * across, step // 32
+    a_line, b_line = 2 * (config.rows if config.a_mn else step), 2 * (config.columns if config.b_mn else step)
+    load_a = fragment_load_function(down, a_line, config.a_mn, True)
+    load_b = fragment_load_function(across, b_line, config.b_mn, False)
+    add_product, wait_for_stage = mma(config.element), cp_async_wait_group(config.stages - 2)
+    copy_stage = stage_copy_function(config)
 
     @device_function
-    def bring(target, a_source, b_source, a_pitch, b_pitch, alive_rows, alive_columns, alive_steps, thread):
-        """Start the copies of one stage."""
-        if a_mn:
-            copy_a(target, a_source, a_pitch, alive_steps, i32(alive_rows >> i32(3)), thread)
-        else:
-            copy_a(target, a_source, a_pitch, alive_rows, i32(alive_steps >> i32(3)), thread)
-        if b_mn:
-            copy_b(target + a_bytes, b_source, b_pitch, alive_steps, i32(alive_columns >> i32(3)), thread)
-        else:
-            copy_b(target + a_bytes, b_source, b_pitch, alive_columns, i32(alive_steps >> i32(3)), thread)
+    def load_fragments(a, b, stage, warp_row, warp_column, k, lane):
+        load_a(a, stage, warp_row, k, lane)
+        load_b(b, stage + a_bytes, warp_column, k, lane)
 
-    load_a = load_function(fragments_down, a_line, a_mn, True)
-    load_b = load_function(fragments_across, b_line, b_mn, False)
-    add_product = multiply(element)
-    pack_two, unpack_two = cvt_pack(element), cvt_unpack(element)
-    wait_for_stage, wait_for_all = copies_wait(stages - 2), copies_wait(0)
-    pairs_of_steps = step // 32
-    wide, prefetches = output != "same", tile.prefetch
-    has_addend = has_residual or output == "add"
-    item_bytes, part_columns, part_bytes = tile.item_bytes, tile.part_columns, tile.part_bytes
-    part_line = part_columns * item_bytes
-    parts = warp_columns // part_columns
-    part_blocks = part_columns // 8
-    parts_at = stages * stage_bytes if prefetches else 0
-    copy_part = copy_function(warp_rows, part_line, 32)
-    part_chunks = part_line // CHUNK
+    @device_function
+    def multiply(acc, a, b):
+        for i in range(down):
+            for j in range(across):
+                add_product(acc, (i * across + j) * 8, a, 4 * i, b, 4 * j)
+
+    @device_function
+    def main_loop(acc, state, base, rounds, pitches, valid, warp_row, warp_column, thread, lane):
+        """state: the first five arguments of copy_stage, after `stages` - 1 stages."""
+        copied, target, a_source, b_source, valid_steps = state
+        a_even = cuda.local.array(a_words, np.int32)
+        a_odd = cuda.local.array(a_words, np.int32)
+        b_even = cuda.local.array(b_words, np.int32)
+        b_odd = cuda.local.array(b_words, np.int32)
+        wait_for_stage()
+        cuda.syncthreads()
+        stage = base
+        load_fragments(a_even, b_even, stage, warp_row, warp_column, i32(0), lane)
+        for _ in range(rounds):
+            for pair in range(pairs_of_steps):
+                load_fragments(a_odd, b_odd, stage, warp_row, warp_column, i32(32 * pair + 16), lane)
+                if pair == 0:
+                    # All warps have left the stage before this one: the next copies may overwrite it.
+                    copied, target, a_source, b_source, valid_steps = copy_stage(
+                        copied, target, a_source, b_source, valid_steps, base, rounds, pitches, valid, thread
+                    )
+                multiply(acc, a_even, b_even)
+                if pair == pairs_of_steps - 1:
+                    wait_for_stage()
+                    cuda.syncthreads()
+                    stage += stage_bytes
+                    if stage == base + ring_bytes:
+                        stage = base
+                    load_fragments(a_even, b_even, stage, warp_row, warp_column, i32(0), lane)
+                else:
+                    load_fragments(a_even, b_even, stage, warp_row, warp_column, i32(32 * pair + 32), lane)
+                multiply(acc, a_odd, b_odd)
+
+    return main_loop
+
+
+@functools.cache
+def epilogue_function(config):
+    """The device function that adds bias and residual (or C) to a part of a warp's accumulators and writes C."""
+    across, down, warp_rows = config.warp_columns // 16, config.warp_rows // 16, config.warp_rows
+    has_bias, has_addend = config.bias, config.residual or config.output == "add"
+    wide, prefetches, item_bytes = config.output != "same", config.prefetch, config.item_bytes
+    part_columns, line_bytes = config.part_columns, config.part_columns * config.item_bytes
+    part_blocks, part_chunks = part_columns // 8, line_bytes // CHUNK
     lines_together = 32 // part_chunks
+    copy_part, wait_for_all = box_copy_function(warp_rows, line_bytes, 32), cp_async_wait_group(0)
+    pack_two, unpack_two = cvt_pack(config.element), cvt_unpack(config.element)
 
     @device_function
-    def send(acc, p, part, out, addend, bias, row, column, n, alive_rows, lane):
-        """Write the p-th part of a warp's rows and columns, at (row, column) of C, through shared memory at `part`."""
-        offset = (row * n + column) * item_bytes
-        alive_bytes = (n - column) * item_bytes
-        if has_addend and not prefetches:
-            copy_part(part, addend + offset, n * item_bytes, alive_rows, i32(alive_bytes // CHUNK), lane)
-            copies_end()
-            wait_for_all()
-            sync_warp()
+    def stage_float32(target, first, second):
+        if has_addend:
+            addend, next_addend = load_pair(target)
+            first += addend
+            second += next_addend
+        store_pair(target, first, second)
+
+    @device_function
+    def stage_16_bit(target, first, second):
+        if has_addend:
+            addend, next_addend = unpack_two(load_word(target))
+            first += addend
+            second += next_addend
+        store_word(target, pack_two(first, second))
+
+    @device_function
+    def stage_part(acc, p, part, bias, column, n, lane):
         # This lane's accumulators: rows `line` and line + 8 of each 16, columns 8 b + 2 (lane % 4) and the next.
         for block in range(part_blocks):
             low, high = np.float32(0.0), np.float32(0.0)
             if has_bias and column + block * 8 < n:
                 low, high = unpack_two(bias[((column + block * 8) >> 1) + (lane & i32(3))])
-            for i in range(fragments_down):
+            for i in range(down):
                 for half in range(2):
-                    e = (i * fragments_across + (p * part_blocks + block) // 2) * 8 + block % 2 * 4 + half * 2
+                    e = (i * across + (p * part_blocks + block) // 2) * 8 + block % 2 * 4 + half * 2
                     line = i32(i32(i * 16 + half * 8) + (lane >> i32(2)))
                     first, second = acc[e], acc[e + 1]
                     if has_bias:
                         first += low
                         second += high
-                    spot = part + line * i32(part_line)
+                    target = part + line * i32(line_bytes)
                     if wide:
-                        spot += place_in_line(i32(i32(2 * block) + ((lane & i32(3)) >> i32(1))), line, part_line)
-                        spot += (lane & i32(1)) << i32(3)
-                        if has_addend:
-                            add_first, add_second = load_pair(spot)
-                            first += add_first
-                            second += add_second
-                        store_pair(spot, first, second)
+                        chunk = i32(i32(2 * block) + ((lane & i32(3)) >> i32(1)))
+                        target += chunk_offset(chunk, line, line_bytes) + ((lane & i32(1)) << i32(3))
+                        stage_float32(target, first, second)
                     else:
-                        spot += place_in_line(i32(block), line, part_line) + ((lane & i32(3)) << i32(2))
-                        if has_addend:
-                            add_first, add_second = unpack_two(load_word(spot))
-                            first += add_first
-                            second += add_second
-                        store_word(spot, pack_two(first, second))
+                        target += chunk_offset(i32(block), line, line_bytes) + ((lane & i32(3)) << i32(2))
+                        stage_16_bit(target, first, second)
+
+    @device_function
+    def epilogue(acc, p, part, c, addend, bias, row, column, n, valid_rows, lane):
+        """Write the p-th part of a warp's rows and columns, at (row, column) of C, through shared memory at `part`."""
+        offset = (row * n + column) * item_bytes
+        valid_bytes = (n - column) * item_bytes
+        if has_addend and not prefetches:
+            copy_part(part, addend + offset, n * item_bytes, valid_rows, i32(valid_bytes // CHUNK), lane)
+            cp_async_commit_group()
+            wait_for_all()
+            sync_warp()
+        stage_part(acc, p, part, bias, column, n, lane)
         sync_warp()
         chunk = lane % i32(part_chunks)
-        if chunk * CHUNK < alive_bytes:
+        if chunk * CHUNK < valid_bytes:
             for i in range(warp_rows // lines_together):
                 line = i32(i32(i * lines_together) + lane // i32(part_chunks))
-                if line < alive_rows:
-                    write_chunk(
-                        out + offset + line * (n * item_bytes) + chunk * CHUNK,
-                        part + line * i32(part_line) + place_in_line(chunk, line, part_line),
+                if line < valid_rows:
+                    copy_to_global(
+                        c + offset + line * (n * item_bytes) + chunk * CHUNK,
+                        part + line * i32(line_bytes) + chunk_offset(chunk, line, line_bytes),
                     )
         sync_warp()
 
-    @cuda.jit(launch_bounds=(threads, tile.blocks_per_sm))
-    def sm80_product_kernel(a, b, c, bias, residual, m, n, k):
+    return epilogue
+
+
+@specialize
+def gemm_sm80_kernel(config):
+    """The kernel of a config."""
+    rows, columns, step, stages = config.rows, config.columns, config.step, config.stages
+    a_mn, b_mn, has_residual, prefetches = config.a_mn, config.b_mn, config.residual, config.prefetch
+    threads, warp_rows, warp_columns = config.threads, config.warp_rows, config.warp_columns
+    warps_across, accumulators, item_bytes = config.warps_across, config.accumulators, config.item_bytes
+    part_columns, part_bytes = config.part_columns, config.part_bytes
+    parts_offset = stages * config.stage_bytes if prefetches else 0
+    copy_stage, main_loop = stage_copy_function(config), main_loop_function(config)
+    copy_part, epilogue = box_copy_function(warp_rows, part_columns * item_bytes, 32), epilogue_function(config)
+    wait_for_all = cp_async_wait_group(0)
+
+    @cuda.jit(launch_bounds=(threads, config.blocks_per_sm))
+    def gemm_sm80_kernel(a, b, c, bias, residual, m, n, k):
         """C (m, n) from A and B with k steps of reduction; a block owns a tile.
 
-        bias (n / 2) is seen as pairs of 16 bits. What the Tile does not use is one element long. Shared memory: the
-        stages, then (or in their place, when all products are done) the warps' parts of C.
+        bias (n / 2) is seen as pairs of 16 bits. What the config does not use is one element long. Shared memory: the
+        stages, then (or over them, when all products are done) the warps' parts of C.
         """
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
-        row, column = place(i32(cuda.blockIdx.x), i32((m + rows - 1) // rows), i32((n + columns - 1) // columns))
+        tiles_down, tiles_across = i32((m + rows - 1) // rows), i32((n + columns - 1) // columns)
+        row, column = tile_coordinates(i32(cuda.blockIdx.x), tiles_down, tiles_across)
         row, column = row * i32(rows), column * i32(columns)
         warp_row, warp_column = warp // i32(warps_across) * i32(warp_rows), warp % i32(warps_across) * i32(warp_columns)
         base = shared_address(cuda.shared.array(0, np.uint8))
+        part = base + parts_offset + warp * part_bytes
         rounds = i32((k + step - 1) // step)
-
-        # Where this tile's rows of A and columns of B begin, how far the next line and the next stage are.
-        a_pitch, b_pitch = (m if a_mn else k) * 2, (n if b_mn else k) * 2
-        a_next = step * a_pitch if a_mn else np.int64(2 * step)
-        b_next = step * b_pitch if b_mn else np.int64(2 * step)
-        a_source = address_of(a) + (np.int64(row) * 2 if a_mn else row * a_pitch)
-        b_source = address_of(b) + (np.int64(column) * 2 if b_mn else column * b_pitch)
-        alive_rows, alive_columns, alive_steps = i32(m - row), i32(n - column), i32(k)
-        part = base + parts_at + warp * part_bytes
-
+        pitches = (m if a_mn else k) * 2, (n if b_mn else k) * 2
+        a_source = address_of(a) + (np.int64(row) * 2 if a_mn else row * pitches[0])
+        b_source = address_of(b) + (np.int64(column) * 2 if b_mn else column * pitches[1])
+        valid = i32(m - row), i32(n - column)
         acc = cuda.local.array(accumulators, np.float32)
-        a_even = cuda.local.array(a_words, np.int32)
-        a_odd = cuda.local.array(a_words, np.int32)
-        b_even = cuda.local.array(b_words, np.int32)
-        b_odd = cuda.local.array(b_words, np.int32)
         for i in range(accumulators):
             acc[i] = np.float32(0.0)
 
-        copied = i32(0)
-        target = base
+        state = i32(0), np.int64(base), a_source, b_source, i32(k)
         for _ in range(stages - 1):
-            if copied < rounds:
-                bring(target, a_source, b_source, a_pitch, b_pitch, alive_rows, alive_columns, alive_steps, thread)
-            copies_end()
-            copied = i32(copied + i32(1))
-            alive_steps = i32(alive_steps - i32(step))
-            a_source += a_next
-            b_source += b_next
-            target += stage_bytes
+            state = copy_stage(*state, base, rounds, pitches, valid, thread)
+        row, column, warp_valid_rows = row + warp_row, column + warp_column, i32(valid[0] - warp_row)
         if prefetches:
-            offset = ((row + warp_row) * n + (column + warp_column)) * item_bytes
-            alive_chunks = i32(i32(alive_columns - warp_column) >> i32(3))
-            copy_part(
-                part, address_of(residual) + offset, n * item_bytes, i32(alive_rows - warp_row), alive_chunks, lane
-            )
-        wait_for_stage()
-        cuda.syncthreads()
-        here, end = base, base + stages * stage_bytes
-        load_a(a_even, here, warp_row, i32(0), lane)
-        load_b(b_even, here + a_bytes, warp_column, i32(0), lane)
-        for _ in range(rounds):
-            for pair in range(pairs_of_steps):
-                load_a(a_odd, here, warp_row, i32(32 * pair + 16), lane)
-                load_b(b_odd, here + a_bytes, warp_column, i32(32 * pair + 16), lane)
-                if pair == 0:
-                    # All warps have left the stage before this one: its place takes the copies.
-                    if copied < rounds:
-                        bring(
-                            target, a_source, b_source, a_pitch, b_pitch, alive_rows, alive_columns, alive_steps, thread
-                        )
-                    copies_end()
-                    copied = i32(copied + i32(1))
-                    alive_steps = i32(alive_steps - i32(step))
-                    a_source += a_next
-                    b_source += b_next
-                    target += stage_bytes
-                    if target == end:
-                        target = base
-                for i in range(fragments_down):
-                    for j in range(fragments_across):
-                        add_product(acc, (i * fragments_across + j) * 8, a_even, 4 * i, b_even, 4 * j)
-                if pair == pairs_of_steps - 1:
-                    wait_for_stage()
-                    cuda.syncthreads()
-                    here += stage_bytes
-                    if here == end:
-                        here = base
-                    load_a(a_even, here, warp_row, i32(0), lane)
-                    load_b(b_even, here + a_bytes, warp_column, i32(0), lane)
-                else:
-                    load_a(a_even, here, warp_row, i32(32 * pair + 32), lane)
-                    load_b(b_even, here + a_bytes, warp_column, i32(32 * pair + 32), lane)
-                for i in range(fragments_down):
-                    for j in range(fragments_across):
-                        add_product(acc, (i * fragments_across + j) * 8, a_odd, 4 * i, b_odd, 4 * j)
-
+            source = address_of(residual) + (row * n + column) * item_bytes
+            copy_part(part, source, n * item_bytes, warp_valid_rows, i32((n - column) >> 3), lane)
+        main_loop(acc, state, base, rounds, pitches, valid, warp_row, warp_column, thread, lane)
         wait_for_all()
         if prefetches:
             sync_warp()
         else:
             cuda.syncthreads()
-        alive_rows = i32(alive_rows - warp_row)
         addend = address_of(residual) if has_residual else address_of(c)
-        row, column = row + warp_row, column + warp_column
-        send(acc, 0, part, address_of(c), addend, bias, row, column, n, alive_rows, lane)
-        if parts == 2:
-            send(acc, 1, part, address_of(c), addend, bias, row, column + part_columns, n, alive_rows, lane)
+        epilogue(acc, 0, part, address_of(c), addend, bias, row, column, n, warp_valid_rows, lane)
+        if warp_columns == 2 * part_columns:
+            column += part_columns
+            epilogue(acc, 1, part, address_of(c), addend, bias, row, column, n, warp_valid_rows, lane)
 
-    return sm80_product_kernel
-
-
-@functools.cache
-def shared_limit():
-    """Bytes of shared memory that a block may have on this GPU."""
-    if device.name() != "cuda":
-        return 227 * 1024
-    return device.xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-
-
-# Shapes worth a kernel: rows, columns, warps down and across, reduction of a stage; then how many blocks an SM and how
-# many stages to aim for. Two blocks of 128 x 128 wait at different times: on an H200 1.03 to 1.2x over one of
-# 128 x 256, and 1.02 to 1.24x over 64 values of the reduction a stage, of which three stages fit (docs/log.md).
-SHAPES = [
-    (128, 128, 2, 2, 32, 2, 5),
-    (64, 128, 2, 2, 32, 3, 5),
-    (64, 64, 2, 2, 64, 4, 4),
-    (32, 64, 1, 4, 64, 4, 6),
-    (16, 64, 1, 4, 128, 4, 5),
-    (16, 32, 1, 2, 128, 6, 8),
-]
-FEWEST_STAGES = 3
-# The model of best_tile, in clocks of an SM: products that its tensor cores add in one, bytes that the second-level
-# cache brings, from a copy's start to its arrival, and what a tile costs before and after its rounds. Fitted to 15
-# shapes on an H200, where the tiles that it chooses take 1.003 times as long as the best ones, at worst 1.03.
-PRODUCTS, BYTES, LATENCY, TILE_CLOCKS = 1024, 64, 800, 2000
+    return gemm_sm80_kernel
 
 
 @functools.cache
-def tiles_for(element, a_mn, b_mn, output, bias, residual, limit):
-    """(Tile, blocks an SM) for each of SHAPES that fits GPUs whose blocks may have `limit` bytes of shared memory."""
-    found = []
-    for rows, columns, down, across, step, most_blocks, most_stages in SHAPES:
-        if (a_mn and rows < 64) or (b_mn and columns < 64):
-            continue
-        tile = Tile(rows, columns, down, across, step, most_stages, element, a_mn, b_mn, output, bias, residual)
-        for blocks in range(min(most_blocks, tile.blocks_per_sm), 0, -1):
-            here = min((limit + SYSTEM_BYTES) // blocks - SYSTEM_BYTES, limit)
-            fitting = [
-                t
-                for prefetch in [False] + [True] * residual
-                for t in (tile._replace(stages=n, prefetch=prefetch) for n in range(FEWEST_STAGES, most_stages + 1))
-                if t.shared_bytes <= here
-            ]
-            if fitting:
-                found.append((fitting[-1], blocks))
-                break
-    return found
-
-
-@functools.cache
-def best_tile(m, n, k, element, a_mn, b_mn, output, bias, residual, processors, limit):
-    """The Tile that a simple model of time finds the fastest for C (m, n) with k steps.
-
-    A round of a stage takes as long as the tensor cores need for the tiles that share an SM, or the second-level
-    cache to bring them, or the stages under way to arrive; tiles are worked through in waves. Fewer than eight warps
-    leave the tensor cores idle at times.
-    """
-    best = None
-    for tile, blocks in tiles_for(element, a_mn, b_mn, output, bias, residual, limit):
-        tiles = -(-m // tile.rows) * -(-n // tile.columns)
-        together = min(blocks, -(-tiles // processors))
-        clocks = max(
-            together * tile.rows * tile.columns * tile.step / (PRODUCTS * min(1, 0.5 + together * tile.threads / 512)),
-            together * (tile.rows + tile.columns) * tile.step * 2 / BYTES,
-            LATENCY / (tile.stages - 1),
-        )
-        time = -(-tiles // (processors * together)) * (-(-k // tile.step) * clocks + TILE_CLOCKS)
-        if best is None or time < best[0]:
-            best = time, tile
-    return best[1]
-
-
-def product(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """out = A B (+ bias + residual), or out += A B if `add`, with the tile that best_tile chooses.
-
-    Matrices as in sm80_product.
-    """
-    m, n = out.shape
-    k = a.shape[0] if a_mn else a.shape[1]
-    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
-    kinds = (a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None)
-    sm80_product(best_tile(m, n, k, *kinds, processors(), shared_limit()), a, b, out, bias, residual)
-
-
-@functools.cache
-def _nothing(dimensions):
+def _unused(dimensions):
     """An array of one element that stands for an argument left out."""
     return device.xp().zeros((1,) * dimensions, np.int32)
 
 
-def sm80_product(tile, a, b, out, bias=None, residual=None):
-    """out = A B (+ bias + residual), or += where the Tile says "add", by the kernel of `tile`.
+def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """out = A B (+ bias + residual), or out += A B if `add`, with the config that best_config chooses.
 
-    a: (M, K), or (K, M) if tile.a_mn; b: (N, K), or (K, N) if tile.b_mn; out (M, N); bias (N,), residual
+    Matrices as in gemm_with_config.
+    """
+    m, n = out.shape
+    k = a.shape[0] if a_mn else a.shape[1]
+    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
+    kinds = a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None
+    gemm_with_config(
+        best_config(m, n, k, *kinds, device.sm_count(), device.max_shared_bytes()), a, b, out, bias, residual
+    )
+
+
+def gemm_with_config(config, a, b, out, bias=None, residual=None):
+    """out = A B (+ bias + residual), or += where the config says "add", by the kernel of `config`.
+
+    a: (M, K), or (K, M) if config.a_mn; b: (N, K), or (K, N) if config.b_mn; out (M, N); bias (N,), residual
     (M, N) of a's dtype; may be out itself. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
     """
     m, n = out.shape
-    k = a.shape[0] if tile.a_mn else a.shape[1]
+    k = a.shape[0] if config.a_mn else a.shape[1]
     launch(
-        sm80_product_kernel(tile),
-        -(-m // tile.rows) * -(-n // tile.columns),
-        tile.threads,
+        gemm_sm80_kernel(config),
+        -(-m // config.rows) * -(-n // config.columns),
+        config.threads,
         a,
         b,
         out,
-        _nothing(1) if bias is None else bias.view(np.int32),
-        _nothing(2) if residual is None else residual,
+        _unused(1) if bias is None else bias.view(np.int32),
+        _unused(2) if residual is None else residual,
         m,
         n,
         k,
-        shared=tile.shared_bytes,
+        shared=config.shared_bytes,
     )
+
+
+# Former names, for callers that have not moved.
+shared_limit, product = device.max_shared_bytes, gemm

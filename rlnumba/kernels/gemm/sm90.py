@@ -24,7 +24,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
-from rlnumba.kernels.gemm.scheduler import sm_count, tile_coordinates, udiv
+from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config, gemm_layout
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
@@ -44,7 +44,7 @@ from rlnumba.kernels.ptx.sm90 import (
     warp_uniform,
 )
 from rlnumba.kernels.ptx.tensor_map import tensor_map
-from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait
+from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -64,13 +64,8 @@ LARGE_WEIGHT = 1 << 23
 def load_functions(config):
     """(load_a, load_b): the device functions that load the boxes of a tile and a stage to `target`."""
     columns, panels, rows, tile_columns = config.columns, config.panels, config.rows, config.tile_columns
-    a_mn, b_mn, swiglu, consumers, eight_rows = (
-        config.a_mn,
-        config.b_mn,
-        config.swiglu,
-        config.consumers,
-        config.eight_rows,
-    )
+    a_mn, b_mn, swiglu = config.a_mn, config.b_mn, config.swiglu
+    consumers, eight_rows = config.consumers, config.eight_rows
 
     @device_function
     def load_a(target, a, tile_row, tile_column, step, full, n):
@@ -179,12 +174,8 @@ def main_loop_function(config):
 @functools.cache
 def consumer_function(config):
     """The device function of a consumer warpgroup: all of its tiles, from the main loop to the stores."""
-    columns, rows, tile_columns, staged_columns = (
-        config.columns,
-        config.rows,
-        config.tile_columns,
-        config.staged_columns,
-    )
+    columns, rows = config.columns, config.rows
+    tile_columns, staged_columns = config.tile_columns, config.staged_columns
     a_bytes, staged_bytes, prefetched_columns = config.a_bytes, config.staged_bytes, config.prefetched_columns
     prefetches, layout = config.prefetches, gemm_layout(config)
     accumulators, residual_words = columns // 2, columns // 4 if config.residual and not prefetches else 1
@@ -239,13 +230,8 @@ def consumer_function(config):
 @specialize
 def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
-    rows, tile_columns, steps, consumers, stages = (
-        config.rows,
-        config.tile_columns,
-        config.steps,
-        config.consumers,
-        config.stages,
-    )
+    rows, tile_columns, steps = config.rows, config.tile_columns, config.steps
+    consumers, stages = config.consumers, config.stages
     reallocates_registers, a_bytes, b_bytes = config.reallocates_registers, config.a_bytes, config.b_bytes
     layout = gemm_layout(config)
     init_ring, _ = ring(stages)
@@ -310,7 +296,7 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     k = a.shape[0] if a_mn else a.shape[1]
     output = "add" if add else "same" if out.dtype == a.dtype else "float32"
     kinds = a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None
-    gemm_with_config(best_config(m, n, k, *kinds, sm_count()), a, b, out, bias, residual)
+    gemm_with_config(best_config(m, n, k, *kinds, device.sm_count()), a, b, out, bias, residual)
 
 
 def gemm_swiglu(x, weight, gate_up, out):
@@ -320,7 +306,7 @@ def gemm_swiglu(x, weight, gate_up, out):
     bytes long. M, F and K > 0.
     """
     (m, k), n = x.shape, out.shape[1]
-    config = best_config(m, n, k, x.dtype.name, False, False, "same", False, False, sm_count(), True)
+    config = best_config(m, n, k, x.dtype.name, False, False, "same", False, False, device.sm_count(), True)
     gemm_with_config(config, x, weight, gate_up, residual=out)
 
 
@@ -349,7 +335,7 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
     residual_by_tma = staged and (config.residual or config.swiglu)
     launch(
         gemm_sm90_kernel(config),
-        min(tiles, blocks or sm_count() * config.blocks_per_sm),
+        min(tiles, blocks or device.sm_count() * config.blocks_per_sm),
         (config.consumers + 1) * WARPGROUP,
         a_map,
         b_map,
@@ -369,5 +355,5 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
 
 
 # Former names, for callers that have not moved.
-Tile, place, processors = Sm90GemmConfig, tile_coordinates, sm_count
+Tile, place, processors = Sm90GemmConfig, tile_coordinates, device.sm_count
 product, sm90_product = gemm, gemm_with_config

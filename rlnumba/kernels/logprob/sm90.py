@@ -26,7 +26,6 @@ import math
 import numpy as np
 
 from rlnumba.kernels.checks import CHUNK, is_16_byte_aligned
-from rlnumba.kernels.gemm.scheduler import sm_count
 from rlnumba.kernels.gemm.sm90 import gemm
 from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, RESULTS, LogprobConfig, can_stagger, logprob_kernel
 from rlnumba.kernels.logprob.sm90_rows import (
@@ -91,7 +90,7 @@ def _launch(
     unused = current().own(Unused)
     launch(
         logprob_kernel(config),
-        min(tiles, sm_count()),
+        min(tiles, device.sm_count()),
         (config.consumers + 1) * WARPGROUP,
         tensor_map(a, a_rows, 64),
         tensor_map(b, 64 if split_k else TILE_COLUMNS, 64),
@@ -162,7 +161,7 @@ def chunk_columns(rows, width, vocabulary, tile_rows=128, tile_columns=256):
     best = None
     for columns in range(TILE_COLUMNS * -(-most // (2 * TILE_COLUMNS)), most + 1, TILE_COLUMNS):
         tiles = -(-columns // tile_rows) * -(-width // tile_columns)
-        filled = tiles / (-(-tiles // sm_count()) * sm_count())
+        filled = tiles / (-(-tiles // device.sm_count()) * device.sm_count())
         if best is None or filled >= best[0]:
             best = filled, columns
     return best[1]
@@ -211,7 +210,7 @@ def one_pass_shape(width, vocabulary, tile_rows=128):
         rounds, tiles = -(-pitch // STEPS), rows // tile_rows * -(-width // TILE_COLUMNS)
         _, longest = split_k_rounds(rounds, tiles, splits)
         # dweight's traffic grows with the number of blocks, dhidden's time with the share of idle SMs.
-        cost = longest * sm_count() / (tiles * rounds) + 0.5 * 768 / rows
+        cost = longest * device.sm_count() / (tiles * rounds) + 0.5 * 768 / rows
         if best is None or cost < best[0]:
             best = cost, rows, splits
     return best[1:]
@@ -226,8 +225,8 @@ def split_k_rounds(rounds, tiles, splits):
     candidates = []
     for count in range(1, splits + 1):
         length = -(-rounds // count)
-        candidates.append((-(-tiles * count // sm_count()) * length, length))
-        idle = sm_count() - tiles * (count - 1)
+        candidates.append((-(-tiles * count // device.sm_count()) * length, length))
+        idle = device.sm_count() - tiles * (count - 1)
         if 0 < idle < tiles:
             last_tiles = -(-tiles // idle)
             length = -(-rounds * last_tiles // ((count - 1) * last_tiles + 1))

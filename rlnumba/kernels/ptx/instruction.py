@@ -12,7 +12,7 @@ import inspect
 
 from rlnumba.runtime import device
 
-SIMULATED = device.name() == "sim"
+SIMULATED = device.simulated()
 
 if SIMULATED:
     from rlnumba.runtime.simulator import warp_wide

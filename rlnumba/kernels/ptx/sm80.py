@@ -44,6 +44,8 @@ from rlnumba.runtime import device
 
 # Bytes that one copy moves, and a line of a fragment's half.
 CHUNK = 16
+# Shared memory of an SM that the system keeps for each block.
+SYSTEM_BYTES = 1024
 
 if SIMULATED:
     from rlnumba.runtime.simulator import this_thread

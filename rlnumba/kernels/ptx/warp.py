@@ -518,6 +518,12 @@ def cvt_unpack(element):
     return unpack_two
 
 
+@device_function
+def udiv(number, by):
+    """The quotient of int32 numbers, not negative: unsigned ones are divided in 32 bits, without a branch."""
+    return np.int32(np.uint32(number) // np.uint32(by))
+
+
 def access_length(columns, *arrays):
     """How many elements one access may move: what divides `columns`, fits into 16 bytes, and suits every address.
 

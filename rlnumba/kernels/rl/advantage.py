@@ -1,12 +1,11 @@
-"""From rewards to advantages: how much better a completion is than the others of its prompt.
+"""From rewards to advantages: a completion's reward relative to those of the other completions of its prompt.
 
     r = sum over functions of weight * reward, without the NaN (a function that gave None); NaN if all are
     A = r - mean(group)                                      scale_rewards "none" (Dr. GRPO)
     A = (r - mean(group)) / (std(group) + 1e-4)              "group" (GRPO)
     A = (r - mean(group)) / (std(all) + 1e-4)                "batch"
 
-A completion whose reward is NaN takes no part in mean and std, and its advantage is 0. std divides by n - 1;
-std="population" divides by n and adds 1e-8 in place of 1e-4, as TRL's asynchronous trainer does.
+A completion whose reward is NaN is left out of mean and std, and its advantage is 0. std divides by n - 1.
 "normalize_then_sum" (GDPO) instead turns each function's rewards into
 z = (r - mean(group)) / (std(group) + 1e-4), adds those up with the weights, and scales the sums to the batch's
 mean 0 and standard deviation 1.
@@ -30,8 +29,8 @@ from rlnumba.runtime.launch import launch
 THREADS = 128
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-# What is taken from n in the variance, and what is added to the standard deviation.
-STDS = {"sample": (1, 1e-4), "population": (0, 1e-8)}
+# Added to the standard deviation that an advantage is divided by, as in TRL.
+EPSILON = 1e-4
 
 
 @cuda.jit
@@ -49,10 +48,10 @@ def reward_sum_kernel(rewards_per_func, weights, rewards):
 
 
 @cuda.jit
-def normalize_functions_kernel(rewards_per_func, num_generations, ddof, epsilon, z):
+def normalize_functions_kernel(rewards_per_func, num_generations, epsilon, z):
     """z = (r - mean) / (std + epsilon) within a group, for each function apart; a thread owns group and function.
 
-    As in group_mean_std the mean is taken of distances from the lowest reward.
+    As in group_mean_std the mean is that of the distances from the lowest reward.
     """
     functions = z.shape[1]
     index = cuda.grid(1)
@@ -76,7 +75,7 @@ def normalize_functions_kernel(rewards_per_func, num_generations, ddof, epsilon,
             if not math.isnan(rewards_per_func[row, function]):
                 difference = rewards_per_func[row, function] - mean
                 squares += difference * difference
-        std = math.sqrt(squares / max(count - np.float32(ddof), one))
+        std = math.sqrt(squares / max(count - one, one))
         for row in range(first, first + num_generations):
             z[row, function] = (rewards_per_func[row, function] - mean) / (std + epsilon)
 
@@ -94,7 +93,7 @@ def advantage_kernel(rewards, rows_per_mean, mean, rows_per_std, std, scale, eps
 
 @cuda.jit
 def rloo_kernel(rewards, num_generations, advantages):
-    """A thread owns a completion and adds up the rewards of the others in its group."""
+    """A thread owns a completion and sums the rewards of the others in its group, in their order."""
     row = cuda.grid(1)
     if row < rewards.shape[0]:
         first = row // num_generations * num_generations
@@ -118,25 +117,19 @@ def group_advantages(
     advantages,
     group_std,
     scale_rewards="group",
-    std="sample",
     aggregation="sum_then_normalize",
 ):
     """rewards = the weighted sums; advantages = their distance from the group's mean, scaled.
 
     rewards_per_func (B, F), NaN where a function gave None; weights (F,); rewards, advantages (B,) and group_std
     (B / num_generations,), all float32; the last three are written. group_std is the standard deviation of a
-    group's rewards whatever scale_rewards is: 0 means that the group teaches nothing, as does a group with fewer
-    than two rewards. Raises ValueError for other shapes, dtypes or words, and where num_generations does not
-    divide B.
+    group's rewards whatever scale_rewards is: where it is 0, as with fewer than two rewards, all advantages of the
+    group are 0. Raises ValueError for other shapes, dtypes or options, and where num_generations does not divide B.
     """
     samples, functions = check("group_advantages", "rewards_per_func", rewards_per_func, (None, None), F32)
     if num_generations < 1 or samples % num_generations:
         raise ValueError(f"group_advantages: num_generations {num_generations} does not divide {samples} completions")
-    for name, value, known in (
-        ("scale_rewards", scale_rewards, SCALES),
-        ("std", std, tuple(STDS)),
-        ("aggregation", aggregation, AGGREGATIONS),
-    ):
+    for name, value, known in (("scale_rewards", scale_rewards, SCALES), ("aggregation", aggregation, AGGREGATIONS)):
         if value not in known:
             raise ValueError(f"group_advantages: {name} must be one of {', '.join(known)}, got {value!r}")
     groups = samples // num_generations
@@ -144,10 +137,9 @@ def group_advantages(
     check("group_advantages", "rewards", rewards, (samples,), F32)
     check("group_advantages", "advantages", advantages, (samples,), F32)
     check("group_advantages", "group_std", group_std, (groups,), F32)
-    ddof, epsilon = STDS[std]
     if device.name() == "cpu":
         rewards[...], advantages[...], group_std[...] = group_advantages_ref(
-            rewards_per_func, weights, num_generations, scale_rewards, std, aggregation
+            rewards_per_func, weights, num_generations, scale_rewards, aggregation
         )
         return
     if not samples:
@@ -157,53 +149,22 @@ def group_advantages(
     launch(reward_sum_kernel, blocks, THREADS, rewards_per_func, weights, rewards)
     group_mean = xp.empty(groups, np.float32)
     batch_mean, batch_std = xp.empty(1, np.float32), xp.empty(1, np.float32)
-    group_mean_std(rewards.reshape(groups, num_generations), group_mean, group_std, ddof)
+    group_mean_std(rewards.reshape(groups, num_generations), group_mean, group_std)
     if aggregation == "normalize_then_sum":
-        z = xp.empty_like(rewards_per_func)
-        threads = groups * functions
+        z, threads = xp.empty_like(rewards_per_func), groups * functions
         launch(
-            normalize_functions_kernel,
-            -(-threads // THREADS),
-            THREADS,
-            rewards_per_func,
-            num_generations,
-            ddof,
-            epsilon,
-            z,
+            normalize_functions_kernel, -(-threads // THREADS), THREADS, rewards_per_func, num_generations, EPSILON, z
         )
         launch(reward_sum_kernel, blocks, THREADS, z, weights, advantages)
-        group_mean_std(advantages.reshape(1, samples), batch_mean, batch_std, ddof)
-        launch(
-            advantage_kernel,
-            blocks,
-            THREADS,
-            advantages,
-            samples,
-            batch_mean,
-            samples,
-            batch_std,
-            1,
-            epsilon,
-            advantages,
-        )
-        return
-    rows_per_std, used_std = num_generations, group_std
-    if scale_rewards == "batch":
-        group_mean_std(rewards.reshape(1, samples), batch_mean, batch_std, ddof)
-        rows_per_std, used_std = samples, batch_std
-    launch(
-        advantage_kernel,
-        blocks,
-        THREADS,
-        rewards,
-        num_generations,
-        group_mean,
-        rows_per_std,
-        used_std,
-        int(scale_rewards != "none"),
-        epsilon,
-        advantages,
-    )
+        group_mean_std(advantages.reshape(1, samples), batch_mean, batch_std)
+        scaled = advantages, samples, batch_mean, samples, batch_std
+    elif scale_rewards == "batch":
+        group_mean_std(rewards.reshape(1, samples), batch_mean, batch_std)
+        scaled = rewards, num_generations, group_mean, samples, batch_std
+    else:
+        scaled = rewards, num_generations, group_mean, num_generations, group_std
+    divides = int(aggregation == "normalize_then_sum" or scale_rewards != "none")
+    launch(advantage_kernel, blocks, THREADS, *scaled, divides, EPSILON, advantages)
 
 
 def rloo_advantages(rewards, num_generations, advantages):
@@ -224,17 +185,16 @@ def rloo_advantages(rewards, num_generations, advantages):
 
 
 def group_advantages_ref(
-    rewards_per_func, weights, num_generations, scale_rewards="group", std="sample", aggregation="sum_then_normalize"
+    rewards_per_func, weights, num_generations, scale_rewards="group", aggregation="sum_then_normalize"
 ):
     """(rewards, advantages, group_std) of group_advantages, in rewards_per_func's precision."""
-    ddof, epsilon = STDS[std]
 
     def weighted(values):
         total = np.nansum(values * weights, axis=1)
         return np.where(np.isnan(values).all(axis=1), np.nan, total)
 
     def spread(values, size):
-        return (np.repeat(part, size) for part in group_mean_std_ref(values.reshape(-1, size), ddof))
+        return (np.repeat(part, size) for part in group_mean_std_ref(values.reshape(-1, size)))
 
     rewards = weighted(rewards_per_func)
     mean, deviation = spread(rewards, num_generations)
@@ -242,13 +202,13 @@ def group_advantages_ref(
     if aggregation == "normalize_then_sum":
         columns = [spread(column, num_generations) for column in rewards_per_func.T]
         means, deviations = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
-        normalized = weighted((rewards_per_func - means) / (deviations + epsilon))
+        normalized = weighted((rewards_per_func - means) / (deviations + EPSILON))
         mean, deviation = spread(normalized, max(len(normalized), 1))
-        advantages = (normalized - mean) / (deviation + epsilon)
+        advantages = (normalized - mean) / (deviation + EPSILON)
     else:
         if scale_rewards == "batch":
             _, deviation = spread(rewards, max(len(rewards), 1))
-        advantages = (rewards - mean) / (1.0 if scale_rewards == "none" else deviation + epsilon)
+        advantages = (rewards - mean) / (1.0 if scale_rewards == "none" else deviation + EPSILON)
     return rewards, np.nan_to_num(advantages, nan=0.0), group_std
 
 

@@ -3,10 +3,9 @@
     delta_t = reward_t + gamma value_{t+1} - value_t          A_t = delta_t + gamma lambda A_{t+1}
     return_t = A_t + value_t
 
-with value and A 0 after the last token of a sequence. The recurrence runs backwards; a warp takes 32 tokens at a
+with value and A 0 after the last token of a sequence. The recurrence runs backwards; a warp computes 32 tokens at a
 time. With f = gamma lambda, adding f^d times the value of the lane d further on, for d = 1, 2, 4, 8, 16, leaves in
-lane l the sum of f^(j - l) delta_j over the lanes j >= l; what the later tokens add is f^(32 - l) A of the first
-of them.
+lane l the sum of f^(j - l) delta_j over the lanes j >= l; the later tokens add f^(32 - l) A of the first of them.
 
 All arrays (N,) float32, packed; sequence i is cu_seqlens[i]:cu_seqlens[i + 1].
 """
@@ -22,21 +21,21 @@ from rlnumba.runtime.launch import launch
 
 @cuda.jit
 def gae_kernel(rewards, values, cu_seqlens, gamma, lam, advantages, returns):
-    """A warp owns a sequence, which it walks from its end in steps of 32 tokens; a lane owns a token of a step."""
+    """A warp owns a sequence, in chunks of 32 tokens from its end; a lane owns a token of a chunk."""
     lane = cuda.threadIdx.x
     begin = cu_seqlens[cuda.blockIdx.x]
     end = cu_seqlens[cuda.blockIdx.x + 1]
     zero = np.float32(0.0)
     factor = gamma * lam
-    # f^(32 - lane), by as many factors.
+    # f^(32 - lane), as a product of 32 - lane factors.
     reach = np.float32(1.0)
     for _ in range(32 - lane):
         reach *= factor
     carry = zero
-    steps = (end - begin + 31) // 32
-    for step in range(steps):
-        n = end - 32 * (step + 1) + lane
-        # The lanes before the sequence's begin, in its first step, add nothing to the lanes after them.
+    chunks = (end - begin + 31) // 32
+    for chunk in range(chunks):
+        n = end - 32 * (chunk + 1) + lane
+        # Lanes before the sequence's begin, in its first chunk, add nothing to the lanes after them.
         total = zero
         if n >= begin:
             total = rewards[n] - values[n]
@@ -74,15 +73,15 @@ def gae(rewards, values, cu_seqlens, gamma, lam, advantages, returns):
 
 
 def gae_ref(rewards, values, cu_seqlens, gamma, lam):
-    """(advantages, returns) of gae, in float64; all sequences at once, a step a position from the end."""
+    """(advantages, returns) of gae, in float64; all sequences at once, position by position from the end."""
     advantages = np.zeros(len(rewards))
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     carry, next_value = np.zeros(len(begins)), np.zeros(len(begins))
     for back in range(1, np.max(ends - begins, initial=0) + 1):
-        alive = ends - back >= begins
-        n = ends[alive] - back
-        delta = rewards[n] + gamma * next_value[alive] - values[n]
-        carry[alive] = delta + gamma * lam * carry[alive]
-        next_value[alive] = values[n]
-        advantages[n] = carry[alive]
+        valid = ends - back >= begins
+        n = ends[valid] - back
+        delta = rewards[n] + gamma * next_value[valid] - values[n]
+        carry[valid] = delta + gamma * lam * carry[valid]
+        next_value[valid] = values[n]
+        advantages[n] = carry[valid]
     return advantages, advantages + values

@@ -18,8 +18,8 @@ sequence, and c the importance ratio,
     correction = exp(old - roll) of the token, or of the sum over the sequence: clipped ("truncate") or 0
                  outside the bounds ("mask"); part of w in vespo
 
-What differs among grpo, bnpo, dr_grpo, dapo and luspo is the weight of a token; policy_loss_scale has the
-table. Masked tokens are left out before any exp, so garbage there does no harm.
+grpo, bnpo, dr_grpo, dapo and luspo differ in the weight of a token: the table is in policy_loss_scale. Masked
+tokens are skipped before any exp, so their log-probs may be arbitrary.
 
 All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is
 float32, reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO),
@@ -28,7 +28,7 @@ Yu et al. 2025 (DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), Min
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from rlnumba.kernels.checks import F32, I32, check
 from rlnumba.kernels.ptx.warp import block_max, block_sum, device_function, warp_max, warp_sum
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, specialize
 
 # Threads that share a sequence.
 THREADS = 128
@@ -54,7 +54,6 @@ FORMS = {
     "sapo": SAPO,
     "vespo": VESPO,
 }
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 # Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
 # clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
@@ -63,82 +62,67 @@ DIFFERENCE_MAX, CORRECTION_MAX, CLIPPED_HIGH_MAX = range(9, 12)
 CORRECTION_MIN, CLIPPED_LOW_MIN = range(12, 14)
 SUMS, EXTREMES, METRICS = 9, 12, 14
 
-# What a maximum or minimum of nothing is; policy_metrics leaves such values out.
+# Identity of max and, negated, of min; policy_metrics leaves such values out.
 NOTHING = np.float32(3.0e38)
 LOG_RATIO_LIMIT = np.float32(20.0)
 LOG_SMALLEST = np.float32(math.log(1e-8))
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    """Which loss, with TRL's names and meanings; None switches a term off.
+class LossTerms(NamedTuple):
+    """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
-    epsilon_high: None means epsilon; for cispo it is the absolute cap of the ratio (ScaleRL: 5.0).
-    max_completion_length: tokens, needed by dr_grpo. importance_sampling_correction: None or one of CORRECTIONS,
-    with its bounds. Raises ValueError for values that contradict each other.
+    form: of FORMS. ratio_range: (low, high), outside of which a ratio counts as clipped. delta: infinite if not set.
+    if_positive, if_negative: (temperature,) of sapo or (k, lambda) of vespo, by the sign of the advantage.
+    beta: 0 without a reference. correction_level: "token", "sequence" or "" for none; correction_truncates: whether
+    it is clamped to correction_range or 0 outside. off_policy_threshold: infinite if not set.
     """
 
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = False
-    max_completion_length: int | None = None
-    importance_sampling_correction: str | None = None
-    importance_sampling_clip_max: float | None = 3.0
-    importance_sampling_clip_min: float | None = None
-    off_policy_mask_threshold: float | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    form: int
+    sequence_level: bool
+    per_sequence_mean: bool
+    ratio_range: tuple[float, float]
+    delta: float
+    if_positive: tuple[float, ...]
+    if_negative: tuple[float, ...]
+    beta: float
+    bias_correction: bool
+    correction_level: str
+    correction_truncates: bool
+    correction_range: tuple[float, float]
+    off_policy_threshold: float
 
-    def __post_init__(self):
-        def expect(holds, message):
-            if not holds:
-                raise ValueError(f"policy_loss: {message}")
 
-        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
-        expect(self.loss_type in FORMS, f"loss_type must be one of {', '.join(FORMS)}, got {self.loss_type!r}")
-        expect(
-            self.importance_sampling_level in ("token", "sequence"),
-            f"importance_sampling_level must be token or sequence, got {self.importance_sampling_level!r}",
-        )
-        expect(
-            self.importance_sampling_correction in (None, *CORRECTIONS),
-            f"importance_sampling_correction must be None or one of {', '.join(CORRECTIONS)}, "
-            f"got {self.importance_sampling_correction!r}",
-        )
-        expect(
-            low is None or high is None or low < high,
-            f"importance_sampling_clip_min must be below importance_sampling_clip_max, got {low} and {high}",
-        )
-        expect(
-            self.loss_type != "dr_grpo" or (self.max_completion_length or 0) > 0,
-            f"dr_grpo needs max_completion_length > 0, got {self.max_completion_length}",
-        )
-
-    @property
-    def sequence_level(self):
-        return self.importance_sampling_level == "sequence"
-
-    @property
-    def per_sequence_mean(self):
-        """Whether a token's weight has its sequence's number of tokens under it."""
-        return self.loss_type in ("grpo", "sapo")
-
-    @property
-    def upper(self):
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
-    def correction_bounds(self):
-        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
-        return -math.inf if low is None else low, math.inf if high is None else high
+def loss_terms(config):
+    """The LossTerms of a PolicyLossConfig."""
+    form = FORMS[config.loss_type]
+    ratio_range = -math.inf, math.inf
+    if form == CLIP:
+        ratio_range = 1.0 - config.epsilon, 1.0 + config.clip_high
+    elif form == CISPO:
+        # The cap of the ratio itself.
+        ratio_range = -math.inf, config.clip_high
+    if_positive, if_negative = {
+        SAPO: ((config.sapo_temperature_pos,), (config.sapo_temperature_neg,)),
+        VESPO: ((config.vespo_k_pos, config.vespo_lambda_pos), (config.vespo_k_neg, config.vespo_lambda_neg)),
+    }.get(form, ((), ()))
+    level, _, bounds = (config.importance_sampling_correction or "").partition("_")
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    return LossTerms(
+        form,
+        sequence_level=config.importance_sampling_level == "sequence",
+        per_sequence_mean=config.loss_type in ("grpo", "sapo"),
+        ratio_range=ratio_range,
+        delta=math.inf if config.delta is None or form != CLIP else config.delta,
+        if_positive=if_positive,
+        if_negative=if_negative,
+        beta=config.beta,
+        bias_correction=bool(config.beta) and config.use_bias_correction_kl,
+        correction_level=level,
+        correction_truncates=bounds == "truncate",
+        correction_range=(-math.inf if low is None else low, math.inf if high is None else high) if level else (),
+        off_policy_threshold=math.inf if config.off_policy_mask_threshold is None else config.off_policy_mask_threshold,
+    )
 
 
 def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num_micro_batches):
@@ -169,46 +153,12 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
 
 @device_function
 def clamp(value, low, high):
-    """value within [low, high]; a NaN stays one, where a GPU's min and max would give a bound."""
+    """value within [low, high]; a NaN stays NaN, where a GPU's min and max would return a bound."""
     if value < low:
         return low
     if value > high:
         return high
     return value
-
-
-@device_function
-def clip_surrogate(ratio, advantage, low, high, delta):
-    """(loss, d loss / d ratio) of the clipped surrogate; where both branches are equal, the slope of the first."""
-    if math.isnan(ratio):
-        return ratio, ratio
-    capped = min(ratio, delta) * advantage
-    clipped = clamp(ratio, low, high) * advantage
-    slope = np.float32(0.0)
-    if capped <= clipped:
-        if ratio <= delta:
-            slope = -advantage
-    elif low <= ratio and ratio <= high:
-        slope = -advantage
-    return -min(capped, clipped), slope
-
-
-@device_function
-def soft_surrogate(ratio, advantage, temperature):
-    """(loss, d loss / d ratio) of sapo."""
-    gate = np.float32(1.0) / (np.float32(1.0) + math.exp(-temperature * (ratio - np.float32(1.0))))
-    slope = -advantage * np.float32(4.0) * gate * (np.float32(1.0) - gate)
-    return -gate * np.float32(4.0) / temperature * advantage, slope
-
-
-@device_function
-def bounded(ratio, truncate, low, high):
-    """The correction's ratio within its bounds (truncate), or 0 outside them."""
-    if truncate:
-        return clamp(ratio, low, high)
-    if ratio < low or ratio > high:
-        return np.float32(0.0)
-    return ratio
 
 
 @device_function
@@ -219,221 +169,289 @@ def bounded_log(ratio):
     return clamp(np.float32(math.log(ratio)), LOG_SMALLEST, LOG_RATIO_LIMIT)
 
 
-@cuda.jit
-def policy_loss_kernel(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    rollout_logprobs,
-    advantages,
-    loss_mask,
-    cu_seqlens,
-    form,
-    sequence_level,
-    per_sequence_mean,
-    correct_tokens,
-    correct_sequence,
-    truncate,
-    bias_correction,
-    scale,
-    low,
-    high,
-    delta,
-    beta,
-    correction_low,
-    correction_high,
-    off_policy_threshold,
-    temperature_pos,
-    temperature_neg,
-    k_pos,
-    lambda_pos,
-    k_neg,
-    lambda_neg,
-    dlogprobs,
-    sequence_stats,
-):
-    """A block owns a sequence, a thread every THREADS-th token of it.
+def correction_function(terms):
+    """The device function that bounds exp(difference), the importance-sampling correction of a log-prob difference."""
+    if not terms.correction_level:
+        return None
+    low, high = (np.float32(bound) for bound in terms.correction_range)
+    truncates = terms.correction_truncates
 
-    Pass 1 adds up what belongs to the sequence as a whole (tokens, log-ratios); pass 2 computes each token's
-    loss and the part of its gradient that is its own; at sequence level pass 3 spreads the gradient of the
-    common ratio over the tokens. Sums: a thread's tokens in order, then block_sum.
+    @device_function
+    def correction_of(difference):
+        ratio = np.float32(math.exp(difference))
+        if truncates:
+            return clamp(ratio, low, high)
+        if ratio < low or ratio > high:
+            return ZERO
+        return ratio
+
+    return correction_of
+
+
+def surrogate_function(terms):
+    """The device function (ratio, logprob, advantage, phi) -> (loss, d loss / d ratio, d loss / d logprob) of a token.
+
+    phi: vespo's weight of the sequence. The third value is the derivative where the ratio is a constant.
     """
-    scratch = cuda.shared.array(32, np.float32)
-    sequence = cuda.blockIdx.x
-    thread = cuda.threadIdx.x
-    begin = cu_seqlens[sequence]
-    end = cu_seqlens[sequence + 1]
-    advantage = advantages[sequence]
-    zero = np.float32(0.0)
-    one = np.float32(1.0)
+    low, high = (np.float32(bound) for bound in terms.ratio_range)
+    delta = np.float32(terms.delta)
 
-    tokens = zero
-    log_ratio = zero
-    log_ratio_limited = zero
-    log_correction = zero
-    log_correction_limited = zero
-    drift = zero
-    for n in range(begin + thread, end, THREADS):
-        mask = np.float32(loss_mask[n])
-        if mask != zero:
-            change = logprobs[n] - old_logprobs[n]
-            tokens += mask
-            log_ratio += mask * change
-            log_ratio_limited += mask * clamp(change, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            drift += mask * (rollout_logprobs[n] - logprobs[n])
-            difference = old_logprobs[n] - rollout_logprobs[n]
-            log_correction += mask * difference
-            if correct_tokens:
-                ratio = bounded(np.float32(math.exp(difference)), truncate, correction_low, correction_high)
-                log_correction_limited += mask * bounded_log(ratio)
-    tokens = block_sum(tokens, scratch)
-    log_ratio = block_sum(log_ratio, scratch)
-    drift = block_sum(drift, scratch)
-    divisor = max(tokens, one)
-    sequence_ratio = np.float32(math.exp(log_ratio / divisor))
-    keep = one
-    if advantage < zero and drift / divisor > off_policy_threshold:
-        keep = zero
-    sequence_correction = one
-    if correct_sequence:
-        log_correction = block_sum(log_correction, scratch)
-        sequence_correction = bounded(np.float32(math.exp(log_correction)), truncate, correction_low, correction_high)
+    @device_function
+    def clip(ratio, logprob, advantage, phi):
+        # Where both branches of the minimum are equal, the slope is that of the first.
+        if math.isnan(ratio):
+            return ratio, ratio, ZERO
+        capped = min(ratio, delta) * advantage
+        clipped = clamp(ratio, low, high) * advantage
+        slope = ZERO
+        if capped <= clipped:
+            if ratio <= delta:
+                slope = -advantage
+        elif low <= ratio and ratio <= high:
+            slope = -advantage
+        return -min(capped, clipped), slope, ZERO
 
-    temperature = temperature_neg
-    if advantage > zero:
-        temperature = temperature_pos
-    phi = one
-    if form == VESPO:
-        k = k_neg
-        lam = lambda_neg
-        if advantage >= zero:
-            k = k_pos
-            lam = lambda_pos
-        log_weight = block_sum(log_ratio_limited, scratch)
-        if correct_tokens:
-            log_weight += block_sum(log_correction_limited, scratch)
+    @device_function
+    def cispo(ratio, logprob, advantage, phi):
+        gradient = -advantage * clamp(ratio, low, high)
+        return gradient * logprob, ZERO, gradient
+
+    @device_function
+    def vespo(ratio, logprob, advantage, phi):
+        gradient = -advantage * phi
+        return gradient * logprob, ZERO, gradient
+
+    if terms.form != SAPO:
+        return {CLIP: clip, CISPO: cispo, VESPO: vespo}[terms.form]
+    (temperature_pos,), (temperature_neg,) = np.float32(terms.if_positive), np.float32(terms.if_negative)
+
+    @device_function
+    def sapo(ratio, logprob, advantage, phi):
+        temperature = temperature_pos if advantage > ZERO else temperature_neg
+        gate = ONE / (ONE + math.exp(-temperature * (ratio - ONE)))
+        slope = -advantage * np.float32(4.0) * gate * (ONE - gate)
+        return -gate * np.float32(4.0) / temperature * advantage, slope, ZERO
+
+    return sapo
+
+
+def sequence_function(terms):
+    """The device function that computes what the tokens of a sequence share, from sums over them (pass 1)."""
+    correction_of = correction_function(terms)
+    vespo, sequence_level = terms.form == VESPO, terms.sequence_level
+    correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
+    threshold, masks_off_policy = np.float32(terms.off_policy_threshold), terms.off_policy_threshold < math.inf
+    (k_pos, lambda_pos), (k_neg, lambda_neg) = (
+        np.float32(pair if vespo else (0.0, 0.0)) for pair in (terms.if_positive, terms.if_negative)
+    )
+
+    @device_function
+    def sequence_terms(logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch):
+        """(tokens, ratio, correction, keep, phi) of tokens [begin, end); ratio and correction at sequence level."""
+        tokens = ZERO
+        log_ratio = ZERO
+        log_ratio_limited = ZERO
+        log_correction = ZERO
+        log_correction_limited = ZERO
+        drift = ZERO
+        for n in range(begin + cuda.threadIdx.x, end, THREADS):
+            mask = np.float32(loss_mask[n])
+            if mask != ZERO:
+                change = logprobs[n] - old_logprobs[n]
+                difference = old_logprobs[n] - rollout_logprobs[n]
+                tokens += mask
+                log_ratio += mask * change
+                log_ratio_limited += mask * clamp(change, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+                drift += mask * (rollout_logprobs[n] - logprobs[n])
+                log_correction += mask * difference
+                if vespo and correct_tokens:
+                    log_correction_limited += mask * bounded_log(correction_of(difference))
+        tokens = block_sum(tokens, scratch)
+        divisor = max(tokens, ONE)
+        ratio = ONE
+        if sequence_level:
+            ratio = np.float32(math.exp(block_sum(log_ratio, scratch) / divisor))
+        keep = ONE
+        if masks_off_policy and block_sum(drift, scratch) / divisor > threshold and advantage < ZERO:
+            keep = ZERO
+        correction = ONE
         if correct_sequence:
-            log_weight += bounded_log(sequence_correction)
-        log_weight = clamp(log_weight, LOG_SMALLEST, LOG_RATIO_LIMIT)
-        phi = np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
-
-    weight = scale
-    if per_sequence_mean:
-        weight = scale / divisor
-    loss = zero
-    shared_slope = zero
-    clipped_low = zero
-    clipped_high = zero
-    kl_sum = zero
-    difference_sum = zero
-    difference_max = -NOTHING
-    correction_sum = zero
-    correction_max = -NOTHING
-    correction_min = NOTHING
-    for n in range(begin + thread, end, THREADS):
-        mask = np.float32(loss_mask[n])
-        gradient = zero
-        if mask != zero:
-            ratio = sequence_ratio
-            if not sequence_level:
-                ratio = np.float32(math.exp(logprobs[n] - old_logprobs[n]))
-            token_loss = zero
-            ratio_slope = zero
-            if form == CLIP:
-                token_loss, ratio_slope = clip_surrogate(ratio, advantage, low, high, delta)
-            elif form == SAPO:
-                token_loss, ratio_slope = soft_surrogate(ratio, advantage, temperature)
-            else:
-                # cispo and vespo: policy gradient with a weight that has no gradient.
-                gradient = -advantage * (phi if form == VESPO else clamp(ratio, low, high))
-                token_loss = gradient * logprobs[n]
-            difference = old_logprobs[n] - rollout_logprobs[n]
-            difference_sum += mask * abs(difference)
-            difference_max = max(difference_max, abs(difference))
-            correction = sequence_correction
+            correction = correction_of(block_sum(log_correction, scratch))
+        phi = ONE
+        if vespo:
+            log_weight = block_sum(log_ratio_limited, scratch)
             if correct_tokens:
-                correction = bounded(np.float32(math.exp(difference)), truncate, correction_low, correction_high)
-            correction_sum += mask * correction
-            correction_max = max(correction_max, correction)
-            correction_min = min(correction_min, correction)
-            factor = keep
-            if form != VESPO:
-                factor *= correction
-            token_loss *= factor
-            gradient *= factor
-            ratio_slope *= factor
-            if beta != zero:
-                change = ref_logprobs[n] - logprobs[n]
-                growth = np.float32(math.expm1(change))
-                kl = growth - change
-                kl_slope = -growth
-                if bias_correction:
-                    ratio_slope += beta * kl
-                    kl *= ratio
-                    kl_slope *= ratio
-                kl_sum += mask * kl
-                token_loss += beta * kl
-                gradient += beta * kl_slope
-            # A slope of 0 stays 0 where the ratio overflowed.
-            through_ratio = zero
-            if ratio_slope != zero:
-                through_ratio = ratio_slope * ratio
-            if sequence_level:
-                shared_slope += mask * weight * through_ratio
-            else:
-                gradient += through_ratio
-            loss += mask * weight * token_loss
-            gradient *= mask * weight
-            if advantage < zero and ratio < low:
-                clipped_low += mask
-            if advantage > zero and ratio > high:
-                clipped_high += mask
-        dlogprobs[n] = gradient
-    if sequence_level:
-        shared_slope = block_sum(shared_slope, scratch) / divisor
-        # Each thread reads back only what it wrote itself.
+                log_weight += block_sum(log_correction_limited, scratch)
+            if correct_sequence:
+                log_weight += bounded_log(correction)
+            log_weight = clamp(log_weight, LOG_SMALLEST, LOG_RATIO_LIMIT)
+            k, lam = (k_pos, lambda_pos) if advantage >= ZERO else (k_neg, lambda_neg)
+            phi = np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
+        return tokens, ratio, correction, keep, phi
+
+    return sequence_terms
+
+
+def token_function(terms):
+    """The device function that computes a token's loss and the derivatives of it (pass 2)."""
+    surrogate = surrogate_function(terms)
+    beta, bias_correction = np.float32(terms.beta), terms.bias_correction
+    has_kl, corrects = terms.beta != 0, terms.form != VESPO
+    has_slope = terms.form in (CLIP, SAPO) or bias_correction
+
+    @device_function
+    def token_terms(ratio, logprob, ref_logprob, advantage, keep, correction, phi):
+        """(loss, d loss / d logprob at a constant ratio, d loss / d log ratio, kl) of a token."""
+        loss, slope, gradient = surrogate(ratio, logprob, advantage, phi)
+        factor = keep
+        if corrects:
+            factor *= correction
+        loss *= factor
+        slope *= factor
+        gradient *= factor
+        kl = ZERO
+        if has_kl:
+            change = ref_logprob - logprob
+            growth = np.float32(math.expm1(change))
+            kl = growth - change
+            kl_slope = -growth
+            # Explicit fma: the compiler could fuse the product with factor instead, which rounds differently.
+            if bias_correction:
+                slope = cuda.fma(kl, beta, slope)
+                kl *= ratio
+                kl_slope *= ratio
+            loss = cuda.fma(kl, beta, loss)
+            gradient = cuda.fma(kl_slope, beta, gradient)
+        # A slope of 0 stays 0 where the ratio overflowed.
+        through_ratio = ZERO
+        if has_slope and slope != ZERO:
+            through_ratio = slope * ratio
+        return loss, gradient, through_ratio, kl
+
+    return token_terms
+
+
+@specialize
+def policy_loss_kernel(terms):
+    """The kernel for LossTerms, whose branches and constants are compiled in."""
+    sequence_terms, token_terms = sequence_function(terms), token_function(terms)
+    correction_of = correction_function(terms)
+    correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
+    sequence_level, per_sequence_mean = terms.sequence_level, terms.per_sequence_mean
+    low, high = (np.float32(bound) for bound in terms.ratio_range)
+
+    @cuda.jit
+    def policy_loss_kernel(
+        logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, scale,
+        dlogprobs, sequence_stats,
+    ):  # fmt: skip
+        """A block owns a sequence, a thread every THREADS-th token of it.
+
+        Pass 1 sums over the sequence (tokens, log-ratios); pass 2 computes each token's loss and the part of its
+        gradient that depends on itself alone; at sequence level pass 3 adds the gradient through the common ratio to
+        every token. Sums: a thread's tokens in order, then block_sum.
+        """
+        scratch = cuda.shared.array(32, np.float32)
+        sequence = cuda.blockIdx.x
+        thread = cuda.threadIdx.x
+        begin = cu_seqlens[sequence]
+        end = cu_seqlens[sequence + 1]
+        advantage = advantages[sequence]
+        tokens, sequence_ratio, sequence_correction, keep, phi = sequence_terms(
+            logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch
+        )
+        divisor = max(tokens, ONE)
+        weight = scale
+        if per_sequence_mean:
+            weight = scale / divisor
+        loss = ZERO
+        shared_slope = ZERO
+        clipped_low = ZERO
+        clipped_high = ZERO
+        kl_sum = ZERO
+        difference_sum = ZERO
+        difference_max = -NOTHING
+        correction_sum = ZERO
+        correction_max = -NOTHING
+        correction_min = NOTHING
         for n in range(begin + thread, end, THREADS):
             mask = np.float32(loss_mask[n])
-            if mask != zero:
-                dlogprobs[n] += mask * shared_slope
-
-    loss = block_sum(loss, scratch)
-    clipped_low = block_sum(clipped_low, scratch)
-    clipped_high = block_sum(clipped_high, scratch)
-    kl_sum = block_sum(kl_sum, scratch)
-    difference_sum = block_sum(difference_sum, scratch)
-    difference_max = block_max(difference_max, scratch)
-    correction_sum = block_sum(correction_sum, scratch)
-    correction_max = block_max(correction_max, scratch)
-    correction_min = -block_max(-correction_min, scratch)
-    if thread == 0:
-        ratios = tokens
+            gradient = ZERO
+            if mask != ZERO:
+                ratio = sequence_ratio
+                if not sequence_level:
+                    ratio = np.float32(math.exp(logprobs[n] - old_logprobs[n]))
+                difference = old_logprobs[n] - rollout_logprobs[n]
+                correction = sequence_correction
+                if correct_tokens:
+                    correction = correction_of(difference)
+                token_loss, gradient, through_ratio, kl = token_terms(
+                    ratio, logprobs[n], ref_logprobs[n], advantage, keep, correction, phi
+                )
+                if sequence_level:
+                    shared_slope += mask * weight * through_ratio
+                else:
+                    gradient += through_ratio
+                gradient *= mask * weight
+                loss += mask * weight * token_loss
+                kl_sum += mask * kl
+                difference_sum += mask * abs(difference)
+                difference_max = max(difference_max, abs(difference))
+                correction_sum += mask * correction
+                correction_max = max(correction_max, correction)
+                correction_min = min(correction_min, correction)
+                if advantage < ZERO and ratio < low:
+                    clipped_low += mask
+                if advantage > ZERO and ratio > high:
+                    clipped_high += mask
+            dlogprobs[n] = gradient
         if sequence_level:
-            ratios = one
-            # The ratio of a sequence without tokens is that of nothing.
-            clipped_low = one if tokens > zero and advantage < zero and sequence_ratio < low else zero
-            clipped_high = one if tokens > zero and advantage > zero and sequence_ratio > high else zero
-        corrected = tokens
-        if correct_sequence:
-            corrected = one
-            correction_sum = sequence_correction
-            correction_max = sequence_correction
-            correction_min = sequence_correction
-        stats = sequence_stats[sequence]
-        stats[LOSS] = loss
-        stats[TOKENS] = tokens
-        stats[RATIOS] = ratios
-        stats[CLIPPED_LOW] = clipped_low
-        stats[CLIPPED_HIGH] = clipped_high
-        stats[KL] = kl_sum
-        stats[DIFFERENCE] = difference_sum
-        stats[CORRECTED] = corrected
-        stats[CORRECTION] = correction_sum
-        stats[DIFFERENCE_MAX] = difference_max
-        stats[CORRECTION_MAX] = correction_max
-        stats[CLIPPED_HIGH_MAX] = clipped_high / ratios if ratios > zero else -NOTHING
-        stats[CORRECTION_MIN] = correction_min
-        stats[CLIPPED_LOW_MIN] = clipped_low / ratios if ratios > zero else NOTHING
+            shared_slope = block_sum(shared_slope, scratch) / divisor
+            # Each thread reads back only what it wrote itself.
+            for n in range(begin + thread, end, THREADS):
+                mask = np.float32(loss_mask[n])
+                if mask != ZERO:
+                    dlogprobs[n] += mask * shared_slope
+
+        loss = block_sum(loss, scratch)
+        clipped_low = block_sum(clipped_low, scratch)
+        clipped_high = block_sum(clipped_high, scratch)
+        kl_sum = block_sum(kl_sum, scratch)
+        difference_sum = block_sum(difference_sum, scratch)
+        difference_max = block_max(difference_max, scratch)
+        correction_sum = block_sum(correction_sum, scratch)
+        correction_max = block_max(correction_max, scratch)
+        correction_min = -block_max(-correction_min, scratch)
+        if thread == 0:
+            ratios = tokens
+            if sequence_level:
+                ratios = ONE
+                # A sequence without tokens has no ratio.
+                clipped_low = ONE if tokens > ZERO and advantage < ZERO and sequence_ratio < low else ZERO
+                clipped_high = ONE if tokens > ZERO and advantage > ZERO and sequence_ratio > high else ZERO
+            corrected = tokens
+            if correct_sequence:
+                corrected = ONE
+                correction_sum = sequence_correction
+                correction_max = sequence_correction
+                correction_min = sequence_correction
+            stats = sequence_stats[sequence]
+            stats[LOSS] = loss
+            stats[TOKENS] = tokens
+            stats[RATIOS] = ratios
+            stats[CLIPPED_LOW] = clipped_low
+            stats[CLIPPED_HIGH] = clipped_high
+            stats[KL] = kl_sum
+            stats[DIFFERENCE] = difference_sum
+            stats[CORRECTED] = corrected
+            stats[CORRECTION] = correction_sum
+            stats[DIFFERENCE_MAX] = difference_max
+            stats[CORRECTION_MAX] = correction_max
+            stats[CLIPPED_HIGH_MAX] = clipped_high / ratios if ratios > ZERO else -NOTHING
+            stats[CORRECTION_MIN] = correction_min
+            stats[CLIPPED_LOW_MIN] = clipped_low / ratios if ratios > ZERO else NOTHING
+
+    return policy_loss_kernel
 
 
 @cuda.jit
@@ -457,20 +475,9 @@ def reduce_stats_kernel(sequence_stats, loss, metrics):
 
 
 def policy_loss(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    rollout_logprobs,
-    advantages,
-    loss_mask,
-    cu_seqlens,
-    config,
-    scale,
-    loss,
-    dlogprobs,
-    sequence_stats,
-    metrics,
-):
+    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
+    loss, dlogprobs, sequence_stats, metrics,
+):  # fmt: skip
     """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
 
     logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's
@@ -479,7 +486,7 @@ def policy_loss(
     PolicyLossConfig; scale from policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32,
     sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima that
     policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for
-    other shapes or dtypes, and where config asks for log-probs that are None.
+    other shapes or dtypes, and where config needs log-probs that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
@@ -500,65 +507,17 @@ def policy_loss(
         raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
     if device.name() == "cpu":
         total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(
-            logprobs,
-            old_logprobs,
-            ref_logprobs,
-            rollout_logprobs,
-            advantages,
-            loss_mask,
-            cu_seqlens,
-            config,
-            scale,
+            logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale
         )
         loss += np.float32(total)
         metrics[...] = reduce_stats(sequence_stats)
         return
-    form = FORMS[config.loss_type]
-    level, _, bounds = (config.importance_sampling_correction or "_").partition("_")
-    launch(
-        policy_loss_kernel,
-        sequences,
-        THREADS,
-        logprobs,
-        old_logprobs,
-        logprobs if ref_logprobs is None else ref_logprobs,
-        old_logprobs if rollout_logprobs is None else rollout_logprobs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        form,
-        int(config.sequence_level),
-        int(config.per_sequence_mean),
-        int(level == "token"),
-        int(level == "sequence"),
-        int(bounds == "truncate"),
-        int(config.use_bias_correction_kl),
-        float(scale),
-        *map(float, ratio_range(config)),
-        math.inf if config.delta is None else float(config.delta),
-        float(config.beta),
-        *map(float, config.correction_bounds),
-        math.inf if config.off_policy_mask_threshold is None else float(config.off_policy_mask_threshold),
-        float(config.sapo_temperature_pos),
-        float(config.sapo_temperature_neg),
-        float(config.vespo_k_pos),
-        float(config.vespo_lambda_pos),
-        float(config.vespo_k_neg),
-        float(config.vespo_lambda_neg),
-        dlogprobs,
-        sequence_stats,
-    )
+    ref_logprobs = logprobs if ref_logprobs is None else ref_logprobs
+    rollout_logprobs = old_logprobs if rollout_logprobs is None else rollout_logprobs
+    arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
+    kernel = policy_loss_kernel(loss_terms(config))
+    launch(kernel, sequences, THREADS, *arrays, float(scale), dlogprobs, sequence_stats)
     launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
-
-
-def ratio_range(config):
-    """(low, high): the range in which the ratio counts as not clipped. cispo caps the ratio at epsilon_high."""
-    form = FORMS[config.loss_type]
-    if form == CISPO:
-        return -math.inf, config.upper
-    if form == CLIP:
-        return 1.0 - config.epsilon, 1.0 + config.upper
-    return -math.inf, math.inf
 
 
 def reduce_stats(stats):
@@ -606,6 +565,8 @@ def policy_loss_ref(
     logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale
 ):
     """(loss, dlogprobs, sequence_stats) of policy_loss, in float64."""
+    terms = loss_terms(config)
+    form, (low, high) = terms.form, terms.ratio_range
     sequences = len(advantages)
     owner = np.repeat(np.arange(sequences), np.diff(cu_seqlens))
     mask = np.asarray(loss_mask, np.float64)
@@ -622,29 +583,29 @@ def policy_loss_ref(
     divisor = np.maximum(tokens, 1.0)
     advantage = advantages.astype(np.float64)[owner]
     log_ratio = minus(logprobs, old_logprobs)
-    ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if config.sequence_level else log_ratio)
+    ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if terms.sequence_level else log_ratio)
 
     correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
-    level, _, bounds = (config.importance_sampling_correction or "").partition("_")
+    level = terms.correction_level
     if level:
         difference = minus(old_logprobs, behaviour)
         correction = np.exp(by_sequence(difference) if level == "sequence" else difference)
-        least, most = config.correction_bounds
+        least, most = terms.correction_range
         inside = (least <= correction) & (correction <= most)
-        correction = np.clip(correction, least, most) if bounds == "truncate" else np.where(inside, correction, 0.0)
+        correction = (
+            np.clip(correction, least, most) if terms.correction_truncates else np.where(inside, correction, 0.0)
+        )
         log_correction = np.clip(np.log(np.maximum(correction, 1e-8)), None, 20.0)
         if level == "sequence":
             sequence_correction, correction = correction, correction[owner]
         else:
             log_correction = by_sequence(log_correction)
 
-    form, (low, high) = FORMS[config.loss_type], ratio_range(config)
     slope, gradient = np.zeros(len(mask)), np.zeros(len(mask))
     if form == CLIP:
-        delta = math.inf if config.delta is None else config.delta
-        capped, clipped = np.minimum(ratio, delta) * advantage, np.clip(ratio, low, high) * advantage
+        capped, clipped = np.minimum(ratio, terms.delta) * advantage, np.clip(ratio, low, high) * advantage
         token_loss = -np.minimum(capped, clipped)
-        slope = -advantage * np.where(capped <= clipped, ratio <= delta, (low <= ratio) & (ratio <= high))
+        slope = -advantage * np.where(capped <= clipped, ratio <= terms.delta, (low <= ratio) & (ratio <= high))
         slope = np.where(np.isnan(ratio), ratio, slope)
     elif form == SAPO:
         tau = np.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
@@ -674,15 +635,15 @@ def policy_loss_ref(
             kl, kl_slope = kl * ratio, kl_slope * ratio
         token_loss, gradient = token_loss + config.beta * kl, gradient + config.beta * kl_slope
 
-    weight = np.where(active, scale / divisor[owner] if config.per_sequence_mean else scale, 0.0)
+    weight = np.where(active, scale / divisor[owner] if terms.per_sequence_mean else scale, 0.0)
     through = np.where(slope == 0, 0.0, weight * slope * np.where(slope == 0, 0.0, ratio))
-    if config.sequence_level:
+    if terms.sequence_level:
         through = (by_sequence(through) / divisor)[owner]
     dlogprobs = mask * (weight * gradient + through)
 
-    ratios = np.ones(sequences) if config.sequence_level else tokens
+    ratios = np.ones(sequences) if terms.sequence_level else tokens
     clipped_low, clipped_high = (
-        by_sequence(flags) / (divisor if config.sequence_level else 1.0)
+        by_sequence(flags) / (divisor if terms.sequence_level else 1.0)
         for flags in ((ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
     )
 

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.gemm.scheduler import sm_count
 from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, fold_sixteen, join, join_lanes
 from rlnumba.kernels.ptx.warp import (
     ballot,
@@ -266,7 +265,7 @@ class Workspace:
 def blocks_per_row(rows, columns):
     """How many blocks share a row: what fills the GPU once, and no more than shorten that time."""
     parts = -(-columns // PART_COLUMNS)
-    most = max(SCAN_BLOCKS * sm_count() // rows, 1)
+    most = max(SCAN_BLOCKS * device.sm_count() // rows, 1)
     warp_parts = -(-parts // (SCAN_WARPS * most))
     return -(-parts // (SCAN_WARPS * warp_parts))
 

@@ -1,4 +1,4 @@
-"""Which sequences of a step read their common blocks once: find_groups against a plain program."""
+"""find_prefix_groups against a plain program."""
 
 from collections import defaultdict
 
@@ -6,22 +6,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlnumba.engine.groups import WORTHWHILE, find_groups
-from rlnumba.kernels.attention.paged import Sharing
+from rlnumba.engine.prefix_groups import MIN_SAVED_SHARE, find_prefix_groups
+from rlnumba.kernels.attention.paged import PrefixSharing
 
 BLOCK = 4
-SHARING = Sharing((2, 4), 2 * BLOCK)
+SHARING = PrefixSharing((2, 4), 2 * BLOCK)
 
 
 def expected_groups(tables, contexts, sharing):
-    """{frozenset of sequences: pieces in common}, those that share most first, in the order of the step."""
-    per_piece, most = sharing.keys // BLOCK, sharing.sizes[-1]
+    """{frozenset of sequences: segments in common}, those that share most first, in the order of the step."""
+    per_segment, most = sharing.keys // BLOCK, sharing.sizes[-1]
     groups, left = {}, set(range(len(contexts)))
     for depth in range(max(contexts) // sharing.keys, 0, -1):
         alike = defaultdict(list)
         for i in sorted(left):
             if contexts[i] - 1 >= depth * sharing.keys:
-                alike[tuple(tables[i][: depth * per_piece])].append(i)
+                alike[tuple(tables[i][: depth * per_segment])].append(i)
         for sequences in alike.values():
             for start in range(0, len(sequences), most):
                 part = sequences[start : start + most]
@@ -51,42 +51,43 @@ def test_groups_are_those_of_a_plain_program(step):
     tables, contexts = step
     expected = expected_groups(tables.tolist(), contexts.tolist(), SHARING)
     saved = sum((len(group) - 1) * depth for group, depth in expected.items())
-    pieces = sum(-(-context // SHARING.keys) for context in contexts.tolist())
-    found = find_groups(tables, contexts, BLOCK, SHARING)
-    if not saved or saved < WORTHWHILE * pieces:
+    segments = sum(-(-context // SHARING.keys) for context in contexts.tolist())
+    found = find_prefix_groups(tables, contexts, BLOCK, SHARING)
+    if not saved or saved < MIN_SAVED_SHARE * segments:
         assert found is None
         return
     assert sorted(found.order.tolist()) == list(range(len(contexts)))
     order, common, group_sizes = (x.tolist() for x in (found.order, found.shared_prefix_lens, found.group_sizes))
     assert found.shared_prefix_lens.dtype == found.group_sizes.dtype == np.int32
-    actual, at = {}, 0
-    while at < len(order):
-        size = group_sizes[at]
-        assert size > 0 and not any(group_sizes[at + 1 : at + size]) and len(set(common[at : at + size])) == 1
+    actual, first = {}, 0
+    while first < len(order):
+        size = group_sizes[first]
+        assert size > 0 and not any(group_sizes[first + 1 : first + size])
+        assert len(set(common[first : first + size])) == 1
         if size > 1:
-            actual[frozenset(order[at : at + size])] = common[at] // SHARING.keys
-            assert common[at] % SHARING.keys == 0
+            actual[frozenset(order[first : first + size])] = common[first] // SHARING.keys
+            assert common[first] % SHARING.keys == 0
         else:
-            assert common[at] == 0
-        at += size
+            assert common[first] == 0
+        first += size
     assert actual == expected
     largest = max(map(len, expected))
     assert found.max_group_size == min(size for size in SHARING.sizes if size >= largest)
 
 
-def test_completions_of_two_prompts_and_a_stranger():
+def test_completions_of_two_prompts_and_another_sequence():
     tables = np.arange(50, dtype=np.int32).reshape(5, 10)
     tables[3, :4], tables[4, :5] = tables[1, :4], tables[0, :5]
-    found = find_groups(tables, np.array([30, 17, 12, 40, 21]), BLOCK, SHARING)
+    found = find_prefix_groups(tables, np.array([30, 17, 12, 40, 21]), BLOCK, SHARING)
     assert found.order.tolist() == [0, 4, 1, 3, 2] and found.group_sizes.tolist() == [2, 0, 2, 0, 1]
     assert found.shared_prefix_lens.tolist() == [16, 16, 16, 16, 0] and found.max_group_size == 2
 
 
-def test_the_block_of_the_new_token_is_nobody_elses():
-    """A context that ends with a piece has its newest key in it."""
+def test_the_block_of_the_new_token_is_not_shared():
+    """A context that ends with a segment has its newest key in it."""
     tables = np.zeros((2, 2), np.int32)
-    assert find_groups(tables, np.array([8, 9]), BLOCK, SHARING) is None
-    assert find_groups(tables, np.array([9, 9]), BLOCK, SHARING).shared_prefix_lens.tolist() == [8, 8]
+    assert find_prefix_groups(tables, np.array([8, 9]), BLOCK, SHARING) is None
+    assert find_prefix_groups(tables, np.array([9, 9]), BLOCK, SHARING).shared_prefix_lens.tolist() == [8, 8]
 
 
 def test_little_in_common_is_not_worth_a_group():
@@ -94,5 +95,5 @@ def test_little_in_common_is_not_worth_a_group():
     tables[7] = tables[3]
     contexts = np.full(20, 8)
     contexts[[3, 7]] = 9
-    assert find_groups(tables, contexts, BLOCK, SHARING) is None
-    assert find_groups(tables[[3, 7, 0]], contexts[[3, 7, 0]], BLOCK, SHARING).group_sizes.tolist() == [2, 0, 1]
+    assert find_prefix_groups(tables, contexts, BLOCK, SHARING) is None
+    assert find_prefix_groups(tables[[3, 7, 0]], contexts[[3, 7, 0]], BLOCK, SHARING).group_sizes.tolist() == [2, 0, 1]

@@ -1,0 +1,369 @@
+"""The engine: one object that owns scheduler, KV cache and runner for as long as it lives, advanced a step at a time.
+
+    engine = Engine(model, tokenizer)
+    engine.add_request("a", [1, 2, 3], SamplingParams(n=4))
+    while engine.has_unfinished:
+        output = engine.step()      # output.new_tokens to stream, output.finished
+
+Requests are added and aborted at any time between steps. A sampled token depends on (seed, prompt token ids, completion
+index, position) and the weights alone: not on other requests, their order, the step's composition, preemption or the
+content of the prefix cache.
+
+Weights are read in place. Each token is counted from the policy version that it was sampled from: whoever writes the
+weights calls `update_weights` with the new version before the next step.
+
+All device work runs in the engine's own Context, on its own stream. `step` returns after all work on that stream has
+ended, because it copies the results to the host, so between steps the weights may be written on any stream. In the
+other direction, `update_weights` and `wake` make the engine's stream wait for the work that the caller's current stream
+has by then: call them in the context that wrote the weights.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.config import EngineConfig
+from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.runner import Runner
+from rlnumba.engine.scheduler import Scheduler, blocks_needed
+from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
+from rlnumba.errors import ConfigError, DeviceError, UserError
+from rlnumba.kernels.philox import noise_key
+from rlnumba.model.transformer import check_finite
+from rlnumba.runtime import device
+from rlnumba.runtime.context import Context
+
+# vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
+BLOCK_SIZE = 16
+# The CPU's cache is as large as the requests need, but not larger than this unless one sequence needs it.
+CPU_CACHE_BYTES = 1 << 30
+# Left to the driver and to what allocates outside of the plan.
+GPU_MARGIN_BYTES = 512 << 20
+# Tokens looked at for a stop string, beside one for each of its bytes: special tokens have no text.
+SPECIAL_TOKENS = 16
+
+
+class PromptError(UserError):
+    """A prompt that cannot be run: the id of its request and the reason."""
+
+    def __init__(self, request_id, reason):
+        super().__init__(f"prompt {request_id}: {reason}")
+        self.request_id, self.reason = request_id, reason
+
+
+class NewToken(NamedTuple):
+    """A token sampled in a step, for completion `index` of a request."""
+
+    request_id: Hashable
+    index: int
+    token_id: int
+    logprob: float
+
+
+class FinishedCompletion(NamedTuple):
+    """Completion `index` of a request, which ended in this step."""
+
+    request_id: Hashable
+    index: int
+    completion: Completion
+
+
+class StepOutput(NamedTuple):
+    """What a step sampled: the completions that ended, and the tokens of all, these included.
+
+    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: of the D sequences that sampled a token, from
+    the weights of policy_version.
+    """
+
+    finished: list[FinishedCompletion]
+    sequences: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    policy_version: int
+
+    @property
+    def new_tokens(self):
+        """The sampled tokens one by one: list of NewToken."""
+        columns = self.sequences, self.token_ids.tolist(), self.logprobs.tolist()
+        return [NewToken(s.request_id, s.index, token, logprob) for s, token, logprob in zip(*columns, strict=True)]
+
+
+def longest_sequence(model_config, engine_config):
+    """How many tokens a sequence may have: max_model_len, or without it the model's max_position_embeddings.
+
+    Raises ConfigError if max_model_len is more than the model has positions.
+    """
+    positions = model_config.max_position_embeddings
+    longest = engine_config.max_model_len or positions
+    if longest > positions:
+        raise ConfigError(f"max_model_len {longest} is more than the model's {positions} positions")
+    return longest
+
+
+def completion_text(tokenizer, sequence, token_ids):
+    """The text of a finished sequence: without the token or the string that stopped it. "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    if sequence.finish_reason == "stop" and token_ids[-1] in sequence.stop_ids:
+        token_ids = token_ids[:-1]
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    ends = [text.find(stop) for stop in sequence.params.stop]
+    return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+def has_stop_string(tokenizer, sequence, token_ids):
+    """Whether the text of token_ids (an array) contains a stop string. The end is decoded first: it is short."""
+    stop = sequence.params.stop
+    # A token that is not special has at least a byte.
+    tail = token_ids[-(max(len(text.encode()) for text in stop) + SPECIAL_TOKENS) :]
+    decoded = (tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in (tail, token_ids))
+    return all(any(text in whole for text in stop) for whole in decoded)
+
+
+class Engine:
+    """Continuous batching of requests over one model.
+
+    model: a Transformer; tokenizer: None leaves the texts empty, and prompts are token ids. config: max_num_seqs
+    sequences and max_num_batched_tokens tokens a step, max_model_len (None: the model's max_position_embeddings), the
+    share of the GPU's memory that weights, activations and KV cache may fill.
+    Raises ConfigError if max_model_len is more than the model has positions.
+    """
+
+    def __init__(self, model, tokenizer=None, config=None):
+        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+        self.max_model_len = longest_sequence(model.config, self.config)
+        self.max_num_batched_tokens = self.config.max_num_batched_tokens
+        # A step has room for one token of every running sequence.
+        self.max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
+        self.context = Context(device.xp().cuda.Stream() if device.name() == "cuda" else None)
+        sizes = self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len
+        with self.context.use():
+            self.runner = Runner(model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager)
+        self.is_asleep = True
+        self._start(BlockManager(0, BLOCK_SIZE), policy_version=0)
+
+    def _start(self, blocks, policy_version):
+        """Begin with no requests."""
+        self.blocks = blocks
+        # The unfinished sequences of each request, by their index.
+        self.requests: dict[Hashable, dict[int, Sequence]] = {}
+        # Blocks that the unfinished sequences need together, and the most that one of them needs.
+        self.blocks_wanted = self.most_blocks = 0
+        self.scheduler = Scheduler(
+            SequenceTable(self.max_num_seqs, BLOCK_SIZE),
+            blocks,
+            self.max_num_batched_tokens,
+            self.config.enable_prefix_caching,
+            policy_version,
+            # Not a bound method, which would make a cycle and keep the cache's memory until a garbage collection.
+            partial(has_stop_string, self.tokenizer),
+            self.runner.sharing,
+        )
+
+    @property
+    def policy_version(self):
+        """The version of the weights that tokens are sampled from."""
+        return self.scheduler.policy_version
+
+    @property
+    def num_preemptions(self):
+        """How often a running sequence gave its blocks up because there were too few, since the start or `reset`."""
+        return self.scheduler.num_preemptions
+
+    @property
+    def has_unfinished(self):
+        return bool(self.requests)
+
+    def add_request(self, request_id, prompt, params=None):
+        """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
+
+        request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
+        Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
+        """
+        params = params or SamplingParams()
+        if request_id in self.requests:
+            raise ValueError(f"add_request: {request_id!r} is unfinished")
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("sampling: stop strings need a tokenizer, and the model folder has none")
+        prompt = self._prompt_ids(request_id, prompt)
+        # A prompt as long as the limit still gets the token that its last position predicts.
+        limit = max(min(len(prompt) + params.max_tokens, self.max_model_len), len(prompt) + 1)
+        num_blocks = blocks_needed(limit, BLOCK_SIZE)
+        capacity = self._capacity()
+        if capacity is not None and num_blocks > capacity:
+            raise PromptError(
+                request_id,
+                f"prompt and completion need {limit} tokens of KV cache, which holds {capacity * BLOCK_SIZE}; "
+                "lower max_tokens or raise gpu_memory_utilization",
+            )
+        eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
+        philox_key, prompt_key = noise_key(params.seed, prompt), prompt.tobytes()
+        sequences = [
+            Sequence(request_id, index, prompt, params, philox_key, limit, eos + params.stop_token_ids, prompt_key)
+            for index in range(params.n)
+        ]
+        self.requests[request_id] = dict(enumerate(sequences))
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        self.blocks_wanted += params.n * (num_blocks + 1)
+        self.most_blocks = max(self.most_blocks, num_blocks)
+        return prompt
+
+    def step(self):
+        """Compute one step and return its StepOutput, empty without unfinished requests; wakes if need be.
+
+        Raises UserError where the model gives no number for a log-prob. After an exception, `reset`.
+        """
+        if not self.requests:
+            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            return StepOutput([], np.full(0, None), *nothing, self.policy_version)
+        if self.is_asleep or self.blocks.num_blocks < self._blocks_to_have():
+            self._take_cache()
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        token_ids, logprobs = self.runner.run(step, scheduler.table)
+        check_finite(logprobs)
+        sequences = scheduler.table.sequences[step.sampled_rows]
+        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs)]
+        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
+
+    def abort(self, request_id):
+        """Drop what is unfinished of a request; nothing happens if that is nothing, as when it has just finished."""
+        for sequence in list(self.requests.get(request_id, {}).values()):
+            self.scheduler.remove(sequence)
+            self._forget(sequence)
+
+    def reset(self):
+        """Drop all requests and the content of the cache: after an exception in `step`, wherever it was raised."""
+        self._start(BlockManager(self.blocks.num_blocks, BLOCK_SIZE), self.policy_version)
+
+    def update_weights(self, version):
+        """Count the tokens sampled next from policy version `version`: the weights have been changed in place.
+
+        K and V of the old weights are dropped. Running sequences keep their tokens and compute them again, so that the
+        next ones are those of an engine that never had other weights. The engine's stream waits for the work that the
+        current stream has by now.
+        """
+        self._wait_for_caller()
+        self.scheduler.preempt_all()
+        self.blocks.forget_hashes()
+        self.scheduler.policy_version = version
+
+    def sleep(self):
+        """Give the memory of the KV cache back, with its content; `wake` or the next step takes it again.
+
+        Unfinished requests stay; those that ran are computed again.
+        """
+        self.scheduler.preempt_all()
+        self.blocks.forget_hashes()
+        self.runner.release()
+        self.is_asleep = True
+
+    def wake(self):
+        """Take the KV cache's memory; only on the GPU, since elsewhere its size follows the requests.
+
+        The engine's stream waits for the work that the current stream has by now.
+        """
+        self._wait_for_caller()
+        if device.name() == "cuda" and self.is_asleep:
+            self._take_cache()
+
+    def _wait_for_caller(self):
+        if self.context.stream is not None:
+            self.context.stream.wait_event(device.xp().cuda.get_current_stream().record())
+
+    def _prompt_ids(self, request_id, prompt):
+        """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""
+        if isinstance(prompt, str) and self.tokenizer is None:
+            raise PromptError(request_id, "text needs a tokenizer")
+        ids = np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if len(ids) == 0:
+            raise PromptError(request_id, "empty prompt")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise PromptError(request_id, "token ids must be a flat list of integers")
+        vocab_size = self.model.config.vocab_size
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            raise PromptError(request_id, f"token id {outside[0]} is outside of the vocabulary of {vocab_size}")
+        if len(ids) > self.max_model_len:
+            raise PromptError(request_id, f"{len(ids)} tokens are more than the limit of {self.max_model_len}")
+        return ids.astype(np.int32)
+
+    def _finish(self, sequence):
+        """The FinishedCompletion of a sequence that the scheduler has finished."""
+        self._forget(sequence)
+        token_ids = sequence.completion_ids.tolist()
+        logprobs = sequence.completion_logprobs.tolist() if sequence.params.logprobs else []
+        text = completion_text(self.tokenizer, sequence, token_ids)
+        completion = Completion(token_ids, logprobs, sequence.finish_reason, text, sequence.policy_versions)
+        return FinishedCompletion(sequence.request_id, sequence.index, completion)
+
+    def _forget(self, sequence):
+        unfinished = self.requests[sequence.request_id]
+        del unfinished[sequence.index]
+        if not unfinished:
+            del self.requests[sequence.request_id]
+        self.blocks_wanted -= blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1
+
+    def _capacity(self):
+        """How many blocks the cache can have at most; None where it grows with the requests."""
+        if self.config.num_gpu_blocks_override is not None:
+            return self.config.num_gpu_blocks_override
+        if device.name() != "cuda":
+            return None
+        if self.runner.cache is None:
+            self._take_cache()
+        return self.blocks.num_blocks
+
+    def _blocks_to_have(self):
+        """How many blocks the cache must have for the next step; on the CPU as many as can be used by it and later."""
+        if self.config.num_gpu_blocks_override is not None:
+            return self.config.num_gpu_blocks_override
+        if device.name() == "cuda":
+            return self.blocks.num_blocks
+        # One block more for each sequence, so that admission finds its reserve.
+        wanted = min(self.blocks_wanted, self.max_num_seqs * (self.most_blocks + 1))
+        return max(self.most_blocks, min(wanted, CPU_CACHE_BYTES // self.runner.block_bytes))
+
+    def _take_cache(self):
+        """Take the memory of the cache, and on the GPU decide once how many blocks it has."""
+        num_blocks = max(self._blocks_to_have(), self.blocks.num_blocks)
+        if device.name() == "cuda" and self.runner.cache is None:
+            num_blocks = self._gpu_blocks()
+        with self.context.use():
+            self.runner.allocate(num_blocks)
+        self.blocks.grow(num_blocks)
+        self.is_asleep = False
+
+    def _gpu_blocks(self):
+        """How many blocks the engine's share of the GPU's memory holds beside everything else of the engine.
+
+        Attention's workspace grows with the longest sequence that the cache can hold, so it is allocated first.
+        """
+        num_blocks = self.config.num_gpu_blocks_override
+        if num_blocks is None:
+            self.runner.reserve_activations()
+            num_blocks = self._blocks_beside(0)
+        workspace = self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
+        if self.config.num_gpu_blocks_override is not None:
+            return num_blocks
+        most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
+        return min(self._blocks_beside(workspace), most)
+
+    def _blocks_beside(self, workspace):
+        """How many blocks fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
+        device.xp().get_default_memory_pool().free_all_blocks()
+        free, total = device.memory_info()
+        own = self.model.weights.flat.nbytes + self.runner.arena.peak + workspace
+        share = int(total * self.config.gpu_memory_utilization)
+        room = min(share - own, free - GPU_MARGIN_BYTES)
+        num_blocks = room // self.runner.block_bytes
+        if num_blocks <= 0:
+            raise DeviceError(
+                f"engine: gpu_memory_utilization {self.config.gpu_memory_utilization} of {total / 2**30:.1f} GiB has "
+                f"no room for a KV cache beside {own / 2**30:.1f} GiB of weights, activations and attention's partial "
+                f"results ({free / 2**30:.1f} GiB are free)"
+            )
+        return num_blocks

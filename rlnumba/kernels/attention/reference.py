@@ -1,0 +1,35 @@
+"""NumPy references of attention and its gradient, in float64: one sequence and one query head at a time."""
+
+import numpy as np
+
+
+def attention_ref(q, k, v, cu_seqlens, scale):
+    """(out, lse) of attention."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    out, lse = np.zeros(q.shape), np.zeros((q.shape[1], q.shape[0]))
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        causal_mask = np.triu(np.full((end - start, end - start), -np.inf), 1)
+        for h in range(q.shape[1]):
+            kv_head = h * k.shape[1] // q.shape[1]
+            s = scale * q[start:end, h] @ k[start:end, kv_head].T + causal_mask
+            lse[h, start:end] = np.logaddexp.reduce(s, axis=1)
+            out[start:end, h] = np.exp(s - lse[h, start:end, None]) @ v[start:end, kv_head]
+    return out, lse
+
+
+def attention_backward_ref(dout, q, k, v, cu_seqlens, scale):
+    """(dq, dk, dv) of attention."""
+    dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        rows = slice(start, end)
+        for h in range(q.shape[1]):
+            kv_head = h * k.shape[1] // q.shape[1]
+            p = np.tril(np.exp(scale * q[rows, h] @ k[rows, kv_head].T))
+            p /= p.sum(axis=1, keepdims=True)
+            dp = dout[rows, h] @ v[rows, kv_head].T
+            ds = p * (dp - np.sum(p * dp, axis=1, keepdims=True))
+            dq[rows, h] = scale * ds @ k[rows, kv_head]
+            dk[rows, kv_head] += scale * ds.T @ q[rows, h]
+            dv[rows, kv_head] += p.T @ dout[rows, h]
+    return dq, dk, dv

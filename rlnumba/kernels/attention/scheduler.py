@@ -1,0 +1,265 @@
+"""Tile schedulers of attention on sm_90: which work item a block computes next.
+
+Prefill: a work item is a query tile of one sequence, and one query head, or one for each consumer. Work indices count
+the query tiles that end the longest sequences first, since these have the most keys; blocks take them in turn.
+
+Decode: a work item is a span of a sequence's keys, for one key head: item 0 has its leading_segments segments of
+`segment` keys, each further item one segment (split-KV). Where sequences with a common prefix form a group, the
+segments that lie wholly in the prefix are one sequence's items for all of them, and are listed once. A kernel lists the
+items of a step on the device, so that a captured graph stays valid; blocks draw work indices from a counter.
+"""
+
+import functools
+from collections import namedtuple
+
+import numpy as np
+
+from rlnumba.kernels.attention.softmax import TILE_KEYS
+from rlnumba.kernels.ptx.warp import (
+    ballot,
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    shuffle_up,
+)
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import specialize
+
+i32 = np.int32
+
+# Where the kernel of this module compiles.
+ARCHITECTURES = [(9, 0, "a")]
+# Threads of the block that lists work items of decode, at most.
+LISTING_THREADS = 256
+LISTING_WARPS = LISTING_THREADS // 32
+# Columns of the list of work items: tiles of keys, sequence, which of its items, first key, first query token, query
+# tokens, keys of the sequence, sequences that share the item (0: not a group's), items of the sequence.
+TILES, SEQUENCE, SPLIT, FIRST_KEY, START, LENGTH, CONTEXT_LEN, GROUP_SIZE, SPLITS = range(9)
+ITEM_COLUMNS = 9
+
+
+# The sequences of a prefill kernel: (B + 1,) bounds of queries, (B,) keys, B, and query heads of a key head. Sequences
+# with at most decode_rows query rows a key head are the decode kernel's.
+Batch = namedtuple("Batch", "cu_seqlens context_lens sequences gqa_ratio decode_rows")
+
+
+@functools.cache
+def prefill_scheduler(paged, tile_tokens):
+    """(first_query_tile, next_query_tile, find_sequence): the device functions of the prefill scheduler, for a warp.
+
+    paged: sequences without keys, and those with at most batch.decode_rows rows, are left to the decode kernel.
+    """
+
+    @device_function
+    def query_tokens(sequence, batch):
+        """How many query tokens of a sequence this kernel works on; 0 beyond the last sequence."""
+        tokens = i32(0)
+        if sequence < batch.sequences:
+            tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
+            if paged and (i32(tokens * batch.gqa_ratio) <= batch.decode_rows or batch.context_lens[sequence] == 0):
+                tokens = i32(0)
+        return tokens
+
+    @device_function
+    def count_longer(tokens, batch, lane):
+        """How many sequences have more than `tokens` query tokens."""
+        count, first = i32(0), i32(0)
+        while first < batch.sequences:
+            count = i32(count + cuda.popc(ballot(query_tokens(i32(first + lane), batch) > tokens)))
+            first = i32(first + 32)
+        return count
+
+    @device_function
+    def first_query_tile(query_tiles, batch, lane):
+        """(query tile, work items of tiles before it, sequences that have it), for the longest sequence's last tile."""
+        query_tile = i32(query_tiles - 1)
+        return query_tile, i32(0), count_longer(i32(query_tile * tile_tokens), batch, lane)
+
+    @device_function
+    def next_query_tile(work_index, query_tile, items_before, longer, heads, batch, lane):
+        """The query tile that a work index lies in, as first_query_tile; -1: there is no more work.
+
+        heads: work items that a query tile of one sequence makes.
+        """
+        while query_tile >= 0 and work_index >= i32(items_before + longer * heads):
+            items_before = i32(items_before + longer * heads)
+            query_tile = i32(query_tile - 1)
+            if query_tile >= 0:
+                longer = count_longer(i32(query_tile * tile_tokens), batch, lane)
+        return query_tile, items_before, longer
+
+    @device_function
+    def find_sequence(rank, tokens, batch, lane):
+        """The index of the sequence with more than `tokens` query tokens before which there are `rank` others."""
+        found, first = i32(0), i32(0)
+        while first < batch.sequences:
+            longer = query_tokens(i32(first + lane), batch) > tokens
+            mask = ballot(longer)
+            before = i32(cuda.popc(np.int64(mask) & ~(np.int64(-1) << np.int64(lane))))
+            match = ballot(longer and before == rank)
+            if match != 0:
+                found = i32(first + cuda.ffs(match) - 1)
+            rank = i32(rank - cuda.popc(mask))
+            first = i32(first + 32)
+        return found
+
+    return first_query_tile, next_query_tile, find_sequence
+
+
+@functools.cache
+def page_lookup(box):
+    """The device function that looks up where a box of keys lies in the cache. A block is one box, or many of 64."""
+    shift = box.bit_length() - 1
+
+    @device_function
+    def page_row(block_tables, block_size, sequence, key, context_len):
+        """The cache's row of a key that begins a box; beyond the last key, of the sequence's last box, for no use."""
+        index = i32(min(key, i32(context_len - 1)) >> i32(shift))
+        if box < TILE_KEYS:
+            return i32(block_tables[sequence, index] << i32(shift))
+        boxes = block_size >> i32(shift)
+        return i32(((block_tables[sequence, index // boxes] * boxes) + index % boxes) << i32(shift))
+
+    return page_row
+
+
+@functools.cache
+def split_functions(segment, grouped):
+    """(shared_segments, leading_segments, count_splits): the device functions by which a sequence is split."""
+
+    @device_function
+    def shared_segments(sequence, shared_prefix_lens):
+        """Whole segments of the prefix that a sequence shares with its group."""
+        return i32(shared_prefix_lens[sequence] // segment) if grouped else i32(0)
+
+    @device_function
+    def leading_segments(sequence, context_lens, shared_prefix_lens, max_leading):
+        """Segments of a sequence's first item: at most max_leading, and all of the group's or of its own."""
+        segments = shared_segments(sequence, shared_prefix_lens)
+        if segments == 0:
+            segments = max(i32((context_lens[sequence] + (segment - 1)) // segment), i32(1))
+        return min(i32(max_leading), segments)
+
+    @device_function
+    def count_splits(sequence, context_lens, shared_prefix_lens, max_leading):
+        """How many items compute a sequence and key head: the leading one, and one for each segment behind it."""
+        segments = i32((context_lens[sequence] + (segment - 1)) // segment)
+        leading = leading_segments(sequence, context_lens, shared_prefix_lens, max_leading)
+        return max(i32(segments - leading + 1), i32(1))
+
+    return shared_segments, leading_segments, count_splits
+
+
+@functools.cache
+def item_functions(rows, segment, grouped):
+    """(count_shared_items, count_items): the device functions that count items of a sequence, for a key head."""
+    shared_segments, leading_segments, count_splits = split_functions(segment, grouped)
+
+    @device_function
+    def count_shared_items(sequence, context_lens, shared_prefix_lens, max_leading):
+        """Items that a sequence shares with its group."""
+        segments = shared_segments(sequence, shared_prefix_lens)
+        if segments == 0:
+            return i32(0)
+        return i32(segments - leading_segments(sequence, context_lens, shared_prefix_lens, max_leading) + 1)
+
+    @device_function
+    def count_items(
+        sequence, sequences, cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading, shared
+    ):
+        """Items of a group, counted at its first sequence, if `shared`, else a sequence's own; 0 beyond the last one.
+
+        Sequences with more than `rows` query rows are the prefill kernel's, except that those without keys have an
+        item here, which writes zeros.
+        """
+        items = i32(0)
+        if sequence < sequences:
+            tokens = i32(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+            if tokens > 0 and context_lens[sequence] == 0:
+                items = i32(0) if shared else i32(1)
+            elif tokens > 0 and i32(tokens * gqa_ratio) <= rows:
+                shared_items = count_shared_items(sequence, context_lens, shared_prefix_lens, max_leading)
+                if not shared:
+                    splits = count_splits(sequence, context_lens, shared_prefix_lens, max_leading)
+                    items = i32(splits - shared_items)
+                elif group_sizes[sequence] > 0:
+                    items = shared_items
+        return items
+
+    return count_shared_items, count_items
+
+
+@device_function
+def inclusive_sum(value, lane):
+    """The sum of a value over the lanes up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        other = shuffle_up(value, distance)
+        if lane >= distance:
+            value = i32(value + other)
+    return value
+
+
+@specialize
+def list_work_items_kernel(rows, segment, grouped):
+    """The kernel that lists the work items of decode, for a DecodeConfig of so many rows."""
+    _, leading_segments, count_splits = split_functions(segment, grouped)
+    count_shared_items, count_items = item_functions(rows, segment, grouped)
+
+    @cuda.jit(launch_bounds=(LISTING_THREADS, 1))
+    def list_work_items_kernel(
+        cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading, items
+    ):
+        """One block, a thread for each sequence in turn. items (1 + all items, ITEM_COLUMNS): how many, then each.
+
+        Items of groups come first: they take longer. Then the order is that of the sequences, and of a sequence's
+        keys. shared_prefix_lens, group_sizes: empty if not grouped.
+        """
+        warp_sums = cuda.shared.array(LISTING_WARPS, np.int32)
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
+        thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
+        lane, warp = thread & i32(31), thread >> i32(5)
+        sequences, listed = i32(cu_seqlens.shape[0] - 1), i32(0)
+        for phase in range(0 if grouped else 1, 2):
+            shared = phase == 0
+            for first in range(0, sequences, threads):
+                sequence = i32(first + thread)
+                count = count_items(
+                    sequence, sequences, cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio,
+                    max_leading, shared,
+                )  # fmt: skip
+                up_to = inclusive_sum(count, lane)
+                if lane == 31:
+                    warp_sums[warp] = up_to
+                cuda.syncthreads()
+                row = i32(1 + listed + up_to - count)
+                for other in range(threads // 32):
+                    listed = i32(listed + warp_sums[other])
+                    if other < warp:
+                        row = i32(row + warp_sums[other])
+                cuda.syncthreads()
+                for i in range(count):
+                    start, context_len = cu_seqlens[sequence], context_lens[sequence]
+                    leading = leading_segments(sequence, context_lens, shared_prefix_lens, max_leading)
+                    split, group_size = i32(i), i32(0)
+                    if grouped and shared:
+                        group_size = group_sizes[sequence]
+                    elif grouped:
+                        split = i32(split + count_shared_items(sequence, context_lens, shared_prefix_lens, max_leading))
+                    first_key, keys = i32(0), i32(leading * segment)
+                    if split > 0:
+                        first_key, keys = i32((split - 1 + leading) * segment), i32(segment)
+                    keys = min(i32(context_len - first_key), keys)
+                    items[row + i, TILES] = i32((keys + (TILE_KEYS - 1)) // TILE_KEYS)
+                    items[row + i, SEQUENCE] = sequence
+                    items[row + i, SPLIT] = split
+                    items[row + i, FIRST_KEY] = first_key
+                    items[row + i, START] = start
+                    items[row + i, LENGTH] = i32(cu_seqlens[sequence + 1] - start)
+                    items[row + i, CONTEXT_LEN] = context_len
+                    items[row + i, GROUP_SIZE] = group_size
+                    items[row + i, SPLITS] = count_splits(sequence, context_lens, shared_prefix_lens, max_leading)
+        if thread == 0:
+            items[0, 0] = listed
+
+    return list_work_items_kernel

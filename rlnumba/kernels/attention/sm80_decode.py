@@ -1,0 +1,444 @@
+"""Attention of few query rows to the paged cache by mma.sync: split-KV decode, one block a segment of keys.
+
+The arithmetic of a row is that of kernels/attention/sm80_forward.py, so its bits are, too. A block owns DECODE_ROWS
+rows of a KV head and one segment; of a tile each of the four warps takes 16 keys for the scores, then a quarter of the
+columns for P V, with the probabilities passing through shared memory. A kernel of its own merges the segments of
+sequences that have several.
+Source: Dao et al. 2023 (Flash-Decoding).
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.attention.sm80_forward import (
+    SegmentTotals,
+    Sm80AttentionConfig,
+    attention_config,
+    paged_prefill_sm80,
+)
+from rlnumba.kernels.attention.sm80_softmax import lane_sum
+from rlnumba.kernels.attention.sm80_tiles import (
+    copy_functions,
+    fragment_functions,
+    kv_tile_function,
+    line_pitch,
+    padded,
+)
+from rlnumba.kernels.attention.softmax import (
+    LOG2_E,
+    MINUS_INFINITY,
+    SEGMENT_KEYS,
+    TILE_KEYS,
+    finite_row_max,
+    merge_weights,
+    next_row_max,
+    quad_max,
+    quad_sum,
+)
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
+from rlnumba.kernels.ptx.sm80 import CHUNK, SYSTEM_BYTES, copy_to_global, cp_async_wait_group, mma
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, narrow
+from rlnumba.runtime import device
+from rlnumba.runtime.context import current
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
+
+i32, f32 = np.int32, np.float32
+
+# Rows and warps of a block.
+DECODE_ROWS = 16
+DECODE_WARPS = 4
+MERGE_THREADS = 128
+# Shared memory that a block takes beyond the tiles: what the kernel declares, and what the system reserves.
+DECODE_BLOCK_BYTES = SYSTEM_BYTES + 6 * 1024
+
+
+class Sm80DecodeConfig(NamedTuple):
+    """The constants of the kernel; fields as in Sm80AttentionConfig."""
+
+    head_dim: int
+    element: str
+    stages: int = 2
+    block_size: int = 16
+    segment: int = SEGMENT_KEYS
+
+    @property
+    def shared_bytes(self):
+        lines = DECODE_ROWS + 2 * self.stages * TILE_KEYS
+        return lines * line_pitch(self.head_dim) + DECODE_ROWS * line_pitch(TILE_KEYS)
+
+
+@functools.cache
+def decode_softmax_functions(element):
+    """(publish_max, online_softmax_step, add_sums): a softmax step of 16 rows whose scores lie in four warps.
+
+    Each warp holds 16 keys of all rows, and each thread two rows; between the steps, all threads synchronize.
+    """
+    pack, p_pitch = cvt_pack(element), line_pitch(TILE_KEYS)
+
+    @device_function
+    def publish_max(scores, key, position, maxima, warp, lane):
+        """Mask the scores, whose first is that of `key`, and write the warp's maximum of each row."""
+        for half in range(2):
+            for block in range(2):
+                for i in range(2):
+                    if key + block * 8 + i > position[half]:
+                        scores[4 * block + 2 * half + i] = MINUS_INFINITY
+            at = 2 * half
+            warp_max = quad_max(max(max(scores[at], scores[at + 1]), max(scores[at + 4], scores[at + 5])))
+            if lane & i32(3) == 0:
+                maxima[warp * DECODE_ROWS + half * 8 + (lane >> i32(2))] = warp_max
+
+    @device_function
+    def online_softmax_step(scores, row_max, rescale, scale, maxima, lane_sums, p_lines, warp, lane):
+        """Scores become probabilities, written to p_lines; update row_max and write each lane's sum."""
+        for half in range(2):
+            row = half * 8 + (lane >> i32(2))
+            tile_max = maxima[row]
+            for other in range(1, DECODE_WARPS):
+                tile_max = max(tile_max, maxima[other * DECODE_ROWS + row])
+            new_max = next_row_max(row_max[half], tile_max, scale)
+            subtracted = finite_row_max(new_max)
+            rescale[half] = exp2(row_max[half] - subtracted)
+            row_max[half] = new_max
+            for block in range(2):
+                for i in range(2):
+                    at = 4 * block + 2 * half + i
+                    scores[at] = exp2(cuda.fma(scores[at], scale, -subtracted))
+                word = pack(scores[4 * block + 2 * half], scores[4 * block + 2 * half + 1])
+                store_word(p_lines + row * p_pitch + warp * i32(32) + block * CHUNK + ((lane & i32(3)) << i32(2)), word)
+            lane_sums[(warp * DECODE_ROWS + row) * 4 + (lane & i32(3))] = lane_sum(scores, 2 * half)
+
+    @device_function
+    def add_sums(sums, rescale, lane_sums, lane):
+        """Add the sums over the tile's keys, of all warps, to those of the thread's rows."""
+        for half in range(2):
+            at = (half * 8 + (lane >> i32(2))) * 4 + (lane & i32(3))
+            low = lane_sums[at] + lane_sums[at + 4 * DECODE_ROWS]
+            high = lane_sums[at + 8 * DECODE_ROWS] + lane_sums[at + 12 * DECODE_ROWS]
+            sums[half] = cuda.fma(sums[half], rescale[half], low + high)
+
+    return publish_max, online_softmax_step, add_sums
+
+
+@functools.cache
+def decode_gemm_functions(head_dim, element):
+    """(qk, pv): the device functions of a warp's part of Q K^T and P V of a tile."""
+    pitch, steps = line_pitch(head_dim), padded(head_dim) // 16
+    warp_steps = -(-steps // DECODE_WARPS)
+    _, load_b, load_b_transposed = fragment_functions(head_dim)
+    load_probabilities, _, _ = fragment_functions(TILE_KEYS)
+    mma_fragments = mma(element)
+
+    @device_function
+    def qk(scores, q_fragments, keys, lane):
+        """scores = q k^T of all rows and the 16 keys at address `keys`."""
+        fragment = cuda.local.array(4, np.int32)
+        for i in range(8):
+            scores[i] = f32(0.0)
+        for step in range(steps):
+            load_b(fragment, 0, keys, step, lane)
+            mma_fragments(scores, 0, q_fragments, 4 * step, fragment, 0)
+
+    @device_function
+    def pv(acc, rescale, p_lines, values, warp, lane):
+        """acc = acc rescale + p v of all rows and the warp's columns."""
+        fragment = cuda.local.array(4, np.int32)
+        words = cuda.local.array(4, np.int32)
+        for i in range(warp_steps):
+            for block in range(2):
+                for e in range(4):
+                    acc[8 * i + 4 * block + e] *= rescale[e // 2]
+        for step in range(TILE_KEYS // 16):
+            load_probabilities(words, 0, p_lines, step, lane)
+            for i in range(warp_steps):
+                n = warp * warp_steps + i
+                if n < steps:
+                    load_b_transposed(fragment, 0, values + step * 16 * pitch, n, lane)
+                    mma_fragments(acc, 8 * i, words, 0, fragment, 0)
+
+    return qk, pv
+
+
+@specialize
+def sm80_decode_kernel(config):
+    """The kernel of a Sm80DecodeConfig."""
+    head_dim, element, stages, block_size, segment = config
+    threads, pitch = 32 * DECODE_WARPS, line_pitch(head_dim)
+    steps = padded(head_dim) // 16
+    q_words, warp_steps = 4 * steps, -(-steps // DECODE_WARPS)
+    acc_count = 8 * warp_steps
+    # Shared memory in bytes: rows of q; stages of keys; stages of values; probabilities.
+    k_offset, tile_bytes = DECODE_ROWS * pitch, TILE_KEYS * pitch
+    v_offset = k_offset + stages * tile_bytes
+    p_offset = v_offset + stages * tile_bytes
+    segment_blocks, max_count = segment // block_size, DECODE_WARPS * DECODE_ROWS
+    sum_count = 4 * max_count
+    copy_rows, copy_keys = copy_functions(head_dim, DECODE_ROWS, threads, block_size)
+    load_kv_tile, (load_a, _, _) = kv_tile_function(copy_keys), fragment_functions(head_dim)
+    publish_max, online_softmax_step, add_sums = decode_softmax_functions(element)
+    qk, pv = decode_gemm_functions(head_dim, element)
+    pack = cvt_pack(element)
+    wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
+    out_chunks = head_dim // 8
+
+    @device_function
+    def store_segment(acc, row_max, sums, partial, weights, index, first_step, half, lane):
+        """Write a thread's columns of row `index` of the partial results, and the row's m and l."""
+        for i in range(warp_steps):
+            n = first_step + i
+            for block in range(2):
+                at, column = 8 * i + 4 * block + 2 * half, n * 16 + block * 8 + 2 * (lane & i32(3))
+                if n < steps:
+                    partial[index, column] = acc[at]
+                    partial[index, column + 1] = acc[at + 1]
+                    if column == 0:
+                        weights[index, 0] = row_max[half]
+                        weights[index, 1] = sums[half]
+
+    @device_function
+    def stage_out(acc, inverse, lines, first_step, half, lane):
+        """Write a thread's columns of a row of out to shared memory."""
+        row = i32(half * 8) + (lane >> i32(2))
+        for i in range(warp_steps):
+            n = first_step + i
+            for block in range(2):
+                at, column = 8 * i + 4 * block + 2 * half, n * 16 + block * 8 + 2 * (lane & i32(3))
+                if n < steps:
+                    store_word(lines + row * i32(pitch) + column * 2, pack(acc[at] * inverse, acc[at + 1] * inverse))
+
+    @cuda.jit(launch_bounds=(threads, 2))
+    def sm80_decode_kernel(
+        q, k, v, cu_seqlens, block_tables, context_lens, max_blocks, segments, scale, partial, weights, out
+    ):
+        """A block owns DECODE_ROWS rows of a KV head of a sequence and one segment of its keys.
+
+        out is written where a sequence has one segment; else partial (segments N H, padded head_dim) and weights
+        (segments N H, 2): a segment's acc, m and l.
+        """
+        blocks = cuda.shared.array(segment_blocks, np.int32)
+        maxima = cuda.shared.array(max_count, np.float32)
+        lane_sums = cuda.shared.array(sum_count, np.float32)
+        acc = cuda.local.array(acc_count, np.float32)
+        scores = cuda.local.array(8, np.float32)
+        q_fragments = cuda.local.array(q_words, np.int32)
+        row_max = cuda.local.array(2, np.float32)
+        sums = cuda.local.array(2, np.float32)
+        rescale = cuda.local.array(2, np.float32)
+        position = cuda.local.array(2, np.int32)
+
+        thread = i32(cuda.threadIdx.x) & i32(threads - 1)
+        lane, warp = thread & i32(31), thread >> i32(5)
+        kv_head, sequence = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
+        segment_index = i32(cuda.blockIdx.z % segments)
+        first_row = i32(cuda.blockIdx.z // segments * DECODE_ROWS)
+        heads, kv_heads = i32(q.shape[1]), i32(k.shape[1])
+        gqa_ratio = heads // kv_heads
+        start = cu_seqlens[sequence]
+        length = i32(cu_seqlens[sequence + 1] - start)
+        valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(DECODE_ROWS))
+        if valid_rows <= 0:
+            return
+        context_len = context_lens[sequence]
+        query_offset, first_key = i32(context_len - length), i32(segment_index * i32(segment))
+        visible_keys = i32(0)
+        if context_len > 0:
+            visible_keys = i32(i32(query_offset + i32(i32(first_row + valid_rows) - 1) // gqa_ratio) + 1)
+        if segment_index > 0 and first_key >= visible_keys:
+            return
+        segment_keys = min(i32(visible_keys - first_key), i32(segment))
+        tiles = i32((segment_keys + TILE_KEYS - 1) // TILE_KEYS)
+
+        base = shared_address(cuda.shared.array(0, np.uint8))
+        token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
+        head_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
+        k_source = address_of(k) + kv_head * (head_dim * 2)
+        v_source = address_of(v) + kv_head * (head_dim * 2)
+        for i in range(thread, (segment_keys + block_size - 1) // block_size, threads):
+            blocks[i] = block_tables[sequence * max_blocks + (first_key // block_size + i)]
+        copy_rows(base, address_of(q) + head_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
+        cuda.syncthreads()
+        for half in range(2):
+            row_max[half], sums[half] = MINUS_INFINITY, f32(0.0)
+            position[half] = i32(query_offset + i32(first_row + i32(half * 8) + (lane >> i32(2))) // gqa_ratio)
+        for i in range(acc_count):
+            acc[i] = f32(0.0)
+        for j in range(stages):
+            target = base + k_offset + j * tile_bytes
+            load_kv_tile(target, k_source, blocks, i32(0), j, tiles, segment_keys, key_bytes, thread)
+            if j + 1 < stages:
+                target = base + v_offset + j * tile_bytes
+                load_kv_tile(target, v_source, blocks, i32(0), j, tiles, segment_keys, key_bytes, thread)
+        wait_for_tile()
+        cuda.syncthreads()
+        for step in range(steps):
+            load_a(q_fragments, 4 * step, base, step, lane)
+        stage = i32(0)
+        for j in range(tiles):
+            # Waits and copies as in sm80_attention_kernel; between them, warps exchange maxima and probabilities.
+            wait_for_tile()
+            cuda.syncthreads()
+            v_stage = i32(stage + i32(stages - 1))
+            if v_stage >= i32(stages):
+                v_stage = i32(v_stage - i32(stages))
+            v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_offset + v_stage * i32(tile_bytes)
+            load_kv_tile(target, v_source, blocks, i32(0), v_tile, tiles, segment_keys, key_bytes, thread)
+            qk(scores, q_fragments, base + k_offset + stage * i32(tile_bytes) + warp * i32(16 * pitch), lane)
+            key = i32(first_key + i32(i32(j) * i32(TILE_KEYS))) + warp * i32(16) + ((lane & i32(3)) << i32(1))
+            publish_max(scores, key, position, maxima, warp, lane)
+            cuda.syncthreads()
+            online_softmax_step(scores, row_max, rescale, scale, maxima, lane_sums, base + p_offset, warp, lane)
+            wait_for_tile()
+            cuda.syncthreads()
+            k_tile, target = i32(i32(j) + i32(stages)), base + k_offset + stage * i32(tile_bytes)
+            load_kv_tile(target, k_source, blocks, i32(0), k_tile, tiles, segment_keys, key_bytes, thread)
+            add_sums(sums, rescale, lane_sums, lane)
+            pv(acc, rescale, base + p_offset, base + v_offset + stage * i32(tile_bytes), warp, lane)
+            stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
+        wait_for_all()
+
+        for half in range(2):
+            sums[half] = quad_sum(sums[half])
+            row = i32(half * 8) + (lane >> i32(2))
+            token, head = i32(first_row + row) // gqa_ratio, kv_head * gqa_ratio + i32(first_row + row) % gqa_ratio
+            inverse = f32(1.0) / sums[half] if sums[half] != f32(0.0) else f32(0.0)
+            if visible_keys <= segment:
+                stage_out(acc, inverse, base, warp * warp_steps, half, lane)
+            elif row < valid_rows:
+                index = (segment_index * q.shape[0] + start + token) * heads + head
+                store_segment(acc, row_max, sums, partial, weights, index, warp * warp_steps, half, lane)
+        if visible_keys <= segment:
+            cuda.syncthreads()
+            for index in range(thread, valid_rows * i32(out_chunks), threads):
+                row, chunk = i32(index) // i32(out_chunks), i32(index) % i32(out_chunks)
+                token, head = i32(first_row + row) // gqa_ratio, i32(first_row + row) % gqa_ratio
+                target = address_of(out) + head_offset + np.int64(token) * token_bytes + head * (head_dim * 2)
+                copy_to_global(target + chunk * CHUNK, base + row * i32(pitch) + chunk * i32(CHUNK))
+
+    return sm80_decode_kernel
+
+
+@specialize
+def merge_segments_kernel(segment):
+    """The kernel that merges what sm80_decode_kernel left for sequences with several segments."""
+
+    @cuda.jit
+    def merge_segments_kernel(cu_seqlens, context_lens, gqa_ratio, partial, weights, out):
+        """A block owns a query head of a token, a thread columns of it; segments in ascending order."""
+        head, sequence, token = cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
+        start = cu_seqlens[sequence]
+        length = cu_seqlens[sequence + 1] - start
+        if token >= length:
+            return
+        # Segments as sm80_decode_kernel counts them: by the last row of the block that this row belonged to.
+        first_row = (token * gqa_ratio + head % gqa_ratio) // DECODE_ROWS * DECODE_ROWS
+        last_row = min(first_row + DECODE_ROWS, length * gqa_ratio) - 1
+        segments = (context_lens[sequence] - length + last_row // gqa_ratio) // segment + 1
+        if context_lens[sequence] == 0 or segments < 2:
+            return
+        tokens, heads, head_dim = out.shape
+        for column in range(cuda.threadIdx.x, head_dim, cuda.blockDim.x):
+            index = (start + token) * heads + head
+            total, row_max, total_sum = partial[index, column], weights[index, 0], weights[index, 1]
+            for _ in range(1, segments):
+                index += tokens * heads
+                row_max, a, b = merge_weights(row_max, weights[index, 0])
+                total_sum = cuda.fma(weights[index, 1], b, total_sum * a)
+                total = cuda.fma(partial[index, column], b, total * a)
+            out[start + token, head, column] = narrow(total * (f32(1.0) / total_sum), out)
+
+    return merge_segments_kernel
+
+
+@functools.cache
+def decode_config(head_dim, element, block_size, limit):
+    """The Sm80DecodeConfig for a head_dim: as many stages, up to three, as leave room for two blocks an SM."""
+    for stages in (3, 2):
+        config = Sm80DecodeConfig(head_dim, element, stages, block_size)
+        if 2 * (config.shared_bytes + DECODE_BLOCK_BYTES) <= limit + SYSTEM_BYTES:
+            return config
+    return Sm80DecodeConfig(head_dim, element, 1, block_size)
+
+
+class SplitPartials:
+    """Partial results of decode, in arrays that grow with need; one for each context.
+
+    Earlier arrays stay, since captured graphs hold their addresses.
+    """
+
+    def __init__(self):
+        self._arrays = []
+
+    def get(self, rows, columns):
+        """(partial (rows, columns), weights (rows, 2)), float32, with any content."""
+        count = rows * (columns + 2)
+        if not self._arrays or self._arrays[-1].size < count:
+            self._arrays.append(device.xp().empty(count, np.float32))
+        flat = self._arrays[-1]
+        return flat[: rows * columns].reshape(rows, columns), flat[rows * columns : count].reshape(rows, 2)
+
+    @property
+    def nbytes(self):
+        return sum(array.nbytes for array in self._arrays)
+
+
+def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
+    """Allocate the workspaces of all `calls` of paged_attention_sm80 in the current context; returns their bytes.
+
+    calls: of each (sequences, tokens, max_seqlen_q, max_context_len), as bounds. Earlier arrays stay, in case a graph
+    holds their addresses.
+    """
+    decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
+    prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
+    totals, partials = current().own(SegmentTotals), current().own(SplitPartials)
+    rows = 1
+    for sequences, tokens, max_seqlen_q, max_context_len in calls:
+        segments = -(-max_context_len // decode.segment)
+        if segments > 1:
+            # A sequence with more queries than this is not decode's.
+            decode_tokens = min(max_seqlen_q, DECODE_ROWS // gqa_ratio)
+            rows = max(rows, segments * min(tokens, sequences * decode_tokens) * gqa_ratio * kv_heads)
+        # Steps with short contexts have a slot of their own.
+        for longest in (0, max_context_len):
+            totals.get(prefill, longest)
+    partials.get(rows, padded(head_dim))
+    return totals.nbytes + partials.nbytes
+
+
+def paged_attention_sm80(
+    q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, config=None
+):
+    """As the operator paged_attention, which has checked the arguments.
+
+    k, v: the cache as (blocks * block_size, HK, E). config: of decode or of prefill; by default decode's for up to
+    DECODE_ROWS rows of a KV head. The grid follows from shapes, max_seqlen_q and max_context_len alone. Raises
+    ValueError for a block_size that does not divide SEGMENT_KEYS.
+    """
+    if SEGMENT_KEYS % block_size:
+        raise ValueError(f"paged_attention: block_size must divide {SEGMENT_KEYS}, got {block_size}")
+    (tokens, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], context_lens.shape[0]
+    gqa_ratio = heads // kv_heads
+    if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:
+        paged_prefill_sm80(
+            q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
+            config,
+        )  # fmt: skip
+        return
+    config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
+    segments = max(-(-max_context_len // config.segment), 1)
+    rows = segments * tokens * heads if segments > 1 else 1
+    partial, weights = current().own(SplitPartials).get(rows, padded(head_dim))
+    launch(
+        sm80_decode_kernel(config),
+        (kv_heads, sequences, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),
+        32 * DECODE_WARPS,
+        q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1], segments,
+        float(scale * LOG2_E), partial, weights, out,
+        shared=config.shared_bytes,
+    )  # fmt: skip
+    if segments > 1:
+        arguments = (cu_seqlens, context_lens, gqa_ratio, partial, weights, out)
+        launch(merge_segments_kernel(config.segment), (heads, sequences, max_seqlen_q), MERGE_THREADS, *arguments)

@@ -1,0 +1,173 @@
+"""Attention to the paged cache on sm_90, launched: decode by sm90_decode.py, longer chunks by sm90_forward.py.
+
+The work items of decode are listed once for all layers of a step: a DecodePlan. Partials and counters belong to the
+current context (runtime/context.py), so that engines on streams of their own share none.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, LISTING_THREADS, list_work_items_kernel
+from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
+from rlnumba.kernels.attention.sm90_decode_config import THREADS, DecodeConfig, decode_config
+from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention, no_array
+from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
+from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.gemm.sm90 import processors
+from rlnumba.kernels.ptx.sm90 import tensor_map
+from rlnumba.runtime.context import current
+from rlnumba.runtime.launch import launch
+
+# Query tokens of the longest chunks whose consumers take neighbouring tokens.
+SHORT_CHUNK = 512
+
+
+def chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q):
+    """The AttentionConfig for chunks of up to max_seqlen_q query tokens."""
+    config = attention_config(head_dim, element, gqa_ratio, True, box)
+    # H200, 16 and 8 heads of 128, 128 or 256 tokens at the end of 640 or 1,024: 1.06 and 1.09 of the speed of paired
+    # consumers; 0.97 for chunks of 1,024 and 2,048 tokens.
+    return config._replace(paired=False) if config.consumers > 1 and max_seqlen_q <= SHORT_CHUNK else config
+
+
+def supported_group_sizes(gqa_ratio):
+    """What max_group_size may be so that no row of a work item is padding, ascending; the last one is the limit.
+
+    gqa_ratio: query heads of a key head. Empty where a work item has no rows for two sequences.
+    """
+    return tuple(rows // gqa_ratio for rows in (8, 16, MAX_DECODE_ROWS) if rows // gqa_ratio > 1)
+
+
+def partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len, leading=1):
+    """(items of a sequence and key head, slots of partials, rows of a slot) that a call takes."""
+    splits = max(-(-max_context_len // config.segment) - leading + 1, 1)
+    slots = sequences * kv_heads * splits if splits > 1 else 1
+    return splits, slots, min(max_seqlen_q, config.rows // gqa_ratio) * gqa_ratio
+
+
+def reserve(element, kv_heads, gqa_ratio, head_dim, box, calls):
+    """Give the current context a workspace from which all `calls` are served, and return its bytes.
+
+    box: tokens of a cache block, at most 64; calls: of each (sequences, max_seqlen_q, max_context_len), as bounds.
+    Declared groups need no more. Earlier arrays stay, since captured graphs may hold their addresses.
+    """
+    config, floats, counters, items = decode_config(head_dim, element, gqa_ratio, box), 0, 0, 0
+    for sequences, max_seqlen_q, max_context_len in calls:
+        splits, slots, rows = partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len)
+        floats = max(floats, slots * rows * (head_dim + 2))
+        counters = max(counters, 2 + sequences * kv_heads)
+        items = max(items, sequences * splits)
+    return current().own(Workspace).reserve(floats, counters, items, ITEM_COLUMNS)
+
+
+class DecodePlan(NamedTuple):
+    """The work items of decode, listed once for all layers of a step.
+
+    made_for: element, heads, bounds and the arrays' lengths, which a call that uses it shares; blocks: of the grid;
+    max_leading: segments of a sequence's first item; splits, slots, rows: of partial_slots; items: the list.
+    """
+
+    made_for: tuple
+    config: DecodeConfig
+    blocks: int
+    max_leading: int
+    splits: int
+    slots: int
+    rows: int
+    items: object
+
+
+def plan_decode(
+    element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+    shared_prefix_lens=None, group_sizes=None, max_group_size=1, config=None, blocks=None, max_leading=None,
+):  # fmt: skip
+    """A DecodePlan, whose list is made on the device from what the arrays hold then; see paged_attention_sm90.
+
+    The list stays until the next plan is made.
+    """
+    sequences, gqa_ratio = len(context_lens), heads // kv_heads
+    if block_size % TILE_KEYS and block_size not in (16, 32):
+        raise ValueError(f"paged_attention: block_size must be 16, 32 or a multiple of 64, got {block_size}")
+    if max_group_size > 1 and (max_group_size * gqa_ratio > MAX_DECODE_ROWS or max_seqlen_q > 1):
+        raise ValueError(
+            f"paged_attention: a group has at most {MAX_DECODE_ROWS // gqa_ratio} sequences of one query token each, "
+            f"got {max_group_size} sequences of up to {max_seqlen_q}"
+        )
+    made_for = (
+        element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_group_size,
+    )  # fmt: skip
+    config = config or decode_config(head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size)
+    grid = blocks or processors() * config.blocks
+    # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
+    max_leading = min(max_leading or max(sequences * kv_heads // grid, 1), config.max_leading)
+    # A shared prefix may be one segment, and then the leading span is no longer.
+    splits, slots, rows = partial_slots(
+        config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len, 1 if config.grouped else max_leading
+    )
+    items = current().own(Workspace).item_list(sequences * splits, ITEM_COLUMNS)
+    groups = (shared_prefix_lens, group_sizes) if config.grouped else (no_array(1), no_array(1))
+    launch(
+        list_work_items_kernel(config.rows, config.segment, config.grouped), 1,
+        min(-(-max(sequences, 1) // 32) * 32, LISTING_THREADS),
+        cu_seqlens, context_lens, *groups, np.int32(gqa_ratio), np.int32(max_leading), items, serialize_next=True,
+    )  # fmt: skip
+    return DecodePlan(
+        made_for, config, min(grid, sequences * kv_heads * splits), max_leading, splits, slots, rows, items
+    )
+
+
+def paged_attention_sm90(
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
+    shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None, lse=None, config=None, prefill_config=None,
+    blocks=None, max_leading=None,
+):  # fmt: skip
+    """As the operator paged_attention, for heads that sm90_forward.is_supported accepts and scale > 0.
+
+    Groups of neighbouring sequences with a common prefix, one query token each, may be declared: shared_prefix_lens
+    (B,) int32, how many tokens, fewer than its context has, a sequence shares with its group, in the same blocks;
+    group_sizes (B,) int32, at a group's first sequence how many there are, at the others 0; max_group_size: at least
+    any of them. plan: of plan_decode for these arrays; made here if not given. lse (H, N) float32 is written if given,
+    but not where context_lens is 0.
+    config, prefill_config, blocks, max_leading: instead of decode_config, chunk_config, the grid that fills the GPU
+    and plan_decode's own choice; of no effect with a plan but for prefill_config. Raises ValueError for a block size
+    that is neither a multiple of 64 nor 16 or 32, for groups that are too large, and for a plan of another call.
+    """
+    tokens, heads, head_dim = q.shape
+    cache_blocks, block_size, kv_heads, _ = k_cache.shape
+    sequences, gqa_ratio, element = len(context_lens), heads // kv_heads, q.dtype.name
+    if not tokens:
+        return
+    if plan is None:
+        plan = plan_decode(
+            element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
+            shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
+        )  # fmt: skip
+    made_for = (
+        element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_group_size,
+    )  # fmt: skip
+    if plan.made_for != made_for:
+        raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
+    lse = no_array(2, np.float32) if lse is None else lse
+    box = min(block_size, TILE_KEYS)
+    k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
+    config, c = plan.config, float(scale * LOG2_E)
+    # Query tokens of a work item; a sequence with more is the prefill kernel's.
+    item_tokens = min(config.rows // gqa_ratio, max(max_seqlen_q, max_group_size))
+    workspace = current().own(Workspace)
+    acc, row_max, row_sum, counters = workspace.partials(plan.slots, plan.rows, head_dim, 2 + sequences * kv_heads)
+    launch(
+        paged_attention_sm90_kernel(config), plan.blocks, THREADS,
+        tensor_map(q, item_tokens, gqa_ratio, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
+        context_lens, shared_prefix_lens if config.grouped else no_array(1), plan.items, block_tables,
+        np.int32(block_size), np.int32(heads), np.int32(gqa_ratio), np.int32(item_tokens), np.int32(plan.splits),
+        np.int32(plan.rows), np.int32(plan.max_leading), acc, row_max, row_sum, counters, c,
+        shared=config.layout.nbytes,
+    )  # fmt: skip
+    if max_seqlen_q * gqa_ratio <= config.rows:
+        return
+    launch_attention(
+        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, k_map, v_map, cu_seqlens,
+        context_lens, block_tables, block_size, gqa_ratio, max_seqlen_q, config.rows, c, out, lse,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""The online softmax of attention's forward kernels: constants of the arithmetic and device functions of a step.
+
+A row's scores s_j are seen one tile of keys at a time. m is the row maximum in units of log 2, l the row sum:
+
+    next_row_max   m' = c max_j s_j if that is above m + RESCALE_THRESHOLD, else m           c = scale log2(e) > 0
+    step           rescale = 2^(m - m')    p_j = 2^fma(s_j, c, -m')    l' = l rescale + sum of p_j
+    merge          of two disjoint sets of keys: m' = max(m, n), with weights 2^(m - m') and 2^(n - m')
+
+m is updated lazily: accumulators are multiplied only when a tile's maximum exceeds m by more than RESCALE_THRESHOLD, so
+probabilities stay below 2^RESCALE_THRESHOLD. 2^x is one instruction, `exp2`.
+Sources: Milakov and Gimelshein 2018; Dao 2023 (FlashAttention-2); the threshold: FlashAttention-4.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from rlnumba.kernels.ptx.sm90 import BOX_BYTES, LINE, Address, fence_proxy_async, store_four
+from rlnumba.kernels.ptx.warp import device_function, exp2, shuffle_xor
+from rlnumba.runtime.device import cuda
+
+i32, f32 = np.int32, np.float32
+
+# Keys of a tile, and of a segment: both are parts of the arithmetic, see sm90_forward.py.
+TILE_KEYS = 64
+SEGMENT_KEYS = 1024
+# How far, in powers of two, a probability may exceed 1 before the row maximum is updated.
+RESCALE_THRESHOLD = f32(8.0)
+MINUS_INFINITY = f32(-np.inf)
+LN2 = f32(math.log(2.0))
+LOG2_E = math.log2(math.e)
+
+
+@device_function
+def next_row_max(row_max, tile_max, c):
+    """The row maximum to use after a tile whose largest score is tile_max."""
+    candidate = tile_max * c
+    return candidate if candidate > row_max + RESCALE_THRESHOLD else row_max
+
+
+@device_function
+def finite_row_max(row_max):
+    """What exponents subtract: 0 for a row without keys so far, since -inf - -inf would be NaN."""
+    return row_max if row_max > MINUS_INFINITY else f32(0.0)
+
+
+@device_function
+def quad_max(value):
+    """The largest of four neighbouring lanes."""
+    value = max(value, shuffle_xor(value, 1))
+    return max(value, shuffle_xor(value, 2))
+
+
+@device_function
+def quad_sum(value):
+    """The sum over four neighbouring lanes, the same bits in each."""
+    value += shuffle_xor(value, 1)
+    return value + shuffle_xor(value, 2)
+
+
+@device_function
+def merge_weights(row_max, other_max):
+    """(m, a, b) of two sets of a row's keys: the common maximum, and the weights of the first and the second."""
+    largest = max(row_max, other_max)
+    subtracted = finite_row_max(largest)
+    return largest, exp2(row_max - subtracted), exp2(other_max - subtracted)
+
+
+@device_function
+def log_sum_exp(row_max, row_sum):
+    """The natural logarithm of a row's sum of exponentials."""
+    return cuda.fma(row_max, LN2, math.log(row_sum))
+
+
+@device_function
+def apply_causal_mask(scores, mask_offset):
+    """Set scores beyond the diagonal to -inf. mask_offset: the position of scores[0]'s row less its key.
+
+    scores: a thread's 32 accumulators of a 64 x 64 wgmma, keys along its columns.
+    """
+    for i in range(TILE_KEYS // 2):
+        if i // 4 * 8 + i % 2 - i % 4 // 2 * 8 > mask_offset:
+            scores[i] = MINUS_INFINITY
+
+
+@device_function
+def online_softmax_step(scores, row_max, sums, rescale, c):
+    """Turn a tile's scores into probabilities, in place, and update row_max, sums and rescale of a thread's two rows.
+
+    scores: as in apply_causal_mask. sums (16,): eight partial sums of each row, see row_sum.
+    """
+    for half in range(2):
+        largest = scores[2 * half]
+        for block in range(TILE_KEYS // 8):
+            largest = max(largest, max(scores[4 * block + 2 * half], scores[4 * block + 2 * half + 1]))
+        updated = next_row_max(row_max[half], quad_max(largest), c)
+        subtracted = finite_row_max(updated)
+        rescale[half] = exp2(row_max[half] - subtracted)
+        row_max[half] = updated
+        for block in range(TILE_KEYS // 8):
+            for j in range(2):
+                i = 4 * block + 2 * half + j
+                scores[i] = exp2(cuda.fma(scores[i], c, -subtracted))
+        for pair in range(TILE_KEYS // 16):
+            for j in range(2):
+                i, partial = 8 * pair + 2 * half + j, half * 8 + pair * 2 + j
+                sums[partial] = cuda.fma(sums[partial], rescale[half], scores[i] + scores[i + 4])
+
+
+@device_function
+def row_sum(sums, half):
+    """A row's sum over all keys, from the 32 partial sums that four neighbouring lanes hold, eight each."""
+    even = (sums[half * 8] + sums[half * 8 + 2]) + (sums[half * 8 + 4] + sums[half * 8 + 6])
+    odd = (sums[half * 8 + 1] + sums[half * 8 + 3]) + (sums[half * 8 + 5] + sums[half * 8 + 7])
+    return quad_sum(even + odd)
+
+
+@functools.cache
+def zero_function(boxes):
+    """The device function that zeroes the rows of a tile of V from valid_rows on, by 128 threads.
+
+    They may hold infinities or NaNs, and 0 times those is not 0.
+    """
+
+    @device_function
+    def zero_rows(values, valid_rows, thread):
+        row = i32(valid_rows + (thread >> i32(3)))
+        while row < TILE_KEYS:
+            for b in range(boxes):
+                target = Address(values + b * BOX_BYTES + row * LINE + (thread & i32(7)) * 16)
+                store_four(target, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
+            row = i32(row + 128 // 8)
+        fence_proxy_async()
+
+    return zero_rows

@@ -1,0 +1,105 @@
+"""GEMM kernels without tensor cores: any GPU, dtype and shape; also the column sums of a bias's gradient.
+
+Sums are float32, in ascending order of the reduction index: a row's bits depend on that row alone.
+"""
+
+import numpy as np
+
+from rlnumba.kernels.ptx.warp import narrow, widen
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
+
+# Side of the square of outputs that a block owns, one output a thread.
+TILE = 16
+# Row length of a shared tile: one more, so that the elements of a column lie in different banks.
+PADDED = TILE + 1
+# bias_backward: columns of a block, one a lane so that a warp reads consecutive addresses, and rows at a time.
+COLUMNS = 32
+ROW_LANES = 16
+
+
+@cuda.jit
+def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, out):
+    """out[i, j] = bias[j] + addend[i, j] + sum over s of a[i a_row + s a_step] b[j b_column + s b_step].
+
+    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left
+    out; addend may be out itself. A block owns TILE x TILE outputs, a thread one. The sum runs in
+    ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each
+    along the direction in which it is contiguous, then every thread multiplies its row by its column.
+    """
+    a_tile = cuda.shared.array((TILE, PADDED), np.float32)
+    b_tile = cuda.shared.array((TILE, PADDED), np.float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    rows, columns = out.shape
+    first_row, first_column = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
+    total = np.float32(0.0)
+    for first in range(0, steps, TILE):
+        # Which thread loads which element: consecutive x take consecutive addresses.
+        i, s = (y, x) if a_step == 1 else (x, y)
+        a_tile[i, s] = np.float32(0.0)
+        if first_row + i < rows and first + s < steps:
+            a_tile[i, s] = widen(a[(first_row + i) * a_row + (first + s) * a_step])
+        j, s = (y, x) if b_step == 1 else (x, y)
+        b_tile[j, s] = np.float32(0.0)
+        if first_column + j < columns and first + s < steps:
+            b_tile[j, s] = widen(b[(first_column + j) * b_column + (first + s) * b_step])
+        cuda.syncthreads()
+        for step in range(TILE):
+            total += a_tile[y, step] * b_tile[x, step]
+        cuda.syncthreads()
+    row, column = first_row + y, first_column + x
+    if row < rows and column < columns:
+        if bias.shape[0] > 0:
+            total += widen(bias[column])
+        if addend.shape[0] > 0:
+            total += widen(addend[row, column])
+        out[row, column] = narrow(total, out)
+
+
+@cuda.jit
+def bias_backward_kernel(dout, dbias):
+    """A block owns COLUMNS columns; of each, thread row y adds rows y, y + ROW_LANES, ..., then y = 0 adds those."""
+    partials = cuda.shared.array((ROW_LANES, COLUMNS), np.float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    rows, columns = dout.shape
+    column = cuda.blockIdx.x * COLUMNS + x
+    total = np.float32(0.0)
+    if column < columns:
+        for row in range(y, rows, ROW_LANES):
+            total += widen(dout[row, column])
+    partials[y, x] = total
+    cuda.syncthreads()
+    if y == 0 and column < columns:
+        total = dbias[column]
+        for lane in range(ROW_LANES):
+            total += partials[lane, x]
+        dbias[column] = total
+
+
+def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """out = A B (+ bias + residual), or out += A B if `add`.
+
+    a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N), bias (N,), residual (M, N) or out itself,
+    all floating. K may be 0.
+    """
+    rows, columns = out.shape
+    steps = a.shape[0] if a_mn else a.shape[1]
+    flat_a = a.reshape(-1)
+    launch(
+        gemm_simt_kernel,
+        (-(-columns // TILE), -(-rows // TILE)),
+        (TILE, TILE),
+        flat_a,
+        *((1, rows) if a_mn else (steps, 1)),
+        b.reshape(-1),
+        *((1, columns) if b_mn else (steps, 1)),
+        steps,
+        flat_a[:0] if bias is None else bias,
+        out if add else out[:0] if residual is None else residual,
+        out,
+    )
+
+
+def bias_backward(dout, dbias):
+    """dbias (N,) float32 += the column sums of dout (M, N). The order of the sum depends on M alone."""
+    launch(bias_backward_kernel, -(-dout.shape[1] // COLUMNS), (COLUMNS, ROW_LANES), dout, dbias)

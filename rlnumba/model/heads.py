@@ -1,0 +1,73 @@
+"""The language-model head: log-probs of chosen next tokens from hidden states, and the gradient back to these.
+
+Only the rows that predict a target reach the (V, D) matrix: T of the N hidden states, gathered before and scattered
+after. Where the derivative of the loss by each log-prob is known beforehand, forward and backward are one call that
+takes fewer GEMMs (kernels/logprob/ops.py).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
+from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
+
+
+@dataclass
+class SavedHead:
+    """What lm_head_backward reads: rows, target_ids (T,) i32, hidden (T, D) gathered, lse (T,) f32, and N."""
+
+    rows: object
+    target_ids: object
+    temperature: float
+    hidden: object
+    lse: object
+    num_tokens: int
+
+
+def lm_head_forward(model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None):
+    """Log-probs of target_ids (T,) i32 from rows (T,) i32 of hidden (N, D): the SavedHead for lm_head_backward.
+
+    logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written. arena: a scope of it is open.
+    """
+    gathered = arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
+    lse = arena.empty((rows.shape[0],), np.float32)
+    gather_rows(hidden, rows, gathered)
+    linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1)
+    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0])
+
+
+def lm_head_backward(model, saved, dlogprobs, grads, arena):
+    """dhidden (N, D) from dlogprobs (T,) f32; the head's own gradient is added to grads.lm_head."""
+    dgathered = arena.empty(saved.hidden.shape, saved.hidden.dtype)
+    linear_logp_backward(
+        saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered, grads.lm_head
+    )
+    return _scattered(dgathered, saved.rows, saved.num_tokens, arena)
+
+
+def lm_head_forward_backward(
+    model, hidden, rows, target_ids, temperature, dlogprobs, grads, arena, logprobs,
+    entropy=None, top1=None, accumulate=True,
+):  # fmt: skip
+    """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
+
+    accumulate: whether the head's own gradient is added to grads.lm_head or, where that is still zero, written, which
+    is faster.
+    """
+    gathered, dgathered = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
+    lse = arena.empty((rows.shape[0],), np.float32)
+    gather_rows(hidden, rows, gathered)
+    linear_logp_with_gradient(
+        gathered, model.lm_head, target_ids, temperature, dlogprobs, logprobs, lse, dgathered, grads.lm_head,
+        entropy, top1, accumulate,
+    )  # fmt: skip
+    return _scattered(dgathered, rows, hidden.shape[0], arena)
+
+
+def _scattered(values, rows, count, arena):
+    """(count, D): row rows[i] is values[i], the others are 0."""
+    out = arena.empty((count, values.shape[1]), values.dtype)
+    fill(0.0, out)
+    scatter_rows(values, rows, out)
+    return out

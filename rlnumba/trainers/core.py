@@ -1,0 +1,165 @@
+"""What trainers share: a policy that turns packed batches into log-probs, takes gradients back, and is updated.
+
+A trainer is its loop and its loss on one page; the rest is here:
+
+    policy.zero_grad()
+    for each micro-batch:
+        with policy.scope():
+            forward = policy.forward(batch, logprobs, entropy)     ids -> hidden -> log-probs of the targets
+            ...                                                    the loss: log-probs -> dlogprobs
+            policy.backward(forward, dlogprobs)                    dlogprobs -> gradients
+    policy.step(learning_rate)                                     gradients -> weights
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.model.heads import SavedHead, lm_head_backward, lm_head_forward, lm_head_forward_backward
+from rlnumba.model.transformer import Tape, packed_attention, packed_positions
+from rlnumba.optim import Optimizer
+from rlnumba.runtime import device
+from rlnumba.runtime.context import Context
+from rlnumba.runtime.memory import Arena
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
+
+    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets;
+    target_ids (T,) i32.
+    """
+
+    input_ids: object
+    position_ids: object
+    cu_seqlens: object
+    max_seqlen: int
+    rows: object
+    target_ids: object
+
+    @staticmethod
+    def of(token_ids, lengths, targets):
+        """From the host: token_ids (N,) i32 of sequences end to end, their lengths (B,), targets (T,) positions.
+
+        No target may be the first token of its sequence. Raises ValueError for an empty sequence.
+        """
+        position_ids, cu_seqlens = packed_positions(lengths)
+        rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
+        token_ids, position_ids, cu_seqlens = map(device.asarray, (token_ids, position_ids, cu_seqlens))
+        max_seqlen = int(np.max(lengths, initial=0))
+        return TargetBatch(
+            token_ids, position_ids, cu_seqlens, max_seqlen, device.asarray(rows), device.asarray(target_ids)
+        )
+
+
+@dataclass
+class Forward:
+    """What Policy.backward reads of a Policy.forward."""
+
+    tape: Tape
+    head: SavedHead
+
+
+class Policy:
+    """A model in training: weights, gradients, optimizer, activation arena, and the reference model if there is one.
+
+    model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
+    temperature: divides the logits. context: the runtime.context.Context that the trainer's kernels run in.
+    """
+
+    def __init__(self, model, train, reference=None, temperature=1.0):
+        self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
+        self.grads = model.weights.grads()
+        self.optimizer = Optimizer(
+            model.weights,
+            self.grads,
+            beta1=train.adam_beta1,
+            beta2=train.adam_beta2,
+            epsilon=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.max_grad_norm,
+        )
+        self.arena = Arena("activations")
+        self.context = Context()
+        self._head_grad_is_zero = False
+
+    def scope(self):
+        """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
+        return self.arena.scope()
+
+    def logprobs(self, batch, logprobs, entropy=None, top1=None, model=None):
+        """Write log-probs (T,) f32, entropy (T,) f32 and top1 (T,) i32 of a TargetBatch, without a tape.
+
+        model: the policy's, or another such as the reference.
+        """
+        model = model or self.model
+        with self.scope():
+            hidden = self._hidden(model, batch)
+            lm_head_forward(
+                model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
+            )
+
+    def forward(self, batch, logprobs, entropy=None, top1=None):
+        """As `logprobs`, but the Forward that is returned can be handed to `backward` inside the same scope."""
+        tape = Tape(self.train.gradient_checkpointing)
+        hidden = self._hidden(self.model, batch, tape)
+        head = lm_head_forward(
+            self.model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
+        )
+        return Forward(tape, head)
+
+    def backward(self, forward, dlogprobs):
+        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""
+        dhidden = lm_head_backward(self.model, forward.head, dlogprobs, self.grads, self.arena)
+        self._head_grad_is_zero = False
+        self.model.backward(dhidden, forward.tape, self.grads)
+
+    def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
+        """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
+        tape = Tape(self.train.gradient_checkpointing)
+        hidden = self._hidden(self.model, batch, tape)
+        dhidden = lm_head_forward_backward(
+            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
+            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero,
+        )  # fmt: skip
+        self._head_grad_is_zero = False
+        self.model.backward(dhidden, tape, self.grads)
+
+    def _hidden(self, model, batch, tape=None):
+        attention = packed_attention(model, batch, self.arena)
+        return model.forward(batch.input_ids, batch.position_ids, attention, tape, self.arena)
+
+    def zero_grad(self):
+        """Set the gradients to zero."""
+        self.optimizer.zero_grad()
+        self._head_grad_is_zero = True
+
+    def step(self, learning_rate):
+        """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
+
+        It may return before the weights are written. A reader on another stream, such as the engine, has to wait for
+        this one: at the end of a Clock phase the device is synchronised.
+        """
+        info = self.optimizer.step(learning_rate)
+        metrics = {"grad_norm": info.grad_norm, "learning_rate": learning_rate}
+        if self.optimizer.skipped_steps:
+            metrics["skipped_steps"] = self.optimizer.skipped_steps
+        return metrics
+
+    def move_reference(self, alpha):
+        """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""
+        moved = self.reference.weights.flat
+        with self.scope():
+            part = self.arena.empty(moved.shape, moved.dtype)
+            scale(self.model.weights.flat, alpha, part)
+            scale(moved, 1.0 - alpha, moved)
+            add(part, moved, moved)
+
+
+def epochs_done(step, gradient_accumulation_steps, micro_steps_per_epoch):
+    """The epochs that `step` optimizer steps make, the last step of an epoch being shorter: float. As transformers."""
+    steps_per_epoch = -(-micro_steps_per_epoch // gradient_accumulation_steps)
+    epochs, rest = divmod(step, steps_per_epoch)
+    return epochs + rest * gradient_accumulation_steps / micro_steps_per_epoch

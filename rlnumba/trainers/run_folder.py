@@ -1,0 +1,168 @@
+"""A run's folder and its resumption, the clock of a step's phases, and lines on the console."""
+
+import os
+import shutil
+import sys
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlnumba import checkpoint
+from rlnumba.errors import UserError
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.transformer import save_model
+from rlnumba.reporting.files import make_folder, write_config
+from rlnumba.reporting.metrics import MetricsWriter
+from rlnumba.runtime import device, dispatch, memory
+from rlnumba.runtime.environment import environment
+
+# What a run writes in its folder.
+RUN_FILES = (
+    *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
+    *("checkpoints", "final", "curves.png", "tensorboard"),
+)
+
+
+class RunFolder:
+    """A run's output_dir: finds the checkpoint to resume from, writes metrics, checkpoints and the final model.
+
+    trainer: "sft", "grpo"; resume: True for the newest readable checkpoint (without any, the run starts afresh and
+    logs it), or the step of a checkpoint, an int. model_folder: that checkpoint's folder, or None. state: its trainer
+    state, or None. step: optimizer steps done. Raises UserError if the folder cannot be written to, holds checkpoints
+    of which none is readable, not that of the step, or those of another trainer.
+    """
+
+    def __init__(self, trainer, run, resume):
+        self.trainer, self.run, self.path = trainer, run, Path(run.output_dir)
+        make_folder(self.path)
+        self.model_folder, self.step_chosen = None, resume is not True and bool(resume)
+        if self.step_chosen:
+            self.model_folder = checkpoint.of_step(self.path, resume)
+        elif resume:
+            self.model_folder = checkpoint.latest_readable(self.path)
+        self.step, self.state = 0, None
+        if self.model_folder is not None:
+            found = checkpoint.load(self.model_folder)
+            self.step, self.state = found.step, found.trainer_state
+            if self.state["trainer"] != trainer:
+                raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {trainer}")
+        elif resume:
+            log(f"{self.path} holds no checkpoint: starting afresh")
+
+    def writer(self, total_steps):
+        """The run's MetricsWriter. Called when all input has been read and checked: it changes the folder."""
+        if self.model_folder is None:
+            self._archive_earlier_run()
+        elif self.step_chosen:
+            self._archive_later_steps()
+        write_config(self.run, environment())
+        train = self.run.train
+        return MetricsWriter(
+            self.path,
+            total_steps,
+            self.step,
+            train.logging_steps,
+            train.log_completions,
+            train.num_completions_to_print,
+        )
+
+    def _archive_earlier_run(self):
+        """Move what an earlier run wrote here to earlier-N, so that nothing is lost or mixed with the new run's."""
+        left = [name for name in RUN_FILES if (self.path / name).exists()]
+        if not any(name in left for name in ("metrics.jsonl", "checkpoints", "final")):
+            return
+        target = self._archive_folder()
+        for name in left:
+            os.rename(self.path / name, target / name)
+        log(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
+
+    def _archive_later_steps(self):
+        """Move the checkpoints after the chosen one and the final model to earlier-N; copy metrics and completions.
+
+        Otherwise the next --resume would start from one of these, and their lines of metrics would be lost.
+        """
+        found = checkpoint.existing(self.path)
+        later = found[: found.index(self.model_folder)]
+        if not later:
+            return
+        target = self._archive_folder()
+        (target / "checkpoints").mkdir()
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            if (self.path / name).exists():
+                shutil.copy(self.path / name, target / name)
+        if (self.path / "completions").exists():
+            shutil.copytree(self.path / "completions", target / "completions")
+        for path in later:
+            os.rename(path, target / "checkpoints" / path.name)
+        if (self.path / "final").exists():
+            os.rename(self.path / "final", target / "final")
+        log(f"{self.path}: what came after step {self.step} is now in {target}")
+
+    def _archive_folder(self):
+        """A new folder earlier-N."""
+        number = 1
+        while (self.path / f"earlier-{number}").exists():
+            number += 1
+        target = self.path / f"earlier-{number}"
+        target.mkdir()
+        return target
+
+    def save(self, step, model, tokenizer, state):
+        """Write checkpoints/step-N, unless it exists: a step's state is always the same."""
+        if step == self.step and self.model_folder is not None:
+            return
+        state = {"trainer": self.trainer, **state}
+        keep_last = self.run.train.save_total_limit
+        self.model_folder = checkpoint.save(self.path, step, model, tokenizer, state, keep_last)
+        self.step = step
+
+    def finish(self, model, tokenizer):
+        """Write final/, a Hugging Face folder."""
+        try:
+            save_model(model, self.path / "final", tokenizer)
+        except OSError as error:
+            raise UserError(f"{self.path / 'final'}: cannot be written: {error.strerror}") from error
+
+
+def log(text):
+    """Print a line on stderr."""
+    print(f"rlnumba: {text}", file=sys.stderr, flush=True)
+
+
+def log_kernels(dtype):
+    """On a GPU, log which kernels compute a model of this dtype."""
+    if device.name() == "cuda":
+        attention, logprob = dispatch.describe("attention"), dispatch.describe("logprob")
+        log(f"GEMMs: {gemm.describe(dtype)}; attention: {attention}; log-probs: {logprob}")
+
+
+class Clock:
+    """Wall-clock seconds of a step's phases; a phase ends with a synchronisation of the device."""
+
+    def __init__(self):
+        self.started = time.perf_counter()
+        self.seconds = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name):
+        """Add the time of the block to time/<name>."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            device.synchronize()
+            self.seconds[f"time/{name}"] += time.perf_counter() - begin
+
+    def read(self):
+        """{"step_time": s, "time/<phase>": s, ...} since the last read, which starts the next step."""
+        now = time.perf_counter()
+        read = {"step_time": now - self.started, **self.seconds}
+        self.started, self.seconds = now, defaultdict(float)
+        return read
+
+
+def memory_metrics():
+    """{"memory/<region>": peak bytes allocated at one time} of every region, and their sum as perf/peak_memory."""
+    peaks = memory.report()
+    return {f"memory/{region}": nbytes for region, nbytes in peaks.items()} | {"perf/peak_memory": sum(peaks.values())}

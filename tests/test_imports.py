@@ -32,16 +32,14 @@ LAYERS = {
 ORDER_WITHIN_0 = ["errors", "config", "data", "rewards", "reporting"]
 
 # What kernels of several operators share. Other modules of an operator's package are its own.
-SHARED_KERNELS = {"ptx", "nn", "philox", "checks"}
+SHARED_KERNELS = {"ptx", "nn", "philox", "checks", "simd"}
 # (importing operator, imported module of another one): what is imported.
 BETWEEN_OPERATORS = {
     ("attention", "gemm.sm80"): "limits of a block's shared memory",
     ("attention", "gemm.sm90"): "32-bit division, the number of SMs",
-    ("logprob", "gemm.cpu"): "log-softmax of rows on the cpu device",
     ("logprob", "gemm.ops"): "the product with the LM head",
-    ("logprob", "gemm.sm90"): "tile coordinates and the weight gradient of the fused product with the LM head",
-    ("sampling", "gemm.cpu"): "softmax of rows on the cpu device",
-    ("sampling", "gemm.sm90"): "the number of SMs",
+    ("logprob", "gemm.scheduler"): "tile coordinates",
+    ("logprob", "gemm.sm90"): "the gradients of the fused product with the LM head",
 }
 
 

@@ -34,7 +34,7 @@ i32 = np.int32
 # A class has one thread of a row's block, or several if a warp has more threads than there are classes.
 CLASS_THREADS = max(1, 32 // CLASSES)
 ROW_THREADS = CLASSES * CLASS_THREADS
-SUM_THREADS = 32 if device.name() == "sim" else 256
+SUM_THREADS = 32 if device.simulated() else 256
 # Elements of a 16-byte load, and elements that a thread has at a time in two of them.
 EIGHT, SIXTEEN = 8, 16
 # Warps of a block of reference_kernel, a row each.

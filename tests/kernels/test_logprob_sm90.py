@@ -156,7 +156,7 @@ def test_simulator_with_gradient(rng, dtype, temperature):
 def test_simulator_short_last_split(rng, monkeypatch):
     """On three SMs two tiles of five rounds are two of four, and for the third SM two of one."""
     no_gpu()
-    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 3)
+    monkeypatch.setattr(device, "sm_count", lambda: 3)
     assert split_k_rounds(5, 2, 2) == (4, 4)
     case = make(rng, 66, 300, 64, "bfloat16", ignored=False)
     hidden, weight, ids, dlogp = case
@@ -171,7 +171,7 @@ def test_simulator_short_last_split(rng, monkeypatch):
 
 def test_split_k_rounds(monkeypatch):
     """Splits cover all rounds, none is empty, and no division with fewer splits has a shorter longest SM."""
-    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 132)
+    monkeypatch.setattr(device, "sm_count", lambda: 132)
     assert split_k_rounds(2374, 24, 6) == (432, 432) and split_k_rounds(2374, 24, 5) == (475, 475)
     for rounds in (1, 7, 100, 2374):
         for tiles in (1, 8, 24, 100, 131, 132, 500):
@@ -241,7 +241,7 @@ def test_the_second_consumer_follows():
 @pytest.mark.parametrize("shape", [QWEN3_06B, (4096, 151_936, 4096), (700, 50_264, 768), (65_536, 128_256, 2048)])
 def test_extra_memory(shape, monkeypatch):
     """dz and the float32 gradient of a chunk, or a block's exponentials and parts, fit into EXTRA_BYTES."""
-    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 132)
+    monkeypatch.setattr(device, "sm_count", lambda: 132)
     rows, vocabulary, width = shape
     rows = min(rows, logprob_sm90.QUARTER // (4 * width))
     columns = chunk_columns(rows, width, vocabulary)
@@ -259,7 +259,7 @@ def test_memory_of_the_operators(monkeypatch, left_out):
         pytest.skip("the memory of NumPy arrays is counted")
     rows, vocabulary, width = QWEN3_06B
     monkeypatch.setattr(logprob, "_uses_sm90", lambda *arrays: True)
-    monkeypatch.setattr(logprob_sm90, "sm_count", lambda: 132)
+    monkeypatch.setattr(device, "sm_count", lambda: 132)
     for name in ("launch", "cast"):
         monkeypatch.setattr(logprob_sm90, name, lambda *arguments, **options: None)
     monkeypatch.setattr(logprob_sm90, "_launch", lambda *arguments, **options: None)

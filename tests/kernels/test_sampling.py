@@ -201,7 +201,7 @@ def test_simulator_blocks_that_share_a_row(rng, monkeypatch, options):
     arguments = make(rng, 2, 9001, **options)
     alone = draw(arguments)
     for processors in (2, 5):
-        monkeypatch.setattr(scan, "sm_count", lambda: processors)  # noqa: B023
+        monkeypatch.setattr(device, "sm_count", lambda: processors)  # noqa: B023
         shared = draw(arguments)
         assert np.array_equal(shared[0], alone[0])
         assert_same_bits(shared[1], alone[1])

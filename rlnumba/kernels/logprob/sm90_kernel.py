@@ -541,11 +541,10 @@ def consumer_function(config):
 
     @device_function
     def consume(
-        base, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id, split_rounds,
-        schedule,
+        base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id,
+        split_rounds, schedule,
     ):  # fmt: skip
         tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
-        group = warp_uniform(thread >> i32(7))
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
         quad_lane = lane & i32(3)
@@ -624,6 +623,7 @@ def logprob_kernel(config):
         stage's boxes. Shared memory: LogprobConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
+        group = warp_uniform(thread >> i32(7))
         base = shared_base()
         if thread == 0:
             init_ring(base + layout.full, base + layout.empty, 1, consumers)
@@ -633,7 +633,7 @@ def logprob_kernel(config):
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
         schedule = schedule_tiles(m, n, k, split_rounds)
-        if warp_uniform(thread >> i32(7)) == 0:
+        if group == 0:
             setmaxnreg_dec()
             if thread == 0:
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
@@ -641,7 +641,7 @@ def logprob_kernel(config):
         else:
             setmaxnreg_inc()
             consume(
-                base, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n,
+                base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n,
                 first_id, split_rounds, schedule,
             )  # fmt: skip
 

@@ -14,8 +14,8 @@ weights calls `update_weights` with the new version before the next step.
 
 All device work runs in the engine's own Context, on its own stream. `step` returns after all work on that stream has
 ended, because it copies the results to the host, so between steps the weights may be written on any stream. In the
-other direction, `update_weights` and `wake` make the engine's stream wait for the work that the caller's current stream
-has by then: call them in the context that wrote the weights.
+other direction, `update_weights` and `wake` make the engine's stream wait for what was launched in the caller's current
+context by then: call them in the context that wrote the weights.
 """
 
 from collections.abc import Hashable
@@ -33,7 +33,7 @@ from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.philox import noise_key
 from rlnumba.model.transformer import check_finite
 from rlnumba.runtime import device
-from rlnumba.runtime.context import Context
+from rlnumba.runtime.context import Context, current
 
 # vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
 BLOCK_SIZE = 16
@@ -243,10 +243,10 @@ class Engine:
         """Count the tokens sampled next from policy version `version`: the weights have been changed in place.
 
         K and V of the old weights are dropped. Running sequences keep their tokens and compute them again, so that the
-        next ones are those of an engine that never had other weights. The engine's stream waits for the work that the
-        current stream has by now.
+        next ones are those of an engine that never had other weights. The engine's stream waits for what was launched
+        in the current context.
         """
-        self._wait_for_caller()
+        self.context.wait_for(current())
         self.scheduler.preempt_all()
         self.blocks.forget_hashes()
         self.scheduler.policy_version = version
@@ -264,15 +264,10 @@ class Engine:
     def wake(self):
         """Take the KV cache's memory; only on the GPU, since elsewhere its size follows the requests.
 
-        The engine's stream waits for the work that the current stream has by now.
+        The engine's stream waits for what was launched in the current context.
         """
-        self._wait_for_caller()
         if device.name() == "cuda" and self.is_asleep:
             self._take_cache()
-
-    def _wait_for_caller(self):
-        if self.context.stream is not None:
-            self.context.stream.wait_event(device.xp().cuda.get_current_stream().record())
 
     def _prompt_ids(self, request_id, prompt):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""
@@ -329,6 +324,8 @@ class Engine:
 
     def _take_cache(self):
         """Take the memory of the cache, and on the GPU decide once how many blocks it has."""
+        # The weights may have been written, or loaded, on another stream.
+        self.context.wait_for(current())
         num_blocks = max(self._blocks_to_have(), self.blocks.num_blocks)
         if device.name() == "cuda" and self.runner.cache is None:
             num_blocks = self._gpu_blocks()

@@ -203,11 +203,11 @@ def test_groups_change_nothing(rng):
 def shorten_segments(monkeypatch):
     """Give sm90 configs whose segments are short enough for the simulator."""
     monkeypatch.setattr("rlnumba.runtime.launch.observers", [])
-    for module in (sm90_forward, sm90_paged):
-        for name in ("decode_config", "attention_config"):
-            if name in vars(module):
-                whole = getattr(module, name)
-                monkeypatch.setattr(module, name, lambda *a, whole=whole, **k: whole(*a, **k)._replace(segment=64))
+    configs = [(sm90_paged, "decode_config"), (paged_attention_module, "sm90_decode_config")]
+    configs += [(module, "attention_config") for module in (sm90_forward, sm90_paged)]
+    for module, name in configs:
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, whole=whole, **k: whole(*a, **k)._replace(segment=64))
 
 
 @pytest.mark.sim

@@ -255,8 +255,8 @@ def test_forms_of_attention_are_of_one_family(rng, monkeypatch, dtype, heads, kv
     for implementations in (attention.FORWARD, attention.BACKWARD):
         for family in implementations:
             monkeypatch.setitem(implementations, family, lambda *arguments, family=family: called.append(family))
-    note(paged_attention.sm90, "paged_attention_sm90", "sm90")
-    note(paged_attention.sm80, "paged_attention_sm80", "sm80")
+    note(paged_attention.sm90_paged, "paged_attention_sm90", "sm90")
+    note(paged_attention.sm80_decode, "paged_attention_sm80", "sm80")
     note(paged_attention, "launch", "simt")
     case = Sequences(rng, [3, 1], heads, kv_heads, head_dim, dtype)
     taken = {}

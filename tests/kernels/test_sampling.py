@@ -51,7 +51,7 @@ def set_list_length(monkeypatch, length):
     """How many candidates a row's list holds, in the simulator."""
     for module in (scan, draw_module):
         monkeypatch.setattr(module, "LIST", length)
-    monkeypatch.setattr("rlnumba.runtime.context._default", Context())
+    monkeypatch.setattr("rlnumba.runtime.context._thread.context", Context())
 
 
 def draw(arguments):

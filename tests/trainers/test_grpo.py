@@ -13,7 +13,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError
 from rlnumba.trainers import grpo
 from rlnumba.trainers.rollout import Rollouts, Sample
-from tests.close import assert_same_bits
+from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
 
 GOLDEN = golden("grpo_curves.json")
@@ -22,14 +22,17 @@ GOLDEN = golden("grpo_curves.json")
 exact = pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 
 
-def golden_rollouts():
+def golden_samples():
     batch = GOLDEN["batch"]
     columns = (batch[name] for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "advantages"))
-    samples = [
+    return [
         Sample(Prompt("", prompt, {}, ""), Completion(ids, logprobs, "stop", ""), np.zeros(1), 0.0, {}, advantage)
         for prompt, ids, logprobs, advantage in zip(*columns, strict=True)
     ]
-    rollouts = Rollouts.of(samples, False, 0)
+
+
+def golden_rollouts():
+    batch, rollouts = GOLDEN["batch"], Rollouts.of(golden_samples(), False, 0)
     rollouts.ref_logprobs = np.concatenate([np.array(row, np.float32) for row in batch["ref_logprobs"]])
     return rollouts
 
@@ -93,6 +96,30 @@ def test_masked_sequences_do_not_move_the_weights():
     metrics = learner.step(rollouts.parts(4), 0, 1e-2)
     assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0
     assert_same_bits(learner.model.weights.flat, before)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "share"), [("dapo", 1), ("cispo", 1), ("grpo", 5 / 8), ("dr_grpo", 5 / 8), ("luspo", 5 / 8)]
+)
+def test_G17_masked_tokens_are_in_no_denominator_and_masked_sequences_in_that_of_sequences(loss_type, share):
+    """A batch with truncated completions against the one without them, which is 5 of its 8 sequences.
+
+    A mean over tokens does not see those that are masked; a mean over sequences counts theirs as zeros.
+    """
+    level = "sequence" if loss_type == "luspo" else "token"
+    samples = golden_samples()
+    for i in (1, 2, 6):
+        samples[i].completion.finish_reason = "length"
+    found = []
+    for chosen in (samples, [sample for sample in samples if not sample.truncated]):
+        learner = golden_learner(loss_type=loss_type, importance_sampling_level=level, max_grad_norm=0.0)
+        metrics = learner.step(Rollouts.of(chosen, True, 0).parts(4), 0, 0.0)
+        found.append((metrics, device.to_host(learner.grads.flat).astype(np.float64)))
+    (masked, masked_gradient), (alone, gradient) = found
+    num_tokens = sum(len(sample.completion.token_ids) for sample in samples)
+    assert_close(np.float32(masked["loss"]), share * alone["loss"], terms=num_tokens, scale=1.0, what="loss")
+    assert_close(masked_gradient, share * gradient, "float32", terms=num_tokens, what="gradient")
+    assert_close(np.float32(masked["entropy"]), alone["entropy"], terms=num_tokens, what="entropy")
 
 
 @exact

@@ -1,6 +1,7 @@
 """LLM.generate: draws depend on seed, prompt, completion index and position alone; log-probs are the scorer's."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from rlnumba import device, memory
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, runner
+from rlnumba.engine import llm as llm_module
+from rlnumba.engine.cache import KVCache
 from rlnumba.engine.llm import PromptError
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels import choice, gemm
@@ -293,6 +296,115 @@ def test_limits_that_cannot_be_kept_are_named(model):
         LLM(model, None, EngineConfig(max_model_len=201))
     with pytest.raises(PromptError, match="prompt 1: prompt and completion need 52 tokens .* holds 48"):
         generate(model, [[1], [1, 2]], SamplingParams(max_tokens=50), num_gpu_blocks_override=3)
+
+
+def test_a_folder_brings_its_tokenizer():
+    folder = Path(__file__).parent.parent / "golden" / "tiny-qwen3"
+    tokenizer = Tokenizer.from_folder(folder)
+    params = SamplingParams(max_tokens=12, n=2, seed=3)
+    wanted = LLM(load_model(folder), tokenizer).generate(["what is 3+4? "], params)
+    assert wanted[0].completions[0].text == tokenizer.decode(wanted[0].completions[0].token_ids)
+    for given in (folder, str(folder)):
+        assert LLM(given).generate(["what is 3+4? "], params) == wanted
+    # One that is given wins.
+    (output,) = LLM(folder, Letters()).generate([wanted[0].prompt_token_ids], params)
+    assert output.completions[0].text == Letters().decode(wanted[0].completions[0].token_ids)
+
+
+def test_defaults_are_vllms(model):
+    (output,) = LLM(model).generate([[1, 2, 3]])
+    assert drawn([output]) == drawn(generate(model, [[1, 2, 3]], SamplingParams(max_tokens=16, n=1, temperature=1.0)))
+    assert output.prompt_token_ids == [1, 2, 3] and output.policy_version == 0
+    assert len(LLM(model).generate([[1, 2, 3]], SamplingParams(ignore_eos=True))[0].completions[0].token_ids) == 16
+
+
+def test_what_does_not_fit_the_prompts_is_named(model):
+    with pytest.raises(ValueError, match="^generate: 2 prompts with 1 SamplingParams$"):
+        LLM(model).generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(PromptError, match="^prompt 1: text needs a tokenizer$") as error:
+        LLM(model).generate([[1], "a"])
+    assert error.value.reason == "text needs a tokenizer"
+    with pytest.raises(ConfigError, match="^sampling: stop strings need a tokenizer, and the model folder has none$"):
+        LLM(model).generate([[1], [2]], [SamplingParams(), SamplingParams(stop="x")])
+    with pytest.raises(ConfigError, match="^max_model_len 201 is more than the model's 200 positions$"):
+        LLM(model, None, EngineConfig(max_model_len=201))
+    assert LLM(model, None, EngineConfig(max_model_len=200)).max_model_len == LLM(model).max_model_len == 200
+    with pytest.raises(PromptError) as error:
+        generate(model, [[1], [1, 2]], SamplingParams(max_tokens=50), num_gpu_blocks_override=3)
+    assert error.value.index == 1 and error.value.reason == (
+        "prompt and completion need 52 tokens of KV cache, which holds 48; lower max_tokens or raise "
+        "gpu_memory_utilization"
+    )
+
+
+def test_the_cpus_cache_follows_the_requests(model, monkeypatch):
+    """As many blocks as those that run together may need and one more for each; at most 1 GiB, or one sequence's."""
+    params = [SamplingParams(max_tokens=n) for n in (20, 40, 1)]
+    prompts = [[1] * 13, [1] * 9, [1] * 16]
+
+    def blocks(**config):
+        llm = LLM(model, None, EngineConfig(**config))
+        llm.generate(prompts, params)
+        return llm.blocks.num_blocks
+
+    # 32, 48 and 16 tokens are kept, for the last of a sequence is not computed.
+    assert blocks() == 2 + 3 + 1 + 3
+    assert blocks(max_num_seqs=2) == 3 + 2 + 2
+    assert blocks(max_num_seqs=1) == 3 + 1
+    assert blocks(max_num_seqs=5, max_num_batched_tokens=2) == 3 + 2 + 2
+    assert blocks(num_gpu_blocks_override=4) == 4
+    block_bytes = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, tokens, heads, head_dim, float32
+    monkeypatch.setattr(llm_module, "CPU_CACHE_BYTES", 5 * block_bytes + 1)
+    assert blocks() == 5
+    monkeypatch.setattr(llm_module, "CPU_CACHE_BYTES", 2 * block_bytes)
+    assert blocks() == 3
+    monkeypatch.undo()
+    assert llm_module.CPU_CACHE_BYTES == 2**30
+    # It grows where more is asked for, and is kept where less is.
+    llm = LLM(model)
+    sizes = []
+    for chosen in ([0], [0, 1], [2]):
+        llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
+        sizes.append(llm.blocks.num_blocks)
+    assert sizes == [3, 7, 7]
+
+
+def test_a_stop_string_is_found_wherever_it_ends(model):
+    """A short one, one across tokens, and one that is as long as the tail of the text that is looked at first."""
+    prompt = [[1, 2, 3]]
+    params, _ = drawing_eos(model, prompt)
+    (free,) = generate(model, prompt, params, Letters())
+    text = free.completions[0].text
+    for length in (1, 3, 60):
+        stop = text[20 : 20 + length]
+        (cut,) = generate(model, prompt, dataclasses.replace(params, stop=(stop,)), Letters())
+        assert cut.completions[0].text == text[: text.index(stop)] and cut.completions[0].finish_reason == "stop"
+    # Of several, the one that begins first.
+    stops = (text[24:26], text[20:26], text[22:26])
+    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=stops), Letters())
+    assert cut.completions[0].text == text[: min(text.index(stop) for stop in stops)]
+
+
+def test_taking_and_giving_back_the_cache_counts_once(model):
+    def held():
+        memory.reset_peaks()
+        return memory.report().get("kv", 0)
+
+    before = held()
+    cache = KVCache(model.config, 3, 16, "float32")
+    assert cache.nbytes == 3 * 2 * 2 * 16 * 2 * 16 * 4 and cache.k is None and held() == before
+    cache.take()
+    k = cache.k
+    cache.take()
+    assert cache.k is k and k.shape == (2, 3, 16, 2, 16) == cache.v.shape and k.dtype == np.float32
+    assert held() == before + cache.nbytes
+    for _ in range(2):
+        cache.give_back()
+        assert cache.k is None and cache.v is None and held() == before
+    cache.take()
+    assert held() == before + cache.nbytes
+    del cache
+    assert held() == before
 
 
 def test_nothing_to_do(model):

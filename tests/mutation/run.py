@@ -11,10 +11,11 @@ On a machine without a GPU (the numpy device), in an environment with the packag
     python tests/mutation/run.py cover                        which test executes which line: the suite once, 10 minutes
     python tests/mutation/run.py test --tool mutmut           a sample of 200, about half an hour on one core
     python tests/mutation/run.py test --tool cosmic-ray
+    python tests/mutation/run.py cover tests/test_data.py     again for a file with new tests
     python tests/mutation/run.py again --tool mutmut          the survivors of results-mutmut.json, after a new test
 
 `test` and `again` write tests/mutation/results-TOOL.json: module, line, operator, the line before and after, outcome.
-An outcome is killed (a test failed), timeout (the tests took more than three times as long), survived, or equivalent.
+An outcome is killed (a test failed), timeout (a loop that does not end), survived, or equivalent.
 The last is never found by the program: tests/mutation/equivalent.json names, with the reason, the mutants of which a
 person has shown that they compute the same, and `test` looks them up by module and by the two texts of the line.
 
@@ -29,10 +30,12 @@ What is not in the sample:
 import argparse
 import ast
 import difflib
+import hashlib
 import importlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -52,7 +55,7 @@ MODULES = (
     *("rlnumba/engine", "rlnumba/trainers", "rlnumba/optim.py", "rlnumba/checkpoint.py"),
     *("rlnumba/data.py", "rlnumba/rewards.py"),
 )
-# What is not run: other packages' kernels in the simulator, and kernels, which execute none of MODULES.
+# The simulator and the kernels are not run; a test of MODULES is in neither.
 SUITE = ("tests", "--ignore", "tests/test_simulator.py", "--ignore", "tests/kernels")
 GPU_ONLY = {
     # Virtual memory of the CUDA driver.
@@ -224,14 +227,24 @@ def is_for_gpu(name, source, line, lines_of_tests):
     return line in gpu
 
 
-def cover(folder):
-    """Run the suite once; write which test executes which line, and how long each takes."""
+def cover(folder, only=()):
+    """Run the suite once; write which test executes which line, and how long each takes. only: test files, whose part
+    of what was found earlier is renewed."""
     folder.mkdir(parents=True, exist_ok=True)
     data, report = folder / "coverage", folder / "report.xml"
     settings = folder / "coveragerc"
     settings.write_text(f"[run]\nsource = rlnumba\ndata_file = {data}\n")
     command = [
-        *(sys.executable, "-m", "pytest", *SUITE, "-p", "no:cacheprovider", "--cov=rlnumba", "--cov-context=test"),
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            *(only or SUITE),
+            "-p",
+            "no:cacheprovider",
+            "--cov=rlnumba",
+            "--cov-context=test",
+        ),
         *(f"--cov-config={settings}", "--cov-report=", f"--junitxml={report}", "-o", "junit_family=xunit1"),
     ]
     # sys.monitoring cannot say which test executes a line.
@@ -247,6 +260,15 @@ def cover(folder):
     seconds = {}
     for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
         seconds[f"{case.get('file')}::{case.get('name')}"] = float(case.get("time"))
+    if only:
+        kept, kept_seconds = read_cover(folder)
+        fresh = {test for test in seconds if test.split("::")[0] in only}
+        seconds = {test: value for test, value in kept_seconds.items() if test.split("::")[0] not in only} | seconds
+        for name, of in kept.items():
+            for line, who in of.items():
+                others = [test for test in who if test.split("::")[0] not in only]
+                lines.setdefault(name, {})[line] = sorted({*others, *lines.get(name, {}).get(line, ())})
+        print(f"{len(fresh)} tests of {', '.join(only)} renewed")
     (folder / "lines.json").write_text(json.dumps({"lines": lines, "seconds": seconds}))
 
 
@@ -291,7 +313,10 @@ def copy_tree():
 
 
 def pytest_ends(tree, tests, limit):
-    """How the tests end in a tree: "passed", "failed: the first that did", "timeout"."""
+    """How the tests end in a tree: "passed", "failed: the first that did", "timeout".
+
+    limit: seconds of processor time, and a tenth of those that may pass.
+    """
     log = tree / "mutation.log"
     child = os.fork()
     if child == 0:
@@ -303,11 +328,13 @@ def pytest_ends(tree, tests, limit):
         os.environ["PYTHONPATH"] = str(tree)
         sys.path.insert(0, str(tree))
         code = 3
+        # Processor time, so that a busy machine does not count.
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
         try:
             code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=line", *tests])
         finally:
             os._exit(int(code))
-    ended, deadline = 0, time.monotonic() + limit
+    ended, deadline = 0, time.monotonic() + 10 * limit
     while not ended and time.monotonic() < deadline:
         time.sleep(0.02)
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -317,6 +344,8 @@ def pytest_ends(tree, tests, limit):
         return "timeout"
     output = log.read_text(errors="replace")
     code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGXCPU or code == -signal.SIGKILL:
+        return "timeout"
     if code == 0:
         return "passed"
     if code == 4 and "ImportError while loading conftest" not in output:
@@ -348,7 +377,7 @@ def try_mutant(tree, name, mutated, tests, seconds, budget):
                 taken += 1
             if not part:
                 break
-            end = pytest_ends(tree, part, 40 + 3 * expected)
+            end = pytest_ends(tree, part, 20 + 3 * expected)
             if end != "passed":
                 return ("timeout", part[0]) if end == "timeout" else ("killed", end.removeprefix("failed: "))
         return "survived", None
@@ -370,7 +399,12 @@ def run(options):
     results = HERE / f"results-{options.tool}.json"
     preload()
     lines, seconds = read_cover(options.folder)
-    chosen, pool = sample(options.tool, options.seed, options.count, lines)
+    sources = "".join((ROOT / name).read_text() for name in modules())
+    digest = hashlib.sha256(f"{options.tool} {options.seed} {options.count} {sources}".encode()).hexdigest()
+    cached = options.folder / f"sample-{digest[:16]}.json"
+    if not cached.exists():
+        cached.write_text(json.dumps(sample(options.tool, options.seed, options.count, lines)))
+    chosen, pool = json.loads(cached.read_text())
     keys = ("module", "operator", "before", "after")
     earlier = {}
     if options.command == "again" and results.exists():
@@ -420,6 +454,7 @@ def write(options, path, pool, records):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("command", choices=("cover", "test", "again"))
+    parser.add_argument("only", nargs="*", help="of cover: test files, instead of the whole suite")
     parser.add_argument("--tool", choices=TOOLS, default="mutmut")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
@@ -428,7 +463,7 @@ def main():
     parser.add_argument("--no-save", dest="save", action="store_false", help="print only")
     options = parser.parse_args()
     if options.command == "cover":
-        cover(options.folder)
+        cover(options.folder, options.only)
     else:
         run(options)
 

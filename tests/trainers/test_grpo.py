@@ -7,7 +7,7 @@ import pytest
 
 from rlnumba import device
 from rlnumba.data import Prompt
-from rlnumba.engine.sequence import Completion
+from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError
@@ -203,6 +203,81 @@ def test_cublas_is_not_exact(monkeypatch):
     assert not learner.rollout_is_exact
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    learner = golden_learner()
+    before = device.to_host(learner.model.weights.flat).copy()
+    rollouts = golden_rollouts()
+    rollouts.advantages[2] = np.nan
+    for count in (1, 2):
+        metrics = learner.step(rollouts.parts(4), 0, 1e-2)
+        assert metrics["skipped_steps"] == count and np.isnan(metrics["grad_norm"])
+    assert_same_bits(learner.model.weights.flat, before)
+    # Of a run, not of a step.
+    assert learner.step(golden_rollouts().parts(4), 0, 1e-2)["skipped_steps"] == 2
+    assert "skipped_steps" not in golden_learner().step(golden_rollouts().parts(4), 0, 1e-2)
+
+
+def test_the_reference_is_saved_where_it_moves():
+    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+    train = grpo_config(**options, max_completion_length=16, num_iterations=6, per_device_train_batch_size=4)
+    learner, start = (grpo.Learner(load_model(MODEL), load_model(MODEL), train) for _ in range(2))
+    initial = device.to_host(learner.reference.weights.flat).astype(np.float64)
+    learner.step(golden_rollouts().parts(4), 0, 1e-2)
+    assert_same_bits(learner.reference.weights.flat, start.reference.weights.flat, "before the second step")
+    learner.step(golden_rollouts().parts(4), 1, 1e-2)
+    policy = device.to_host(learner.model.weights.flat).astype(np.float64)
+    assert_close(learner.reference.weights.flat, 0.25 * policy + 0.75 * initial, terms=2, what="reference")
+    state = learner.state()
+    kept = state["reference"].copy()
+    learner.step(golden_rollouts().parts(4), 3, 1e-2)
+    assert_same_bits(state["reference"], kept, "the state is a copy")
+    start.restore(state)
+    assert_same_bits(start.reference.weights.flat, kept)
+    assert start.optimizer.steps == 2
+    assert_same_bits(start.optimizer.m, state["optimizer"]["m"])
+    # Where it stands still it is the model that the run began with, and is not saved.
+    still = grpo.Learner(load_model(MODEL), load_model(MODEL), grpo_config(beta=0.1))
+    assert still.state()["reference"] is None
+    still.restore(still.state())
+    assert_same_bits(still.reference.weights.flat, load_model(MODEL).weights.flat)
+
+
+def test_G02_metrics_of_micro_batches_are_averaged():
+    parts = [{"a": 1.0, "b": np.nan, "c": np.nan}, {"a": 4.0, "b": 3.0, "c": np.nan}, {"b": 5.0, "d": 7.0}]
+    found = grpo.mean_metrics(parts)
+    assert list(found) == ["a", "b", "c", "d"] and np.isnan(found.pop("c"))
+    assert found == {"a": 2.5, "b": 4.0, "d": 7.0}
+
+
+def test_every_key_of_the_loss_reaches_it():
+    keys = {
+        "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.11, "epsilon_high": 0.31,
+        "delta": 2.5, "beta": 0.07, "max_completion_length": 13, "use_bias_correction_kl": True,
+        "off_policy_mask_threshold": 0.6, "sapo_temperature_pos": 1.1, "sapo_temperature_neg": 1.2,
+        "vespo_k_pos": 2.1, "vespo_lambda_pos": 3.1, "vespo_k_neg": 3.2, "vespo_lambda_neg": 2.2,
+    }  # fmt: skip
+    correction = {
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 2.5,
+        "vllm_importance_sampling_clip_min": 0.2,
+    }
+    found = vars(grpo.loss_config(grpo_config(**keys, **correction)))
+    assert {name: found[name] for name in keys} == keys
+    assert found["importance_sampling_correction"] == "sequence_mask"
+    assert (found["importance_sampling_clip_max"], found["importance_sampling_clip_min"]) == (2.5, 0.2)
+    assert set(found) == {*keys} | {
+        "importance_sampling_correction", "importance_sampling_clip_max", "importance_sampling_clip_min"
+    }  # fmt: skip
+    off = grpo_config(**correction, vllm_importance_sampling_correction=False)
+    assert grpo.loss_config(off).importance_sampling_correction is None
+
+
+def test_every_key_of_sampling_reaches_it():
+    keys = {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.05, "repetition_penalty": 1.2}
+    params = grpo.sampling_params(grpo_config(**keys, max_completion_length=11), 77, 5)
+    assert params == SamplingParams(**keys, max_tokens=11, seed=77, n=5)
+
+
 # --- geometry ---------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +335,15 @@ def test_metrics_and_completions(tmp_path):
         perf/generation_tokens_per_s perf/peak_memory memory/weights memory/grads memory/activations""".split()
     for row in rows:
         assert set(wanted) <= row.keys(), set(wanted) - row.keys()
+        # 16 of 16 prompts make an epoch of four generations.
+        assert row["epoch"] == row["step"] / 4
+        # Tokens of the step's sequences, and drawn ones, each by its own time.
+        drawn = 16 * row["completions/mean_length"]
+        assert row["perf/generation_tokens_per_s"] == pytest.approx(drawn / row["time/generate"])
+        of_prompts = row["perf/throughput"] * row["step_time"] - drawn
+        assert of_prompts == pytest.approx(round(of_prompts)) and 16 * 20 < of_prompts < 16 * 30
+        peaks = sum(value for name, value in row.items() if name.startswith("memory/"))
+        assert row["perf/peak_memory"] == peaks
         assert row["sampling/sampling_logp_difference/max"] == 0.0
         assert row["sampling/importance_sampling_ratio/min"] == 1.0
         assert row["reward"] == pytest.approx(row["rewards/digits/mean"])
@@ -400,9 +484,16 @@ def test_reference_moves_when_asked(tmp_path):
 def test_evaluation_on_held_out_prompts(tmp_path):
     rows = tmp_path / "held_out.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"what is {i}? ", "answer": "1"}) + "\n" for i in range(5)))
-    run = grpo_run(tmp_path / "run", data={"eval": str(rows)}, eval_steps=2)
+    run = grpo_run(tmp_path / "run", data={"eval": str(rows)}, eval_steps=2, learning_rate=0.0, max_steps=5)
     grpo.run_grpo(run)
-    assert [row["step"] for row in metrics_of(run) if "eval_reward" in row] == [2, 4]
+    found = [row for row in metrics_of(run) if "eval_reward" in row]
+    assert [row["step"] for row in found] == [2, 4, 5]
+    # One completion of each, and with the same weights the same ones every time.
+    assert (
+        len({row["eval_reward"] for row in found}) == len({row["eval_completions/mean_length"] for row in found}) == 1
+    )
+    assert found[0]["eval_completions/mean_length"] * 5 == round(found[0]["eval_completions/mean_length"] * 5)
+    assert {"eval_rewards/digits/mean", "eval_completions/clipped_ratio", "time/eval"} <= found[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from rlnumba.errors import UserError
 from rlnumba.memory import Arena
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
-from rlnumba.trainers import sft
-from rlnumba.trainers.common import rate_of
+from rlnumba.trainers import common, sft
+from rlnumba.trainers.common import make_optimizer, rate_of
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, SFT_ROWS, golden, metrics_of, sft_run
 
@@ -158,7 +158,12 @@ def test_evaluation_and_files(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-5"]
     for name in ("curves.png", "config.toml", "final/tokenizer.json", "final/config.json"):
         assert (tmp_path / name).is_file(), name
-    assert {"time/train", "step_time", "perf/throughput", "memory/weights", "memory/grads"} <= rows[-1].keys()
+    assert {"time/train", "step_time", "memory/weights", "memory/grads"} <= rows[-1].keys()
+    tokens = np.diff([row["num_tokens"] for row in rows], prepend=0)
+    for row, count in zip(rows, tokens.tolist(), strict=True):
+        assert row["perf/throughput"] * row["time/train"] == pytest.approx(count)
+        assert row["perf/peak_memory"] == sum(value for name, value in row.items() if name.startswith("memory/"))
+        assert "step_tokens" not in row
 
 
 def test_memory_of_activations_is_less_with_checkpointing(tmp_path):
@@ -181,6 +186,49 @@ def test_rows_without_a_trained_token_are_named(tmp_path, capsys):
     path.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match="no row has a token to train on"):
         sft.run_sft(run)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
+    model, run = load_model(MODEL), sft_run(tmp_path, packing=True)
+    rows, grads, arena = rows_of(run, model)[:2], model.weights.grads(), Arena("test")
+    optimizer = make_optimizer(model, grads, run.train)
+    fine = sft.train_step(model, grads, optimizer, rows, run.train, 0.0, arena)
+    assert "skipped_steps" not in fine and np.isfinite(fine["grad_norm"])
+    model.weights.norm[0] = np.nan
+    before = device.to_host(model.weights.flat).copy()
+    for count in (1, 2):
+        metrics = sft.train_step(model, grads, optimizer, rows, run.train, 1e-2, arena)
+        assert metrics["skipped_steps"] == count and np.isnan(metrics["loss"])
+    assert_same_bits(model.weights.flat, before)
+
+
+def test_every_key_of_the_optimizer_reaches_it():
+    model = load_model(MODEL)
+    train = SFTConfig(adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.4)
+    optimizer = make_optimizer(model, model.weights.grads(), train)
+    assert optimizer.betas == (0.8, 0.7) and optimizer.epsilon == 1e-5
+    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.3, 0.4)
+
+
+def test_a_clock_adds_up_phases_until_it_is_read(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    clock = common.Clock()
+    for name, seconds in (("a", 1.0), ("b", 2.0), ("a", 4.0)):
+        with clock.phase(name):
+            now[0] += seconds
+        now[0] += 0.5
+    with pytest.raises(ZeroDivisionError), clock.phase("fails"):
+        now[0] += 8.0
+        1 / 0  # noqa: B018
+    assert clock.read() == {"step_time": 16.5, "time/a": 5.0, "time/b": 2.0, "time/fails": 8.0}
+    now[0] += 3.0
+    assert clock.read() == {"step_time": 3.0}
+
+
+def test_lines_for_the_console_name_the_program(capsys):
+    common.say("a line")
+    assert capsys.readouterr() == ("", "rlnumba: a line\n")
 
 
 def test_targets_are_the_next_tokens(rng):

@@ -39,6 +39,54 @@ def test_E08_a_bad_parameter_is_named_with_its_value(name, value):
     assert error.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "name, value, expectation",
+    [
+        ("temperature", 9e-6, "0, or a number >= 1e-05"),
+        ("temperature", True, "0, or a number >= 1e-05"),
+        ("top_p", -0.5, "in (0, 1]"),
+        ("top_p", float("nan"), "in (0, 1]"),
+        ("top_k", 2**31, "an integer >= -1 (0 and -1: off)"),
+        ("top_k", True, "an integer >= -1 (0 and -1: off)"),
+        ("min_p", "x", "in [0, 1]"),
+        ("repetition_penalty", float("inf"), "a number > 0"),
+        ("repetition_penalty", -1, "a number > 0"),
+        ("max_tokens", 1.0, "an integer >= 1"),
+        ("stop", ("a", 3), "non-empty strings"),
+        ("stop_token_ids", (3, 2**31), "token ids"),
+        ("stop_token_ids", (3, "a"), "token ids"),
+        ("ignore_eos", None, "true or false"),
+        ("seed", False, "an integer in [0, 2^64)"),
+        ("n", -1, "an integer >= 1"),
+        ("logprobs", None, "true or false"),
+    ],
+)
+def test_E08_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == f"sampling: {name} must be {expectation}, got {value!r}"
+
+
+def test_E08_the_largest_and_the_smallest_values():
+    for values in (
+        {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1e-9, "seed": 0, "max_tokens": 1},
+        {"temperature": 1e-5, "top_p": 1e-9, "top_k": 2**31 - 1, "min_p": 1, "seed": 2**64 - 1, "n": 1},
+        {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(-1)},
+    ):
+        params = SamplingParams(**values)
+        assert {name: getattr(params, name) for name in values} == values | (
+            {"top_k": 0} if "max_tokens" in values else {}
+        )
+
+
+def test_E08_defaults_are_vllms():
+    assert SamplingParams() == SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, stop=(),
+        stop_token_ids=(), ignore_eos=False, seed=0, n=1, logprobs=True,
+    )  # fmt: skip
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
 def test_E08_spellings_of_off_and_of_lists():
     params = SamplingParams(top_k=-1, min_p=None, stop="x", stop_token_ids=[3, 4])
     assert (params.top_k, params.min_p, params.stop, params.stop_token_ids) == (0, 0.0, ("x",), (3, 4))

@@ -300,15 +300,19 @@ def preload():
         importlib.import_module(name)
 
 
-def copy_tree():
-    """A copy of what Git knows of the working tree, in a temporary folder."""
-    target = Path(tempfile.mkdtemp(prefix="mutants-"))
+def copy_tree(target):
+    """Make `target` a copy of what Git knows of the working tree. Compiled files of an earlier copy stay there."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+    names = [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).exists()]
+    for path in [path for path in target.rglob("*") if path.is_file() and "__pycache__" not in path.parts]:
+        if str(path.relative_to(target)) not in names:
+            path.unlink()
+    for name in names:
+        old, new = ROOT / name, target / name
+        if not new.exists() or new.read_bytes() != old.read_bytes():
+            new.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(old, new)
     return target
 
 
@@ -405,32 +409,33 @@ def run(options):
     if not cached.exists():
         cached.write_text(json.dumps(sample(options.tool, options.seed, options.count, lines)))
     chosen, pool = json.loads(cached.read_text())
-    keys = ("module", "operator", "before", "after")
+    keys = ("module", "line", "operator", "before", "after")
     earlier = {}
     if options.command == "again" and results.exists():
         for each in json.loads(results.read_text())["mutants"]:
             earlier[tuple(each[key] for key in keys)] = each
-    tree = copy_tree()
+    tree = copy_tree(options.folder / "tree")
     records = []
-    try:
-        for number, (record, mutated) in enumerate(chosen, start=1):
-            before = earlier.get(tuple(record[key] for key in keys))
-            reason = outcome_known(record)
-            if reason is not None:
-                record |= {"outcome": "equivalent", "reason": reason}
-            elif before is not None and before["outcome"] in ("killed", "timeout"):
-                record |= {"outcome": before["outcome"], "by": before["by"]}
-            else:
-                source = (ROOT / record["module"]).read_text()
-                tests = tests_of(record["module"], source, record["line"], lines)
-                outcome, by = try_mutant(tree, record["module"], mutated, tests, seconds, options.budget)
-                record |= {"outcome": outcome, "by": by}
-            records.append(record)
-            say(number, record)
-            if options.save:
-                write(options, results, pool, records)
-    finally:
-        shutil.rmtree(tree)
+    # The reference kernels are compiled once, which no mutant's time shall pay for.
+    warm_up = ["tests/trainers/test_sft.py::test_evaluation_and_files", "tests/test_optim.py"]
+    if (end := pytest_ends(tree, warm_up, 600)) != "passed":
+        raise SystemExit(f"without a mutant, {end}")
+    for number, (record, mutated) in enumerate(chosen, start=1):
+        before = earlier.get(tuple(record[key] for key in keys))
+        reason = outcome_known(record)
+        if reason is not None:
+            record |= {"outcome": "equivalent", "reason": reason}
+        elif before is not None and before["outcome"] in ("killed", "timeout"):
+            record |= {"outcome": before["outcome"], "by": before["by"]}
+        else:
+            source = (ROOT / record["module"]).read_text()
+            tests = tests_of(record["module"], source, record["line"], lines)
+            outcome, by = try_mutant(tree, record["module"], mutated, tests, seconds, options.budget)
+            record |= {"outcome": outcome, "by": by}
+        records.append(record)
+        say(number, record)
+        if options.save:
+            write(options, results, pool, records)
 
 
 def say(number, record):

@@ -162,6 +162,15 @@ def test_an_array_is_as_good_as_a_list_and_a_tuple():
         score(table)
 
 
+def test_defaults_are_those_of_the_configuration():
+    made = Rewards([length, raises])
+    assert (made.timeout_s, made.errors, made.names) == (30.0, "raise", ["length", "raises"])
+    assert made.weights.tolist() == [1.0, 1.0] and made.weights.dtype == np.float64
+    loaded = load_rewards(RewardsConfig(funcs=["gsm8k_reward"], weights=[2.0], timeout=3.0, reward_errors="skip"))
+    assert (loaded.timeout_s, loaded.errors, loaded.weights.tolist()) == (3.0, "skip", [2.0])
+    assert loaded.functions == [rewards.gsm8k_reward]
+
+
 def test_nan_is_none():
     def nan(completions, **columns):
         return [float("nan"), np.float32("nan"), 1]

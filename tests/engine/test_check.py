@@ -133,8 +133,10 @@ def test_prompts_are_random_and_the_seeds_own(monkeypatch):
         assert check_agreement(model, None, 1, seed=seed).operator is None
     assert asked[0] == asked[1] != asked[2]
     assert [len(prompt) for prompt in asked[0]] == [1, 5, 17, 48, 5, 130]
-    ids = {i for prompts in asked for prompt in prompts for i in prompt}
+    ids = {i for prompts in asked[:3] for prompt in prompts for i in prompt}
     assert ids == set(range(model.config.vocab_size))
+    # Without more said: 48 tokens at temperature 1, seed 0.
+    assert check_agreement(model).tokens == 2 * 6 * 48 and asked[3] == asked[0]
     # Where not even the completion fits, a token is still asked for.
     found = check_agreement(model, EngineConfig(max_model_len=4), 9)
-    assert [len(prompt) for prompt in asked[3]] == [1] * 6 and found.equal == found.tokens == 2 * 6 * 3
+    assert [len(prompt) for prompt in asked[4]] == [1] * 6 and found.equal == found.tokens == 2 * 6 * 3

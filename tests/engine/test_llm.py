@@ -9,7 +9,7 @@ import pytest
 
 from rlnumba import device, memory
 from rlnumba.config import EngineConfig
-from rlnumba.engine import LLM, SamplingParams, runner
+from rlnumba.engine import LLM, SamplingParams, runner, sampler
 from rlnumba.engine import llm as llm_module
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.llm import PromptError
@@ -367,6 +367,27 @@ def test_the_cpus_cache_follows_the_requests(model, monkeypatch):
         llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
         sizes.append(llm.blocks.num_blocks)
     assert sizes == [3, 7, 7]
+
+
+def test_logits_exist_for_some_rows_at_a_time(model, prompts, monkeypatch):
+    """As many as fit into LOGITS_BYTES; it does not show in what is drawn, nor in penalties."""
+    prompts = prompts[:7]
+    params = [SamplingParams(temperature=0.8, repetition_penalty=1 + i / 4, max_tokens=5) for i in range(7)]
+    expected, rows = drawn(generate(model, prompts, params)), []
+    linear = sampler.linear
+
+    def counted(hidden, weight, out, **options):
+        rows.append(len(hidden))
+        linear(hidden, weight, out, **options)
+
+    monkeypatch.setattr(sampler, "linear", counted)
+    for size, chunks in ((3 * 97 * 4, [3, 3, 1]), (7 * 97 * 4 - 1, [6, 1]), (7 * 97 * 4, [7]), (1, [1] * 7)):
+        monkeypatch.setattr(sampler, "LOGITS_BYTES", size)
+        rows.clear()
+        assert drawn(generate(model, prompts, params)) == expected
+        assert rows[: len(chunks)] == chunks
+    monkeypatch.undo()
+    assert sampler.LOGITS_BYTES == 2**28
 
 
 def test_a_stop_string_is_found_wherever_it_ends(model):

@@ -67,16 +67,17 @@ def test_E08_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
     assert str(error.value) == f"sampling: {name} must be {expectation}, got {value!r}"
 
 
-def test_E08_the_largest_and_the_smallest_values():
-    for values in (
+@pytest.mark.parametrize(
+    "values",
+    [
         {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1e-9, "seed": 0, "max_tokens": 1},
         {"temperature": 1e-5, "top_p": 1e-9, "top_k": 2**31 - 1, "min_p": 1, "seed": 2**64 - 1, "n": 1},
-        {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(-1)},
-    ):
-        params = SamplingParams(**values)
-        assert {name: getattr(params, name) for name in values} == values | (
-            {"top_k": 0} if "max_tokens" in values else {}
-        )
+        {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(7)},
+    ],
+)
+def test_E08_the_smallest_and_the_largest_values_are_taken(values):
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
 
 
 def test_E08_defaults_are_vllms():

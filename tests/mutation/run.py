@@ -228,8 +228,10 @@ def is_for_gpu(name, source, line, lines_of_tests):
 
 
 def cover(folder, only=()):
-    """Run the suite once; write which test executes which line, and how long each takes. only: test files, whose part
-    of what was found earlier is renewed."""
+    """Run the suite once; write which test executes which line, and how long each takes.
+
+    only: tests or test files, whose part of what was found earlier is renewed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data, report = folder / "coverage", folder / "report.xml"
     settings = folder / "coveragerc"
@@ -262,13 +264,11 @@ def cover(folder, only=()):
         seconds[f"{case.get('file')}::{case.get('name')}"] = float(case.get("time"))
     if only:
         kept, kept_seconds = read_cover(folder)
-        fresh = {test for test in seconds if test.split("::")[0] in only}
-        seconds = {test: value for test, value in kept_seconds.items() if test.split("::")[0] not in only} | seconds
+        seconds, fresh = kept_seconds | seconds, set(seconds)
         for name, of in kept.items():
             for line, who in of.items():
-                others = [test for test in who if test.split("::")[0] not in only]
-                lines.setdefault(name, {})[line] = sorted({*others, *lines.get(name, {}).get(line, ())})
-        print(f"{len(fresh)} tests of {', '.join(only)} renewed")
+                others = {test for test in who if test not in fresh}
+                lines.setdefault(name, {})[line] = sorted(others.union(lines.get(name, {}).get(line, ())))
     (folder / "lines.json").write_text(json.dumps({"lines": lines, "seconds": seconds}))
 
 
@@ -459,14 +459,14 @@ def write(options, path, pool, records):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("command", choices=("cover", "test", "again"))
-    parser.add_argument("only", nargs="*", help="of cover: test files, instead of the whole suite")
+    parser.add_argument("only", nargs="*", help="of cover: tests or test files, instead of the whole suite")
     parser.add_argument("--tool", choices=TOOLS, default="mutmut")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "rlnumba-mutation")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of tests for a mutant at most")
     parser.add_argument("--no-save", dest="save", action="store_false", help="print only")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.command == "cover":
         cover(options.folder, options.only)
     else:

@@ -1,18 +1,19 @@
 """GRPO against TRL's own loss, its laws, and runs of a few seconds."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import device
-from rlnumba.data import Prompt
+from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError
 from rlnumba.trainers import grpo
-from rlnumba.trainers.rollout import Rollouts, Sample
+from rlnumba.trainers.rollout import Draw, PromptOrder, Rollouts, Sample, derived_seed
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
 
@@ -276,6 +277,149 @@ def test_every_key_of_sampling_reaches_it():
     keys = {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.05, "repetition_penalty": 1.2}
     params = grpo.sampling_params(grpo_config(**keys, max_completion_length=11), 77, 5)
     assert params == SamplingParams(**keys, max_tokens=11, seed=77, n=5)
+
+
+# --- a generation -----------------------------------------------------------------------------------------------------
+
+
+def made_group(prompt, rewards):
+    """A group whose completions are [10 prompt, ...] and whose rewards are given."""
+    prompt = Prompt(f"prompt {prompt}", [3, 4], {}, "")
+    completions = (Completion([10 * int(prompt.prompt[7:]) + i + 5, 1], [-0.5, -0.5], "stop") for i in range(9))
+    return [Sample(prompt, c, np.array([r]), r, {}) for c, r in zip(completions, rewards, strict=False)]
+
+
+def pretended_generation(monkeypatch, rewards_of, **train):
+    """roll_out with an engine whose completions get rewards_of(attempt, prompt): (rollouts, drawn, calls of draw)."""
+    calls = []
+
+    def draw(llm, rewards, prompts, chosen, params, now, clock, status):
+        calls.append((list(chosen), params))
+        return Draw([made_group(prompt, rewards_of(len(calls) - 1, prompt)) for prompt in chosen])
+
+    monkeypatch.setattr(grpo, "draw", draw)
+    slept = []
+    llm = SimpleNamespace(wake=lambda: slept.append("wake"), sleep=lambda: slept.append("sleep"))
+    config = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2} | train
+    run = SimpleNamespace(train=grpo_config(**config), seed=42)
+    writer, rewards = SimpleNamespace(status=None), SimpleNamespace(weights=[1.0])
+    order = PromptOrder(100, False, 0)
+    rollouts, drawn = grpo.roll_out(llm, rewards, None, order, run, grpo.TrainerState(7, 9, 0.5), 3, None, writer)
+    assert slept == ["wake", "sleep"]
+    return rollouts, drawn, calls
+
+
+def test_a_generation_is_shuffled_by_its_place(monkeypatch):
+    rollouts, drawn, calls = pretended_generation(monkeypatch, lambda attempt, prompt: (0.0, float(prompt)))
+    ((chosen, params),) = calls
+    assert chosen == [0, 1, 2, 3] and params.seed == derived_seed(42, 7, 3, 0) and params.n == 2
+    order = np.random.default_rng(derived_seed(42, 7, 3)).permutation(8)
+    samples = drawn[0].samples
+    assert rollouts.token_ids.reshape(8, 4)[:, 2].tolist() == [samples[i].completion.token_ids[0] for i in order]
+    np.testing.assert_array_equal(rollouts.advantages, np.float32([samples[i].advantage for i in order]))
+    assert rollouts.step == 7 and rollouts.num_active == 16
+    # Half of r away from the mean, by the standard deviation of 0 and r.
+    expected = [sign * r / 2 / (r * 0.5**0.5 + 1e-4) for r in range(4) for sign in (-1, 1)]
+    assert_close(np.float32([s.advantage for s in samples]), expected, terms=4)
+
+
+def test_G24_groups_that_teach_something_are_drawn_until_there_are_enough(monkeypatch):
+    def rewards_of(attempt, prompt):
+        return (1.0, 0.0) if prompt in (1, 5, 6) else (0.5, 0.5)
+
+    _, drawn, calls = pretended_generation(monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3)
+    assert [chosen for chosen, _ in calls] == [[0, 1, 2, 3], [4, 5, 6], [7]]
+    assert [params.seed for _, params in calls] == [derived_seed(42, 7, 3, attempt) for attempt in range(3)]
+    # Of the uniform groups the last one fills up what is missing.
+    rollouts, drawn, calls = pretended_generation(
+        monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3, mask_truncated_completions=True
+    )
+    assert len(drawn) == 3 and len(drawn[0].samples) == 8
+    first_ids = sorted(set(rollouts.token_ids.reshape(8, 4)[:, 2].tolist()))
+    assert first_ids == [10 * prompt + 5 + i for prompt in (1, 5, 6, 7) for i in range(2)]
+    assert sorted(rollouts.advantages.tolist())[3:5] == [0.0, 0.0]
+    # Enough at once: no further draw. Without dynamic sampling there is one, whatever it gives.
+    _, _, calls = pretended_generation(monkeypatch, lambda *_: (1.0, 0.0), dynamic_sampling=True, max_gen_batches=3)
+    assert len(calls) == 1
+    rollouts, _, calls = pretended_generation(monkeypatch, lambda *_: (0.5, 0.5), max_gen_batches=3)
+    assert len(calls) == 1 and not rollouts.advantages.any()
+
+
+def test_the_state_of_the_data_is_kept_between_steps():
+    train = grpo_config(per_device_train_batch_size=2, steps_per_generation=2, num_generations=2)
+    groups = [made_group(prompt, rewards) for prompt, rewards in ((0, (1.0, 0.0)), (1, (0.5, 0.5)), (2, (2.0, 1.0)))]
+    state = grpo.DataState(PromptOrder(9, True, 1))
+    assert state.state(True) == {"prompts": [0, 0], "num_tokens": 0, "rollouts": None, "metrics": {}}
+    state.order.take(3)
+    rollouts = Rollouts.of([sample for group in (groups[0], groups[2]) for sample in group], False, 5)
+    state.begin(rollouts, [Draw(groups[:2]), Draw(groups[2:])], ["f"], train)
+    # Six sequences of four tokens; a group of three has one reward only; two of six completions are not trained on.
+    assert state.num_tokens == 24 and state.metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert state.metrics["dynamic_sampling/dropped"] == pytest.approx(1 / 3)
+    assert state.metrics["reward"] == pytest.approx(5 / 6)
+    kept = state.state(True)
+    assert kept["prompts"] == [0, 3] and kept["num_tokens"] == 24 and kept["metrics"] == state.metrics
+    assert state.state(False) == kept | {"rollouts": None, "metrics": {}}
+    state.begin(rollouts, [Draw(groups[:2])], ["f"], train)
+    assert state.num_tokens == 40 and "dynamic_sampling/dropped" not in state.metrics
+
+    def restored(kept, **changes):
+        again = grpo.DataState(PromptOrder(9, True, 1))
+        again.restore(kept, grpo_config(**{"per_device_train_batch_size": 2, "num_generations": 2} | changes))
+        assert (again.order.epoch, again.order.position, again.num_tokens) == (0, 3, 24)
+        return again
+
+    again = restored(kept, steps_per_generation=2)
+    assert_same_bits(again.rollouts.token_ids, rollouts.token_ids)
+    assert again.metrics == kept["metrics"] and again.rollouts.step == 5
+    for changes in ({"steps_per_generation": 1}, {"steps_per_generation": 2, "beta": 0.1}):
+        assert restored(kept, **changes).rollouts is None and restored(kept, **changes).metrics == {}
+    kept["rollouts"]["ref_logprobs"] = np.zeros(8, np.float32)
+    assert restored(kept, steps_per_generation=2, beta=0.1).rollouts.ref_logprobs.shape == (8,)
+    assert restored(kept, steps_per_generation=2).rollouts is not None
+    assert restored(kept | {"rollouts": None}, steps_per_generation=2).rollouts is None
+
+
+def test_what_is_shown_before_and_after(tmp_path):
+    """Four prompts of the first step at most, of each its first completion; long texts are cut, chats shown by their
+    last message."""
+    train = grpo_config(per_device_train_batch_size=12, steps_per_generation=1, num_generations=2)
+    prompts = [
+        "short",
+        "x" * 200,
+        "y" * 201,
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "asked"}],
+    ]
+    prompts += ["fifth", "sixth"]
+    rows = [
+        {"step": step, "prompt": prompt, "completion": f"{prompt[:3]} {step} {i}"}
+        if isinstance(prompt, str)
+        else {"step": step, "prompt": prompt, "completion": f"chat {step} {i}"}
+        for step in (1, 2)
+        for prompt in prompts
+        for i in range(2)
+    ]
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = []
+
+    def generate(ids, params):
+        asked.append((ids, params))
+        completions = [Completion([5], [0.0], "stop", f"after {prompt[0]}") for prompt in ids]
+        return [SimpleNamespace(completions=[completion]) for completion in completions]
+
+    llm = SimpleNamespace(generate=generate, wake=lambda: asked.append("wake"), sleep=lambda: asked.append("sleep"))
+    data = PromptData([Prompt("", [i], {}, "") for i in range(8)])
+    run = SimpleNamespace(train=train, seed=3)
+    text = grpo.before_and_after(llm, data, run, tmp_path)
+    chosen = PromptOrder(8, True, 3).take(6)[:4]
+    assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]
+    assert asked[1][1] == grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)
+    shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'asked'"]
+    before = ["'sho 1 0'", "'xxx 1 0'", "'yyy 1 0'", "'chat 1 0'"]
+    lines = ["The first 4 prompts before training and after it, drawn with the same noise:"]
+    for prompt, old, index in zip(shown, before, chosen, strict=True):
+        lines += [f"  {prompt}", f"    before  {old}", f"    after   'after {index}'"]
+    assert text == "\n".join(lines)
 
 
 # --- geometry ---------------------------------------------------------------------------------------------------------

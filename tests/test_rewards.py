@@ -1,6 +1,7 @@
 """Reward functions: built-in values against hand-computed ones, calls that fail, names that lead nowhere."""
 
 import asyncio
+import contextlib
 import re
 import sys
 import threading
@@ -440,6 +441,14 @@ def test_what_is_wrong_with_a_name_is_said_in_full(spec, message):
     assert str(caught.value) == message
 
 
+def test_a_module_without_functions_has_nothing_to_suggest(tmp_path):
+    path = tmp_path / "constants.py"
+    path.write_text("ONE = 1\ndef _hidden():\n    pass\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve(f"{path}:one")
+    assert str(caught.value) == f"rewards.funcs: {path} has no 'one'"
+
+
 @pytest.mark.parametrize("spec", ["accuracy_reward", "cosine_scaled_reward(max_len=3)"])
 def test_a_reward_without_its_package_says_what_to_install(spec, monkeypatch):
     """When the run begins, not at the first completion."""
@@ -480,6 +489,14 @@ def test_G23_accuracy_reward():
     assert rewards.accuracy_reward([r"\boxed{72}"], answer=["48+24=72\n#### 72"]) == [1.0]
     with pytest.raises(RewardError, match="reward accuracy_reward: needs a column solution, .*; the data has: topic"):
         score(rewards.accuracy_reward, columns={"topic": ["", "", ""]})
+
+
+def test_accuracy_reward_gives_each_answer_two_seconds(monkeypatch):
+    pytest.importorskip("math_verify")
+    limits = []
+    monkeypatch.setattr(rewards, "time_limit", lambda seconds: limits.append(seconds) or contextlib.nullcontext())
+    assert rewards.accuracy_reward([r"\boxed{1}", r"\boxed{2}"], solution=["1", "1"]) == [1.0, 0.0]
+    assert limits == [2.0, 2.0]
 
 
 def test_accuracy_reward_survives_an_expression_that_takes_for_ever(monkeypatch):

@@ -140,11 +140,11 @@ def test_old_logprobs_are_recomputed_only_where_needed():
 
 
 def count_heads(monkeypatch, module):
-    """A list that gets an element for every call of the module's head_with_gradient."""
+    """A list that gets, for every call of the module's head_with_gradient, whether the head's gradient is added to."""
     called, head_with_gradient = [], module.head_with_gradient
 
     def counted(*arguments, **options):
-        called.append(arguments)
+        called.append(options["accumulate"])
         return head_with_gradient(*arguments, **options)
 
     monkeypatch.setattr(module, "head_with_gradient", counted)
@@ -173,7 +173,8 @@ def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch, opti
         rollouts.advantages[1] = 0
         rollouts.rollout_logprobs = learner._logprobs(learner.model, rollouts.parts(4))
         metrics = learner.step(rollouts.parts(4), 0, 1e-3)
-        assert len(called) == 2
+        # Written by the first micro-batch, added to by the second.
+        assert called == [False, True]
         assert metrics["sampling/sampling_logp_difference/max"] == 0.0 and metrics["grad_norm"] > 0
         found.append((metrics, learner.model.weights.flat))
     assert found[0][0] == found[1][0]

@@ -99,15 +99,16 @@ def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
 @pytest.mark.parametrize(("loss_type", "together"), [("nll", True), ("chunked_nll", True), ("dft", False)])
 def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_type, together):
     """Where each target's factor is known beforehand, which dft's is not."""
-    called, head_with_gradient = [], sft.head_with_gradient
+    accumulates, head_with_gradient = [], sft.head_with_gradient
 
     def counted(*arguments, **options):
-        called.append(arguments)
+        accumulates.append(options["accumulate"])
         return head_with_gradient(*arguments, **options)
 
     monkeypatch.setattr(sft, "head_with_gradient", counted)
     sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))
-    assert bool(called) == together
+    # The head's gradient is written by the first of two micro-batches and added to by the second.
+    assert accumulates == ([False, True] if together else [])
 
 
 def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):

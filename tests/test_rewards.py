@@ -487,6 +487,11 @@ def test_G23_accuracy_reward():
     gold = [r"\frac{1}{3}", "1/3", "18", ""]
     assert rewards.accuracy_reward(texts, solution=gold) == [1.0, 0.0, 0.0, None]
     assert rewards.accuracy_reward([r"\boxed{72}"], answer=["48+24=72\n#### 72"]) == [1.0]
+    # A box before another answer, units left out, no answer without an anchor; of several the last, readable or not.
+    texts = [r"\boxed{1}, so the final answer is $2$", r"\boxed{3 \text{ cm}}", "$2$", "the final answer is $2$"]
+    assert rewards.accuracy_reward(texts, solution=["1", "3", "2", "2"]) == [1.0, 1.0, 0.0, 1.0]
+    changed = r"the final answer is $2$. No: the final answer is $\frac$"
+    assert rewards.accuracy_reward([changed], solution=["2"]) == [0.0]
     with pytest.raises(RewardError, match="reward accuracy_reward: needs a column solution, .*; the data has: topic"):
         score(rewards.accuracy_reward, columns={"topic": ["", "", ""]})
 

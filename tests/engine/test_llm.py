@@ -369,6 +369,14 @@ def test_the_cpus_cache_follows_the_requests(model, monkeypatch):
     assert sizes == [3, 7, 7]
 
 
+def test_activations_of_a_step_are_in_the_engines_arena(model):
+    """Of 150 tokens at least the residual stream, twice, and the hidden states: float32, 48 wide."""
+    llm = LLM(model)
+    llm.generate([[1] * 150], SamplingParams(max_tokens=1))
+    assert llm.runner.arena.region == "engine activations"
+    assert 3 * 150 * 48 * 4 <= llm.runner.arena.peak < 2**20
+
+
 def test_logits_exist_for_some_rows_at_a_time(model, prompts, monkeypatch):
     """As many as fit into LOGITS_BYTES; it does not show in what is drawn, nor in penalties."""
     prompts = prompts[:7]

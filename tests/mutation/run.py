@@ -358,11 +358,14 @@ def pytest_ends(tree, tests, limit):
     return "failed: " + (failed[0].split(" ")[1] if failed else f"exit code {code}")
 
 
-def try_mutant(tree, name, mutated, tests, seconds, budget):
-    """(outcome, the test that decided) of a mutant. budget: seconds of tests at most, the slowest are left out."""
+def try_mutant(tree, name, mutated, tests, seconds, budget, first=()):
+    """(outcome, the test that decided) of a mutant.
+
+    budget: seconds of tests at most, the slowest are left out. first: those of the tests that begin.
+    """
     original, file = (tree / name).read_text(), tree / name
     ordered, total = [], 0.0
-    for test in sorted(tests, key=lambda test: seconds.get(test, 1.0)):
+    for test in sorted(tests, key=lambda test: (test not in first, seconds.get(test, 1.0))):
         total += seconds.get(test, 1.0)
         if ordered and total > budget:
             break
@@ -430,12 +433,14 @@ def run(options):
         else:
             source = (ROOT / record["module"]).read_text()
             tests = tests_of(record["module"], source, record["line"], lines)
-            outcome, by = try_mutant(tree, record["module"], mutated, tests, seconds, options.budget)
+            outcome, by = try_mutant(tree, record["module"], mutated, tests, seconds, options.budget, options.first)
             record |= {"outcome": outcome, "by": by}
         records.append(record)
         say(number, record)
         if options.save:
-            write(options, results, pool, records)
+            # What was found earlier stays if this run is stopped.
+            rest = (earlier.get(tuple(later[key] for key in keys)) for later, _ in chosen[number:])
+            write(options, results, pool, records + [each for each in rest if each is not None])
 
 
 def say(number, record):
@@ -465,6 +470,7 @@ def main():
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "rlnumba-mutation")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of tests for a mutant at most")
+    parser.add_argument("--first", action="append", default=[], metavar="TEST", help="try it before faster ones")
     parser.add_argument("--no-save", dest="save", action="store_false", help="print only")
     options = parser.parse_intermixed_args()
     if options.command == "cover":

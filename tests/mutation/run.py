@@ -3,7 +3,8 @@
 mutmut or cosmic-ray makes every single-point mutant of MODULES; a sample of them, drawn with a fixed seed, is tried one
 after the other. Their own runners fork a process that has imported Numba, or run the whole suite for a mutant. This
 one runs, in a copy of the working tree, the tests that execute the mutated statement, the fastest first, until one
-fails or --budget seconds of tests have passed (the slowest are then not run, so that a survivor may be none).
+fails or --budget seconds of tests have passed (the slowest are then not run, so that a survivor may be none). A test
+that killed a mutant is run once without it, and has to pass.
 
 On a machine without a GPU (the numpy device), in an environment with the package's test dependencies:
 
@@ -11,7 +12,7 @@ On a machine without a GPU (the numpy device), in an environment with the packag
     python tests/mutation/run.py cover                        which test executes which line: the suite once, 10 minutes
     python tests/mutation/run.py test --tool mutmut           a sample of 200, about half an hour on one core
     python tests/mutation/run.py test --tool cosmic-ray
-    python tests/mutation/run.py cover tests/test_data.py     again for a file with new tests
+    python tests/mutation/run.py cover tests/test_data.py     again for a file, or a test, that is new
     python tests/mutation/run.py again --tool mutmut          the survivors of results-mutmut.json, after a new test
 
 `test` and `again` write tests/mutation/results-TOOL.json: module, line, operator, the line before and after, outcome.
@@ -348,6 +349,8 @@ def pytest_ends(tree, tests, limit):
         return "timeout"
     output = log.read_text(errors="replace")
     code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGTERM:
+        raise SystemExit("stopped")
     if code == -signal.SIGXCPU or code == -signal.SIGKILL:
         return "timeout"
     if code == 0:
@@ -355,7 +358,7 @@ def pytest_ends(tree, tests, limit):
     if code == 4 and "ImportError while loading conftest" not in output:
         raise SystemExit(f"pytest could not run its tests:\n{output}")
     failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return "failed: " + (failed[0].split(" ")[1] if failed else f"exit code {code}")
+    return "failed: " + (failed[0].split(" ", 1)[1].split(" - ")[0] if failed else f"exit code {code}")
 
 
 def try_mutant(tree, name, mutated, tests, seconds, budget, first=()):
@@ -418,7 +421,7 @@ def run(options):
         for each in json.loads(results.read_text())["mutants"]:
             earlier[tuple(each[key] for key in keys)] = each
     tree = copy_tree(options.folder / "tree")
-    records = []
+    records, sound = [], set()
     # The reference kernels are compiled once, which no mutant's time shall pay for.
     warm_up = ["tests/trainers/test_sft.py::test_evaluation_and_files", "tests/test_optim.py"]
     if (end := pytest_ends(tree, warm_up, 600)) != "passed":
@@ -434,6 +437,11 @@ def run(options):
             source = (ROOT / record["module"]).read_text()
             tests = tests_of(record["module"], source, record["line"], lines)
             outcome, by = try_mutant(tree, record["module"], mutated, tests, seconds, options.budget, options.first)
+            if outcome == "killed" and by in seconds and by not in sound:
+                # A test that fails by itself kills nothing.
+                if (end := pytest_ends(tree, [by], 600)) != "passed":
+                    raise SystemExit(f"without a mutant, {end}")
+                sound.add(by)
             record |= {"outcome": outcome, "by": by}
         records.append(record)
         say(number, record)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import signal
 import sys
 import threading
 import time
@@ -320,6 +321,8 @@ def test_time_limits_nest():
     with pytest.raises(rewards._TimeUp), rewards.time_limit(0.3):
         with pytest.raises(rewards._TimeUp), rewards.time_limit(0.1):
             time.sleep(5)
+        # What the inner block took is not given back to the outer one.
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
         reached.append("between")
         time.sleep(5)
     assert reached == ["between"]
@@ -490,6 +493,10 @@ def test_G23_accuracy_reward():
     # A box before another answer, units left out, no answer without an anchor; of several the last, readable or not.
     texts = [r"\boxed{1}, so the final answer is $2$", r"\boxed{3 \text{ cm}}", "$2$", "the final answer is $2$"]
     assert rewards.accuracy_reward(texts, solution=["1", "3", "2", "2"]) == [1.0, 1.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="shorter"):
+        rewards.accuracy_reward(texts, solution=["1", "3", "2"])
+    with pytest.raises(ValueError, match="shorter"):
+        rewards.gsm8k_reward(texts, solution=["1", "3", "2"])
     changed = r"the final answer is $2$. No: the final answer is $\frac$"
     assert rewards.accuracy_reward([changed], solution=["2"]) == [0.0]
     with pytest.raises(RewardError, match="reward accuracy_reward: needs a column solution, .*; the data has: topic"):

@@ -94,6 +94,19 @@ def test_E08_spellings_of_off_and_of_lists():
     assert SamplingParams(temperature=0, seed=2**64 - 1, n=4).temperature == 0
 
 
+def test_shapes_of_a_table():
+    """As many blocks as the longest sequence has, the last begun, not a block more."""
+    for max_length, blocks in ((1, 1), (16, 1), (17, 2), (40, 3)):
+        table = SequenceTable(rows=2, max_length=max_length, block_size=16)
+        assert table.token_ids.shape == table.logprobs.shape == (2, max_length)
+        assert table.block_tables.shape == table.hashes.shape == (2, blocks)
+        assert table.stop_ids.shape == (2, 0) and table.keys.shape == (2, 2) and table.sequences == [None, None]
+    kinds = {"token_ids": np.int32, "block_tables": np.int32, "stop_ids": np.int32, "top_k": np.int32}
+    kinds |= {"sample_index": np.int32, "hashes": np.uint64, "keys": np.uint32, "logprobs": np.float32}
+    kinds |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), np.float32)
+    assert {name: getattr(table, name).dtype for name in kinds} == kinds
+
+
 def test_table_gives_back_what_was_put():
     table = SequenceTable(rows=2, max_length=40, block_size=16, stop_width=2)
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.5, stop="a")

@@ -18,7 +18,8 @@ On a machine without a GPU (the numpy device), in an environment with the packag
 `test` and `again` write tests/mutation/results-TOOL.json: module, line, operator, the line before and after, outcome.
 An outcome is killed (a test failed), timeout (a loop that does not end), survived, or equivalent.
 The last is never found by the program: tests/mutation/equivalent.json names, with the reason, the mutants of which a
-person has shown that they compute the same, and `test` looks them up by module and by the two texts of the line.
+person has shown that they compute the same, and `test` looks them up by module and by the two texts of the line (by its
+number too, where the text is there twice).
 
 What is not in the sample:
 
@@ -400,8 +401,8 @@ def try_mutant(tree, name, mutated, tests, seconds, budget, first=()):
 def outcome_known(record):
     """The reason for which a mutant is known to be equivalent, or None."""
     known = json.loads((HERE / "equivalent.json").read_text())
-    keys = ("module", "before", "after")
-    return next((each["reason"] for each in known if all(each[key] == record[key] for key in keys)), None)
+    keys = ("module", "line", "before", "after")
+    return next((e["reason"] for e in known if all(e[key] == record[key] for key in keys if key in e)), None)
 
 
 def run(options):

@@ -385,11 +385,12 @@ def test_what_is_shown_before_and_after(tmp_path):
     """Four prompts of the first step at most, of each its first completion; long texts are cut, chats shown by their
     last message."""
     train = grpo_config(per_device_train_batch_size=12, steps_per_generation=1, num_generations=2)
+    chat = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     prompts = [
         "short",
         "x" * 200,
         "y" * 201,
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "asked"}],
+        chat,
     ]
     prompts += ["fifth", "sixth"]
     rows = [
@@ -415,7 +416,7 @@ def test_what_is_shown_before_and_after(tmp_path):
     chosen = PromptOrder(8, True, 3).take(6)[:4]
     assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]
     assert asked[1][1] == grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)
-    shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'asked'"]
+    shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'c'"]
     before = ["'sho 1 0'", "'xxx 1 0'", "'yyy 1 0'", "'chat 1 0'"]
     lines = ["The first 4 prompts before training and after it, drawn with the same noise:"]
     for prompt, old, index in zip(shown, before, chosen, strict=True):

@@ -1,5 +1,7 @@
 """The comparison of rollout with training: what it counts, and whether it names the operator that was wrong."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -93,7 +95,10 @@ def test_keys_and_values_are_read_from_the_cache(monkeypatch, index, name):
 def test_agreement_of_the_golden_model():
     model = load_model(MODEL)
     assert first_difference(model, IDS, PROMPT, COPIES) == AGREES
-    assert check_agreement(model, max_tokens=7, temperature=0.8) == Agreement(2 * 6 * 7, 2 * 6 * 7, 0.0, None)
+    found = check_agreement(model, max_tokens=7, temperature=0.8)
+    assert found == Agreement(2 * 6 * 7, 2 * 6 * 7, 0.0, None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.equal = 0
 
 
 def test_differences_are_counted_and_the_largest_is_looked_into(monkeypatch):

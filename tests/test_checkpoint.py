@@ -33,6 +33,7 @@ def state_of(step):
         "cursor": [step, None, True, "x"],
         "noise": rng.integers(0, 2**32, (2, 3), np.uint32),
         "mean": np.float32(0.1),
+        "pair": ({"x": np.arange(4)}, 2),
         "odd": {"nan": float("nan"), "empty": np.zeros((0, 2), np.float64)},
     }
 
@@ -49,6 +50,8 @@ def test_comes_back_bit_for_bit(model, tokenizer, tmp_path):
     assert np.isnan(back["odd"]["nan"]) and back["odd"]["empty"].shape == (0, 2)
     assert_same_bits(back["optimizer"]["m"], state["optimizer"]["m"])
     assert_same_bits(back["noise"], state["noise"])
+    assert_same_bits(back["pair"][0]["x"], state["pair"][0]["x"])
+    assert back["pair"][1] == 2 and back["mean"] == float(state["mean"])
     back["noise"][0, 0] = 1  # an array of its own, not the file's
     again = load_model(folder, "float32")
     assert again.config == model.config
@@ -112,6 +115,85 @@ def test_damage_is_recognised(name, change, model, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "step-1")
     with pytest.raises(UserError, match="none of the 1 checkpoints is readable"):
         checkpoint.latest_readable(tmp_path, warnings.append)
+
+
+def test_a_damaged_checkpoint_is_told_of_on_stderr(model, tmp_path, capsys):
+    checkpoint.save(tmp_path, 1, model, None, {})
+    newer = checkpoint.save(tmp_path, 2, model, None, {})
+    (newer / "config.json").unlink()
+    assert checkpoint.latest_readable(tmp_path).name == "step-1"
+    assert capsys.readouterr() == (
+        "",
+        f"rlnumba: warning: checkpoint {newer} is damaged and passed over: "
+        f"{newer / 'config.json'}: No such file or directory\n",
+    )
+
+
+def test_what_is_wrong_is_said_in_full(model, tmp_path):
+    folder = checkpoint.save(tmp_path, 7, model, None, {})
+    root = tmp_path / "checkpoints"
+    checkpoint.save(tmp_path, 10, model, None, {})
+    assert checkpoint.of_step(tmp_path, 7) == folder
+    (folder / "model.safetensors").write_bytes(b"")
+    for call, message in (
+        (lambda: checkpoint.of_step(tmp_path, 9), f"{root / 'step-9'}: no such checkpoint; {root} has step-7, step-10"),
+        (
+            lambda: checkpoint.of_step(tmp_path / "other", 9),
+            f"{tmp_path / 'other' / 'checkpoints' / 'step-9'}: no such checkpoint; "
+            f"{tmp_path / 'other' / 'checkpoints'} has no checkpoint",
+        ),
+        (lambda: checkpoint.of_step(tmp_path, 7), f"{folder / 'model.safetensors'}: its content is not what was saved"),
+        (
+            lambda: checkpoint.load(root / "step-10"),
+            f"{root / 'step-10' / 'trainer_state.json'}: its content is not what was saved",
+        ),
+    ):
+        state = root / "step-10" / "trainer_state.json"
+        state.write_text(state.read_text().replace('"step": 10', '"step": 11'))
+        with pytest.raises(UserError) as caught:
+            call()
+        assert str(caught.value) == message
+    # What was never written by `save` is no checkpoint's state.
+    state.write_text("{}")
+    with pytest.raises(UserError, match="its content is not what was saved"):
+        checkpoint.load(root / "step-10")
+
+
+def test_only_folders_of_steps_are_checkpoints(model, tmp_path):
+    for name in ("step-3", "step-x", "step-4.bak", "astep-5", ".step-6", "step-07"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name for path in checkpoint.existing(tmp_path)] == ["step-07", "step-3"]
+    with pytest.raises(UserError, match="none of the 2 checkpoints is readable$"):
+        checkpoint.latest_readable(tmp_path, lambda line: None)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(model, tokenizer, tmp_path, monkeypatch):
+    """Each of its files and its folder are flushed first, then the name, also where it takes the place of another."""
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def flushed(descriptor):
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(old, new):
+        events.append(("rename", str(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    root = tmp_path / "checkpoints"
+    for again in (False, True):
+        events.clear()
+        folder = checkpoint.save(tmp_path, 4, model, tokenizer, state_of(4))
+        at = events.index(("rename", str(folder)))
+        partial = root / ".step-4.partial"
+        before = {name.removesuffix(".partial") for what, name in events[:at] if what == "fsync"}
+        for path in folder.rglob("*"):
+            assert str(partial / path.name) in before, path
+        # The folder itself, whose name ends as those of files that are being written do.
+        assert events[at - 1 - again][1] == str(partial)
+        assert events[at + 1 :] == [("fsync", str(root))]
+        assert os.listdir(root) == ["step-4"]
 
 
 def test_a_run_without_checkpoints(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlnumba import cli
+from rlnumba.model import transformer
 from rlnumba.runtime import device
 
 MODEL = str(Path(__file__).parent / "golden" / "tiny-qwen3")
@@ -131,6 +132,30 @@ def test_score_of_text_does_not_append_eos(tmp_path):
     (again,) = score(tmp_path, [{"token_ids": pair["token_ids"]}])
     assert len(pair["token_ids"]) == 6 and pair["token_ids"][-1] != 1 and again == pair
     assert ids == {"token_ids": [4], "logprobs": [None]}
+
+
+def test_score_takes_whole_sequences_of_at_most_32768_tokens_together(tmp_path, monkeypatch):
+    """Its batches, and the forwards that compute them, of 8192 tokens at most, so that memory does not grow."""
+    batches, forwards = [], []
+
+    def counted(model, batch, *arguments, **options):
+        batches.append(list(batch.lengths))
+        return score_batch(model, batch, *arguments, **options)
+
+    def forward(self, input_ids, *arguments, **options):
+        forwards.append(len(input_ids))
+        return device.xp().zeros((len(input_ids), self.config.hidden_size), self.dtype)
+
+    score_batch = transformer.score
+    monkeypatch.setattr(transformer, "score", counted)
+    monkeypatch.setattr(transformer.Transformer, "forward", forward)
+    lengths = [256] * 126 + [255, 256, 2, 256]
+    scored = score(tmp_path, [{"token_ids": [5 + i % 7] * length} for i, length in enumerate(lengths)])
+    assert batches == [lengths[:128], lengths[128:]] and sum(lengths[:128]) == 32767
+    assert forwards == [8192, 8192, 8192, 8191, 258]
+    assert [len(row["logprobs"]) for row in scored] == lengths
+    # Without a hidden state every token is as likely as any other.
+    assert {value for row in scored for value in row["logprobs"][1:]} == {scored[0]["logprobs"][1]}
 
 
 def test_token_ids_need_no_tokenizer(tmp_path, fails):

@@ -1,6 +1,8 @@
 """Rows, column detection, tokenising and packing, against hand-made rows and a tokenizer of words."""
 
+import errno
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -74,6 +76,17 @@ def test_bad_lines_are_named(path, text, message):
         read_rows(path)
 
 
+def test_a_file_that_cannot_be_read_is_named(path, monkeypatch):
+    def fails(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    write(path, [{"a": 1}])
+    monkeypatch.setattr(type(path), "read_bytes", fails)
+    with pytest.raises(UserError) as caught:
+        read_rows(path)
+    assert str(caught.value) == f"{path}: cannot be read: Input/output error"
+
+
 def test_read_rows(path, tmp_path):
     path.write_bytes('\ufeff{"a": "x\u2028y"}\r\n\n{"a": 2}'.encode())
     rows = read_rows(path)
@@ -101,9 +114,19 @@ def test_parquet(tmp_path):
     assert loaded.prompts[0].prompt == verl["prompt"]
     assert loaded.columns([0, 1])["ground_truth"] == ["2", "2"]
     assert loaded.columns([1])["extra_info"] == [verl["extra_info"]]
+    assert read_rows(path).locations == [f"{path}: row 1", f"{path}: row 2"]
     path.write_bytes(b"PAR1 nothing")
     with pytest.raises(UserError, match="rows.parquet: not a readable parquet file"):
         read_rows(path)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError) as caught:
+        read_rows(path)
+    assert str(caught.value) == f"{path}: parquet files need pyarrow; pip install 'rlnumba[parquet]'"
 
 
 def test_S1_text_rows_get_eos_once(path):
@@ -112,6 +135,40 @@ def test_S1_text_rows_get_eos_once(path):
     assert [tokenizer.text(s.input_ids) for (s,) in loaded.rows] == ["<s> a b </s>", "<s> c </s>"]
     assert all(s.loss_mask.all() for (s,) in loaded.rows)
     assert loaded.counts == {"rows": 2, "truncated_rows": 0, "dropped_rows": 0, "tokens": 7}
+
+
+def test_S1_the_models_eos_ends_a_text_where_the_tokenizer_has_none(path):
+    tokenizer = WordTokenizer()
+    tokenizer.eos_token_id = None
+    rows = [{"text": "a"}, {"text": "a b"}, {"text": "a c"}]
+    config, train = DataConfig(train=str(path)), SFTConfig()
+    write(path, rows)
+    assert ids(load_sft(path, config, train, tokenizer, 10, 10).rows) == [[[0, 2]], [[0, 2, 3]], [[0, 2, 4]]]
+    # Token 3, "b", is one that ends a text, so nothing is appended to it; what is appended is the first.
+    found = load_sft(path, config, train, tokenizer, 10, 10, eos_token_ids=(9, 3))
+    assert ids(found.rows) == [[[0, 2, 9]], [[0, 2, 3]], [[0, 2, 4, 9]]]
+    tokenizer.eos_token_id = 8
+    found = load_sft(path, config, train, tokenizer, 10, 10, eos_token_ids=(9, 3))
+    assert ids(found.rows) == [[[0, 2, 8]], [[0, 2, 3]], [[0, 2, 4, 8]]]
+
+
+def test_S1_tools_reach_the_template_also_as_json(path):
+    seen = []
+
+    class Tools(WordTokenizer):
+        def apply_chat_template(self, messages, add_generation_prompt, tools=None, **variables):
+            seen.append(("ids", tools, add_generation_prompt))
+            return super().apply_chat_template(messages, add_generation_prompt)
+
+        def assistant_mask(self, messages, tools=None, **variables):
+            seen.append(("mask", tools, variables))
+            return [1] * len(super().apply_chat_template(messages, False))
+
+    messages, tools = [{"role": "assistant", "content": "x"}], [{"name": "f"}]
+    rows = [{"messages": messages, "tools": given} for given in (tools, json.dumps(tools), None)]
+    load(path, rows, Tools(), assistant_only_loss=True)
+    wanted = [([{"name": "f"}])] * 2 + [None]
+    assert seen == [call for given in wanted for call in (("ids", given, False), ("mask", given, {}))]
 
 
 def test_S1_completion_begins_where_the_tokens_part(path):
@@ -216,6 +273,82 @@ def test_truncation_and_dropped_rows_are_counted(path):
 def test_bad_sft_rows(path, rows, train, message):
     with pytest.raises(UserError, match=message):
         load(path, rows, **train)
+
+
+@pytest.mark.parametrize(
+    "rows, train, said",
+    [
+        ([{"text": "x"}, {"text": 3}], {}, "2: 'text' must be a non-empty string, got int 3"),
+        ([{"text": ""}], {}, "1: 'text' must be a non-empty string, got a string"),
+        ([{"question": "", "answer": "#### 1"}], {}, "1: 'question' must be a non-empty string, got a string"),
+        (
+            [{"question": "q", "answer": "#### 1"}, {"question": {}, "answer": ""}],
+            {},
+            "2: 'question' must be a non-empty string, got an object",
+        ),
+        (
+            [{"question": "q", "answer": "#### 1"}, {"question": "q", "answer": True}],
+            {},
+            "2: 'answer' must be a string, got a bool",
+        ),
+        ([{"prompt": "x", "completion": 3}], {}, "1: 'completion' must be a string, got int 3"),
+        (
+            [{"prompt": "x", "completion": []}],
+            {},
+            "1: 'completion' must be a non-empty list of messages, got a list",
+        ),
+        ([{"messages": "x"}], {}, "1: 'messages' must be a non-empty list of messages, got a string"),
+        (
+            [{"messages": [{"role": "user", "content": "x"}, {"role": 5, "content": "x" * 100}]}],
+            {},
+            "1: 'messages': a message must have a role and a content, got "
+            + '{"role": 5, "content": "'
+            + "x" * (80 - len('{"role": 5, "content": "')),
+        ),
+        (
+            [{"messages": [{"role": "user", "content": {}}]}],
+            {},
+            "1: 'messages': the content of a message must be a string, got an object",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}],
+            {},
+            "1: 'tools' must be a list, got an object",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": "x"}], "tools": "[1,"}],
+            {},
+            "1: 'tools' is a string that is not JSON: Expecting value",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": "x"}]}],
+            {"completion_only_loss": True},
+            "1: train.completion_only_loss needs rows with a prompt and a completion",
+        ),
+        (
+            [{"text": "x"}],
+            {"completion_only_loss": True},
+            "1: train.completion_only_loss needs rows with a prompt and a completion",
+        ),
+        ([{"text": "x"}], {"assistant_only_loss": True}, "1: train.assistant_only_loss needs rows of messages"),
+        (
+            [{"label": 1, "topic": 2}],
+            {},
+            "1: sft needs the columns messages, or prompt and completion, or question and answer, or text; "
+            "its columns are label, topic",
+        ),
+        (
+            [{}],
+            {},
+            "1: sft needs the columns messages, or prompt and completion, or question and answer, or text; "
+            "its columns are none",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_sft_row_is_said_in_full(path, rows, train, said):
+    with pytest.raises(UserError) as caught:
+        load(path, rows, **train)
+    assert str(caught.value) == f"{path}:{said}"
 
 
 def test_ids_outside_of_the_vocabulary(path):
@@ -345,6 +478,29 @@ def test_long_prompts_are_dropped_only_when_asked(path):
 def test_bad_prompt_rows(path, rows, config, kind, message):
     with pytest.raises(kind, match=message):
         prompts(path, rows, **config)
+
+
+def test_prompts_that_cannot_be_tokenised_are_named(path):
+    class Refuses(WordTokenizer):
+        def apply_chat_template(self, messages, *arguments, **variables):
+            raise UserError("no chat template")
+
+        def encode(self, text):
+            return []
+
+    write(path, [{"prompt": "a"}])
+    with pytest.raises(UserError) as caught:
+        load_prompts(path, DataConfig(train=""), None, 10, 10)
+    assert str(caught.value) == "grpo needs a tokenizer, and the model folder has no tokenizer.json"
+    with pytest.raises(UserError) as caught:
+        load_prompts(path, DataConfig(train=""), Refuses(), 10, 10)
+    assert str(caught.value) == f"{path}:1: the prompt has no tokens"
+    with pytest.raises(UserError) as caught:
+        load_prompts(path, DataConfig(train="", apply_chat_template=True), Refuses(), 10, 10)
+    assert str(caught.value) == f"{path}:1: no chat template"
+    with pytest.raises(UserError) as caught:
+        load_prompts(path, DataConfig(train=""), WordTokenizer(), 10, 2)
+    assert str(caught.value) == f"{path}:1: token id 2 is outside of the model's vocabulary of 2"
 
 
 def test_encode_pair_of_equal_texts():

@@ -1,3 +1,4 @@
+import gc
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ from rlnumba.config import TrainConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
 from rlnumba.optim import Optimizer, learning_rate_at
-from rlnumba.runtime import device
+from rlnumba.runtime import device, memory
 from tests.close import assert_close, assert_same_bits
 
 
@@ -58,6 +59,44 @@ def test_five_steps_of_torch():
     assert_same_bits(grads.flat, gradient(5), "gradients after a step")
     optimizer.zero_grad()
     assert not device.to_host(grads.flat).any()
+
+
+def test_defaults_are_torchs_and_trls():
+    weights, grads, _ = problem()
+    optimizer = Optimizer(weights, grads)
+    assert optimizer.betas == (0.9, 0.999) and optimizer.epsilon == 1e-8
+    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.01, 1.0)
+    assert (optimizer.steps, optimizer.skipped_steps) == (0, 0)
+
+
+def test_clipping_divides_by_a_little_more_than_the_norm():
+    """torch's clip_grad_norm_: by norm + 1e-6, which a norm of that size shows; and never makes a gradient larger."""
+    _, grads, optimizer = problem(max_grad_norm=1e-6)
+    grads.flat[:] = 0
+    grads.flat[4] = 3e-6
+    info = optimizer.step(0.1)
+    assert_close(np.float32(info.grad_norm), 3e-6, terms=10)
+    assert_close(device.to_host(optimizer.m)[4:5], [(1 - 0.9) * 3e-6 / 4], terms=4)
+    _, grads, optimizer = problem(max_grad_norm=1.0)
+    grads.flat[:] = 0
+    grads.flat[4] = 0.5
+    optimizer.step(0.1)
+    assert_close(device.to_host(optimizer.m)[4:5], [(1 - 0.9) * 0.5], terms=4)
+
+
+@pytest.mark.parametrize("dtype, arrays", [("float32", 2), ("bfloat16", 3)])
+def test_moments_are_counted_as_long_as_they_are_held(dtype, arrays):
+    def held():
+        memory.reset_peaks()
+        return memory.report().get("moments", 0)
+
+    gc.collect()
+    before = held()
+    kept = problem(dtype)
+    assert held() == before + arrays * 10 * 4
+    del kept
+    gc.collect()
+    assert held() == before
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0, 100.0])
@@ -123,8 +162,31 @@ def test_wrong_state_is_named():
     state = optimizer.state_dict()
     with pytest.raises(UserError, match=r"optimizer state: m must be \(10,\), got \(9,\)"):
         optimizer.load_state_dict(state | {"m": np.zeros(9, np.float32)})
-    with pytest.raises(UserError, match="expected m, skipped_steps, steps, v, got m, master, .*another train.dtype"):
+    with pytest.raises(UserError) as caught:
         optimizer.load_state_dict(state | {"master": np.zeros(10, np.float32)})
+    assert str(caught.value) == (
+        "optimizer state: expected m, skipped_steps, steps, v, got m, master, skipped_steps, steps, v; "
+        "was it saved with another train.dtype?"
+    )
+    # Nothing of a state that does not fit is taken over.
+    with pytest.raises(UserError, match="v must be"):
+        optimizer.load_state_dict(state | {"m": np.ones(10, np.float32), "v": np.zeros(9, np.float32), "steps": 7})
+    assert not device.to_host(optimizer.m).any() and optimizer.steps == 0
+
+
+def test_a_state_is_a_copy_with_its_counters():
+    weights, grads, optimizer = problem()
+    run(weights, grads, optimizer, [1, 2])
+    grads.flat[0] = np.nan
+    optimizer.step(0.1)
+    state = optimizer.state_dict()
+    m = state["m"].copy()
+    run(weights, grads, optimizer, [3])
+    assert_same_bits(state["m"], m)
+    assert (state["steps"], state["skipped_steps"]) == (2, 1)
+    _, _, other = problem()
+    other.load_state_dict(state)
+    assert (other.steps, other.skipped_steps) == (2, 1)
 
 
 # transformers 5.23, get_scheduler(name, lr=2): steps 0 to total_steps.
@@ -150,6 +212,12 @@ def test_schedules_of_transformers(key):
     train = TrainConfig(learning_rate=2.0, lr_scheduler_type=schedule, warmup_steps=warmup_steps)
     rates = [learning_rate_at(train, step, total_steps) for step in range(total_steps + 1)]
     np.testing.assert_allclose(rates, SCHEDULES[key], atol=1e-12)
+
+
+def test_the_linear_rate_stays_0_after_the_last_step():
+    train = TrainConfig(learning_rate=2.0, lr_scheduler_type="linear", warmup_steps=0)
+    rates = [learning_rate_at(train, n, 4) for n in (3, 4, 5, 9)]
+    assert rates == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_unknown_schedule():

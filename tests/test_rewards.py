@@ -1,9 +1,13 @@
 """Reward functions: built-in values against hand-computed ones, calls that fail, names that lead nowhere."""
 
 import asyncio
+import contextlib
 import re
+import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +110,25 @@ def test_async_functions_have_one_loop_for_the_whole_run():
         assert rewards.score(PROMPTS, TEXTS, IDS, {}).errors["blocks_for_ever"] == 3
 
 
+def test_async_functions_that_cannot_be_called_fail_together():
+    """Arguments are bound before any of them runs; the loop is replaced, and the next batch is scored."""
+
+    async def needs_answer(completions, answer):
+        return [float(a) for a in answer]
+
+    rewards = Rewards([needs_answer, length, slow_length], errors="skip")
+    scores = rewards.score(PROMPTS, TEXTS, IDS, {})
+    assert scores.errors == {"needs_answer": 3, "slow_length": 3}
+    np.testing.assert_array_equal(scores.values, [[np.nan, n, np.nan] for n in (1, 2, 3)])
+    assert rewards.score(PROMPTS, TEXTS, IDS, {"answer": [7, 8, 9]}).values.tolist() == [
+        [7, 1, 10],
+        [8, 2, 20],
+        [9, 3, 30],
+    ]
+    with pytest.raises(RewardError, match="reward needs_answer raised TypeError: .* 'answer'"):
+        Rewards([needs_answer]).score(PROMPTS, TEXTS, IDS, {})
+
+
 def test_async_functions_in_a_notebook():
     """Where a loop runs already, theirs runs beside it, and is the same from call to call."""
     loops = []
@@ -120,6 +143,33 @@ def test_async_functions_in_a_notebook():
 
     assert asyncio.run(cell()) == [9.0, 9.0]
     assert loops[0] is loops[1]
+
+
+def test_an_array_is_as_good_as_a_list_and_a_tuple():
+    def array(completions, **columns):
+        return np.array([1, 2, 3], np.int32)
+
+    def pair(completions, **columns):
+        return 1, np.bool_(True), 0.5
+
+    assert score(array, pair).values.tolist() == [[1.0, 1.0], [2.0, 1.0], [3.0, 0.5]]
+
+    def table(completions, **columns):
+        return np.zeros((3, 1))
+
+    with pytest.raises(
+        RewardError, match=r"reward table must return finite numbers or None, got \[0.0\] for completion 0"
+    ):
+        score(table)
+
+
+def test_defaults_are_those_of_the_configuration():
+    made = Rewards([length, raises])
+    assert (made.timeout_s, made.errors, made.names) == (30.0, "raise", ["length", "raises"])
+    assert made.weights.tolist() == [1.0, 1.0] and made.weights.dtype == np.float64
+    loaded = load_rewards(RewardsConfig(funcs=["gsm8k_reward"], weights=[2.0], timeout=3.0, reward_errors="skip"))
+    assert (loaded.timeout_s, loaded.errors, loaded.weights.tolist()) == (3.0, "skip", [2.0])
+    assert loaded.functions == [functions.gsm8k_reward]
 
 
 def test_nan_is_none():
@@ -245,11 +295,33 @@ def test_a_hanging_function_outside_the_main_thread():
     assert caught
 
 
+def test_a_function_outside_the_main_thread():
+    """Its result, what it raises, and answers that are compared without a signal."""
+    pytest.importorskip("math_verify")
+    found = []
+
+    def work():
+        found.append(score(length).values[:, 0].tolist())
+        for function, message in ((raises, "reward raises raised KeyError: 'answer'"), (exits, "raised SystemExit: 0")):
+            with pytest.raises(RewardError, match=message) as error:
+                score(function)
+            found.append(type(error.value))
+        gold = {"solution": ["1", "2", ""]}
+        found.append(functions.accuracy_reward([r"\boxed{1}", r"\boxed{3}", r"\boxed{3}"], **gold))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert found == [[1, 2, 3], RewardError, RewardError, [1.0, 0.0, None]]
+
+
 def test_time_limits_nest():
     reached = []
     with pytest.raises(calling.TimeUp), calling.time_limit(0.3):
         with pytest.raises(calling.TimeUp), calling.time_limit(0.1):
             time.sleep(5)
+        # What the inner block took is not given back to the outer one.
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
         reached.append("between")
         time.sleep(5)
     assert reached == ["between"]
@@ -291,6 +363,103 @@ def test_files_and_modules(tmp_path, monkeypatch):
         assert type(caught.value) is kind and "\n" not in str(caught.value)
 
 
+def test_modules_of_the_working_directory(tmp_path, monkeypatch):
+    """Found though a console script's sys.path lacks it; what fails while one is imported is said with its line."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
+    package = tmp_path / "of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "good.py").write_text("def f(completions):\n    return [2.0] * len(completions)\n")
+    (package / "lacks.py").write_text("\nimport no_such_package\n")
+    (package / "fails.py").write_text("import json\n\n\nraise SystemExit('not\\ntoday')\n")
+    monkeypatch.chdir(tmp_path)
+    for spec in ("of_mine.good:f", "of_mine.good.f"):
+        assert score(resolve(spec)).values[:, 0].tolist() == [2.0] * 3
+    assert sys.path.count(str(tmp_path)) == 1
+    for spec, kind, message in (
+        ("of_mine.other:f", ConfigError, "there is no module of_mine.other"),
+        (
+            "of_mine.lacks:f",
+            RewardError,
+            "of_mine.lacks cannot be imported: ModuleNotFoundError: No module named 'no_such_package' (line 2)",
+        ),
+        ("of_mine.fails:f", RewardError, "of_mine.fails cannot be imported: SystemExit: not today (line 4)"),
+    ):
+        with pytest.raises(kind) as caught:
+            resolve(spec)
+        assert str(caught.value) == f"rewards.funcs: {message}" and type(caught.value) is kind
+
+
+def test_a_file_is_read_once(tmp_path, monkeypatch):
+    """Functions of one file share its state; one that failed is read again once it is repaired."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "shared.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        resolve(f"{path}:f")
+    path.write_text("made = []\ndef f(completions):\n    return made\ndef g(completions):\n    return made\n")
+    assert resolve(f"{path}:f")([]) is resolve(f"{path}:g")([])
+    assert sys.path.count(str(tmp_path)) == 1
+    other = tmp_path / "other" / "shared.py"
+    other.parent.mkdir()
+    other.write_text("def f(completions):\n    return 'the other'\n")
+    assert resolve(f"{other}:f")([]) == "the other"
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("f(", "rewards.funcs: 'f(' is not a name, file.py:function or package.module:function"),
+        ("", "rewards.funcs: '' is not a name, file.py:function or package.module:function"),
+        (
+            "gsm8k",
+            "rewards.funcs: no built-in reward is called 'gsm8k'; did you mean gsm8k_reward? Your own are written "
+            "file.py:function or package.module:function",
+        ),
+        ("json:no_such", "rewards.funcs: json has no 'no_such'; did you mean loads?"),
+        (
+            "repetition_penalty_reward(3, print)",
+            "rewards.funcs: the arguments of repetition_penalty_reward(3, print) must be key=value with plain values",
+        ),
+        (
+            "repetition_penalty_reward(max_penalty=0.5)",
+            "rewards.funcs: repetition_penalty_reward(max_penalty=0.5): max_penalty must be at most 0, got 0.5",
+        ),
+        (
+            "soft_overlong_punishment(10, 0)",
+            "rewards.funcs: soft_overlong_punishment(10, 0): soft_punish_cache must be above 0 and at most "
+            "max_completion_len 10, got 0",
+        ),
+        (
+            "soft_overlong_punishment(10, 11)",
+            "rewards.funcs: soft_overlong_punishment(10, 11): soft_punish_cache must be above 0 and at most "
+            "max_completion_len 10, got 11",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_name_is_said_in_full(spec, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(spec)
+    assert str(caught.value) == message
+
+
+def test_a_module_without_functions_has_nothing_to_suggest(tmp_path):
+    path = tmp_path / "constants.py"
+    path.write_text("ONE = 1\ndef _hidden():\n    pass\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve(f"{path}:one")
+    assert str(caught.value) == f"rewards.funcs: {path} has no 'one'"
+
+
+@pytest.mark.parametrize("spec", ["accuracy_reward", "cosine_scaled_reward(max_len=3)"])
+def test_a_reward_without_its_package_says_what_to_install(spec, monkeypatch):
+    """When the run begins, not at the first completion."""
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError) as caught:
+        resolve(spec)
+    assert str(caught.value) == "accuracy_reward needs math-verify; pip install 'rlnumba[math]'"
+
+
 def test_verl_compute_score(tmp_path):
     path = tmp_path / "verl_score.py"
     path.write_text(
@@ -300,6 +469,18 @@ def test_verl_compute_score(tmp_path):
     function = resolve(f"{path}:compute_score")
     columns = {"ground_truth": ["one", "two", "three more words"], "data_source": ["x", "x", "x"]}
     assert score(function, columns=columns).values[:, 0].tolist() == [1.0, 0.0, 1.0]
+    path.write_text(
+        "def score_with_extra(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return None if extra_info is None else extra_info['factor'] * (2 if data_source is None else 1)\n"
+    )
+    path = path.rename(tmp_path / "verl_extra.py")
+    function = resolve(f"{path}:score_with_extra")
+    columns = {"answer": ["", "", ""]}
+    assert np.isnan(score(function, columns=columns).values).all()
+    columns["extra_info"] = [{"factor": 2}, {"factor": 3}, {"factor": 0.5}]
+    rewards = Rewards([function])
+    assert rewards.names == ["score_with_extra"]
+    assert rewards.score(PROMPTS, TEXTS, IDS, columns).values[:, 0].tolist() == [4.0, 6.0, 1.0]
 
 
 def test_G23_accuracy_reward():
@@ -308,8 +489,25 @@ def test_G23_accuracy_reward():
     gold = [r"\frac{1}{3}", "1/3", "18", ""]
     assert functions.accuracy_reward(texts, solution=gold) == [1.0, 0.0, 0.0, None]
     assert functions.accuracy_reward([r"\boxed{72}"], answer=["48+24=72\n#### 72"]) == [1.0]
+    # A box before another answer, units left out, no answer without an anchor; of several the last, readable or not.
+    texts = [r"\boxed{1}, so the final answer is $2$", r"\boxed{3 \text{ cm}}", "$2$", "the final answer is $2$"]
+    assert functions.accuracy_reward(texts, solution=["1", "3", "2", "2"]) == [1.0, 1.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="shorter"):
+        functions.accuracy_reward(texts, solution=["1", "3", "2"])
+    with pytest.raises(ValueError, match="shorter"):
+        functions.gsm8k_reward(texts, solution=["1", "3", "2"])
+    changed = r"the final answer is $2$. No: the final answer is $\frac$"
+    assert functions.accuracy_reward([changed], solution=["2"]) == [0.0]
     with pytest.raises(RewardError, match="reward accuracy_reward: needs a column solution, .*; the data has: topic"):
         score(functions.accuracy_reward, columns={"topic": ["", "", ""]})
+
+
+def test_accuracy_reward_gives_each_answer_two_seconds(monkeypatch):
+    pytest.importorskip("math_verify")
+    limits = []
+    monkeypatch.setattr(functions, "time_limit", lambda seconds: limits.append(seconds) or contextlib.nullcontext())
+    assert functions.accuracy_reward([r"\boxed{1}", r"\boxed{2}"], solution=["1", "1"]) == [1.0, 0.0]
+    assert limits == [2.0, 2.0]
 
 
 def test_accuracy_reward_survives_an_expression_that_takes_for_ever(monkeypatch):
@@ -325,6 +523,12 @@ def test_G23_format_and_gsm8k():
     texts = ["work\n#### 1,234", "#### 1234.0 done", "1234", "#### -3", "#### 1234."]
     gold = ["so\n#### 1234", "1,234", "#### 1234", "#### 3", "#### 1,234"]
     assert functions.gsm8k_reward(texts, answer=gold) == [1.0, 1.0, 0.0, 0.0, 1.0]
+    # What is no number is compared as text.
+    assert functions.gsm8k_reward(["#### 1.2.3", "#### 1.2.3", "#### 5"], answer=["1.2.3", "1.2", "five"]) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_G23_length_rewards():
@@ -343,3 +547,5 @@ def test_G23_cosine_scaled_reward():
     lengths = [50, 50, 0, 0, 300]
     values = cosine(texts, [[1] * n for n in lengths], solution=["1"] * 5)
     np.testing.assert_allclose(values, [0.75, -0.75, 1.0, -1.0, 0.5], rtol=0, atol=1e-12)
+    # A reference that cannot be parsed has no value.
+    assert cosine([r"\boxed{1}"] * 2, [[1], [1] * 100], solution=["", "1"]) == [None, 0.5]

@@ -1,13 +1,15 @@
 """LLM.generate: tokens depend on seed, prompt, completion index and position alone; log-probs are the scorer's."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig
-from rlnumba.engine import LLM, PromptError, SamplingParams, runner
+from rlnumba.engine import LLM, PromptError, SamplingParams, core, runner, sampler
+from rlnumba.engine.cache import KVCache
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.config import ModelConfig
@@ -292,6 +294,144 @@ def test_limits_that_cannot_be_kept_are_named(model):
         LLM(model, None, EngineConfig(max_model_len=201))
     with pytest.raises(PromptError, match="prompt 1: prompt and completion need 50 tokens .* holds 48"):
         generate(model, [[1], [1, 2]], SamplingParams(max_tokens=48), num_gpu_blocks_override=3)
+
+
+def test_a_folder_brings_its_tokenizer():
+    folder = Path(__file__).parent.parent / "golden" / "tiny-qwen3"
+    tokenizer = Tokenizer.from_folder(folder)
+    params = SamplingParams(max_tokens=12, n=2, seed=3)
+    wanted = LLM(load_model(folder), tokenizer).generate(["what is 3+4? "], params)
+    assert wanted[0].completions[0].text == tokenizer.decode(wanted[0].completions[0].token_ids)
+    for given in (folder, str(folder)):
+        assert LLM(given).generate(["what is 3+4? "], params) == wanted
+    # One that is given wins.
+    (output,) = LLM(folder, Letters()).generate([wanted[0].prompt_token_ids], params)
+    assert output.completions[0].text == Letters().decode(wanted[0].completions[0].token_ids)
+
+
+def test_defaults_are_vllms(model):
+    (output,) = LLM(model).generate([[1, 2, 3]])
+    assert drawn([output]) == drawn(generate(model, [[1, 2, 3]], SamplingParams(max_tokens=16, n=1, temperature=1.0)))
+    assert output.prompt_token_ids == [1, 2, 3] and set(output.completions[0].policy_versions) == {0}
+    assert len(LLM(model).generate([[1, 2, 3]], SamplingParams(ignore_eos=True))[0].completions[0].token_ids) == 16
+
+
+def test_what_does_not_fit_the_prompts_is_named(model):
+    with pytest.raises(ValueError, match="^generate: 2 prompts with 1 SamplingParams$"):
+        LLM(model).generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(PromptError, match="^prompt 1: text needs a tokenizer$") as error:
+        LLM(model).generate([[1], "a"])
+    assert error.value.reason == "text needs a tokenizer"
+    with pytest.raises(ConfigError, match="^sampling: stop strings need a tokenizer, and the model folder has none$"):
+        LLM(model).generate([[1], [2]], [SamplingParams(), SamplingParams(stop="x")])
+    with pytest.raises(ConfigError, match="^max_model_len 201 is more than the model's 200 positions$"):
+        LLM(model, None, EngineConfig(max_model_len=201))
+    assert LLM(model, None, EngineConfig(max_model_len=200)).max_model_len == LLM(model).max_model_len == 200
+    with pytest.raises(PromptError) as error:
+        generate(model, [[1], [1, 2]], SamplingParams(max_tokens=48), num_gpu_blocks_override=3)
+    assert error.value.request_id == 1 and error.value.reason == (
+        "prompt and completion need 50 tokens of KV cache, which holds 48; lower max_tokens or raise "
+        "gpu_memory_utilization"
+    )
+
+
+def test_the_cpus_cache_follows_the_requests(model, monkeypatch):
+    """As many blocks as all need and one more for each, at most max_num_seqs of the longest; 1 GiB, or one sequence."""
+    params = [SamplingParams(max_tokens=n) for n in (20, 40, 1)]
+    prompts = [[1] * 13, [1] * 9, [1] * 16]
+
+    def blocks(**config):
+        llm = LLM(model, None, EngineConfig(**config))
+        llm.generate(prompts, params)
+        return llm.engine.blocks.num_blocks
+
+    # 32, 48 and 16 tokens are kept, for the last of a sequence is not computed.
+    assert blocks() == 2 + 3 + 1 + 3
+    assert blocks(max_num_seqs=2) == 2 * (3 + 1)
+    assert blocks(max_num_seqs=1) == 3 + 1
+    assert blocks(max_num_seqs=5, max_num_batched_tokens=2) == 2 * (3 + 1)
+    assert blocks(num_gpu_blocks_override=4) == 4
+    block_bytes = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, tokens, heads, head_dim, float32
+    monkeypatch.setattr(core, "CPU_CACHE_BYTES", 5 * block_bytes + 1)
+    assert blocks() == 5
+    monkeypatch.setattr(core, "CPU_CACHE_BYTES", 2 * block_bytes)
+    assert blocks() == 3
+    monkeypatch.undo()
+    assert core.CPU_CACHE_BYTES == 2**30
+    # It grows where more is asked for, and is kept where less is.
+    llm = LLM(model)
+    sizes = []
+    for chosen in ([0], [0, 1], [2]):
+        llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
+        sizes.append(llm.engine.blocks.num_blocks)
+    assert sizes == [3, 7, 7]
+
+
+def test_activations_of_a_step_are_in_the_engines_arena(model):
+    """Of 150 tokens at least the residual stream, twice, and the hidden states: float32, 48 wide."""
+    llm = LLM(model)
+    llm.generate([[1] * 150], SamplingParams(max_tokens=1))
+    assert llm.engine.runner.arena.region == "engine activations"
+    assert 3 * 150 * 48 * 4 <= llm.engine.runner.arena.peak < 2**20
+
+
+def test_logits_exist_for_some_rows_at_a_time(model, prompts, monkeypatch):
+    """As many as fit into LOGITS_BYTES; it does not show in what is drawn, nor in penalties."""
+    prompts = prompts[:7]
+    params = [SamplingParams(temperature=0.8, repetition_penalty=1 + i / 4, max_tokens=5) for i in range(7)]
+    expected, rows = drawn(generate(model, prompts, params)), []
+    linear = sampler.linear
+
+    def counted(hidden, weight, out, **options):
+        rows.append(len(hidden))
+        linear(hidden, weight, out, **options)
+
+    monkeypatch.setattr(sampler, "linear", counted)
+    for size, chunks in ((3 * 97 * 4, [3, 3, 1]), (7 * 97 * 4 - 1, [6, 1]), (7 * 97 * 4, [7]), (1, [1] * 7)):
+        monkeypatch.setattr(sampler, "LOGITS_BYTES", size)
+        rows.clear()
+        assert drawn(generate(model, prompts, params)) == expected
+        assert rows[: len(chunks)] == chunks
+    monkeypatch.undo()
+    assert sampler.LOGITS_BYTES == 2**28
+
+
+def test_a_stop_string_is_found_wherever_it_ends(model):
+    """A short one, one across tokens, and one that is as long as the tail of the text that is looked at first."""
+    prompt = [[1, 2, 3]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    (free,) = generate(model, prompt, params, Letters())
+    text = free.completions[0].text
+    for length in (1, 3, 60):
+        stop = text[20 : 20 + length]
+        (cut,) = generate(model, prompt, dataclasses.replace(params, stop=(stop,)), Letters())
+        assert cut.completions[0].text == text[: text.index(stop)] and cut.completions[0].finish_reason == "stop"
+    # Of several, the one that begins first.
+    stops = (text[24:26], text[20:26], text[22:26])
+    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=stops), Letters())
+    assert cut.completions[0].text == text[: min(text.index(stop) for stop in stops)]
+
+
+def test_taking_and_giving_back_the_cache_counts_once(model):
+    def held():
+        memory.reset_peaks()
+        return memory.report().get("kv", 0)
+
+    before = held()
+    cache = KVCache(model.config, 3, 16, "float32")
+    assert cache.nbytes == 3 * 2 * 2 * 16 * 2 * 16 * 4 and cache.k is None and held() == before
+    cache.take()
+    k = cache.k
+    cache.take()
+    assert cache.k is k and k.shape == (2, 3, 16, 2, 16) == cache.v.shape and k.dtype == np.float32
+    assert held() == before + cache.nbytes
+    for _ in range(2):
+        cache.give_back()
+        assert cache.k is None and cache.v is None and held() == before
+    cache.take()
+    assert held() == before + cache.nbytes
+    del cache
+    assert held() == before
 
 
 def test_nothing_to_do(model):

@@ -96,4 +96,9 @@ def test_little_in_common_is_not_worth_a_group():
     contexts = np.full(20, 8)
     contexts[[3, 7]] = 9
     assert find_prefix_groups(tables, contexts, BLOCK, SHARING) is None
+    # Exactly an eighth of what is read is enough.
+    for others, sizes in ((5, None), (4, [2, 0, 1, 1, 1, 1])):
+        chosen = [3, 7, *range(8, 8 + others)]
+        found = find_prefix_groups(tables[chosen], contexts[chosen], BLOCK, SHARING)
+        assert (found if found is None else found.group_sizes.tolist()) == sizes
     assert find_prefix_groups(tables[[3, 7, 0]], contexts[[3, 7, 0]], BLOCK, SHARING).group_sizes.tolist() == [2, 0, 1]

@@ -137,6 +137,42 @@ def test_E03_too_few_blocks_preempt_the_newest():
     assert results == expected(sequences_of(prompts))
 
 
+def test_as_many_blocks_as_are_wanted_preempt_nobody():
+    """Two sequences of two blocks in a cache of four, whose last is taken by the second's last token."""
+    results, scheduler, _ = run(sequences_of([([i], 1, 8) for i in range(2)]), rows=2, budget=8, num_blocks=4)
+    assert scheduler.num_preemptions == 0
+    _, scheduler, _ = run(sequences_of([([i], 1, 8) for i in range(2)]), rows=2, budget=8, num_blocks=3)
+    assert scheduler.num_preemptions == 1
+
+
+def test_a_budget_that_decode_leaves_nothing_of_is_kept_to():
+    """Two that lack a token, and two prompts of which the first takes what is left of the step."""
+    sequences = sequences_of([([1, 2], 1, 9), ([3], 1, 9), (list(range(9)), 1, 1), (list(range(10, 19)), 1, 1)])
+    table = SequenceTable(4, BLOCK)
+    scheduler, model = Scheduler(table, BlockManager(32, BLOCK), 6), FakeModel(32)
+    counts = []
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while (step := scheduler.schedule()) is not None:
+        counts.append(step.counts.tolist())
+        scheduler.update(step, *model.run(step, table))
+    # 3 of the third prompt, 4 more, then its last 2 and 2 of the fourth, which is done after 4 and 3 more.
+    assert counts[:5] == [[2, 1, 3], [1, 1, 4], [1, 1, 2, 2], [1, 1, 4], [1, 1, 3]]
+    assert counts[5:] == [[1, 1]] * 4
+
+
+def test_chunks_of_running_prompts_wait_for_a_step_with_room():
+    table = SequenceTable(2, BLOCK)
+    scheduler = Scheduler(table, BlockManager(32, BLOCK), 4)
+    for sequence in sequences_of([(list(range(10)), 1, 1), (list(range(20, 30)), 1, 1)]):
+        scheduler.add(sequence)
+    model, taken = FakeModel(32), []
+    while (step := scheduler.schedule()) is not None:
+        taken.append(list(zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)))
+        scheduler.update(step, *model.run(step, table))
+    assert taken == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2), (1, 0, 2)], [(1, 2, 4)], [(1, 6, 4)]]
+
+
 def test_E03_the_preempted_comes_back_before_those_that_never_ran():
     sequences = sequences_of([([i], 1, 8) for i in range(3)])
     table = SequenceTable(2, BLOCK)

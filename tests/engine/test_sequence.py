@@ -39,10 +39,73 @@ def test_E08_a_bad_parameter_is_named_with_its_value(name, value):
     assert error.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "name, value, expectation",
+    [
+        ("temperature", 9e-6, "0, or a number >= 1e-05"),
+        ("temperature", True, "0, or a number >= 1e-05"),
+        ("top_p", -0.5, "in (0, 1]"),
+        ("top_p", float("nan"), "in (0, 1]"),
+        ("top_k", 2**31, "an integer >= -1 (0 and -1: off)"),
+        ("top_k", True, "an integer >= -1 (0 and -1: off)"),
+        ("min_p", "x", "in [0, 1]"),
+        ("repetition_penalty", float("inf"), "a number > 0"),
+        ("repetition_penalty", -1, "a number > 0"),
+        ("max_tokens", 1.0, "an integer >= 1"),
+        ("stop", ("a", 3), "non-empty strings"),
+        ("stop_token_ids", (3, 2**31), "token ids"),
+        ("stop_token_ids", (3, "a"), "token ids"),
+        ("ignore_eos", None, "true or false"),
+        ("seed", False, "an integer in [0, 2^64)"),
+        ("n", -1, "an integer >= 1"),
+        ("logprobs", None, "true or false"),
+    ],
+)
+def test_E08_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == f"sampling: {name} must be {expectation}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1e-9, "seed": 0, "max_tokens": 1},
+        {"temperature": 1e-5, "top_p": 1e-9, "top_k": 2**31 - 1, "min_p": 1, "seed": 2**64 - 1, "n": 1},
+        {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(7)},
+    ],
+)
+def test_E08_the_smallest_and_the_largest_values_are_taken(values):
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
+
+
+def test_E08_defaults_are_vllms():
+    assert SamplingParams() == SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, stop=(),
+        stop_token_ids=(), ignore_eos=False, seed=0, n=1, logprobs=True,
+    )  # fmt: skip
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
 def test_E08_spellings_of_off_and_of_lists():
     params = SamplingParams(top_k=-1, min_p=None, stop="x", stop_token_ids=[3, 4])
     assert (params.top_k, params.min_p, params.stop, params.stop_token_ids) == (0, 0.0, ("x",), (3, 4))
     assert SamplingParams(temperature=0, seed=2**64 - 1, n=4).temperature == 0
+
+
+def test_shapes_of_a_table():
+    """As many blocks as the longest sequence has, the last begun, not a block more."""
+    for max_length, blocks in ((1, 1), (16, 1), (17, 2), (40, 3)):
+        table = SequenceTable(num_rows=2, max_length=max_length, block_size=16)
+        assert table.token_ids.shape == table.logprobs.shape == (2, max_length)
+        assert table.block_tables.shape == table.hashes.shape == (2, blocks)
+        assert table.stop_ids.shape == (2, 0) and table.philox_key.shape == (2, 2)
+        assert table.sequences.tolist() == [None, None]
+    kinds = {"token_ids": np.int32, "block_tables": np.int32, "stop_ids": np.int32, "top_k": np.int32}
+    kinds |= {"sample_index": np.int32, "hashes": np.uint64, "philox_key": np.uint32, "logprobs": np.float32}
+    kinds |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), np.float32)
+    assert {name: getattr(table, name).dtype for name in kinds} == kinds
 
 
 def test_table_gives_back_what_was_put():

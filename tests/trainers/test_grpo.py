@@ -1,20 +1,21 @@
 """GRPO against TRL's own loss, its laws, and runs of a few seconds."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rlnumba.data import Prompt
-from rlnumba.engine.sequence import Completion
+from rlnumba.data import Prompt, PromptData
+from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError
 from rlnumba.runtime import device
-from rlnumba.trainers import grpo
+from rlnumba.trainers import core, grpo
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.rollout import Rollouts, Sample
-from tests.close import assert_same_bits
+from rlnumba.trainers.rollout import Generation, PromptOrder, Rollouts, Sample, derived_seed
+from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
 
 GOLDEN = golden("grpo_curves.json")
@@ -23,14 +24,17 @@ GOLDEN = golden("grpo_curves.json")
 exact = pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 
 
-def golden_rollouts():
+def golden_samples():
     batch = GOLDEN["batch"]
     columns = (batch[name] for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "advantages"))
-    samples = [
+    return [
         Sample(Prompt("", prompt, {}, ""), Completion(ids, logprobs, "stop", ""), np.zeros(1), 0.0, {}, advantage)
         for prompt, ids, logprobs, advantage in zip(*columns, strict=True)
     ]
-    rollouts = Rollouts.of(samples, False)
+
+
+def golden_rollouts():
+    batch, rollouts = GOLDEN["batch"], Rollouts.of(golden_samples(), False)
     rollouts.ref_logprobs = np.concatenate([np.array(row, np.float32) for row in batch["ref_logprobs"]])
     return rollouts
 
@@ -96,6 +100,32 @@ def test_masked_sequences_do_not_move_the_weights(other_sampler):
     assert_same_bits(policy.model.weights.flat, before)
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "share"), [("dapo", 1), ("cispo", 1), ("grpo", 5 / 8), ("dr_grpo", 5 / 8), ("luspo", 5 / 8)]
+)
+def test_G17_masked_tokens_are_in_no_denominator_and_masked_sequences_in_that_of_sequences(
+    other_sampler, loss_type, share
+):
+    """A batch with truncated completions against the one without them, which is 5 of its 8 sequences.
+
+    A mean over tokens does not see those that are masked; a mean over sequences counts theirs as zeros.
+    """
+    level = "sequence" if loss_type == "luspo" else "token"
+    samples = golden_samples()
+    for i in (1, 2, 6):
+        samples[i].completion.finish_reason = "length"
+    found = []
+    for chosen in (samples, [sample for sample in samples if not sample.truncated]):
+        policy = golden_policy(loss_type=loss_type, importance_sampling_level=level, max_grad_norm=0.0)
+        metrics = grpo.train_step(policy, Rollouts.of(chosen, True).parts(4, on_policy=True), 0.0)
+        found.append((metrics, device.to_host(policy.grads.flat).astype(np.float64)))
+    (masked, masked_gradient), (alone, gradient) = found
+    num_tokens = sum(len(sample.completion.token_ids) for sample in samples)
+    assert_close(np.float32(masked["loss"]), share * alone["loss"], terms=num_tokens, scale=1.0, what="loss")
+    assert_close(masked_gradient, share * gradient, "float32", terms=num_tokens, what="gradient")
+    assert_close(np.float32(masked["entropy"]), alone["entropy"], terms=num_tokens, what="entropy")
+
+
 @exact
 def test_old_logprobs_are_recomputed_only_where_needed():
     for options, on_policy, recomputed in (
@@ -114,14 +144,14 @@ def test_old_logprobs_are_recomputed_only_where_needed():
 
 @pytest.fixture
 def combined_calls(monkeypatch):
-    """A list that gets an element for every call of Policy.forward_backward."""
-    called, forward_backward = [], Policy.forward_backward
+    """A list that gets, for every forward and backward of the head at once, whether its gradient is added to."""
+    called, head = [], core.lm_head_forward_backward
 
-    def counted(*arguments):
-        called.append(arguments)
-        return forward_backward(*arguments)
+    def counted(*arguments, **options):
+        called.append(options["accumulate"])
+        return head(*arguments, **options)
 
-    monkeypatch.setattr(Policy, "forward_backward", counted)
+    monkeypatch.setattr(core, "lm_head_forward_backward", counted)
     return called
 
 
@@ -147,7 +177,8 @@ def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch, comb
         rollouts.advantages[1] = 0
         rollouts.rollout_logprobs = grpo.host_logprobs(policy, policy.model, rollouts.parts(4))
         metrics = grpo.train_step(policy, rollouts.parts(4, on_policy=True), 1e-3)
-        assert len(combined_calls) == 2
+        # Written by the first micro-batch, added to by the second.
+        assert combined_calls == [False, True]
         assert metrics["sampling/sampling_logp_difference/max"] == 0.0 and metrics["grad_norm"] > 0
         found.append((metrics, policy.model.weights.flat))
     assert found[0][0] == found[1][0]
@@ -175,6 +206,204 @@ def test_cublas_is_not_exact(monkeypatch):
     assert grpo.sampler_is_exact(grpo_config())
     monkeypatch.setattr(grpo.gemm, "backend", lambda: "cublas")
     assert not grpo.sampler_is_exact(grpo_config())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(other_sampler):
+    policy = golden_policy()
+    before = device.to_host(policy.model.weights.flat).copy()
+    rollouts = golden_rollouts()
+    rollouts.advantages[2] = np.nan
+    for count in (1, 2):
+        metrics = grpo.train_step(policy, rollouts.parts(4, on_policy=True), 1e-2)
+        assert metrics["skipped_steps"] == count and np.isnan(metrics["grad_norm"])
+    assert_same_bits(policy.model.weights.flat, before)
+    # Of a run, not of a step.
+    parts = golden_rollouts().parts(4, on_policy=True)
+    assert grpo.train_step(policy, parts, 1e-2)["skipped_steps"] == 2
+    assert "skipped_steps" not in grpo.train_step(golden_policy(), parts, 1e-2)
+
+
+def test_the_reference_is_saved_where_it_moves():
+    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+    train = grpo_config(**options, max_completion_length=16, num_iterations=6, per_device_train_batch_size=4)
+    policy, other = (Policy(load_model(MODEL), train, load_model(MODEL)) for _ in range(2))
+    initial = device.to_host(policy.reference.weights.flat).astype(np.float64)
+    grpo.train_step(policy, golden_rollouts().parts(4), 1e-2)
+    assert_same_bits(policy.reference.weights.flat, other.reference.weights.flat, "before it is moved")
+    policy.move_reference(0.25)
+    weights = device.to_host(policy.model.weights.flat).astype(np.float64)
+    assert_close(policy.reference.weights.flat, 0.25 * weights + 0.75 * initial, terms=2, what="reference")
+    state = grpo.policy_state(policy)
+    kept = state["reference"].copy()
+    policy.move_reference(1.0)
+    assert_same_bits(policy.reference.weights.flat, policy.model.weights.flat)
+    assert_same_bits(state["reference"], kept, "the state is a copy")
+    grpo.load_policy(other, state)
+    assert_same_bits(other.reference.weights.flat, kept)
+    assert other.optimizer.steps == 1
+    assert_same_bits(other.optimizer.m, state["optimizer"]["m"])
+    # Where it stands still it is the model that the run began with, and is not saved.
+    still = Policy(load_model(MODEL), grpo_config(beta=0.1), load_model(MODEL))
+    assert grpo.policy_state(still)["reference"] is None
+    grpo.load_policy(still, grpo.policy_state(still))
+    assert_same_bits(still.reference.weights.flat, load_model(MODEL).weights.flat)
+
+
+def test_G02_metrics_of_micro_batches_are_averaged():
+    parts = [{"a": 1.0, "b": np.nan, "c": np.nan}, {"a": 4.0, "b": 3.0, "c": np.nan}, {"b": 5.0, "d": 7.0}]
+    found = grpo.mean_metrics(parts)
+    assert list(found) == ["a", "b", "c", "d"] and np.isnan(found.pop("c"))
+    assert found == {"a": 2.5, "b": 4.0, "d": 7.0}
+
+
+def test_every_key_of_sampling_reaches_it():
+    keys = {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.05, "repetition_penalty": 1.2}
+    params = grpo.sampling_params(grpo_config(**keys, max_completion_length=11), 77, 5)
+    assert params == SamplingParams(**keys, max_tokens=11, seed=77, n=5)
+
+
+# --- a generation -----------------------------------------------------------------------------------------------------
+
+
+def made_group(prompt, rewards):
+    """A group whose completions are [10 prompt, ...] and whose rewards are given."""
+    prompt = Prompt(f"prompt {prompt}", [3, 4], {}, "")
+    completions = (Completion([10 * int(prompt.prompt[7:]) + i + 5, 1], [-0.5, -0.5], "stop") for i in range(9))
+    return [Sample(prompt, c, np.array([r]), r, {}) for c, r in zip(completions, rewards, strict=False)]
+
+
+def pretended_generation(monkeypatch, rewards_of, **train):
+    """roll_out whose completions get rewards_of(attempt, prompt): (rollouts, generations, calls of generate)."""
+    calls = []
+
+    def generate(llm, rewards, prompts, chosen, params, now, clock, status):
+        calls.append((list(chosen), params))
+        return Generation([made_group(prompt, rewards_of(len(calls) - 1, prompt)) for prompt in chosen])
+
+    monkeypatch.setattr(grpo, "generate", generate)
+    slept = []
+    llm = SimpleNamespace(wake=lambda: slept.append("wake"), sleep=lambda: slept.append("sleep"))
+    config = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2} | train
+    run = SimpleNamespace(train=grpo_config(**config), seed=42)
+    writer, rewards = SimpleNamespace(status=None), SimpleNamespace(weights=[1.0])
+    order = PromptOrder(100, False, 0)
+    rollouts, generations = grpo.roll_out(llm, rewards, None, order, run, grpo.TrainerState(7, 9, 0.5), 3, None, writer)
+    assert slept == ["wake", "sleep"]
+    return rollouts, generations, calls
+
+
+def test_a_generation_is_shuffled_by_its_place(monkeypatch):
+    rollouts, generations, calls = pretended_generation(monkeypatch, lambda attempt, prompt: (0.0, float(prompt)))
+    ((chosen, params),) = calls
+    assert chosen == [0, 1, 2, 3] and params.seed == derived_seed(42, 7, 3, 0) and params.n == 2
+    order = np.random.default_rng(derived_seed(42, 7, 3)).permutation(8)
+    samples = generations[0].samples
+    assert rollouts.token_ids.reshape(8, 4)[:, 2].tolist() == [samples[i].completion.token_ids[0] for i in order]
+    np.testing.assert_array_equal(rollouts.advantages, np.float32([samples[i].advantage for i in order]))
+    assert rollouts.num_active == 16
+    # Half of r away from the mean, by the standard deviation of 0 and r.
+    expected = [sign * r / 2 / (r * 0.5**0.5 + 1e-4) for r in range(4) for sign in (-1, 1)]
+    assert_close(np.float32([s.advantage for s in samples]), expected, terms=4)
+
+
+def test_G24_groups_that_teach_something_are_generated_until_there_are_enough(monkeypatch):
+    def rewards_of(attempt, prompt):
+        return (1.0, 0.0) if prompt in (1, 5, 6) else (0.5, 0.5)
+
+    _, _, calls = pretended_generation(monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3)
+    assert [chosen for chosen, _ in calls] == [[0, 1, 2, 3], [4, 5, 6], [7]]
+    assert [params.seed for _, params in calls] == [derived_seed(42, 7, 3, attempt) for attempt in range(3)]
+    # Of the uniform groups the last one fills up what is missing.
+    rollouts, generations, calls = pretended_generation(
+        monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3, mask_truncated_completions=True
+    )
+    assert len(generations) == 3 and len(generations[0].samples) == 8
+    first_ids = sorted(set(rollouts.token_ids.reshape(8, 4)[:, 2].tolist()))
+    assert first_ids == [10 * prompt + 5 + i for prompt in (1, 5, 6, 7) for i in range(2)]
+    assert sorted(rollouts.advantages.tolist())[3:5] == [0.0, 0.0]
+    # Enough at once: no further generation. Without dynamic sampling there is one, whatever it gives.
+    _, _, calls = pretended_generation(monkeypatch, lambda *_: (1.0, 0.0), dynamic_sampling=True, max_gen_batches=3)
+    assert len(calls) == 1
+    rollouts, _, calls = pretended_generation(monkeypatch, lambda *_: (0.5, 0.5), max_gen_batches=3)
+    assert len(calls) == 1 and not rollouts.advantages.any()
+
+
+def test_the_state_of_the_data_is_kept_between_steps():
+    train = grpo_config(per_device_train_batch_size=2, steps_per_generation=2, num_generations=2)
+    groups = [made_group(prompt, rewards) for prompt, rewards in ((0, (1.0, 0.0)), (1, (0.5, 0.5)), (2, (2.0, 1.0)))]
+    state = grpo.DataState(PromptOrder(9, True, 1))
+    assert state.state_dict(True) == {"prompts": [0, 0], "num_tokens": 0, "rollouts": None, "metrics": {}}
+    state.order.take(3)
+    rollouts = Rollouts.of([sample for group in (groups[0], groups[2]) for sample in group], False)
+    state.begin(rollouts, [Generation(groups[:2]), Generation(groups[2:])], ["f"], train)
+    # Six sequences of four tokens; a group of three has one reward only; two of six completions are not trained on.
+    assert state.num_tokens == 24 and state.metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert state.metrics["dynamic_sampling/dropped"] == pytest.approx(1 / 3)
+    assert state.metrics["reward"] == pytest.approx(5 / 6)
+    kept = state.state_dict(True)
+    assert kept["prompts"] == [0, 3] and kept["num_tokens"] == 24 and kept["metrics"] == state.metrics
+    assert state.state_dict(False) == kept | {"rollouts": None, "metrics": {}}
+    state.begin(rollouts, [Generation(groups[:2])], ["f"], train)
+    assert state.num_tokens == 40 and "dynamic_sampling/dropped" not in state.metrics
+
+    def restored(kept, **changes):
+        again = grpo.DataState(PromptOrder(9, True, 1))
+        again.load_state_dict(kept, grpo_config(**{"per_device_train_batch_size": 2, "num_generations": 2} | changes))
+        assert (again.order.epoch, again.order.position, again.num_tokens) == (0, 3, 24)
+        return again
+
+    again = restored(kept, steps_per_generation=2)
+    assert_same_bits(again.rollouts.token_ids, rollouts.token_ids)
+    assert again.metrics == kept["metrics"]
+    for changes in ({"steps_per_generation": 1}, {"steps_per_generation": 2, "beta": 0.1}):
+        assert restored(kept, **changes).rollouts is None and restored(kept, **changes).metrics == {}
+    kept["rollouts"]["ref_logprobs"] = np.zeros(8, np.float32)
+    assert restored(kept, steps_per_generation=2, beta=0.1).rollouts.ref_logprobs.shape == (8,)
+    assert restored(kept, steps_per_generation=2).rollouts is not None
+    assert restored(kept | {"rollouts": None}, steps_per_generation=2).rollouts is None
+
+
+def test_what_is_shown_before_and_after(tmp_path):
+    """Four prompts of the first step at most, of each its first completion; long texts are cut, chats shown by their
+    last message."""
+    train = grpo_config(per_device_train_batch_size=12, steps_per_generation=1, num_generations=2)
+    chat = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    prompts = [
+        "short",
+        "x" * 200,
+        "y" * 201,
+        chat,
+    ]
+    prompts += ["fifth", "sixth"]
+    rows = [
+        {"step": step, "prompt": prompt, "completion": f"{prompt[:3]} {step} {i}"}
+        if isinstance(prompt, str)
+        else {"step": step, "prompt": prompt, "completion": f"chat {step} {i}"}
+        for step in (1, 2)
+        for prompt in prompts
+        for i in range(2)
+    ]
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = []
+
+    def generate(ids, params):
+        asked.append((ids, params))
+        completions = [Completion([5], [0.0], "stop", f"after {prompt[0]}") for prompt in ids]
+        return [SimpleNamespace(completions=[completion]) for completion in completions]
+
+    llm = SimpleNamespace(generate=generate, wake=lambda: asked.append("wake"), sleep=lambda: asked.append("sleep"))
+    data = PromptData([Prompt("", [i], {}, "") for i in range(8)])
+    run = SimpleNamespace(train=train, seed=3)
+    text = grpo.sample_report(llm, data, run, tmp_path)
+    chosen = PromptOrder(8, True, 3).take(6)[:4]
+    assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]
+    assert asked[1][1] == grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)
+    shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'c'"]
+    before = ["'sho 1 0'", "'xxx 1 0'", "'yyy 1 0'", "'chat 1 0'"]
+    lines = ["The first 4 prompts before training and after it, drawn with the same noise:"]
+    for prompt, old, index in zip(shown, before, chosen, strict=True):
+        lines += [f"  {prompt}", f"    before  {old}", f"    after   'after {index}'"]
+    assert text == "\n".join(lines)
 
 
 # --- geometry ---------------------------------------------------------------------------------------------------------
@@ -251,6 +480,15 @@ def test_metrics_and_completions(tmp_path):
         perf/generation_tokens_per_s perf/peak_memory memory/weights memory/grads memory/activations""".split()
     for row in rows:
         assert set(wanted) <= row.keys(), set(wanted) - row.keys()
+        # 16 of 16 prompts make an epoch of four generations.
+        assert row["epoch"] == row["step"] / 4
+        # Tokens of the step's sequences, and drawn ones, each by its own time.
+        drawn = 16 * row["completions/mean_length"]
+        assert row["perf/generation_tokens_per_s"] == pytest.approx(drawn / row["time/generate"])
+        of_prompts = row["perf/throughput"] * row["step_time"] - drawn
+        assert of_prompts == pytest.approx(round(of_prompts)) and 16 * 20 < of_prompts < 16 * 30
+        peaks = sum(value for name, value in row.items() if name.startswith("memory/"))
+        assert row["perf/peak_memory"] == peaks
         assert row["sampling/sampling_logp_difference/max"] == 0.0
         assert row["sampling/importance_sampling_ratio/min"] == 1.0
         assert row["reward"] == pytest.approx(row["rewards/digits/mean"])
@@ -391,9 +629,16 @@ def test_reference_moves_when_asked(tmp_path):
 def test_evaluation_on_held_out_prompts(tmp_path):
     rows = tmp_path / "held_out.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"what is {i}? ", "answer": "1"}) + "\n" for i in range(5)))
-    run = grpo_run(tmp_path / "run", data={"eval": str(rows)}, eval_steps=2)
+    run = grpo_run(tmp_path / "run", data={"eval": str(rows)}, eval_steps=2, learning_rate=0.0, max_steps=5)
     grpo.run_grpo(run)
-    assert [row["step"] for row in metrics_of(run) if "eval_reward" in row] == [2, 4]
+    found = [row for row in metrics_of(run) if "eval_reward" in row]
+    assert [row["step"] for row in found] == [2, 4, 5]
+    # One completion of each, and with the same weights the same ones every time.
+    assert (
+        len({row["eval_reward"] for row in found}) == len({row["eval_completions/mean_length"] for row in found}) == 1
+    )
+    assert found[0]["eval_completions/mean_length"] * 5 == round(found[0]["eval_completions/mean_length"] * 5)
+    assert {"eval_rewards/digits/mean", "eval_completions/clipped_ratio", "time/eval"} <= found[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ import time
 
 import pytest
 
+from rlnumba import checkpoint
 from rlnumba.config import to_toml
 from rlnumba.errors import UserError
+from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import grpo_run, metrics_of, sft_run
+from tests.trainers.runs import MODEL, grpo_run, metrics_of, sft_run
 
 # So that most checkpoints lie inside of a generation.
 FOUR_STEPS_A_GENERATION = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
@@ -117,6 +119,11 @@ def test_C05_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     train = {"sft": run_sft, "grpo": run_grpo}[kind]
     train(run)
     expected, rows = hash_of(run), rows_without_times(run)
+    if kind == "grpo":
+        # Completions are kept where the next step goes on with them: all but every fourth step.
+        states = {step: checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{step}") for step in range(1, 7)}
+        kept = [step for step, each in states.items() if each.trainer_state["data"]["rollouts"] is not None]
+        assert kept == [1, 2, 3, 5, 6] and [each.step for each in states.values()] == [1, 2, 3, 4, 5, 6]
     for step in range(5, 0, -2):
         folder = tmp_path / "run" / "checkpoints"
         for later in range(step + 1, 7):
@@ -246,6 +253,32 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: cannot be written to"):
         RunFolder("sft", sft_run(tmp_path / "file" / "run"), False)
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """Its state is always the same, so that a run that ends where it went on keeps the checkpoint that is there."""
+    run, model = sft_run(tmp_path / "run", max_steps=2), load_model(MODEL)
+    folder = RunFolder("sft", run, False)
+    folder.save(0, model, None, {"a": 1})
+    folder.save(0, model, None, {"a": 2})
+    path = tmp_path / "run" / "checkpoints" / "step-0"
+    assert folder.model_folder == path and checkpoint.load(path).trainer_state == {"trainer": "sft", "a": 1}
+    folder.save(1, model, None, {"a": 3})
+    assert (folder.step, folder.model_folder.name) == (1, "step-1")
+    again = RunFolder("sft", run, True)
+    assert (again.step, again.state, again.step_chosen) == (1, {"trainer": "sft", "a": 3}, False)
+    again.save(1, model, None, {"a": 4})
+    assert checkpoint.load(again.model_folder).trainer_state["a"] == 3
+    chosen = RunFolder("sft", run, 1)
+    assert chosen.step_chosen and chosen.model_folder == again.model_folder
+
+
+def test_a_final_model_that_cannot_be_written_is_named(tmp_path):
+    folder = RunFolder("sft", sft_run(tmp_path / "run"), False)
+    (tmp_path / "run" / "final").write_text("")
+    with pytest.raises(UserError) as caught:
+        folder.finish(load_model(MODEL), None)
+    assert str(caught.value) == f"{tmp_path / 'run' / 'final'}: cannot be written: File exists"
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):

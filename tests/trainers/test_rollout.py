@@ -17,6 +17,7 @@ from rlnumba.trainers.rollout import (
     Rollouts,
     Sample,
     derived_seed,
+    epoch_order,
     frac_reward_zero_std,
     generate,
     generation_metrics,
@@ -55,6 +56,20 @@ def test_seeds_depend_on_every_part_of_the_place():
     places = [(1, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0), (1,)]
     assert len({derived_seed(*place) for place in places}) == len(places)
     assert derived_seed(1, 2, 3) == derived_seed(1, 2, 3) < 2**32
+
+
+def test_orders_and_seeds_are_those_of_numpys_generators():
+    """Frozen: another order or seed would make another run of the same configuration."""
+    assert derived_seed(42, 3, 1) == int(np.random.SeedSequence((2, 42, 3, 1)).generate_state(1)[0])
+    assert derived_seed(42) == int(np.random.SeedSequence((0, 42)).generate_state(1)[0])
+    permutation = np.random.default_rng((5, 2)).permutation(9)
+    assert epoch_order(9, True, 5, 2).tolist() == permutation.tolist()
+    assert epoch_order(4, False, 5, 2).tolist() == [0, 1, 2, 3]
+    order = PromptOrder(9, True, 5, 2, 3)
+    assert order.take(4) == permutation[3:7].tolist() and (order.epoch, order.position) == (2, 7)
+    # All that is left of an epoch is taken where it is enough.
+    assert order.take(2) == permutation[7:].tolist() and (order.epoch, order.position) == (2, 9)
+    assert order.take(1) == [np.random.default_rng((5, 3)).permutation(9)[0]]
 
 
 def test_G04_G05_advantages_of_samples():
@@ -110,6 +125,14 @@ def test_columns_of_the_run_are_not_overwritten():
     (line,) = Generation([[logged]]).rows(["reward", "brevity"])
     assert line["reward"] == 3.0 and line["rewards/reward"] == 1.0 and line["brevity"] == 2.0
     assert line["prompt"] == "p" and line["mine"] == 4
+    # Each of them, by a reward's name and by what a reward logs.
+    names = ["step", "prompt", "completion", "finish_reason", "reward", "advantage"]
+    logged.values, logged.advantage = np.arange(6.0), -1.5
+    logged.extra = dict.fromkeys(names, "logged")
+    (line,) = Generation([[logged]]).rows(names)
+    own = {"prompt": "p", "completion": "text", "finish_reason": "stop", "reward": 3.0, "advantage": -1.5}
+    assert line == own | {"step": "logged"} | {f"rewards/{name}": float(i) for i, name in enumerate(names)}
+    logged.values = np.array([1.0, 2.0])
     metrics = generation_metrics([Generation([[logged]], metrics={"reward": 7.0, "mine": 1.0})], ["reward", "brevity"])
     assert metrics["reward"] == 3.0 and metrics["mine"] == 1.0
 
@@ -137,6 +160,11 @@ def test_G26_metrics_of_a_generation():
             "reward_errors/f": 1,
         }
     )
+    # Of two generations: errors add up, and of a metric that rewards log, the first one's stays.
+    twice = generation_metrics(
+        [Generation(groups, {"f": 1}, {"custom": 2.0}), Generation(groups[:1], {"f": 4}, {"custom": 3.0})], ["f"]
+    )
+    assert twice["reward_errors/f"] == 5 and twice["custom"] == 2.0 and twice["completions/clipped_ratio"] == 2 / 6
     all_cut = generation_metrics([Generation([[sample(reason="length"), sample(reason="length")]])], ["f"])
     assert all_cut["completions/mean_terminated_length"] == 0.0
 
@@ -152,6 +180,12 @@ def test_parts_share_out_every_array():
     for name in ("token_ids", "completion_lengths", "loss_mask", "rollout_logprobs", "advantages", "ref_logprobs"):
         whole = np.concatenate([getattr(part, name) for part in parts])
         assert_same_bits(whole, getattr(rollouts, name), name)
+    kinds = {"token_ids": np.int32, "prompt_lengths": np.int32, "completion_lengths": np.int32}
+    for name in ("token_ids", "prompt_lengths", "completion_lengths", "loss_mask", "rollout_logprobs", "advantages"):
+        assert getattr(rollouts, name).dtype == kinds.get(name, np.float32), name
+    assert rollouts.old_logprobs.dtype == np.float32 and rollouts.old_logprobs.shape == (0,)
+    assert [part.prompt_lengths.tolist() for part in parts] == [[1, 4], [2]]
+    assert parts[1].token_ids.base is rollouts.token_ids, "parts share memory"
     assert parts[1].token_ids.tolist() == [3, 4, 10, 11, 12, 13, 14]
     assert parts[1].ref_logprobs.tolist() == [4, 5, 6, 7, 8]
     assert len(parts[1].old_logprobs) == 0 and parts[1].on_policy and not rollouts.on_policy
@@ -179,6 +213,14 @@ def test_rows_on_the_device_are_those_that_predict():
     assert batch.targets.target_ids.tolist() == [8, 9, 3]
     assert batch.cu_seqlens.tolist() == [0, 2, 3]
     assert batch.ref_logprobs is None and batch.old_logprobs is None
+    assert {batch.targets.rows.dtype, batch.targets.target_ids.dtype, batch.cu_seqlens.dtype} == {np.dtype(np.int32)}
+    assert batch.loss_mask.tolist() == [1, 1, 1] and batch.rollout_logprobs.tolist() == [-0.5] * 3
+    rollouts = Rollouts.of(samples, False)
+    rollouts.advantages[:] = 2, 3
+    rollouts.old_logprobs, rollouts.ref_logprobs = np.float32([1, 2, 3]), np.float32([4, 5, 6])
+    batch = rollouts.to_device()
+    assert batch.old_logprobs.tolist() == [1, 2, 3] and batch.ref_logprobs.tolist() == [4, 5, 6]
+    assert batch.advantages.tolist() == [2, 3]
 
 
 @pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
@@ -216,5 +258,38 @@ def test_groups_get_their_own_columns():
     assert seen["prompts"] == ["2", "2", "0", "0"] and seen["answer"] == [2, 2, 0, 0]
     assert [s.reward for s in generation.samples] == [2.0, 2.0, 0.0, 0.0]
     assert seen["ids"] == [s.completion.token_ids for s in generation.samples]
+    # A token a character.
+    assert (
+        generation.num_generated == sum(len(ids) for ids in seen["ids"])
+        and generation.num_tokens == generation.num_generated + 4
+    )
+    assert seen["others"] == ["log_extra", "log_metric", "trainer_state"]
     rows = generation.rows(["reward"])
     assert rows[0].keys() == {"prompt", "completion", "finish_reason", "reward", "advantage", "rewards/reward"}
+
+
+def test_rewards_are_weighted_sums_without_those_that_have_none():
+    """And what rewards log reaches the samples; the console hears how far the engine is."""
+
+    def first(completions, log_extra, log_metric, **columns):
+        log_extra("place", list(range(len(completions))))
+        log_metric("constant", 2.5)
+        return [1.0, None, 3.0, None]
+
+    def second(completions, **columns):
+        return [10.0, 20.0, None, None]
+
+    model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
+    prompts = PromptData([Prompt("1", tokenizer.encode("1"), {}, "")])
+    params, said = SamplingParams(max_tokens=3, n=4, ignore_eos=True), []
+    clock = Clock()
+    generation = generate(
+        LLM(model, tokenizer), Rewards([first, second], [2.0, 0.5]), prompts, [0], params, None, clock, said.append
+    )
+    rewards = [sample.reward for sample in generation.samples]
+    assert rewards[:3] == [7.0, 10.0, 6.0] and np.isnan(rewards[3])
+    assert [sample.extra for sample in generation.samples] == [{"place": i} for i in range(4)]
+    assert generation.metrics == {"constant": 2.5} and generation.errors == {}
+    assert said[-1] == "4 of 4 completions, 12 tokens" and said[0] == "0 of 4 completions, 4 tokens"
+    assert {sample.pad_token_id for sample in generation.samples} == {tokenizer.pad_token_id}
+    assert {"time/generate", "time/reward"} < clock.read().keys()

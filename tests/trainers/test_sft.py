@@ -12,7 +12,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device, memory
-from rlnumba.trainers import sft
+from rlnumba.trainers import core, run_folder, sft
 from rlnumba.trainers.core import Policy
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, SFT_ROWS, golden, metrics_of, sft_run
@@ -96,15 +96,17 @@ def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
 @pytest.mark.parametrize(("loss_type", "together"), [("nll", True), ("chunked_nll", True), ("dft", False)])
 def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_type, together):
     """Where each target's factor is known beforehand, which dft's is not."""
-    called, forward_backward = [], Policy.forward_backward
+    accumulates, head = [], core.lm_head_forward_backward
 
-    def counted(*arguments):
-        called.append(arguments)
-        return forward_backward(*arguments)
+    def counted(*arguments, **options):
+        accumulates.append(options["accumulate"])
+        return head(*arguments, **options)
 
-    monkeypatch.setattr(Policy, "forward_backward", counted)
+    monkeypatch.setattr(core, "lm_head_forward_backward", counted)
+
     sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))
-    assert bool(called) == together
+    # The head's gradient is written by the first of two micro-batches and added to by the second.
+    assert accumulates == ([False, True] if together else [])
 
 
 def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):
@@ -157,7 +159,12 @@ def test_evaluation_and_files(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-5"]
     for name in ("curves.png", "config.toml", "final/tokenizer.json", "final/config.json"):
         assert (tmp_path / name).is_file(), name
-    assert {"time/train", "step_time", "perf/throughput", "memory/weights", "memory/grads"} <= rows[-1].keys()
+    assert {"time/train", "step_time", "memory/weights", "memory/grads"} <= rows[-1].keys()
+    tokens = np.diff([row["num_tokens"] for row in rows], prepend=0)
+    for row, count in zip(rows, tokens.tolist(), strict=True):
+        assert row["perf/throughput"] * row["time/train"] == pytest.approx(count)
+        assert row["perf/peak_memory"] == sum(value for name, value in row.items() if name.startswith("memory/"))
+        assert "step_tokens" not in row
 
 
 def test_memory_of_activations_is_less_with_checkpointing(tmp_path):
@@ -180,6 +187,47 @@ def test_rows_without_a_trained_token_are_named(tmp_path, capsys):
     path.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match="no row has a token to train on"):
         sft.run_sft(run)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
+    model, run = load_model(MODEL), sft_run(tmp_path, packing=True)
+    rows, policy = rows_of(run, model)[:2], Policy(model, run.train)
+    fine = sft.train_step(policy, rows, 0.0)
+    assert "skipped_steps" not in fine and np.isfinite(fine["grad_norm"])
+    model.weights.norm[0] = np.nan
+    before = device.to_host(model.weights.flat).copy()
+    for count in (1, 2):
+        metrics = sft.train_step(policy, rows, 1e-2)
+        assert metrics["skipped_steps"] == count and np.isnan(metrics["loss"])
+    assert_same_bits(model.weights.flat, before)
+
+
+def test_every_key_of_the_optimizer_reaches_it():
+    train = SFTConfig(adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.4)
+    optimizer = Policy(load_model(MODEL), train).optimizer
+    assert optimizer.betas == (0.8, 0.7) and optimizer.epsilon == 1e-5
+    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.3, 0.4)
+
+
+def test_a_clock_adds_up_phases_until_it_is_read(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(run_folder.time, "perf_counter", lambda: now[0])
+    clock = run_folder.Clock()
+    for name, seconds in (("a", 1.0), ("b", 2.0), ("a", 4.0)):
+        with clock.phase(name):
+            now[0] += seconds
+        now[0] += 0.5
+    with pytest.raises(ZeroDivisionError), clock.phase("fails"):
+        now[0] += 8.0
+        1 / 0  # noqa: B018
+    assert clock.read() == {"step_time": 16.5, "time/a": 5.0, "time/b": 2.0, "time/fails": 8.0}
+    now[0] += 3.0
+    assert clock.read() == {"step_time": 3.0}
+
+
+def test_lines_for_the_console_name_the_program(capsys):
+    run_folder.log("a line")
+    assert capsys.readouterr() == ("", "rlnumba: a line\n")
 
 
 def test_targets_are_the_next_tokens(rng):

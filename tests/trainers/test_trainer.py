@@ -8,9 +8,11 @@ import sys
 import pytest
 
 import rlnumba
+from rlnumba import config
 from rlnumba.config import load_run
 from rlnumba.errors import ConfigError
 from rlnumba.rewards import RewardError
+from rlnumba.rewards.functions import think_format_reward
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
 from rlnumba.trainers.trainer import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -61,6 +63,34 @@ def test_sft_is_the_run_of_the_command_line(tmp_path):
     run = load_run("sft", tmp_path / "rows" / "config.toml", [("output_dir", str(tmp_path / "again"))])
     run_sft(run)
     assert final(tmp_path / "again") == final(tmp_path / "rows")
+
+
+def test_what_a_trainer_is_told_is_in_its_run(tmp_path):
+    trainer = SFTTrainer(MODEL)
+    assert trainer.run == config.SFTRun(
+        model=str(MODEL), output_dir="trainer_output", seed=42, train=SFTConfig(), engine=config.EngineConfig(),
+        data=config.DataConfig(train="trainer_output/train.jsonl"),
+    )  # fmt: skip
+    args = SFTConfig(output_dir="there", seed=3, max_steps=9)
+    trainer = SFTTrainer("a/b", args, SFT_ROWS, [], {"prompt_column": "q"}, {"max_num_seqs": 5})
+    assert trainer.run == config.SFTRun(
+        model="a/b", output_dir="there", seed=3, train=args, engine=config.EngineConfig(max_num_seqs=5),
+        data=config.DataConfig(train=str(SFT_ROWS), eval="there/eval.jsonl", prompt_column="q"),
+    )  # fmt: skip
+    args = GRPOConfig(output_dir="there", seed=3, reward_weights=[0.5, 2.0])
+    rewards = ("think_format_reward", digits)
+    trainer = GRPOTrainer("a/b", rewards, args, "x.parquet", SFT_ROWS, None, {"max_num_seqs": 5}, {"timeout": 7.0})
+    funcs = ["think_format_reward", "tests.trainers.test_trainer:digits"]
+    assert trainer.run == config.GRPORun(
+        model="a/b", output_dir="there", seed=3, train=args, engine=config.EngineConfig(max_num_seqs=5),
+        data=config.DataConfig(train="x.parquet", eval=str(SFT_ROWS)),
+        rewards=config.RewardsConfig(funcs=funcs, weights=[0.5, 2.0], timeout=7.0),
+    )  # fmt: skip
+    assert trainer.reward_funcs == [think_format_reward, digits]
+    default = GRPOTrainer(MODEL, digits).run
+    assert (default.output_dir, default.seed, default.train, default.data.eval) == (
+        "trainer_output", 42, GRPOConfig(), None
+    )  # fmt: skip
 
 
 def test_functions_without_a_name_of_their_own(tmp_path):

@@ -462,8 +462,8 @@ def attention_config(head_dim, element, block_size, limit):
     registers: they are chosen where two blocks fit an SM and nothing spills.
     """
     wide = Sm80AttentionConfig(head_dim, element, 4, 32, block_size=block_size)
-    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB.
-    widest = 64 if limit < 128 * 1024 else 96 if block_size else 128
+    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB, and at 128 for sm_90, whose blocks have 227 KB.
+    widest = 64 if limit < 128 * 1024 else 96 if block_size or limit > 200 * 1024 else 128
     if padded(head_dim) <= widest and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + SYSTEM_BYTES:
         return wide
     if padded(head_dim) <= 128:

@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, LOGS = "results.md", "logs"
 # Test files that come first: what the choice of kernels hangs on.
 FIRST_TESTS = (
-    "test_choice", "test_attention_sm90", "test_attention_backward_sm90", "test_logprob_sm90", "test_gemm_sm90",
+    "test_dispatch", "test_attention_sm90", "test_attention_backward_sm90", "test_logprob_sm90", "test_gemm_sm90",
     "test_gemm_sm80", "test_attention_sm80", "test_attention_backward_sm80", "test_sampling",
 )  # fmt: skip
 

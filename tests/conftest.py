@@ -49,15 +49,20 @@ def pytest_xdist_auto_num_workers(config):
     return min(cores, 8) if device.name() == "cuda" else cores
 
 
-def start_of(item):
-    """When a test begins: what the simulator launches first, what compiles it last, so that nothing waits for it."""
-    return {"test_kernels_in_the_simulator": 0, "test_every_launched_kernel_compiles_for_gpus": 2}.get(
-        getattr(item, "originalname", item.name), 1
-    )
+def in_order(items):
+    """The tests so that no process waits for the simulator: its parts begin both halves, what compiles them is last.
+
+    pytest-xdist gives each of two processes one half (worksteal), and moves tests from the end of one to the other.
+    """
+    parts = [item for item in items if item.originalname == "test_kernels_in_the_simulator"]
+    last = [item for item in items if item.originalname == "test_every_launched_kernel_compiles_for_gpus"]
+    others = [item for item in items if item not in parts and item not in last]
+    middle = max(len(items) // 2 - len(parts[::2]), 0)
+    return parts[::2] + others[:middle] + parts[1::2] + others[middle:] + last
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=start_of)
+    items[:] = in_order(items)
     name = device.name()
     for item in items:
         if "slow" in item.keywords and "sim" in item.keywords and not os.environ.get("RLNUMBA_SLOW"):

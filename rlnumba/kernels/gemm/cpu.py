@@ -54,7 +54,7 @@ _WIDE = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
 TILE_ROWS, TILE_COLUMNS = (4, 6) if _WIDE else (2, 3)
 # Fewer rows than TILE_ROWS go one by one, bound by reading the weight: 150 GB/s of it in cache, 80 from memory.
 ROW_COLUMNS = 16 if _WIDE else 6
-# A task owns a panel of the weight's rows and as many rows of x as stay in the second-level cache.
+# A task owns a panel of the weight's rows and as many rows of x as stay in L2.
 PANEL_COLUMNS = 96
 X_FLOATS = 1 << 17
 # The same for outer_product, rows x vectors of 16 columns; how many steps' rows of b stay in cache; rows of a

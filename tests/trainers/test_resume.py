@@ -43,7 +43,7 @@ def start(kind, run, *options):
     config = f"{run.output_dir}.toml"
     with open(config, "w") as file:
         file.write(to_toml(run))
-    environment = os.environ | {"RLNUMBA_DEVICE": "numpy"}
+    environment = os.environ | {"RLNUMBA_DEVICE": device.name()}
     command = [sys.executable, "-m", "rlnumba", kind, "--config", config, *options]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -67,7 +67,7 @@ def kill_after(process, run, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(device.name() != "cpu", reason="compares with processes on the numpy device")
+@pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":

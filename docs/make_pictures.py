@@ -85,25 +85,25 @@ def swizzled(line, chunk):
 
 
 def product_tiles():
-    """What a block of the Hopper product holds, and who does what when."""
+    """What a block of the sm90 GEMM holds in shared memory, and which warps work when."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), gridspec_kw={"width_ratios": [1, 1.25]})
     left.set_title("one block, one tile of C (128 x 256)", fontsize=10)
     for stage in range(4):
         box(left, 0.3 + stage * 0.75, 5.6, 0.68, 0.9, BLUE, f"A\n{stage}", size=8)
         box(left, 0.3 + stage * 0.75, 3.7, 0.68, 1.8, ORANGE, f"B\n{stage}", size=8)
-    left.text(1.8, 6.7, "shared memory: 4 stages of 64 steps", ha="center", fontsize=8)
+    left.text(1.8, 6.7, "shared memory: 4 stages of 64 columns of K", ha="center", fontsize=8)
     box(left, 4.6, 5.2, 2.9, 1.0, GREEN, "warpgroup 1\n64 x 256 in registers", size=8)
     box(left, 4.6, 3.9, 2.9, 1.0, GREEN, "warpgroup 2\n64 x 256 in registers", size=8)
     box(left, 4.6, 2.2, 2.9, 0.8, GREY, "staged output, 2 x 16 KiB", size=8)
     box(left, 0.3, 2.2, 2.95, 0.8, GREY, "producer warp", size=8)
-    arrow(left, (1.8, 3.0), (1.8, 3.65), "copy engine", (0.75, -0.05))
+    arrow(left, (1.8, 3.0), (1.8, 3.65), "TMA", (0.5, -0.05))
     arrow(left, (3.4, 5.4), (4.5, 5.6), "wgmma", (0, 0.2))
     arrow(left, (3.4, 4.6), (4.5, 4.4))
     arrow(left, (6.0, 3.85), (6.0, 3.05), "stmatrix", (0.6, 0))
-    arrow(left, (6.0, 2.15), (6.0, 1.3), "copy engine to C", (0.0, -0.75))
+    arrow(left, (6.0, 2.15), (6.0, 1.3), "TMA store to C", (0.0, -0.75))
     bare(left, 0, 8, 0.4, 7.2)
-    right.set_title("in time: the next tile's copies and products hide the last tile's store", fontsize=10)
-    for name, y in {"producer": 3, "warpgroups": 2, "copy out": 1}.items():
+    right.set_title("in time: the next tile's loads and wgmma overlap the last tile's store", fontsize=10)
+    for name, y in {"producer": 3, "warpgroups": 2, "TMA store": 1}.items():
         lane(right, name, y)
     for i in range(16):
         color = BLUE if i < 8 else ORANGE
@@ -114,7 +114,7 @@ def product_tiles():
     box(right, 6.05, 2, 0.5, 0.6, GREY, "", alpha=0.9)
     box(right, 6.6, 1, 1.6, 0.6, BLUE, "tile 1", size=8, alpha=0.7)
     right.text(6.3, 1.85, "to shared", fontsize=7, ha="center", va="top")
-    note(right, 4.8, 0.3, "numbers: rounds of 64 steps; blue: tile 1, orange: tile 2")
+    note(right, 4.8, 0.3, "numbers: k blocks of 64; blue: tile 1, orange: tile 2")
     bare(right, -2.2, 11.6, 0, 4.2)
     return figure
 
@@ -155,12 +155,12 @@ def attention_tiles():
     )
     note(left, 14.5, -1.0, f"keys of the packed batch, tiles of {keys}", size=9)
     left.text(-0.7, total / 2, f"queries, tiles of {rows}", rotation=90, ha="center", va="center", fontsize=9)
-    note(left, 14.5, -2.2, "blue: all visible   grey, red: the mask runs through the tile   white: never touched")
+    note(left, 14.5, -2.2, "blue: all visible   grey, red: tiles on the diagonal, masked   white: never loaded")
     bare(left, -1.5, total + 0.5, -2.7, total + 0.5, "the scores of one head, of which only the lower triangle exists")
 
     parts = [
         (f"q of {config.consumers} heads", config.consumers * config.tile_bytes, GREEN),
-        ("sums over earlier\nsegments, later out", config.consumers * config.merged_bytes, GREY),
+        ("merged segments,\nthen the output", config.consumers * config.merged_bytes, GREY),
         (f"ring of {config.stages} tiles of k", config.stages * config.tile_bytes, BLUE),
         (f"ring of {config.stages} tiles of v", config.stages * config.tile_bytes, ORANGE),
     ]
@@ -180,22 +180,22 @@ def attention_tiles():
             y + 1.15,
             f"consumer {consumer}: head {'h + 1' if consumer else 'h'}, \n"
             f"232 registers a thread:\n"
-            f"{HEAD_DIM // 2} sums of v\n{keys // 2} scores, then probabilities\n"
+            f"{HEAD_DIM // 2} accumulators of O\n{keys // 2} scores, then probabilities\n"
             f"{HEAD_DIM // 4} words of q, {keys // 4} of p\n16 row sums",
             size=8,
         )
     arrow(right, (5.3, 9.0), (3.9, 8.9))
     arrow(right, (3.9, 4.1), (5.3, 6.2), "wgmma", (-0.25, 0.25))
     arrow(right, (3.9, 2.1), (5.3, 3.6))
-    note(right, 5.0, 0.35, f"after {segment:,} keys a segment ends: its sums go to the grey part, in order")
+    note(right, 5.0, 0.35, f"after {segment:,} keys a segment ends: its sums are merged into the grey part, in order")
     bare(right, 0, 10.5, 0, 11, "one block on its SM")
     return figure
 
 
 def attention_time():
-    """Who works when, over a few tiles of keys."""
+    """Which unit is busy when, over a few tiles of keys."""
     figure, axis = plt.subplots(figsize=(11.5, 3.6))
-    names = {"copy engine": 5.2, "tensor cores": 3.9, "consumer 0, exponentials": 2.6, "consumer 1, exponentials": 1.3}
+    names = {"TMA": 5.2, "tensor cores": 3.9, "consumer 0, exponentials": 2.6, "consumer 1, exponentials": 1.3}
     for name, y in names.items():
         lane(axis, name, y, 0.8)
     for i in range(6):
@@ -212,22 +212,20 @@ def attention_time():
         axis,
         5.8,
         0.6,
-        "S = q k^T of a tile, P = its probabilities, O = p v of the tile before. S and O of a consumer are"
-        " issued together;",
+        "S = Q K^T of a tile, P = its probabilities, O += P V of the tile before. A consumer issues both together,",
     )
     note(
         axis,
         5.8,
         0.15,
-        "while it waits for S only and takes exponentials, the tensor cores still add O, and then serve the"
-        " other consumer.",
+        "waits for S only and takes exponentials while the tensor cores finish O, then run the other consumer's.",
     )
     bare(axis, -3.0, 12.5, -0.1, 6.4, "in time (drawn, not measured)")
     return figure
 
 
 def attention_backward():
-    """One step of the backward, and the turns in which blocks add to dq."""
+    """One step of the backward, and the order in which blocks add to dq."""
     tile = sm90_backward_config.AttentionBackwardConfig(HEAD_DIM, "bfloat16")
     queries = sm90_backward_config.QUERIES
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.4), gridspec_kw={"width_ratios": [1.35, 1]})
@@ -249,22 +247,22 @@ def attention_backward():
     arrow(left, (8.25, 4.85), (9.35, 4.85), "registers", (0, 0.2))
     box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(sm90_backward_config.SCORE_BYTES)} shared", size=8)
     arrow(left, (7.3, 4.25), (7.3, 2.75), "stmatrix", (0.65, 0))
-    box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nthis block's share", size=8)
+    box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nof this key tile", size=8)
     arrow(left, (8.55, 2.15), (9.35, 2.15))
     arrow(left, (10.6, 1.55), (10.6, 0.75))
-    note(left, 10.0, 0.4, f"added to memory in its turn,\n{kib(4 * tile.dq_part_size)} by the copy engine")
+    note(left, 10.0, 0.4, f"bulk reduce-add in KV order,\n{kib(4 * tile.dq_part_size)} each")
     note(
         left,
         2.8,
         1.9,
-        f"orange: the five products on the tensor cores.\nEach consumer owns {tile.keys // 2} of the keys.",
+        f"orange: the five GEMMs on the tensor cores.\nEach consumer owns {tile.keys // 2} of the keys.",
     )
     bare(left, 0, 12.1, 0, 9, f"one step: {queries} queries of one head x {tile.keys} keys")
 
     count = 6
     for key in range(count):
         for query in range(2 * key, 2 * count):
-            turn = 2 * count - 1 - query
+            step = 2 * count - 1 - query
             box(
                 right,
                 key,
@@ -272,7 +270,7 @@ def attention_backward():
                 0.94,
                 0.94,
                 [BLUE, ORANGE, GREEN, PURPLE, RED, GREY][key],
-                str(turn),
+                str(step),
                 size=7,
                 alpha=0.6,
             )
@@ -281,10 +279,10 @@ def attention_backward():
     note(
         right, count / 2, 2 * count + 0.55, "dq of a row of tiles: added from left to right, one block after the other"
     )
-    note(right, count / 2, -0.6, f"key tiles of {tile.keys}: a block each, ascending tickets")
-    note(right, count / 2, -1.3, "numbers: a block's steps. It starts with the last queries, as all blocks do")
+    note(right, count / 2, -0.6, f"key tiles of {tile.keys}: a block each, in the order of their work indices")
+    note(right, count / 2, -1.3, "numbers: a block's steps, from the last queries to the first")
     right.text(-0.4, count, f"query tiles of {queries}, last on top", rotation=90, ha="center", va="center", fontsize=8)
-    bare(right, -1.2, count + 0.8, -1.8, 2 * count + 1.0, "a chain: the blocks of one key head of a sequence")
+    bare(right, -1.2, count + 0.8, -1.8, 2 * count + 1.0, "the blocks of one key head of a sequence")
     return figure
 
 
@@ -313,8 +311,8 @@ def decode_units():
         left,
         4.2,
         0.7,
-        f"dashed: the absolute cuts, every {segment:,} keys. White: not read again, because sequences"
-        "\n0 to 2 are declared a group that shares its first 2,048 tokens. An item also belongs to one key head.\n"
+        f"dashed: segments end at absolute positions, every {segment:,} keys. White: not read again, because sequences"
+        "\n0 to 2 are a prefix group with 2,048 tokens in common. An item also belongs to one key head.\n"
         "Partials of a sequence merge in ascending order, by the block that finishes last.",
         va="top",
     )
@@ -325,12 +323,12 @@ def decode_units():
     note(right, 2.95, 5.6, f"{GROUP} heads,\npadded\nto {config.rows}", va="top")
     note(right, 3.75, 6.0, "=", size=14)
     box(right, 4.2, 4.0, 0.7, 3.2, ORANGE, "S^T", alpha=0.7)
-    note(right, 4.3, 3.7, f"{keys} x {config.rows}: keys\nare the 64 rows\nthat wgmma wants", va="top")
+    note(right, 4.3, 3.7, f"{keys} x {config.rows}: keys\nare the 64 rows\nof wgmma's A", va="top")
     arrow(right, (5.1, 5.6), (6.4, 5.6), "online_softmax_step", (0, 0.2))
     box(right, 6.6, 4.0, 0.7, 3.2, GREY, "P^T", alpha=0.8)
     note(right, 6.9, 3.7, "through shared\nmemory, 16 bits", va="top")
     box(right, 7.9, 5.2, 2.0, 2.0, BLUE, f"V^T tile\n{HEAD_DIM} x {keys}", alpha=0.6)
-    note(right, 8.9, 4.85, "(as it lies: MN-major)")
+    note(right, 8.9, 4.85, "(MN-major, as stored)")
     box(right, 8.5, 1.6, 0.8, 2.2, ORANGE, "O^T", alpha=0.7)
     note(right, 8.7, 1.3, f"{HEAD_DIM} x {config.rows} sums in registers")
     arrow(right, (8.9, 4.6), (8.9, 3.9))
@@ -340,14 +338,14 @@ def decode_units():
         3.0,
         1.4,
         f"an SM holds {config.blocks} such blocks, each with {config.stages} tiles of k and v\n"
-        f"({kib(ring)}) on their way: {kib(config.blocks * ring)} in flight",
+        f"({kib(ring)}): {kib(config.blocks * ring)} in flight",
     )
-    bare(right, 0, 10.4, 0.4, 7.8, "one tile of a work item: keys and queries have changed places")
+    bare(right, 0, 10.4, 0.4, 7.8, "one tile of a work item: S^T = K Q^T, O^T = V^T P^T")
     return figure
 
 
 def log_prob_passes():
-    """Which (N, V) things exist when, in the three forms."""
+    """Which part of the (N, V) logits or gradient exists at a time, in the three forms."""
     tile = LogprobConfig("bfloat16", "forward")
     columns = chunk_columns(16_384, HIDDEN, VOCABULARY)
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.8))
@@ -365,9 +363,9 @@ def log_prob_passes():
         left,
         4.5,
         0.65,
-        "a tile of logits lives in registers only and leaves\n4 numbers a row: largest, sum, entropy's sum, argmax",
+        "a tile of logits exists in registers only; written are\n4 numbers a row: largest, sum, entropy's sum, argmax",
     )
-    note(left, 4.5, -0.35, "1 product of N D V", size=9)
+    note(left, 4.5, -0.35, "1 GEMM of N D V", size=9)
     middle.add_patch(Rectangle((2.9, 1.6), 1.0, 4.4, facecolor=ORANGE, edgecolor="black", alpha=0.75))
     note(middle, 3.4, 3.8, "dz", size=10)
     arrow(middle, (4.1, 3.8), (5.4, 3.8))
@@ -378,7 +376,7 @@ def log_prob_passes():
         f"at most {columns:,} columns of dz exist at a time, 16 bits each;\n"
         "then dW[chunk] += dz^T h, dh += dz W[chunk]",
     )
-    note(middle, 4.5, -0.35, "1 product for the logits again, 2 for the gradients", size=9)
+    note(middle, 4.5, -0.35, "1 GEMM for the logits again, 2 for the gradients", size=9)
     right.add_patch(Rectangle((1.0, 3.8), 7.0, 1.1, facecolor=ORANGE, edgecolor="black", alpha=0.75))
     note(right, 4.5, 4.35, "2^(z - r): dz but for a factor of the row", size=9)
     arrow(right, (4.5, 3.7), (4.5, 2.6))
@@ -388,40 +386,42 @@ def log_prob_passes():
         0.65,
         "a block of rows keeps the exponentials of all columns\nuntil its lse is known; no logit is computed twice",
     )
-    note(right, 4.5, -0.35, "3 products in all, logp included", size=9)
+    note(right, 4.5, -0.35, "3 GEMMs in all, logp included", size=9)
     bare(left, 0, 9, -0.8, 6.8, "forward")
     bare(middle, 0, 9, -0.8, 6.8, "backward, dlogp known afterwards")
     bare(right, 0, 9, -0.8, 6.8, "one pass, dlogp known beforehand")
     return figure
 
 
-def race(axis, weights, noise, title, label, color):
-    """Bars, their noise as arrows, and the winner, whose number is returned."""
+def gumbel_argmax(axis, weights, noise, title, label, color):
+    """Bars, their noise as arrows; returns the index of the largest sum."""
     ids = np.arange(len(weights))
-    winner = int(np.argmax(weights + noise))
+    best = int(np.argmax(weights + noise))
     floor = weights.min() - 1.5
     axis.bar(ids, weights - floor, bottom=floor, color=color, width=0.7, alpha=0.8)
     for i in ids:
-        style = {"arrowstyle": "-|>", "color": RED if i == winner else "black", "lw": 1.3}
+        style = {"arrowstyle": "-|>", "color": RED if i == best else "black", "lw": 1.3}
         axis.annotate("", (i, weights[i] + noise[i]), (i, weights[i]), arrowprops=style)
-    axis.axhline(weights[winner] + noise[winner], color=RED, linewidth=0.9, linestyle="--")
+    axis.axhline(weights[best] + noise[best], color=RED, linewidth=0.9, linestyle="--")
     axis.set_xlabel(label, fontsize=9)
     axis.set_xticks(ids)
     axis.set_title(title, fontsize=10)
-    return winner
+    return best
 
 
-def sampling_race():
-    """A real draw from ten segments of eight tokens; and the list of a row with filters."""
+def sampling_gumbel():
+    """A draw from ten segments of eight tokens; and the candidates of a row with filters."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4))
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1.5, (10, 8)).astype(np.float32)
     name = noise_key(1, [1, 2, 3]), 0, 3
     of_segments = sampling.noise_ref(len(logits), *name, gumbel.SEGMENT_NOISE)
     weights = np.log(np.exp(logits).sum(axis=1))
-    segment = race(left, weights, of_segments, "segments: log sum exp s, and noise", "segment", BLUE)
+    segment = gumbel_argmax(left, weights, of_segments, "segments: log sum exp s, and noise", "segment", BLUE)
     of_tokens = sampling.noise_ref(logits.size, *name).reshape(logits.shape)
-    race(middle, logits[segment], of_tokens[segment], f"tokens of segment {segment}: s, and noise", "token", ORANGE)
+    gumbel_argmax(
+        middle, logits[segment], of_tokens[segment], f"tokens of segment {segment}: s, and noise", "token", ORANGE
+    )
 
     row = np.concatenate([rng.normal(0, 1.5, 60_000), rng.normal(7, 1.0, 40)]).astype(np.float32)
     rank, top_k = int(scan.sample_rank(len(row), scan.EXPECTED_IF_FEW)), 40
@@ -437,11 +437,11 @@ def sampling_race():
     right.set_ylim(0.7, 4e4)
     right.set_xlim(right=row.max() + 4)
     listed = (row >= bound).sum()
-    right.text(bound + 0.15, 1.2e4, f"bound, rank {rank} of the marks:\n{listed} tokens listed", fontsize=8)
+    right.text(bound + 0.15, 1.2e4, f"bound, rank {rank} of the marks:\n{listed} candidates", fontsize=8)
     right.text(threshold + 0.15, 250, f"the threshold of\ntop-k {top_k}", fontsize=8, color=RED)
     right.set_xlabel(f"logit; marks: the largest of 16, {scan.MAXIMA} times", fontsize=9)
     right.set_ylabel("tokens", fontsize=9)
-    right.set_title("a row with filters: a guess, a list, a proof", fontsize=10)
+    right.set_title("a row with filters: bound, candidates, threshold", fontsize=10)
     return figure
 
 
@@ -489,7 +489,7 @@ def fragments():
 
 
 def swizzle():
-    """A box in shared memory, and the rows of an accumulator of a warpgroup."""
+    """A TMA box in shared memory, and the rows of an accumulator of a warpgroup."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12.5, 4.9), gridspec_kw={"width_ratios": [1, 1, 1.1]})
     for axis, permuted in ((left, False), (middle, True)):
         for line in range(8):
@@ -498,15 +498,15 @@ def swizzle():
                 box(axis, at, 7 - line, 0.96, 0.92, ORANGE if chunk == 2 else PALE, f"{line}.{chunk}", size=7)
         axis.text(-0.35, 4, "8 lines of 128 bytes", rotation=90, ha="center", va="center", fontsize=8)
         note(axis, 4, -0.4, "banks 0-3, 4-7, ... 28-31: 16 bytes each")
-    note(left, 4, -1.1, "chunk 2 of eight lines: all in the same four banks,\neight turns", va="top")
+    note(left, 4, -1.1, "chunk 2 of eight lines: all in the same four banks,\n8 bank conflicts", va="top")
     note(
         middle,
         4,
         -1.1,
-        "chunk c of line r lies at c ^ (r & 7):\nchunk 2 of eight lines meets all banks, one turn",
+        "chunk c of line r lies at c ^ (r & 7):\nchunk 2 of eight lines: all banks, no conflict",
         va="top",
     )
-    bare(left, -0.8, 8.2, -2.1, 8.2, "a box as a matrix (line.chunk)")
+    bare(left, -0.8, 8.2, -2.1, 8.2, "a TMA box as a matrix (line.chunk)")
     bare(middle, -0.8, 8.2, -2.1, 8.2, "the same box in shared memory")
     for warp in range(4):
         box(right, 0, 12 - 4 * warp, 10, 3.9, [BLUE, ORANGE, GREEN, PURPLE][warp], "", alpha=0.25)
@@ -607,7 +607,7 @@ PICTURES = {
         attention_backward,
         decode_units,
         log_prob_passes,
-        sampling_race,
+        sampling_gumbel,
         fragments,
         swizzle,
         row_ownership,

@@ -498,7 +498,7 @@ def swizzle():
                 box(axis, at, 7 - line, 0.96, 0.92, ORANGE if chunk == 2 else PALE, f"{line}.{chunk}", size=7)
         axis.text(-0.35, 4, "8 lines of 128 bytes", rotation=90, ha="center", va="center", fontsize=8)
         note(axis, 4, -0.4, "banks 0-3, 4-7, ... 28-31: 16 bytes each")
-    note(left, 4, -1.1, "chunk 2 of eight lines: all in the same four banks,\n8 bank conflicts", va="top")
+    note(left, 4, -1.1, "chunk 2 of eight lines: all in the same four banks,\nan 8-way bank conflict", va="top")
     note(
         middle,
         4,
@@ -520,7 +520,7 @@ def swizzle():
         note(right, (column + 0.5) * 10 / 16, 16 - (row + 1) * 0.25 + (0.42 if i % 4 < 2 else -0.25), str(i), size=7)
     note(right, 5, -0.5, f"red: accumulators 0 to 7 of thread {thread} (columns 0 to 15)")
     note(right, 5, -1.2, "rows g and g + 8 of its warp, two columns of every eight")
-    bare(right, -2.2, 10.3, -2.1, 16.6, "64 x n sums of wgmma, 128 threads")
+    bare(right, -2.2, 10.3, -2.1, 16.6, "64 x n accumulators of wgmma, 128 threads")
     return figure
 
 

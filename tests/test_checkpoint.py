@@ -117,7 +117,7 @@ def test_damage_is_recognised(name, change, model, tmp_path):
         checkpoint.latest_readable(tmp_path, warnings.append)
 
 
-def test_a_damaged_checkpoint_is_told_of_on_stderr(model, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named_on_stderr(model, tmp_path, capsys):
     checkpoint.save(tmp_path, 1, model, None, {})
     newer = checkpoint.save(tmp_path, 2, model, None, {})
     (newer / "config.json").unlink()
@@ -204,7 +204,7 @@ def test_a_run_without_checkpoints(tmp_path):
 
 def test_a_checkpoint_in_16_bits(tmp_path):
     if device.name() == "cpu":
-        pytest.skip("the numpy device computes in float32")
+        pytest.skip("the cpu device computes in float32")
     model = load_model(GOLDEN / "models" / "qwen2", "bfloat16")
     folder = checkpoint.save(tmp_path, 1, model, None, {})
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"

@@ -81,7 +81,7 @@ def test_generate(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 0.0])
-def test_B06_score_gives_the_log_probs_of_generate(tmp_path, temperature):
+def test_score_gives_the_log_probs_of_generate(tmp_path, temperature):
     results = generate(tmp_path, ROWS, "--temperature", temperature, "--n", 2, "--ignore-eos")
     pairs = [(r["prompt_token_ids"], c) for r in results for c in r["completions"]]
     scored = score(

@@ -25,7 +25,7 @@ def load(tmp_path):
     return load
 
 
-def test_G01_defaults_are_trls():
+def test_grpo_defaults_are_trls():
     expected = {
         "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0,
         "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "beta": 0.0, "num_iterations": 1, "epsilon": 0.2,
@@ -45,13 +45,13 @@ def test_G01_defaults_are_trls():
     assert {name: getattr(train, name) for name in expected} == expected
 
 
-def test_S1_defaults_are_trls():
+def test_sft_defaults_are_trls():
     train = SFTConfig()
     assert (train.learning_rate, train.max_length, train.packing, train.packing_strategy) == (2e-5, 1024, False, "bfd")
     assert (train.completion_only_loss, train.assistant_only_loss) == (None, False)
 
 
-def test_G02_batch_geometry():
+def test_batch_geometry():
     train = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=8)
     assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (4, 16, 2)
     train = GRPOConfig(per_device_train_batch_size=4, steps_per_generation=2, num_generations=8)
@@ -109,7 +109,7 @@ def test_scale_rewards_takes_trls_booleans(load):
         ("vllm_importance_sampling_cap = 2.0", "vllm_importance_sampling_clip_max", 2.0),
     ],
 )
-def test_C3_other_spellings(load, line, name, value):
+def test_other_spellings(load, line, name, value):
     assert getattr(load(f"{GRPO}[train]\n{line}\n").train, name) == value
 
 
@@ -122,7 +122,7 @@ def test_bounds_are_asked_for_only_where_they_are_used(load):
     load(text + "vllm_importance_sampling_correction = false\n")
 
 
-def test_C3_spellings_of_other_sections(load):
+def test_spellings_of_other_sections(load):
     text = GRPO + "[train]\nreward_weights = [2]\nmax_prompt_length = 9\nvllm_gpu_memory_utilization = 0.5\nseed = 3\n"
     run = load(text, ("num-gens", "4"), ("model_name_or_path", "n"), ("reward_funcs", "f.py:a"))
     assert (run.model, run.rewards.funcs) == ("n", ["f.py:a"])
@@ -184,7 +184,7 @@ def test_later_files_win(tmp_path):
         ("model = \n", r"run.toml: not valid TOML: .*line 1"),
     ],
 )  # fmt: skip
-def test_C2_wrong_files_name_file_key_and_remedy(load, text, message):
+def test_wrong_files_name_file_key_and_remedy(load, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load(text)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
@@ -207,7 +207,7 @@ def test_C2_wrong_files_name_file_key_and_remedy(load, text, message):
         ("train.num_gens", "1", r"command line: train.num_gens \(train.num_generations\) must be at least 2, got 1"),
     ],
 )
-def test_C2_wrong_overrides(load, option, text, message):
+def test_wrong_overrides(load, option, text, message):
     with pytest.raises(ConfigError, match=message):
         load(GRPO, (option, text))
 

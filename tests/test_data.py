@@ -129,7 +129,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     assert str(caught.value) == f"{path}: parquet files need pyarrow; pip install 'rlnumba[parquet]'"
 
 
-def test_S1_text_rows_get_eos_once(path):
+def test_text_rows_get_eos_once(path):
     tokenizer = WordTokenizer()
     loaded = load(path, [{"text": "a b"}, {"text": "c </s>"}], tokenizer)
     assert [tokenizer.text(s.input_ids) for (s,) in loaded.rows] == ["<s> a b </s>", "<s> c </s>"]
@@ -137,7 +137,7 @@ def test_S1_text_rows_get_eos_once(path):
     assert loaded.counts == {"rows": 2, "truncated_rows": 0, "dropped_rows": 0, "tokens": 7}
 
 
-def test_S1_the_models_eos_ends_a_text_where_the_tokenizer_has_none(path):
+def test_the_models_eos_ends_a_text_where_the_tokenizer_has_none(path):
     tokenizer = WordTokenizer()
     tokenizer.eos_token_id = None
     rows = [{"text": "a"}, {"text": "a b"}, {"text": "a c"}]
@@ -152,7 +152,7 @@ def test_S1_the_models_eos_ends_a_text_where_the_tokenizer_has_none(path):
     assert ids(found.rows) == [[[0, 2, 8]], [[0, 2, 3]], [[0, 2, 4, 8]]]
 
 
-def test_S1_tools_reach_the_template_also_as_json(path):
+def test_tools_reach_the_template_also_as_json(path):
     seen = []
 
     class Tools(WordTokenizer):
@@ -171,7 +171,7 @@ def test_S1_tools_reach_the_template_also_as_json(path):
     assert seen == [call for given in wanted for call in (("ids", given, False), ("mask", given, {}))]
 
 
-def test_S1_completion_begins_where_the_tokens_part(path):
+def test_completion_begins_where_the_tokens_part(path):
     tokenizer = WordTokenizer()
     rows = [{"prompt": "a b ", "completion": "c"}, {"prompt": "a ab", "completion": "cd e"}]
     loaded = load(path, rows, tokenizer)
@@ -181,7 +181,7 @@ def test_S1_completion_begins_where_the_tokens_part(path):
     assert all(s.loss_mask.all() for (s,) in everything.rows)
 
 
-def test_S1_message_rows(path):
+def test_message_rows(path):
     tokenizer = WordTokenizer()
     question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r s"}
     pair = load(path, [{"prompt": [question], "completion": [answer]}], tokenizer)
@@ -202,7 +202,7 @@ def test_S1_message_rows(path):
     assert tokenizer.text(with_system.rows[0][0].input_ids) == "k=1 [s be ] [u q ] [a r s ]"
 
 
-def test_S1_assistant_only_loss_of_conversational_pairs(path):
+def test_assistant_only_loss_of_conversational_pairs(path):
     """As in TRL: what the assistant says in the completion; without completion_only_loss, in the prompt too."""
     user, assistant = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
     rows = [{"prompt": [user, assistant, user], "completion": [assistant, user]}]
@@ -217,7 +217,7 @@ def test_S1_assistant_only_loss_of_conversational_pairs(path):
     assert np.flatnonzero(masks[0]).tolist() == [10, 11]
 
 
-def test_S1_gsm8k_rows(path):
+def test_gsm8k_rows(path):
     rows = [{"question": "1 + 1", "answer": "is\n#### 2"}]
     config = DataConfig(train="", prompt_template="Q {question} A \\boxed{} ")
     plain = WordTokenizer(chat=False)
@@ -373,7 +373,7 @@ def ids(rows):
     return [[s.input_ids.tolist() for s in row] for row in rows]
 
 
-def test_S2_packing():
+def test_packing():
     four = sequences([1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11])
     assert ids(pack(four, 4)) == [[[1, 2, 3, 4]], [[8, 9, 10], [11]], [[6, 7]]]
     assert ids(pack(four, 4, "bfd_split")) == [[[1, 2, 3, 4]], [[8, 9, 10], [5]], [[6, 7], [11]]]
@@ -381,7 +381,7 @@ def test_S2_packing():
     assert ids(pack(four, 4, limit=3)) == [[[1, 2, 3], [11]], [[8, 9, 10]], [[6, 7]]]
 
 
-def test_S2_equal_lengths_and_spaces_are_first_in_first_out():
+def test_equal_lengths_and_spaces_are_first_in_first_out():
     assert best_fit_decreasing([3, 3, 3, 1, 1, 2], 4) == [[0, 3], [1, 4], [2], [5]]
     # Bin 0 (6, then 2) and bin 1 (5, 3) come to 2 left in the order 1, 0: the bin that waits longer is filled first.
     assert best_fit_decreasing([6, 7, 2, 1], 10) == [[1, 2, 3], [0]]
@@ -389,7 +389,7 @@ def test_S2_equal_lengths_and_spaces_are_first_in_first_out():
     assert best_fit_decreasing([4, 4], 4) == [[0], [1]]
 
 
-def test_S2_packing_keeps_every_token_and_fills_well():
+def test_packing_keeps_every_token_and_fills_well():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 65, 500)
     bins = best_fit_decreasing(lengths.tolist(), 64)
@@ -413,7 +413,7 @@ def prompts(path, rows, tokenizer=None, limit=1000, **config):
     return load_prompts(write(path, rows), DataConfig(train="", **config), tokenizer or WordTokenizer(), limit, 1000)
 
 
-def test_prompts_of_strings_and_messages(path):
+def test_load_prompts_from_strings_and_messages(path):
     tokenizer = WordTokenizer()
     loaded = prompts(path, [{"prompt": "a b", "answer": 3, "level": 1}, {"prompt": "c", "answer": 4}], tokenizer)
     assert [p.prompt for p in loaded.prompts] == ["a b", "c"]
@@ -427,7 +427,7 @@ def test_prompts_of_strings_and_messages(path):
     assert templated.prompts[0].prompt == [{"role": "user", "content": "3: a b"}]
 
 
-def test_prompts_of_questions(path):
+def test_load_prompts_from_questions(path):
     gsm8k = [{"question": "1 + 1 ?", "answer": "1+1=2\n#### 1,002"}]
     chat = prompts(path, gsm8k)
     assert chat.prompts[0].prompt == [

@@ -2,7 +2,7 @@
 
 What a fence holds, by its language:
 
-    python    runs on the numpy device, the blocks of a page one after the other in one process; `python no-run` is
+    python    runs on the cpu device, the blocks of a page one after the other in one process; `python no-run` is
               only compiled. A block that begins with the comment `# name.py` is saved under that name.
     text      right after python: what that block prints. Integers and words are equal, other numbers almost.
     console   `$ NUMBA_ENABLE_CUDASIM=1 python ...` is run in a copy of the package, with what stands after `(Pdb)`
@@ -52,7 +52,7 @@ RECORDED_AT = "/home/reader/rlnumba"
 BETWEEN_BLOCKS = "\x1e\n"
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 
-on_numpy = pytest.mark.skipif(device.name() != "cpu", reason="documentation is run on the numpy device")
+on_cpu = pytest.mark.skipif(device.name() != "cpu", reason="documentation is run on the cpu device")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -120,7 +120,7 @@ def test_languages_and_plain_formats(page, tmp_path):
             load_run(kind, [base, path])
 
 
-@on_numpy
+@on_cpu
 @every_page
 def test_python_prints_what_the_page_says(page, tmp_path):
     blocks = fences(page)
@@ -137,12 +137,12 @@ def test_python_prints_what_the_page_says(page, tmp_path):
     )
     assert done.returncode == 0, f"{page.name}: {done.stderr[-3000:]}"
     outputs = dict(zip((i + 1 for i in chosen), done.stdout.split(BETWEEN_BLOCKS), strict=True))
-    told = {i for i in outputs if i < len(blocks) and blocks[i].language == "text"}
+    wanted = {i for i in outputs if i < len(blocks) and blocks[i].language == "text"}
     if os.environ.get("RLNUMBA_UPDATE_DOCS"):
-        replace_blocks(page, {blocks[i]: outputs[i] for i in told})
+        replace_blocks(page, {blocks[i]: outputs[i] for i in wanted})
         blocks = fences(page)
     for i, printed in outputs.items():
-        expected = blocks[i].text if i in told else ""
+        expected = blocks[i].text if i in wanted else ""
         where = f"{page.name}:{blocks[i - 1].line}"
         assert alike(printed, expected), f"{where} prints\n{printed}instead of\n{expected}"
 
@@ -181,7 +181,7 @@ def test_alike():
     assert not alike("8 rows", "8 columns")
 
 
-@on_numpy
+@on_cpu
 @every_page
 def test_consoles_are_real(page, tmp_path):
     blocks = fences(page)
@@ -357,7 +357,7 @@ def make_pictures():
     return module
 
 
-@on_numpy
+@on_cpu
 def test_pictures_are_drawn_and_shown(make_pictures, tmp_path):
     """The pages show the pictures in docs/pictures, all of them, and the script draws these."""
     shown = {

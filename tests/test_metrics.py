@@ -88,7 +88,7 @@ def test_resume_cuts_files_back(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_G27_completions(tmp_path, capfd):
+def test_completions(tmp_path, capfd):
     parquet = pytest.importorskip("pyarrow.parquet")
     messages = [{"role": "user", "content": "1+1?"}]
     rows = [completion(1, prompt=messages, advantage=0.5), completion(1, reward=float("nan"), advantage=-0.5)]

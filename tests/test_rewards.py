@@ -483,7 +483,7 @@ def test_verl_compute_score(tmp_path):
     assert rewards.score(PROMPTS, TEXTS, IDS, columns).values[:, 0].tolist() == [4.0, 6.0, 1.0]
 
 
-def test_G23_accuracy_reward():
+def test_accuracy_reward():
     pytest.importorskip("math_verify")
     texts = [r"so \boxed{\frac{1}{3}}", [{"role": "assistant", "content": r"\boxed{0.5}"}], "no answer", "$x$"]
     gold = [r"\frac{1}{3}", "1/3", "18", ""]
@@ -517,7 +517,7 @@ def test_accuracy_reward_survives_an_expression_that_takes_for_ever(monkeypatch)
     assert score(functions.accuracy_reward, columns={"solution": ["1", "2", "3"]}).values[:, 0].tolist() == [0, 0, 0]
 
 
-def test_G23_format_and_gsm8k():
+def test_format_and_gsm8k():
     texts = ["<think>a\nb</think> c", "x<think>a</think>", "<think>a<think>b</think>", "<think>a", "<think></think>"]
     assert functions.think_format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 1.0]
     texts = ["work\n#### 1,234", "#### 1234.0 done", "1234", "#### -3", "#### 1234."]
@@ -531,7 +531,7 @@ def test_G23_format_and_gsm8k():
     ]
 
 
-def test_G23_length_rewards():
+def test_length_rewards():
     overlong = resolve("get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)")
     assert overlong([[1] * n for n in (80, 90, 100, 101)]) == [0.0, -0.5, -1.0, -1.0]
     assert overlong.__name__ == "soft_overlong_punishment_reward"
@@ -540,7 +540,7 @@ def test_G23_length_rewards():
     assert resolve("repetition_penalty_reward")([[1, 1, 1, 1]]) == [-0.5]
 
 
-def test_G23_cosine_scaled_reward():
+def test_cosine_scaled_reward():
     pytest.importorskip("math_verify")
     cosine = resolve("cosine_scaled_reward(max_len=100)")
     texts = [r"\boxed{1}", r"\boxed{2}", r"\boxed{1}", r"\boxed{2}", r"\boxed{1}"]

@@ -16,17 +16,17 @@ def hashes_of(blocks_of_ids, parent=0):
     return hashes
 
 
-def test_E04_hash_is_frozen():
+def test_hash_is_frozen():
     # Made once with xxhash from the rule in block_manager.py; other programs may hash blocks the same way.
     first = block_hash(0, np.arange(256))
     assert (first, block_hash(first, np.arange(256, 512))) == (0x930351CA5BF3624E, 0x61CDA28B75C3BA89)
 
 
-def test_E04_hash_depends_on_the_policy_version():
+def test_hash_depends_on_the_policy_version():
     assert block_hash(0, np.arange(16)) != block_hash(1, np.arange(16))
 
 
-def test_E04_match_compares_token_ids():
+def test_match_compares_token_ids():
     manager = BlockManager(4, 4)
     a, b = manager.allocate(2)
     hashes = hashes_of(IDS)
@@ -39,7 +39,7 @@ def test_E04_match_compares_token_ids():
     assert manager.match(hashes, other.reshape(-1)) == []
 
 
-def test_E04_freed_blocks_keep_their_content_until_reused_first_freed_first():
+def test_freed_blocks_keep_their_content_until_reused_first_freed_first():
     manager = BlockManager(3, 4)
     blocks = manager.allocate(3)
     hashes = hashes_of(IDS)

@@ -100,7 +100,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_B06_logprobs_are_the_scorers_bit_for_bit_under_any_schedule(model, prompts, temperature):
+def test_logprobs_are_the_scorers_bit_for_bit_under_any_schedule(model, prompts, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=40, n=2, seed=3)
     first = generate(model, prompts, params)
     flat = [c.logprobs for o in first for c in o.completions]
@@ -119,7 +119,7 @@ def test_preemption_happens_in_that_test_and_leaves_the_text_alone(model, prompt
     assert llm.engine.num_preemptions > 0
 
 
-def test_B05_a_prefix_found_in_the_cache_changes_nothing(model, prompts):
+def test_a_prefix_found_in_the_cache_changes_nothing(model, prompts):
     llm, params = LLM(model), SamplingParams(max_tokens=20, n=2, seed=5)
     computed = []
     run = llm.engine.runner.run
@@ -133,7 +133,7 @@ def test_B05_a_prefix_found_in_the_cache_changes_nothing(model, prompts):
     assert drawn(llm.generate(turns, params)) == drawn(generate(model, turns, params))
 
 
-def test_E06_prefix_laws(model, prompts):
+def test_prefix_invariants(model, prompts):
     four = generate(model, prompts, SamplingParams(max_tokens=30, n=4, seed=9))
     two = generate(model, prompts, SamplingParams(max_tokens=30, n=2, seed=9))
     assert drawn(two) == [completions[:2] for completions in drawn(four)]
@@ -298,7 +298,7 @@ def test_limits_that_cannot_be_kept_are_named(model):
         generate(model, [[1], [1, 2]], SamplingParams(max_tokens=48), num_gpu_blocks_override=3)
 
 
-def test_a_folder_brings_its_tokenizer():
+def test_a_model_folder_has_its_tokenizer():
     folder = Path(__file__).parent.parent / "golden" / "tiny-qwen3"
     tokenizer = Tokenizer.from_folder(folder)
     params = SamplingParams(max_tokens=12, n=2, seed=3)
@@ -449,7 +449,7 @@ def test_progress_counts(model):
     assert calls[-1] == (4, 4, 16) and [c[2] for c in calls] == [4, 8, 12, 16]
 
 
-def test_E12_new_weights_get_a_new_version():
+def test_new_weights_get_a_new_version():
     model = make_model()
     llm, prompt = LLM(model), [list(range(40))]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -466,7 +466,7 @@ def test_E12_new_weights_get_a_new_version():
     assert versions == [[0] * 8, [1] * 8, [5] * 8]
 
 
-def test_E11_sleep_gives_the_cache_back_and_the_text_stays(model):
+def test_sleep_gives_the_cache_back_and_the_text_stays(model):
     def held():
         memory.reset_peaks()
         return memory.report()["kv"]
@@ -501,13 +501,13 @@ def test_an_interrupted_call_leaves_the_engine_usable(model):
         {"model_type": "llama", "head_dim": 12, "num_key_value_heads": 1, "vocab_size": 131},
     ],
 )
-def test_B06_other_models(changes, prompts):
+def test_other_models(changes, prompts):
     model = make_model(**changes)
     outputs = generate(model, prompts, SamplingParams(temperature=0.8, max_tokens=20, n=2), max_num_batched_tokens=50)
     assert [c.logprobs for o in outputs for c in o.completions] == scored(model, outputs, 0.8)
 
 
-def test_stories15M_tells_a_story_and_agrees_with_its_scorer(samples):
+def test_stories15M_writes_a_story_and_agrees_with_its_scorer(samples):
     folder = samples / "models" / "stories15M"
     model, tokenizer = load_model(folder), Tokenizer.from_folder(folder)
     prompts = [tokenizer.encode(text) for text in ("Once upon a time", "The dog", "Lily and Tom")]
@@ -521,7 +521,7 @@ def test_stories15M_tells_a_story_and_agrees_with_its_scorer(samples):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_E10_graphs_change_nothing(dtype, prompts):
+def test_graphs_change_nothing(dtype, prompts):
     model = make_model(dtype, head_dim=64)
     params = SamplingParams(temperature=0.8, max_tokens=60, n=3, seed=2)
     eager = LLM(model, None, EngineConfig(enforce_eager=True, num_gpu_blocks_override=400))
@@ -536,7 +536,7 @@ def test_E10_graphs_change_nothing(dtype, prompts):
 
 
 @pytest.mark.gpu
-def test_E10_cublas_is_captured(prompts):
+def test_cublas_is_captured(prompts):
     gemm.set_backend("cublas")
     model, params = make_model("bfloat16", head_dim=64), SamplingParams(temperature=0, max_tokens=20)
     eager = generate(model, prompts, params, enforce_eager=True, num_gpu_blocks_override=400)
@@ -548,7 +548,7 @@ def test_E10_cublas_is_captured(prompts):
 
 
 @pytest.mark.sim
-def test_B06_kernels_agree_in_rollout_and_training():
+def test_kernels_agree_in_rollout_and_training():
     """The kernels themselves, on a model small enough for the simulator; chunked, cached and decoded."""
     model = make_model(
         vocab_size=20,
@@ -645,7 +645,7 @@ def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_E02_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
+def test_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=40960)
     free, total = device.memory_info()
     llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=256))

@@ -120,7 +120,7 @@ requests = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(requests, st.integers(1, 6), st.integers(1, 20), st.integers(0, 12), st.booleans(), st.booleans())
-def test_E03_any_schedule_gives_the_same_text_and_returns_all_blocks(
+def test_any_schedule_gives_the_same_text_and_returns_all_blocks(
     requests, rows, extra_budget, spare_blocks, caching, eos
 ):
     make = lambda: sequences_of(requests, eos=(1, 7, 23) if eos else ())  # noqa: E731
@@ -130,14 +130,14 @@ def test_E03_any_schedule_gives_the_same_text_and_returns_all_blocks(
     assert results == expected(make())
 
 
-def test_E03_too_few_blocks_preempt_the_newest():
+def test_too_few_blocks_preempt_the_newest():
     prompts = [([i], 1, 20) for i in range(4)]
     results, scheduler, _ = run(sequences_of(prompts), rows=4, budget=8, num_blocks=9)
     assert scheduler.num_preemptions > 0
     assert results == expected(sequences_of(prompts))
 
 
-def test_as_many_blocks_as_are_wanted_preempt_nobody():
+def test_as_many_blocks_as_are_wanted_preempt_no_sequence():
     """Two sequences of two blocks in a cache of four, whose last is taken by the second's last token."""
     results, scheduler, _ = run(sequences_of([([i], 1, 8) for i in range(2)]), rows=2, budget=8, num_blocks=4)
     assert scheduler.num_preemptions == 0
@@ -173,7 +173,7 @@ def test_chunks_of_running_prompts_wait_for_a_step_with_room():
     assert taken == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2), (1, 0, 2)], [(1, 2, 4)], [(1, 6, 4)]]
 
 
-def test_E03_the_preempted_comes_back_before_those_that_never_ran():
+def test_the_preempted_comes_back_before_those_that_never_ran():
     sequences = sequences_of([([i], 1, 8) for i in range(3)])
     table = SequenceTable(2, BLOCK)
     scheduler, model = Scheduler(table, BlockManager(3, BLOCK), 8), FakeModel(3)
@@ -192,7 +192,7 @@ def test_admission_leaves_a_block_for_each_that_runs():
     assert len(scheduler.schedule().rows) == 2 and len(scheduler.waiting) == 2
 
 
-def test_E03_decode_goes_on_while_a_long_prompt_is_computed_in_chunks():
+def test_decode_goes_on_while_a_long_prompt_is_computed_in_chunks():
     sequences = sequences_of([([1, 2], 1, 12), (list(range(30)), 1, 1)])
     table = SequenceTable(2, BLOCK)
     scheduler, model = Scheduler(table, BlockManager(32, BLOCK), 8), FakeModel(32)

@@ -32,7 +32,7 @@ from rlnumba.errors import ConfigError
         ("logprobs", 5),
     ],
 )
-def test_E08_a_bad_parameter_is_named_with_its_value(name, value):
+def test_a_bad_parameter_is_named_with_its_value(name, value):
     with pytest.raises(ConfigError) as error:
         SamplingParams(**{name: value})
     assert name in str(error.value) and repr(value) in str(error.value)
@@ -61,7 +61,7 @@ def test_E08_a_bad_parameter_is_named_with_its_value(name, value):
         ("logprobs", None, "true or false"),
     ],
 )
-def test_E08_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
+def test_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
     with pytest.raises(ConfigError) as error:
         SamplingParams(**{name: value})
     assert str(error.value) == f"sampling: {name} must be {expectation}, got {value!r}"
@@ -75,12 +75,12 @@ def test_E08_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
         {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(7)},
     ],
 )
-def test_E08_the_smallest_and_the_largest_values_are_taken(values):
+def test_the_smallest_and_the_largest_values_are_taken(values):
     params = SamplingParams(**values)
     assert {name: getattr(params, name) for name in values} == values
 
 
-def test_E08_defaults_are_vllms():
+def test_defaults_are_vllms():
     assert SamplingParams() == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, stop=(),
         stop_token_ids=(), ignore_eos=False, seed=0, n=1, logprobs=True,
@@ -88,7 +88,7 @@ def test_E08_defaults_are_vllms():
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
 
 
-def test_E08_spellings_of_off_and_of_lists():
+def test_spellings_of_off_and_of_lists():
     params = SamplingParams(top_k=-1, min_p=None, stop="x", stop_token_ids=[3, 4])
     assert (params.top_k, params.min_p, params.stop, params.stop_token_ids) == (0, 0.0, ("x",), (3, 4))
     assert SamplingParams(temperature=0, seed=2**64 - 1, n=4).temperature == 0

@@ -207,7 +207,7 @@ def test_large_scores_do_not_overflow(rng):
 @pytest.mark.parametrize("head_dim", [48, 128, 256])
 def test_kernels_compile_for_gpus(compile_offline, head_dim):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
     config, backward_config = prefill_config(head_dim), prefill_config(head_dim, row_tiles=2)
     compile_sm90 = functools.partial(compile_offline, architecture=(9, 0))

@@ -66,7 +66,7 @@ GPUS = [((8, 0), 163 * 1024), ((8, 6), 99 * 1024), ((9, 0), 227 * 1024), ((12, 0
 def test_kernels_compile_for_gpus(compile_offline, architecture, limit):
     """Without a spill, whatever the GPU."""
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     x, f = "uint16[:,:,::1]", "float32[:,::1]"
     types = [x, x, x, x, f, f, "int32[::1]", "float32", x]
     troubles = compile_offline(sm80_dkv_kernel(dkv_config(128, "bfloat16", limit)), [*types, x], architecture)

@@ -92,7 +92,7 @@ def test_candidates_fit_an_sm():
 @pytest.mark.parametrize("config", CANDIDATES, ids=str)
 def test_kernels_compile(compile_offline, config):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
     sizes = ["int64", "int64", "float32"]
     troubles = compile_offline(attention_rows_kernel(config), [x, x, "float32[:,::1]", i, f, i, i], (9, 0, "a"))

@@ -140,7 +140,7 @@ GPUS = [((8, 0), 163 * 1024), ((8, 6), 99 * 1024), ((9, 0), 227 * 1024), ((12, 0
 def test_kernels_compile_for_gpus(compile_offline, architecture, limit, head_dim):
     """Without a spill, whatever the GPU."""
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
     troubles = []
     for block_size in (0, 16):

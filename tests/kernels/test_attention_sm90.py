@@ -294,7 +294,7 @@ def test_a_plan_of_another_call_is_refused():
 @pytest.mark.parametrize("head_dim, group, paged", [(128, 2, False), (128, 1, True), (256, 2, False), (80, 3, True)])
 def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     config = attention_config(head_dim, BF16, group, paged, 16 if paged else 64)
     assert config.layout.nbytes <= 227 * 1024
     troubles = compile_offline(attention_sm90_kernel(config), FORWARD, ARCHITECTURES[0])
@@ -304,7 +304,7 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
 @pytest.mark.parametrize("head_dim, group, group_sizes", [(128, 2, 1), (128, 4, 8), (256, 8, 1)])
 def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     config = decode_config(head_dim, BF16, group, 16, group_sizes)
     assert config.layout.nbytes * config.blocks <= 227 * 1024
     troubles = compile_offline(paged_attention_sm90_kernel(config), DECODE, ARCHITECTURES[0])
@@ -314,7 +314,7 @@ def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_listing_work_items_compiles_for_gpus(compile_offline, grouped):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     types = ["int32[::1]"] * 4 + ["int32"] * 2 + ["int32[:,::1]"]
     troubles = compile_offline(list_work_items_kernel(16, 1024, grouped), types, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)

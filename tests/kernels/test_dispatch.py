@@ -279,7 +279,7 @@ def test_forms_of_attention_are_of_one_family(rng, monkeypatch, dtype, heads, kv
         assert set(taken.values()) == {"simt"}
 
 
-def run_products(rng, family, m, n, k, dtype):
+def run_gemm(rng, family, m, n, k, dtype):
     """linear with all its options and its gradients, by one family."""
     kind = device.dtype(dtype)
     shapes = ((m, k), (n, k), (m, n), n, (m, n))
@@ -314,29 +314,29 @@ def run_products(rng, family, m, n, k, dtype):
     assert_close(dweight, expected_dweight + 1, terms=m, scale=size, what="dweight")
 
 
-# Shapes that fast kernels take, that they do not, and products without rows or steps.
-PRODUCTS = [(9, 24, 40), (1, 8, 8), (3, 20, 9), (0, 8, 8), (2, 8, 0)]
+# Shapes that fast kernels take, that they do not, and GEMMs without rows or with an empty K.
+GEMM_SHAPES = [(9, 24, 40), (1, 8, 8), (3, 20, 9), (0, 8, 8), (2, 8, 0)]
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("family", dispatch.FAMILIES)
-@pytest.mark.parametrize("m, n, k", PRODUCTS)
-def test_products(rng, family, m, n, k):
+@pytest.mark.parametrize("m, n, k", GEMM_SHAPES)
+def test_gemm(rng, family, m, n, k):
     if device.name() == "cuda":
         skip_unless_runs(family)
-    run_products(rng, family, m, n, k, "bfloat16")
+    run_gemm(rng, family, m, n, k, "bfloat16")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", dispatch.FAMILIES)
 @pytest.mark.parametrize("m, n, k", [(1000, 1024, 2048), (64, 4096, 1024), (1, 6144, 1024), (37, 1001, 768)])
-def test_gpu_products(rng, family, m, n, k):
+def test_gpu_gemm(rng, family, m, n, k):
     skip_unless_runs(family)
-    run_products(rng, family, m, n, k, "bfloat16")
+    run_gemm(rng, family, m, n, k, "bfloat16")
 
 
 @pytest.mark.sim
-def test_families_compute_products_where_they_can(rng, monkeypatch):
+def test_families_compute_gemms_where_they_can(rng, monkeypatch):
     if device.name() == "cpu":
         pytest.skip("the cpu device has one product")
     called = []
@@ -362,7 +362,7 @@ def test_families_compute_products_where_they_can(rng, monkeypatch):
 @pytest.mark.sim
 @pytest.mark.parametrize("family", dispatch.OFFERED["logprob"])
 def test_logprob(rng, family):
-    """Both ways to a log-prob have the same bits, where the products are Hopper's."""
+    """Both ways to a log-prob have the same bits, with the sm90 GEMM."""
     if device.name() == "cpu":
         pytest.skip("the cpu device has one way")
     if device.name() == "cuda":

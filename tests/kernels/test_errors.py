@@ -311,7 +311,7 @@ def test_block_size(family, block_size):
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_address(family, name):
-    """The copy engine and asynchronous copies want arrays that begin at multiples of 16 bytes."""
+    """TMA and cp.async need arrays that begin at multiples of 16 bytes."""
     runs(family)
     xp, bf16 = device.xp(), device.dtype("bfloat16")
     shapes = {"q": (N, H, 16), "k": (N, HK, 16), "v": (N, HK, 16), "out": (N, H, 16)}

@@ -114,7 +114,7 @@ def test_addends_of_cublas(rng, bias, residual):
 @pytest.mark.parametrize("shape", SMALL + [(33, 97, 100), (130, 96, 288), (1, 300, 1000), (2, 7, 16)])
 def test_numpy_device(rng, shape):
     if device.name() != "cpu":
-        pytest.skip("the products of kernels/gemm/cpu.py")
+        pytest.skip("checks kernels/gemm/cpu.py")
     run_all(rng, shape, "float32")
 
 
@@ -137,7 +137,7 @@ def test_gpu_by_our_own_kernel(rng, shape, dtype):
 
 
 @pytest.mark.gpu
-def test_products_can_be_captured_in_a_graph(rng):
+def test_gemm_can_be_captured_in_a_graph(rng):
     import cupy
 
     x, weight, residual = (device.asarray(random(rng, s, "bfloat16")) for s in [(64, 256), (512, 256), (64, 512)])
@@ -162,7 +162,7 @@ def test_products_can_be_captured_in_a_graph(rng):
 @pytest.mark.parametrize("k", [1, 15, 16, 33, 288, 1031])
 def test_numpy_rows_are_exact_in_any_batch(rng, k):
     if device.name() != "cpu":
-        pytest.skip("the products of kernels/gemm/cpu.py")
+        pytest.skip("checks kernels/gemm/cpu.py")
     n = 101 if k < 1000 else 1003
     rows = random(rng, (1000, k), "float32")
     weight, bias = random(rng, (n, k), "float32"), random(rng, n, "float32")
@@ -247,7 +247,7 @@ def test_a_row_depends_on_itself_alone(rng, family, dtype):
 
 def test_order_of_the_sum_is_the_documented_one(rng):
     if device.name() != "cpu":
-        pytest.skip("the products of kernels/gemm/cpu.py")
+        pytest.skip("checks kernels/gemm/cpu.py")
     x, weight = random(rng, (1, 50), "float32"), random(rng, (1, 50), "float32")
     lanes = np.zeros(16, np.float32)
     for k in range(50):

@@ -71,7 +71,7 @@ def test_every_chosen_config_is_possible(kinds, limit):
 def test_kernels_compile_for_gpus(compile_offline, architecture, limit, kinds):
     """The largest config of each GPU, whose registers are the scarcest, without a spill."""
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     config = best_config(16_384, 4096, 4096, "bfloat16", *kinds, 108, limit)
     x, c, r = "uint16[:,::1]", "float32[:,::1]", "int32[:,::1]"
     types = [x, x, x if config.output == "same" else c, "int32[::1]", x if config.residual else r, *["int64"] * 3]

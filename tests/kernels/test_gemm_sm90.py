@@ -25,9 +25,9 @@ SIMULATED = [
     (Sm90GemmConfig(64, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add"), 40, 72, 72),
     # Two tiles for one block, and two consumers.
     (Sm90GemmConfig(64, 2, 2, "bfloat16", output="float32"), 129, 64, 64),
-    # The residual comes by the copy engine, for two tiles of one block, in two parts.
+    # The residual is loaded by TMA, for two tiles of one block, in two parts.
     (Sm90GemmConfig(256, 1, 2, "bfloat16", bias=True, residual=True), 70, 256, 64),
-    # A quarter, half or all of C comes by the copy engine, for two tiles of one block.
+    # A quarter, half or all of C is loaded by TMA, for two tiles of one block.
     (Sm90GemmConfig(256, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add", prefetched_columns=64), 72, 256, 72),
     (Sm90GemmConfig(256, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add", prefetched_columns=128), 72, 256, 72),
     (Sm90GemmConfig(64, 2, 2, "bfloat16", a_mn=True, b_mn=True, output="add", prefetched_columns=64), 136, 72, 72),
@@ -39,7 +39,7 @@ SIMULATED = [
     # Eight lines of A stand for all.
     (Sm90GemmConfig(8, 1, 3, "bfloat16", panels=8, bias=True, residual=True, eight_rows=True), 3, 24, 1024),
     (Sm90GemmConfig(32, 1, 2, "float16", eight_rows=True), 8, 40, 72),
-    # Of eight rows threads write even what the copy engine could; each has had its share of the residual.
+    # With at most eight rows, threads store C and load the residual themselves, without TMA.
     (Sm90GemmConfig(64, 1, 2, "bfloat16", panels=2, residual=True, eight_rows=True), 7, 72, 256),
     (Sm90GemmConfig(16, 1, 2, "bfloat16", residual=True), 40, 24, 136),
 ]
@@ -66,7 +66,7 @@ SWIGLU = [
     (Sm90GemmConfig(64, 1, 2, "float16", swiglu=True, panels=2), 9, 72, 256),
     (Sm90GemmConfig(96, 1, 2, "bfloat16", swiglu=True, panels=4, eight_rows=True), 7, 56, 256),
     (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True, panels=2, eight_rows=True), 7, 88, 128),
-    # Through the copy engine, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
+    # By TMA, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
     (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
     (Sm90GemmConfig(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),
 ]
@@ -129,7 +129,7 @@ def test_every_chosen_config_is_possible():
 def test_swiglu_compiles_for_gpus(compile_offline, m):
     """The tiles for decode and for training, without a spill."""
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     config = best_config(m, 3072, 1024, "bfloat16", False, False, "same", False, False, 132, True)
     staged = config.staged_columns > 0
     maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
@@ -196,7 +196,7 @@ def test_gpu_rows(native, n, k):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 64, 300])
 def test_gpu_overlapping(rng, native, m):
-    """Products that take each other's results have the same bits where each begins before the last one's end."""
+    """GEMMs that read each other's results give the same bits with programmatic dependent launch."""
     import cupy
 
     shapes = (4096, 1024), (1024, 4096)

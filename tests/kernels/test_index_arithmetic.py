@@ -51,7 +51,7 @@ def test_products_have_64_bits(kernel, types):
     # A division of numbers that turn out to be small is done in 32 bits, and its remainder is a product.
     ptx = re.sub(r"div\.u32[^;]*;\s*mul\.lo\.s32[^;]*;", "", ptx)
     assert not re.findall(r"(?:mul|mad)\.lo\.[su]32[^;]*;", ptx)
-    # Shifts are products with powers of two; by 16 bits a bfloat16 is widened, by 23 an exponential is scaled.
+    # Shifts multiply by powers of two; by 16 bits a bfloat16 is widened, by 23 an exponential is scaled.
     assert not set(re.findall(r"shl\.b32[^;]*, (\d+);", ptx)) - {"16", "23"}
 
 

@@ -87,7 +87,7 @@ def run_linear(rng, shape, dtype, temperature):
     dweight = xp.ones((vocabulary, width), np.float32)
     linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight)
     dh, dw = linear_logp_backward_ref(h, w, ids_checked, dlogp_checked, temperature)
-    # The gradient of the logits is rounded to the arrays' dtype before the products.
+    # The gradient of the logits is rounded to the arrays' dtype before the GEMMs.
     lost = 4 * ROUNDING[dtype] / ROUNDING["float32"]
     spread = np.max(np.abs(dlogp), initial=0.0) / temperature
     largest = np.max(np.abs(w), initial=0.0) * spread
@@ -206,7 +206,7 @@ def test_chunks_give_the_same_rows_in_kernels(rng, monkeypatch):
 def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
     """The log-probability a sampler takes from one row's logits is the trainer's, bit for bit."""
     if device.name() != "cpu":
-        pytest.skip("on a GPU the promise needs the numba products")
+        pytest.skip("on a GPU equal bits need the native GEMM")
     from rlnumba.kernels.nn.row_sum_cpu import row_terms
 
     hidden = rng.standard_normal((40, 48), np.float32)

@@ -254,7 +254,7 @@ def test_sharing_follows_the_family():
 
 def test_every_size_of_groups_has_a_kernel(compile_offline):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     lengths, tables, table = "int32[::1]", "int32[:,::1]", "uint8[::1]"
     types = [table] * 3 + [tables, "float32[:,::1]"] + [lengths] * 2 + [tables] * 2 + ["int32"] * 7
     types += ["float32[::1]"] * 3 + [lengths, "float32"]
@@ -352,7 +352,7 @@ def test_captured_graph_follows_its_arrays(rng):
 @pytest.mark.parametrize("head_dim", [48, 128, 256])
 def test_kernels_compile_for_gpus(compile_offline, head_dim):
     if device.name() != "cpu":
-        pytest.skip("compiles without a GPU, from the numpy device")
+        pytest.skip("compiles without a GPU, from the cpu device")
     x, tables, lengths = "uint16[:,:,::1]", "int32[:,::1]", "int32[::1]"
     troubles = []
     for tile in (decode_config(head_dim), prefill_config(head_dim)):

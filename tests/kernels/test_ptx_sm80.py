@@ -24,7 +24,7 @@ i32 = np.int32
 
 
 @device_function
-def bring(target, source, lane):
+def copy_lines(target, source, lane):
     """Copy a 16 x 16 matrix of 16-bit values to lines of 32 bytes of shared memory."""
     cp_async_16(target + lane * 16, source + lane * 16, 16)
 
@@ -52,8 +52,8 @@ def product_kernel(element, a_across, b_across):
         base = shared_address(cuda.shared.array(0, np.uint8))
         words = cuda.local.array(8, np.int32)
         acc = cuda.local.array(8, np.float32)
-        bring(base, address_of(a), lane)
-        bring(base + 512, address_of(b), lane)
+        copy_lines(base, address_of(a), lane)
+        copy_lines(base + 512, address_of(b), lane)
         cp_async_commit_group()
         wait()
         cuda.syncthreads()
@@ -101,7 +101,7 @@ def fragment_kernel(across):
         lane = cuda.threadIdx.x
         base = shared_address(cuda.shared.array(0, np.uint8))
         loaded = cuda.local.array(6, np.int32)
-        bring(base, address_of(matrix), lane)
+        copy_lines(base, address_of(matrix), lane)
         cp_async_commit_group()
         cp_async_wait_group_all()
         cuda.syncthreads()

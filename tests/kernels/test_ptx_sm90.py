@@ -56,7 +56,7 @@ def whole_numbers(rng, *shape, dtype="bfloat16"):
 
 
 @specialize
-def products_kernel(element):
+def wgmma_kernel(element):
     """A warpgroup multiplies head 1 of a (64, 2, 112) by that of b (24, 2, 112), A from shared memory, then from
     registers; then v^T by w, v (64, 2, 112) and w (8, 64) K-major, with the 112 columns of v for rows."""
     from_shared, wait_shared = wgmma_async(24, element, 7), wgmma_wait_group(12)
@@ -65,7 +65,7 @@ def products_kernel(element):
     across, wait_across = wgmma_async(8, element, 4, "mn", accumulate=True, blocks=2), wgmma_wait_group(8)
 
     @cuda.jit
-    def products_kernel(a_map, b_map, v_map, w_map, out):
+    def wgmma_kernel(a_map, b_map, v_map, w_map, out):
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         base = shared_base()
@@ -106,7 +106,7 @@ def products_kernel(element):
         for i in range(8):
             out[2, i, thread] = wide[i]
 
-    return products_kernel
+    return wgmma_kernel
 
 
 def fragments(matrix):
@@ -117,12 +117,12 @@ def fragments(matrix):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products(rng, dtype):
+def test_wgmma(rng, dtype):
     a, b, v = (whole_numbers(rng, rows, 2, 112, dtype=dtype) for rows in (64, 24, 64))
     w = whole_numbers(rng, 8, 1, 64, dtype=dtype)
     out = device.xp().zeros((3, 12, 128), np.float32)
     maps = [tensor_map(device.asarray(x), rows, 1, 64) for x, rows in ((a, 64), (b, 24), (v, 64), (w, 8))]
-    launch(products_kernel(dtype), 1, 128, *maps, out, shared=6 * BOX_BYTES + 1024 + 8)
+    launch(wgmma_kernel(dtype), 1, 128, *maps, out, shared=6 * BOX_BYTES + 1024 + 8)
     a, b, v, w = (x.astype(np.float64) for x in (a, b, v, w))
     product = a[:, 1] @ b[:, 1].T
     across = np.zeros((128, 8))

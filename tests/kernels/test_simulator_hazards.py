@@ -1,4 +1,4 @@
-"""The simulator shows what a GPU would hide: missing waits, missing fences, deadlocks, races."""
+"""The simulator shows what a GPU would hide: missing waits, missing fences, deadlocks, data races."""
 
 import numpy as np
 import pytest
@@ -139,7 +139,7 @@ start = wgmma_async(8, "float16", 4)
 wait_all_but_latest, wait_all = wgmma_wait_group(4, 1), wgmma_wait_group(4)
 
 
-def test_products_hold_nan_until_they_are_waited_for():
+def test_wgmma_results_are_nan_until_they_are_waited_for():
     a, b = np.ones((64, 64), np.float16), np.ones((8, 64), np.float16)
     maps, out = (tensor_map(a, 64, 64), tensor_map(b, 8, 64)), np.zeros((128, 4), np.float32)
     launch(product_kernel, 1, 128, *maps, out, RIGHT, shared=20480)
@@ -218,7 +218,7 @@ def test_a_deadlock_names_the_waiting_threads(which, message):
 
 
 @cuda.jit
-def race_kernel(out, barrier):
+def data_race_kernel(out, barrier):
     """Each warp writes its index; the last one to write determines the result, with a barrier always warp 0."""
     if cuda.threadIdx.x >= 32:
         out[0] = cuda.threadIdx.x // 32
@@ -228,13 +228,13 @@ def race_kernel(out, barrier):
         out[0] = 0
 
 
-def test_another_order_shows_a_race(monkeypatch):
+def test_another_order_shows_a_data_race(monkeypatch):
     found = {0: set(), 1: set()}
     for seed in range(20):
         monkeypatch.setattr("rlnumba.runtime.simulator.SEED", str(seed))
         for barrier in found:
             out = np.empty(1, np.int32)
-            launch(race_kernel, 1, 128, out, np.int32(barrier))
+            launch(data_race_kernel, 1, 128, out, np.int32(barrier))
             found[barrier].add(int(out[0]))
     assert found[1] == {0} and len(found[0]) > 1
 
@@ -248,7 +248,7 @@ def test_an_error_names_its_thread():
         launch(out_of_range_kernel, (1, 2), (4, 2), np.zeros(4, np.int32))
     assert error.value.__notes__ == ["in thread (2, 0, 0) of block (0, 0, 0)"]
     # The next kernel is not affected.
-    launch(race_kernel, 1, 32, np.empty(1, np.int32), np.int32(0))
+    launch(data_race_kernel, 1, 32, np.empty(1, np.int32), np.int32(0))
 
 
 def test_memory_holds_nan_until_it_is_written():

@@ -204,7 +204,7 @@ def test_an_arena_changes_no_bit_and_gives_everything_back(small, rng, recompute
 
 
 def test_rows_do_not_depend_on_their_batch(golden, rng, fixed_order):
-    """The law: packed, alone, or in another order, every row has the same bits."""
+    """Packed, alone, or in another order, every row has the same bits."""
     model, _ = golden
     sequences = [rng.integers(0, model.config.vocab_size, n).tolist() for n in (33, 1, 7, 64, 2, 16, 17)]
     alone = [device.to_host(hidden_of(model, pack([ids]))) for ids in sequences]

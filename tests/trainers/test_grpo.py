@@ -1,4 +1,4 @@
-"""GRPO against TRL's own loss, its laws, and runs of a few seconds."""
+"""GRPO against TRL's own loss, its invariants, and runs of a few seconds."""
 
 import json
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_golden_curve_of_several_steps_on_one_generation(other_sampler, case):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "luspo"])
-def test_G13_gradient_does_not_depend_on_the_micro_batch_split(other_sampler, loss_type):
+def test_gradient_does_not_depend_on_the_micro_batch_split(other_sampler, loss_type):
     level = "sequence" if loss_type == "luspo" else "token"
     gradients = []
     for size in (8, 4, 2, 1):
@@ -103,9 +103,7 @@ def test_masked_sequences_do_not_move_the_weights(other_sampler):
 @pytest.mark.parametrize(
     ("loss_type", "share"), [("dapo", 1), ("cispo", 1), ("grpo", 5 / 8), ("dr_grpo", 5 / 8), ("luspo", 5 / 8)]
 )
-def test_G17_masked_tokens_are_in_no_denominator_and_masked_sequences_in_that_of_sequences(
-    other_sampler, loss_type, share
-):
+def test_masked_tokens_are_in_no_denominator_and_masked_sequences_in_that_of_sequences(other_sampler, loss_type, share):
     """A batch with truncated completions against the one without them, which is 5 of its 8 sequences.
 
     A mean over tokens does not see those that are masked; a mean over sequences counts theirs as zeros.
@@ -197,7 +195,7 @@ def test_the_gradient_is_known_beforehand_only_on_policy(combined_calls):
 
 
 @exact
-def test_metrics_tell_of_a_sampler_that_is_not_exact():
+def test_metrics_show_a_sampler_that_is_not_exact():
     metrics = grpo.train_step(golden_policy(), golden_rollouts().parts(4, on_policy=True), 0.0)
     assert metrics["sampling/sampling_logp_difference/max"] > 1e-3
 
@@ -249,7 +247,7 @@ def test_the_reference_is_saved_where_it_moves():
     assert_same_bits(still.reference.weights.flat, load_model(MODEL).weights.flat)
 
 
-def test_G02_metrics_of_micro_batches_are_averaged():
+def test_metrics_of_micro_batches_are_averaged():
     parts = [{"a": 1.0, "b": np.nan, "c": np.nan}, {"a": 4.0, "b": 3.0, "c": np.nan}, {"b": 5.0, "d": 7.0}]
     found = grpo.mean_metrics(parts)
     assert list(found) == ["a", "b", "c", "d"] and np.isnan(found.pop("c"))
@@ -306,7 +304,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     assert_close(np.float32([s.advantage for s in samples]), expected, terms=4)
 
 
-def test_G24_groups_that_teach_something_are_generated_until_there_are_enough(monkeypatch):
+def test_groups_that_teach_something_are_generated_until_there_are_enough(monkeypatch):
     def rewards_of(attempt, prompt):
         return (1.0, 0.0) if prompt in (1, 5, 6) else (0.5, 0.5)
 
@@ -363,7 +361,7 @@ def test_the_state_of_the_data_is_kept_between_steps():
     assert restored(kept | {"rollouts": None}, steps_per_generation=2).rollouts is None
 
 
-def test_what_is_shown_before_and_after(tmp_path):
+def test_sample_report_at_start_and_end(tmp_path):
     """Four prompts of the first step at most, of each its first completion; long texts are cut, chats shown by their
     last message."""
     train = grpo_config(per_device_train_batch_size=12, steps_per_generation=1, num_generations=2)
@@ -409,7 +407,7 @@ def test_what_is_shown_before_and_after(tmp_path):
 # --- geometry ---------------------------------------------------------------------------------------------------------
 
 
-def test_G02_generations_and_optimizer_steps():
+def test_generations_and_optimizer_steps():
     # 16 completions a generation = 4 prompts x 4, in two micro-batches that are trained on twice each.
     train = grpo_config(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=-1)
     schedule = grpo.MicroBatchSchedule(train, "rows", 18)
@@ -435,7 +433,7 @@ def test_a_generation_is_on_policy_until_the_next_update():
     assert on_policy == [[True, True, True], [False, True, True], [True, True]]
 
 
-def test_G02_an_epoch_ends_with_a_shorter_step():
+def test_an_epoch_ends_with_a_shorter_step():
     train = grpo_config(steps_per_generation=1, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=1)
     schedule = grpo.MicroBatchSchedule(train, "rows", 8)
     indices = [[micro.index for micro in schedule.micro_steps(step)] for step in range(schedule.total_steps)]
@@ -528,7 +526,7 @@ def test_each_step_draws_other_completions(tmp_path):
 
 @exact
 @pytest.mark.parametrize("rate", [0.0, 1e-2])
-def test_ends_with_completions_before_and_after(tmp_path, capsys, rate):
+def test_ends_with_the_sample_report(tmp_path, capsys, rate):
     grpo.run_grpo(grpo_run(tmp_path / "run", learning_rate=rate))
     shown = capsys.readouterr().err.split("drawn with the same noise:\n")[1].splitlines()
     texts = [line.split(maxsplit=1)[1] for line in shown[:12] if line.startswith("    ")]
@@ -538,7 +536,7 @@ def test_ends_with_completions_before_and_after(tmp_path, capsys, rate):
     assert shown[0].startswith("  'what is the number ")
 
 
-def test_G03_several_steps_on_one_generation(tmp_path):
+def test_several_steps_on_one_generation(tmp_path):
     run = grpo_run(
         tmp_path / "run", steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=6
     )
@@ -572,7 +570,7 @@ def test_filters_are_corrected_for(tmp_path):
         assert row["sampling/sampling_logp_difference/mean"] > 0.0
 
 
-def test_G24_dynamic_sampling(tmp_path):
+def test_dynamic_sampling(tmp_path):
     run = grpo_run(tmp_path / "run", "one_for_even", dynamic_sampling=True, max_steps=2)
     grpo.run_grpo(run)
     rows = metrics_of(run)
@@ -584,7 +582,7 @@ def test_G24_dynamic_sampling(tmp_path):
     assert np.mean([line["reward"] for line in first]) == pytest.approx(rows[0]["reward"])
 
 
-def test_G24_dynamic_sampling_ends_with_what_there_is(tmp_path):
+def test_dynamic_sampling_ends_with_what_there_is(tmp_path):
     run = grpo_run(tmp_path / "run", "wrong", dynamic_sampling=True, max_gen_batches=3, max_steps=1)
     (tmp_path / "rewards_for_tests.py").write_text("def wrong(completions, **k): return [0.5] * len(completions)\n")
     grpo.run_grpo(run)
@@ -593,7 +591,7 @@ def test_G24_dynamic_sampling_ends_with_what_there_is(tmp_path):
     assert row["grad_norm"] == 0.0 and row["frac_reward_zero_std"] == 1.0
 
 
-def test_G06_aggregation_reaches_the_advantages(tmp_path):
+def test_aggregation_reaches_the_advantages(tmp_path):
     run = grpo_run(tmp_path / "run", "digits length", max_steps=1, multi_objective_aggregation="normalize_then_sum")
     grpo.run_grpo(run)
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
@@ -626,8 +624,8 @@ def test_reference_moves_when_asked(tmp_path):
     assert kls[0][2] > 0.0 == kls[1][2]
 
 
-def test_evaluation_on_held_out_prompts(tmp_path):
-    rows = tmp_path / "held_out.jsonl"
+def test_evaluation_on_eval_data(tmp_path):
+    rows = tmp_path / "eval.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"what is {i}? ", "answer": "1"}) + "\n" for i in range(5)))
     run = grpo_run(tmp_path / "run", data={"eval": str(rows)}, eval_steps=2, learning_rate=0.0, max_steps=5)
     grpo.run_grpo(run)
@@ -648,7 +646,7 @@ def test_evaluation_on_held_out_prompts(tmp_path):
         ("hangs_at_step_2", "reward hangs_at_step_2 did not return within 0.5 s"),
     ],
 )
-def test_G22_a_reward_that_fails_leaves_a_checkpoint(tmp_path, reward, message):
+def test_a_reward_that_fails_leaves_a_checkpoint(tmp_path, reward, message):
     run = grpo_run(tmp_path / "run", reward, rewards={"timeout": 0.5}, max_steps=4)
     with pytest.raises(RewardError, match=message):
         grpo.run_grpo(run)
@@ -667,7 +665,7 @@ def test_G22_a_reward_that_fails_leaves_a_checkpoint(tmp_path, reward, message):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_G22_skipped_rewards_are_counted(tmp_path):
+def test_skipped_rewards_are_counted(tmp_path):
     run = grpo_run(tmp_path / "run", "digits wrong_count", rewards={"reward_errors": "skip"}, max_steps=1)
     grpo.run_grpo(run)
     (row,) = metrics_of(run)
@@ -675,8 +673,8 @@ def test_G22_skipped_rewards_are_counted(tmp_path):
     assert row["rewards/wrong_count/mean"] is None and row["reward"] == row["rewards/digits/mean"]
 
 
-def test_G22_a_reward_that_fails_on_held_out_rows_leaves_a_checkpoint(tmp_path):
-    rows = tmp_path / "held_out.jsonl"
+def test_a_reward_that_fails_on_eval_rows_leaves_a_checkpoint(tmp_path):
+    rows = tmp_path / "eval.jsonl"
     rows.write_text(json.dumps({"prompt": "what is 1? ", "answer": "no number"}) + "\n")
     run = grpo_run(tmp_path / "run", "one_for_even", data={"eval": str(rows)}, eval_steps=2)
     with pytest.raises(RewardError, match="reward one_for_even raised ValueError"):

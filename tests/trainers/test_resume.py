@@ -69,7 +69,7 @@ def kill_after(process, run, steps):
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
-def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
+def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "killed", max_steps=150, save_steps=10, shuffle_dataset=True, packing=True)
     else:
@@ -105,7 +105,7 @@ def test_C05_killed_runs_end_with_the_same_weights(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
-def test_C05_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
+def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
     else:

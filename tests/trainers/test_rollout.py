@@ -72,7 +72,7 @@ def test_orders_and_seeds_are_those_of_numpys_generators():
     assert order.take(1) == [np.random.default_rng((5, 3)).permutation(9)[0]]
 
 
-def test_G04_G05_advantages_of_samples():
+def test_advantages_of_samples():
     groups = [[sample(r) for r in (1.0, 0.0, 0.0, 1.0)], [sample(r) for r in (1.0, 0.0, np.nan, 1.0)]]
     set_advantages(groups, [1.0], "group")
     half = 0.8658754
@@ -80,7 +80,7 @@ def test_G04_G05_advantages_of_samples():
     assert [s.advantage for group in groups for s in group] == pytest.approx(expected, rel=1e-6)
 
 
-def test_G24_uniform_groups():
+def test_uniform_groups():
     assert is_uniform([sample(0.1)] * 8)
     assert not is_uniform([sample(0.1), sample(0.2)])
     assert is_uniform([sample(np.nan), sample(0.2)])
@@ -91,7 +91,7 @@ def test_G24_uniform_groups():
     assert is_uniform([sample(1.0, values=[1, np.nan])] * 2, "normalize_then_sum")
 
 
-def test_G05_frac_reward_zero_std():
+def test_frac_reward_zero_std():
     """TRL's: of the standard deviation that scales; that of fewer than two rewards is NaN, which is not 0."""
     groups = [[sample(r) for r in pair] for pair in ((0.1, 0.1), (1.0, 2.0), (np.nan, 1.0), (0.5, 0.5))]
     assert frac_reward_zero_std(groups, grpo_config()) == 0.5
@@ -105,7 +105,7 @@ def test_G05_frac_reward_zero_std():
     assert frac_reward_zero_std(groups, decoupled) == 0.0
 
 
-def test_G06_normalize_then_sum():
+def test_normalize_then_sum():
     """GDPO, by TRL's formula: z within the group for each function, their weighted sum, scaled over the batch."""
     rewards = np.array([[1, 5], [0, 7], [0, np.nan], [1, 6], [3, 0], [3, 0], [np.nan, np.nan], [3, 9]], float)
     weights = np.array([1.0, 0.5])
@@ -137,7 +137,7 @@ def test_columns_of_the_run_are_not_overwritten():
     assert metrics["reward"] == 3.0 and metrics["mine"] == 1.0
 
 
-def test_G26_metrics_of_a_generation():
+def test_metrics_of_a_generation():
     groups = [
         [sample(1.0, completion=range(4)), sample(0.0, completion=range(8), reason="length")],
         [sample(0.5, values=[0.5], completion=range(2)), sample(np.nan, values=[np.nan], completion=range(2))],
@@ -193,7 +193,7 @@ def test_parts_share_out_every_array():
     assert_same_bits(again.token_ids, rollouts.token_ids)
 
 
-def test_G17_truncated_completions_leave_the_loss():
+def test_truncated_completions_leave_the_loss():
     samples = [sample(completion=(5, 6), reason="length"), sample(completion=(5, 1))]
     assert Rollouts.of(samples, True).loss_mask.tolist() == [0, 0, 1, 1]
     assert Rollouts.of(samples, False).loss_mask.tolist() == [1, 1, 1, 1]
@@ -225,7 +225,7 @@ def test_rows_on_the_device_are_those_that_predict():
 
 @pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_B06_rollout_logprobs_are_those_of_the_training_forward(temperature):
+def test_rollout_logprobs_are_those_of_the_training_forward(temperature):
     model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
     llm = LLM(model, tokenizer)
     texts = ["what is 1+1? ", "abc", "what is 123+456? "]

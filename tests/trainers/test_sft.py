@@ -1,4 +1,4 @@
-"""SFT against torch's 50-step curves, and the laws of its arithmetic."""
+"""SFT against torch's 50-step curves, and the invariants of its arithmetic."""
 
 import json
 
@@ -32,7 +32,7 @@ def rows_of(run, model):
         ("dft", {"loss_type": "dft"}, 20, 1e-4),
     ],
 )
-def test_S01_golden_curve(tmp_path, curve, train, steps, tolerance):
+def test_golden_curve(tmp_path, curve, train, steps, tolerance):
     run = sft_run(tmp_path / "run", **train)
     sft.run_sft(run)
     expected = golden("sft_curves.json")[curve][:steps]
@@ -48,7 +48,7 @@ def test_S01_golden_curve(tmp_path, curve, train, steps, tolerance):
         assert [row["epoch"] for row in got[3:6]] == pytest.approx([0.8, 1.0, 1.2])
 
 
-def test_S02_packing_does_not_change_the_loss(tmp_path):
+def test_packing_does_not_change_the_loss(tmp_path):
     model = load_model(MODEL)
     losses = []
     for packing in (False, True):

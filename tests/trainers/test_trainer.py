@@ -65,7 +65,7 @@ def test_sft_is_the_run_of_the_command_line(tmp_path):
     assert final(tmp_path / "again") == final(tmp_path / "rows")
 
 
-def test_what_a_trainer_is_told_is_in_its_run(tmp_path):
+def test_arguments_of_a_trainer_are_in_its_run(tmp_path):
     trainer = SFTTrainer(MODEL)
     assert trainer.run == config.SFTRun(
         model=str(MODEL), output_dir="trainer_output", seed=42, train=SFTConfig(), engine=config.EngineConfig(),

@@ -1,0 +1,87 @@
+"""One word for one thing, and it is the field's: words that no file uses, each with what to say instead."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILES = [
+    path
+    for pattern in ("*.md", "docs/*", "examples/*", "rlnumba/**/*.py", "tests/**/*.py", "bench/**/*.py", "bench/*.md")
+    for path in ROOT.glob(pattern)
+    if path.suffix in {".md", ".py", ".toml"} and path.name not in {"test_vocabulary.py", "LICENSE"}
+]
+# Regular expressions of whole words, in identifiers and in prose.
+WORDS = {
+    "copy engines?": "TMA, or copy",
+    "(second|first)-level cache": "L2, L1",
+    "(matrix|numba|own) products?|products? of matrices|products are (ours|our own)": "GEMMs",
+    "bulk_load[a-z_]*": "tma_load_2d, tma_load_3d, tma_load_3d_evict_first",
+    "run_(load|add|store)": "bulk_copy, bulk_reduce_add",
+    "sync_group": "named_barrier_sync",
+    "(fewer|more|set)_registers": "setmaxnreg_dec, setmaxnreg_inc",
+    "wait_for_kernels_before": "griddepcontrol_wait",
+    "let_next_kernel_start": "griddepcontrol_launch_dependents",
+    "(await|give)_turn|in its turn": "semaphore wait, release; in order",
+    "tickets?": "work index",
+    "count_up": "atomic_add_acq_rel",
+    "posted": "enqueued",
+    "GOES_ON": "resumes_partial",
+    "plan_units?|units_of": "work item",
+    "slabs?": "split-K partial, chunk",
+    "soften": "online_softmax_step",
+    "SLACK": "RESCALE_THRESHOLD",
+    "shrinks?|shrunk": "rescale; becomes smaller",
+    "hopeful": "candidates",
+    "head_start": "prune_bound",
+    "(?<!data[ _])race[sd]?(?! condition)": "Gumbel argmax, data race",
+    "start_loads|kernel_factory": "compiler_barrier, specialize",
+    "Heap": "HeapAllocator",
+    "rooms": "chunks",
+    "_let_go": "release_waiters",
+    "common_lens": "shared_prefix_lens",
+    "Sharing": "PrefixSharing",
+    "rate_of|attention_of|prompts_of|before_and_after": "learning_rate_at, packed_attention, load_prompts",
+    "held_out": "eval_data",
+    "best_tile": "gemm_config, and so on",
+    "ladders?|rungs?|stations?|laws?": "test levels, stages, invariants",
+    "who multiplies|way of a token|the house of": "GEMM backend, life of a token, layout",
+    "brings?|brought": "load, copy, cause",
+    "tells?|told": "say what the thread reads, or what the value is",
+    "nobody|somebody|whoever": "name the thread, block or caller",
+    "numpy device": "cpu device",
+}
+# A pattern with a capital letter is an identifier, and stands for this spelling alone.
+FORBIDDEN = {
+    re.compile(rf"(?<![A-Za-z])({word})(?![A-Za-z])", re.IGNORECASE if word.islower() else 0): say
+    for word, say in WORDS.items()
+}
+
+
+def findings(name, text):
+    """A line for each forbidden word of a text."""
+    return [
+        f"{name}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}; say {say}"
+        for pattern, say in FORBIDDEN.items()
+        for found in pattern.finditer(text)
+    ]
+
+
+def test_no_file_has_a_forbidden_word():
+    assert len(FILES) > 200
+    found = [line for path in FILES for line in findings(path.relative_to(ROOT), path.read_text())]
+    assert not found, "\n".join(sorted(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("The copy engine brings a slab.", 3),
+        ("def bulk_load_heads(x): ...", 1),
+        ("inner products of rows and columns; a data race; slabby; tellers", 0),
+        ("matrix products; segments race", 2),
+    ],
+)
+def test_forbidden_words_are_found(text, count):
+    assert len(findings("a.md", text)) == count

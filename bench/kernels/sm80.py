@@ -1,15 +1,15 @@
-"""The mma.sync path, forced on whatever GPU this is: GEMMs and attention against what mma.sync can do at most.
+"""The mma.sync (sm80) kernels, forced on any GPU since Ampere: GEMMs and attention against the peak of mma.sync.
 
     python bench/kernels/sm80.py                    everything below, under 90 s after compiling
     python bench/kernels/sm80.py peak               mma.sync from registers alone: the ceiling
     python bench/kernels/sm80.py gemm               training shapes, then few rows, against cuBLAS
     python bench/kernels/sm80.py forward            packed attention, against torch's FlashAttention-2
     python bench/kernels/sm80.py backward           its gradient, in two passes
-    python bench/kernels/sm80.py decode             one token a sequence, in a cache
-    python bench/kernels/sm80.py gemm --limit 99    with the tiles for 99 KiB of shared memory a block
+    python bench/kernels/sm80.py decode             one token a sequence, from a paged KV cache
+    python bench/kernels/sm80.py gemm --limit 99    with the configs for 99 KiB of shared memory a block
 
 Each case is checked before it is timed: GEMMs against cuBLAS, attention against float64 on sampled rows, decode
-against the bits of the packed form. Every candidate is timed; "<-" marks the one that the model chooses.
+against the bits of the packed form. Every candidate is timed; "<-" marks the one that best_config chooses.
 """
 
 import argparse
@@ -59,14 +59,14 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 ROUNDS = 2000
-# Products under way in a warp of the ceiling: as many as a 64 x 64 part of a matrix has.
+# Fragments of A, and of B, in a warp of peak_kernel: those of a 64 x 64 tile.
 FRAGMENTS = 4
 
 
 @specialize
 def peak_kernel(element):
-    """Each warp multiplies fragments that never leave its registers."""
-    add_product = mma(element)
+    """The kernel in which each warp multiplies fragments in its registers."""
+    mma_add = mma(element)
 
     @cuda.jit(launch_bounds=(128, 2))
     def peak_kernel(values, out, rounds):
@@ -81,7 +81,7 @@ def peak_kernel(element):
         for _ in range(rounds):
             for i in range(FRAGMENTS):
                 for j in range(FRAGMENTS):
-                    add_product(acc, (i * FRAGMENTS + j) * 8, a, 4 * i, b, 4 * j)
+                    mma_add(acc, (i * FRAGMENTS + j) * 8, a, 4 * i, b, 4 * j)
         total = np.float32(0.0)
         for i in range(128):
             total += acc[i]
@@ -91,7 +91,7 @@ def peak_kernel(element):
 
 
 def peak_tflops():
-    """What mma.sync reaches with operands and sums in registers."""
+    """TFLOP/s of mma.sync with operands and accumulators in registers."""
     blocks = 2 * device.sm_count()
     values, out = random_array(128, 64).view(np.int32), cupy.empty(blocks * 128, np.float32)
     us = time_us(lambda: launch(peak_kernel(BF16), blocks, 128, values, out, ROUNDS), 5)
@@ -103,12 +103,12 @@ def peak(limit):
 
 
 def once(function, copies):
-    """Microseconds of function(copy) for the only copy."""
+    """Microseconds of function(copy) for the first copy."""
     return time_us(lambda: function(copies[0]), 5)
 
 
 def in_turn(function, copies):
-    """Microseconds of function(copy) where the copies come one after the other, in a graph."""
+    """Microseconds of function(copy), in a graph of one call for each copy."""
     return graph_time_us([lambda copy=copy: function(copy) for copy in copies], 3)
 
 
@@ -172,7 +172,7 @@ def gemms(limit):
     row("mma.sync GEMMs of 8,192 rows", f"{share:.3f} of mma.sync's ceiling, {ratio:.3f} of cuBLAS's speed", "0.85")
     for name in ("0.6B o", "0.6B gate-up"):
         n, k = WEIGHTS[name]
-        # Together larger than the second-level cache, from which weights would come otherwise.
+        # Together larger than L2, so that weights are read from memory.
         copies = [random_array(n, k, scale=0.05) for _ in range(2 + L2_BYTES // (2 * n * k))]
         for m in (1, 64, 256):
             x = random_array(m, k)
@@ -225,7 +225,7 @@ def forward(limit):
 
 
 def backward(limit):
-    """TFLOP/s count 2.5 times the forward's products, though the two passes take 3.5 times as many."""
+    """TFLOP/s count 2.5 times the forward's FLOP, though the two passes compute 3.5 times as many."""
     ceiling = peak_tflops()
     print(f"\nattention backward, causal; ceiling {ceiling:.0f} TFLOP/s")
     chosen = dkv_config(E, BF16, limit), dq_config(E, BF16, limit)
@@ -316,7 +316,7 @@ def main():
     parts = {"peak": peak, "gemm": gemms, "forward": forward, "backward": backward, "decode": decode}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts)
-    parser.add_argument("--limit", type=int, help="KiB of shared memory a block that tiles are chosen for")
+    parser.add_argument("--limit", type=int, help="KiB of shared memory a block that configs are chosen for")
     options = parser.parse_args()
     limit = min(options.limit * 1024, device.max_shared_bytes()) if options.limit else device.max_shared_bytes()
     for name in options.parts:

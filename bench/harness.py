@@ -39,9 +39,9 @@ def time_us(function, repeats=9):
     return statistics.median(lap(calls) for _ in range(repeats))
 
 
-def times_in_turns_us(first, second, turns=4):
+def alternating_times_us(first, second, rounds=4):
     """(time_us of the first, of the second), timed alternately, so that both meet the clocks of the power limit."""
-    times = [(time_us(first, 3), time_us(second, 3)) for _ in range(turns)]
+    times = [(time_us(first, 3), time_us(second, 3)) for _ in range(rounds)]
     return tuple(statistics.median(column) for column in zip(*times, strict=True))
 
 

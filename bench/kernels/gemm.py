@@ -19,6 +19,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
 from harness import (
+    alternating_times_us,
     copy_gbs,
     copy_us,
     geometric_mean,
@@ -26,7 +27,6 @@ from harness import (
     random_array,
     relative_error,
     time_us,
-    times_in_turns_us,
 )  # fmt: skip
 from report import row
 
@@ -133,7 +133,7 @@ def training(sweep):
             result.fill(0)
             with_backend("native", call)()
             error = relative_error(result, expected)
-            peer_us, ours_us = times_in_turns_us(with_backend("cublas", call), with_backend("native", call))
+            peer_us, ours_us = alternating_times_us(with_backend("cublas", call), with_backend("native", call))
             ratios.setdefault(what, []).append(peer_us / ours_us)
             report(f"{name} {what}", 2 * m * n * k, 0, peer_us, ours_us, error)
             if sweep:

@@ -48,7 +48,7 @@ EXTRA_MIB = 256
 CHECKED_ROWS = 64
 TORCH_ROWS = 2048
 # GEMM backend, and forced kernel families: the operator's two implementations, the chunked one with either backend.
-WAYS = {
+IMPLEMENTATIONS = {
     "chunks, cuBLAS": ("cublas", "logprob=simt"),
     "chunks, native": ("native", "logprob=simt"),
     "in registers": ("native", "gemm=sm90,logprob=sm90"),
@@ -56,18 +56,18 @@ WAYS = {
 
 
 @contextlib.contextmanager
-def way(name):
-    """Run the operators with this entry of WAYS."""
-    backend, kernels = WAYS[name]
+def use(name):
+    """Run the operators with this entry of IMPLEMENTATIONS."""
+    backend, kernels = IMPLEMENTATIONS[name]
     gemm.set_backend(backend)
     with dispatch.forced(kernels):
         yield
     gemm.set_backend("auto")
 
 
-def ways():
-    """The names of WAYS that this GPU runs."""
-    return [name for name in WAYS if name != "in registers" or dispatch.architecture() == (9, 0)]
+def implementations():
+    """The names of IMPLEMENTATIONS that this GPU runs."""
+    return [name for name in IMPLEMENTATIONS if name != "in registers" or dispatch.architecture() == (9, 0)]
 
 
 class Problem:
@@ -158,8 +158,8 @@ ALLOWED = {"logp": 1e-3, "lse": 1e-3, "entropy": 1e-3, "dhidden": 1e-2, "dweight
 def check(problem):
     print("check: largest difference in nats, relative error of gradients")
     bits = {}
-    for name in ways():
-        with way(name):
+    for name in implementations():
+        with use(name):
             for what, run in (("forward + backward", problem.both), ("one pass", problem.one_pass)):
                 found = problem.errors(run)
                 wrong = [key for key, error in found.items() if not error < ALLOWED[key]]
@@ -206,25 +206,25 @@ def torch_us(rows, vocabulary, width):
 
 def times(problem):
     rows, vocabulary, width = problem.shape
-    product = 2 * rows * vocabulary * width
+    gemm_flop = 2 * rows * vocabulary * width
     peer = torch_us(rows, vocabulary, width) if problem.with_torch else None
     now = "-" if peer is None else f"{peer / 1e3:.1f} ms"
     print(f"{rows} x {width} x {vocabulary}: torch, chunks of {TORCH_ROWS}, forward + backward {now}")
-    for name in ways():
-        with way(name):
+    for name in implementations():
+        with use(name):
             kinds = {"forward": (problem.forward, 1), "forward + backward": (problem.both, 4)}
             if name == "in registers":
                 kinds["one pass"] = problem.one_pass_without_argmax, 3
                 kinds["one pass, with argmax"] = problem.one_pass, 3
                 kinds["both, half the rows learn"] = problem.both, 2.5
                 kinds["one pass, half the rows learn"] = problem.one_pass, 2
-            for what, (run, products) in kinds.items():
+            for what, (run, gemms) in kinds.items():
                 with problem.half_without_gradient() if "half" in what else contextlib.nullcontext():
                     extra = extra_mib(run)
                     us = time_us(run, 5)
                 bar = f"{BARS_MS[what]} ms, {EXTRA_MIB} MiB" if what in BARS_MS else ""
                 print(
-                    f"    {name:16} {what:29} {us / 1e3:8.2f} ms  {products * product / us / 1e6:5.0f} TFLOP/s  "
+                    f"    {name:16} {what:29} {us / 1e3:8.2f} ms  {gemms * gemm_flop / us / 1e6:5.0f} TFLOP/s  "
                     f"{extra:6.0f} MiB beside the arguments  {bar and f'(bar {bar})'}",
                     flush=True,
                 )
@@ -300,8 +300,8 @@ def print_stages(what, run, flop):
 def stages(problem):
     rows, vocabulary, width = problem.shape
     flop = 2 * rows * vocabulary * width
-    for name in ways():
-        with way(name):
+    for name in implementations():
+        with use(name):
             print_stages(f"forward, {name}", problem.forward, flop)
             print_stages(f"backward, {name}", problem.backward, flop)
             if name == "in registers":
@@ -315,14 +315,14 @@ def print_candidates(what, candidates, rounds=5, most=10):
     """
     candidates = dict(candidates)
     laps = {name: [] for name in candidates}
-    for turn in range(rounds + 2):
+    for lap in range(rounds + 2):
         for name, run in candidates.items():
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
             run()
             end.record()
             end.synchronize()
-            if turn > 1:
+            if lap > 1:
                 laps[name].append(cupy.cuda.get_elapsed_time(begin, end))
     found = sorted((statistics.median(times), name) for name, times in laps.items())
     chosen = next(iter(candidates))

@@ -1,14 +1,14 @@
-"""GPU tests, then benches in order of priority, within a number of seconds; what they found as one Markdown page.
+"""GPU tests, then benches in order of priority, within a number of seconds; their results as one Markdown page.
 
     python bench/all.py FOLDER                       540 seconds
-    python bench/all.py FOLDER --seconds 1500        the benches that did not fit, too
+    python bench/all.py FOLDER --seconds 1500        time for the benches at the end of the list, too
     python bench/all.py FOLDER --only gemm,sampling  some benches, no tests
     python bench/all.py --list                       the benches and their commands
 
-FOLDER/results.md is written anew after every step, so that whoever stops this keeps what is done; FOLDER/logs holds the
-whole output of each. Tests run first, a file a process and several at a time, which also compiles what benches need;
-benches then have the GPU for themselves. A test file or a bench that fails, or that takes too long, is a row that says
-so, with the figures that it had printed, and the others go on. Ends with 1 if anything failed.
+FOLDER/results.md is rewritten after every step, so that an interrupted run keeps its results; FOLDER/logs has the whole
+output of each. Tests run first, one process a file and several at a time, which also compiles what the benches need;
+the benches then run one at a time. A test file or a bench that fails, or that takes too long, is a row that says so,
+after the figures that it had printed, and the others go on. The exit code is 1 if anything failed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from report import rows_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, LOGS = "results.md", "logs"
-# Test files that come first: what the choice of kernels hangs on.
+# Test files that run first: those of the kernel families that dispatch.py chooses between.
 FIRST_TESTS = (
     "test_dispatch", "test_attention_sm90", "test_attention_backward_sm90", "test_logprob_sm90", "test_gemm_sm90",
     "test_gemm_sm80", "test_attention_sm80", "test_attention_backward_sm80", "test_sampling",
@@ -33,7 +33,7 @@ FIRST_TESTS = (
 
 
 class Bench(NamedTuple):
-    """A command, from the root of the repository; seconds: how long it may take, compiling included."""
+    """A command, run in the root of the repository; seconds: its time limit, compilation included."""
 
     name: str
     command: str
@@ -62,7 +62,7 @@ BENCHES = (
 
 
 class Run:
-    """A process of its own group, its output in a file, that ends by a deadline."""
+    """A process in its own process group, with its output in a file and a time limit."""
 
     def __init__(self, name, command, log, seconds, environment=None):
         self.name, self.log = name, log
@@ -74,7 +74,7 @@ class Run:
             )  # fmt: skip
 
     def has_ended(self):
-        """Whether it has ended, or was ended because its time is over."""
+        """Whether it has ended; it is killed when its time is over."""
         late = time.monotonic() - self.started > self.seconds
         if self.process.poll() is None and not late:
             return False
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def failure(self):
-        """None, or why it counts as failed, in one line."""
+        """None, or the reason of its failure, in one line."""
         if self.process.returncode == 0:
             return None
         if self.process.returncode == -signal.SIGKILL:
@@ -111,7 +111,7 @@ class Page:
         self.facts, self.tests, self.rows, self.failed = "", [], [], False
 
     def write(self):
-        parts = [f"# What bench/all.py found\n\n```text\n{self.facts.strip()}\n```\n"]
+        parts = [f"# Results of bench/all.py\n\n```text\n{self.facts.strip()}\n```\n"]
         if self.tests:
             parts.append(
                 "## Tests\n\n| file | seconds | result |\n| --- | --- | --- |\n" + "\n".join(self.tests) + "\n"
@@ -125,7 +125,7 @@ class Page:
         summary = run.failure or (lines[-1] if lines else "no output")
         failures = [line.split()[1].split("::", 1)[1] for line in lines if line.startswith("FAILED ") and "::" in line]
         named = "".join(f"; {name}" for name in failures[:5]) + ("; ..." if len(failures) > 5 else "")
-        # pytest ends with 5 where nothing was selected.
+        # pytest's exit code 5: no test was selected.
         if run.failure and run.process.returncode != 5:
             self.failed = True
         self.tests.append(f"| {run.name} | {run.took:.0f} | {summary}{named} |".replace("\n", " "))
@@ -133,7 +133,7 @@ class Page:
         print(self.tests[-1], flush=True)
 
     def add_bench(self, bench, run):
-        """run: None where no time was left."""
+        """run: None if no time was left."""
         command = f"{'RLNUMBA_KERNELS=' + bench.kernels + ' ' if bench.kernels else ''}python {bench.command}"
         found = [] if run is None else rows_of(run.output)
         if bench.kernels:
@@ -149,7 +149,7 @@ class Page:
 
 
 def test_files():
-    """Files with tests for a GPU, the most important first."""
+    """Files with tests for a GPU, FIRST_TESTS first."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     return sorted(
         files, key=lambda path: FIRST_TESTS.index(path.stem) if path.stem in FIRST_TESTS else len(FIRST_TESTS)
@@ -157,7 +157,7 @@ def test_files():
 
 
 def run_tests(page, logs, deadline, jobs, seconds):
-    """Each file for at most `seconds`, `jobs` at a time; none begins, and none goes on, after the deadline."""
+    """Run each file for at most `seconds`, `jobs` at a time; all have ended at the deadline."""
     waiting, running = test_files(), []
     while waiting or running:
         left = deadline - time.monotonic()
@@ -186,7 +186,7 @@ def run_tests(page, logs, deadline, jobs, seconds):
 
 
 def run_benches(page, logs, deadline, benches):
-    """One after the other; each gets its seconds or what is left."""
+    """Run benches one after the other, each for at most its seconds or what is left."""
     for bench in benches:
         left = deadline - time.monotonic()
         if left < 10:
@@ -201,7 +201,7 @@ def run_benches(page, logs, deadline, benches):
 
 
 def chosen(names):
-    """The benches of some names, in the order of BENCHES."""
+    """The benches with these names, in the order of BENCHES."""
     known = {bench.name for bench in BENCHES}
     for name in names:
         if name not in known:
@@ -212,11 +212,11 @@ def chosen(names):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="where results.md and logs go")
-    parser.add_argument("--seconds", type=float, default=540, help="for everything")
-    parser.add_argument("--tests-seconds", type=float, help="for the tests; by default 0.4 of all")
-    parser.add_argument("--test-seconds", type=float, default=200, help="for one test file")
+    parser.add_argument("--seconds", type=float, default=540, help="limit for everything")
+    parser.add_argument("--tests-seconds", type=float, help="limit for the tests; default: 0.4 of --seconds")
+    parser.add_argument("--test-seconds", type=float, default=200, help="limit for one test file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="test files at a time")
-    parser.add_argument("--only", type=lambda text: chosen(text.split(",")), help="benches, by commas; no tests then")
+    parser.add_argument("--only", type=lambda text: chosen(text.split(",")), help="comma-separated benches; no tests")
     parser.add_argument("--list", action="store_true", help="print the benches and do nothing")
     options = parser.parse_args()
     if options.list:

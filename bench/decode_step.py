@@ -3,7 +3,7 @@
     python bench/decode_step.py                    the workloads that docs/log.md quotes
     python bench/decode_step.py 64x8x2049          64 prompts of 2,049 tokens, 8 completions of each
 
-The step is the REPLAYED-th of a run, when all sequences decode; replaying it again computes the same. Needs a GPU.
+The step is the REPLAYED-th of a run, in which all sequences decode; each replay computes the same. Needs a GPU.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 
 WORKLOADS = ("1x1x128", "8x1x128", "64x1x100", "64x1x400", "64x8x2049")
-# By then the prompts of these workloads are computed, and the graph is captured.
+# In this step the prompts of these workloads are computed and the graph is captured.
 REPLAYED, TOKENS = 14, 24
 
 
 def shape(text):
-    """(prompts, completions of each, tokens of a prompt) from a text such as 64x8x2049."""
+    """(prompts, completions of each, tokens of a prompt) of an argument such as 64x8x2049."""
     numbers = text.split("x")
     if len(numbers) != 3 or not all(number.isdigit() and int(number) for number in numbers):
         raise argparse.ArgumentTypeError(f"must be PROMPTSxCOMPLETIONSxTOKENS, got {text!r}")
@@ -36,7 +36,7 @@ def shape(text):
 
 
 class TimedRunner(Runner):
-    """Times the graph of its REPLAYED-th decode step."""
+    """A Runner that times the graph of its REPLAYED-th decode step."""
 
     num_replays, time_us = 0, None
 
@@ -44,7 +44,7 @@ class TimedRunner(Runner):
         super()._replay(arrays, max_group_size)
         self.num_replays += 1
         if self.num_replays == REPLAYED:
-            # The latest captured is that of the largest batch: batches grow until all prompts are computed.
+            # The last captured graph is that of the largest batch: batches grow until all prompts are computed.
             graph = list(self.graphs.values())[-1]
             self.time_us = statistics.median(time_us(lambda: graph.launch(self.context.stream), 5) for _ in range(3))
 

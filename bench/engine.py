@@ -1,13 +1,13 @@
-"""Tokens a second of the inference engine, with every completion run to its full length.
+"""Tokens a second of the inference engine, with every completion generated to its full length.
 
     python bench/engine.py                           Qwen3-0.6B's shape on a GPU, a 15M model elsewhere; random weights
     python bench/engine.py --model FOLDER            the weights of a folder
     python bench/engine.py --workloads single,mixed  some of the workloads
 
-A workload is run once to warm up (`first s`, with compilation and graph capture), then --repeat times, of which the
-median counts. Output tokens a second, prefill included. `floor` is the physical limit: weights and the KV of the
+A workload is run once to warm up (`first s`, with compilation and graph capture), then --repeat times, whose median is
+printed. Output tokens a second, prefill included. `floor` is the physical limit: weights and the KV of the
 contexts read once a step, or the FLOP of the GEMMs where they take longer, plus the FLOP of the prompts, at the rates
-below; it is printed for a GPU with those rates only.
+of an H200 below.
 """
 
 import argparse
@@ -47,7 +47,7 @@ WORKLOADS = {
     "fixed 64": (64, 1, 128, 512, 1.0),
     "fixed 8": (8, 1, 128, 512, 1.0),
     "single": (1, 1, 128, 512, 1.0),
-    # GRPO's: decode reads a prompt's keys once for all its completions (--no-groups: for each).
+    # As in GRPO: decode reads a prompt's keys once for all its completions (with --no-groups once for each).
     "groups": (64, 8, 2049, 256, 1.0),
     "small 16": (16, 1, 8, 64, 1.0),
     "small 1": (1, 1, 8, 64, 1.0),
@@ -59,7 +59,7 @@ ON_GPU, ON_CPU = ("mixed", "fixed 256", "fixed 64", "fixed 8", "single"), ("smal
 
 
 def workload(name, vocabulary, limit):
-    """(prompts, params) of a workload; lengths beyond the model's limit are cut."""
+    """(prompts, params) of a workload; lengths are at most half of the model's limit."""
     requests, completions, prompt, output, temperature = WORKLOADS[name]
     generator = np.random.default_rng(0)
 
@@ -76,7 +76,7 @@ def workload(name, vocabulary, limit):
 
 
 def floor_s(config, weights_bytes, itemsize, prompts, params):
-    """The least seconds that any engine needs on a GPU of the rates above, if completions share nothing."""
+    """A lower bound of any engine's seconds on a GPU with the rates above, without prefix sharing."""
     starts = np.array([len(prompt) for prompt, p in zip(prompts, params, strict=True) for _ in range(p.n)])
     outputs = np.array([p.max_tokens for p in params for _ in range(p.n)])
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
@@ -127,7 +127,7 @@ def main():
         prompts, params = workload(name, model.config.vocab_size, llm.max_model_len)
         seconds = []
         for version in range(1 + arguments.repeat):
-            # Prompts cached by the last repetition are not matched.
+            # With a new version, prompts cached by the last repetition do not match.
             llm.update_weights(version)
             started = time.perf_counter()
             outputs = llm.generate(prompts, params)

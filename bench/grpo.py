@@ -3,9 +3,9 @@
     python bench/grpo.py                                   8 prompts x 8 completions, 128 + 512 tokens
     python bench/grpo.py --prompts 8 --generations 8 --prompt-length 128 --completion-length 512 --micro-batch 64
 
-Qwen3-0.6B's shape with random weights on a GPU, a 15M model elsewhere. Every completion runs to its full length and
-rewards are random, so the work is fixed. The first step (compilation, graph capture) stands apart; medians of the
-others. What a run adds to this are its reward functions and its files.
+Qwen3-0.6B's shape with random weights on a GPU, a 15M model elsewhere. Every completion is generated to its full
+length and rewards are random, so the work is fixed. The first step (compilation, graph capture) is printed apart;
+medians of the others. A training run adds its reward functions and its files to this.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from rlnumba.trainers.run_folder import Clock
 
 
 def one_step(llm, policy, prompts, arguments, step, clock):
-    """One generation of every prompt and the optimizer step on it: tokens that were generated."""
+    """Generate for every prompt and make an optimizer step: (generated tokens, metrics)."""
     generator = np.random.default_rng(step)
     with clock.phase("generate"):
         llm.wake()
@@ -67,7 +67,7 @@ def main():
     parser.add_argument("--prompt-length", type=int, help="tokens; default 128 on a GPU, else 16")
     parser.add_argument("--completion-length", type=int, help="tokens; default 512 on a GPU, else 32")
     parser.add_argument("--micro-batch", type=int, help="completions of a forward and backward; default: all")
-    parser.add_argument("--beta", type=float, default=0.0, help="above 0: a reference model takes part")
+    parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: medians after a warm-up, many short launches as one graph, the card's own ceilings."""
+"""Timing on a GPU: medians after a warm-up, short kernels as a CUDA graph of many launches, copy bandwidth."""
 
 import functools
 import statistics
@@ -10,20 +10,20 @@ from rlnumba.runtime import device
 
 
 def random_array(*shape, dtype="bfloat16", scale=1.0):
-    """Normal values on the GPU. Zeros would flatter: products of them draw less power and run faster."""
+    """Normal values on the GPU: GEMMs of zeros draw less power and run faster than those of real data."""
     values = cupy.random.standard_normal(shape, dtype=np.float32) * np.float32(scale)
     return values.astype(device.dtype(dtype))
 
 
 def rows_of(array, rows):
-    """array[rows] of a 16-bit array, which CuPy picks as integers."""
+    """array[rows] of a 16-bit array, which CuPy indexes as integers."""
     return array.view(np.uint16)[rows].view(array.dtype)
 
 
 def time_us(function, repeats=9):
     """Median microseconds of one call, by events around several calls in a row.
 
-    So many that they take 2 ms or more: what the host needs to launch the first would count otherwise.
+    The calls take 2 ms or more together, so that the host's time for the first launch does not count.
     """
 
     def lap(calls):
@@ -39,9 +39,9 @@ def time_us(function, repeats=9):
     return statistics.median(lap(calls) for _ in range(repeats))
 
 
-def times_in_turns_us(first, second, turns=4):
-    """(time_us of the first, of the second), medians of several turns: a GPU at its power limit slows down both."""
-    times = [(time_us(first, 3), time_us(second, 3)) for _ in range(turns)]
+def alternating_times_us(first, second, rounds=4):
+    """(time_us of the first, of the second), timed alternately, so that both meet the clocks of the power limit."""
+    times = [(time_us(first, 3), time_us(second, 3)) for _ in range(rounds)]
     return tuple(statistics.median(column) for column in zip(*times, strict=True))
 
 
@@ -63,11 +63,11 @@ def torch_time_us(function, repeats=9):
 
 
 def graph_time_us(functions, repeats=5):
-    """Median microseconds a call, of several calls replayed as one graph: what short kernels cost in a graph.
+    """Median microseconds a call, of several calls captured in one CUDA graph and replayed.
 
-    functions: calls on different data, together larger than the second-level cache where that matters.
+    functions: calls on different data, together larger than L2 where that matters.
     """
-    # This stream does not wait for arrays that are still being filled on the default one.
+    # A non-blocking stream does not wait for work on the default stream, which still fills arrays.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -84,9 +84,9 @@ def graph_time_us(functions, repeats=5):
 
 
 def copy_gbs(nbytes=2 << 30):
-    """Bytes read and written a nanosecond by a device-to-device copy: the ceiling of memory-bound kernels.
+    """Bytes read and written a nanosecond by a device-to-device copy: the upper bound of memory-bound kernels.
 
-    The best of three medians: on a GPU that has just begun to work they differ by 2 %.
+    The best of three medians: on a GPU that was idle before they differ by 2 %.
     """
     source, target = cupy.zeros(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
     return 2 * nbytes / min(time_us(lambda: cupy.copyto(target, source)) for _ in range(3)) / 1e3
@@ -94,7 +94,7 @@ def copy_gbs(nbytes=2 << 30):
 
 @functools.cache
 def copy_us(nbytes, sets):
-    """Microseconds of a copy that reads and writes so many bytes, in a graph of `sets` such copies."""
+    """Microseconds of a copy that reads and writes nbytes in all, in a graph of `sets` such copies."""
     halves = [[cupy.ones(nbytes // 2, np.uint8) for _ in range(2)] for _ in range(sets)]
     return graph_time_us([lambda a=a, b=b: cupy.copyto(b, a) for a, b in halves])
 

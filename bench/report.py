@@ -1,6 +1,6 @@
-"""What benches have in common that needs no GPU: which parts to run, and a line of Markdown for each figure.
+"""Command line and output of the benches, without a GPU: which parts to run, and a line of Markdown for each result.
 
-bench/all.py gathers these lines.
+bench/all.py collects these lines.
 """
 
 import argparse
@@ -11,13 +11,13 @@ MARK = "| "
 
 
 def row(what, value, bar="", command=None):
-    """Print | what | command | value | bar |. value: as text; command: by default this script and its arguments."""
+    """Print | what | command | value | bar |. bar: the target; command: by default this script and its arguments."""
     command = (command or shlex.join(["python", *sys.argv])).replace("|", "/")
     print(f"{MARK}{what} | `{command}` | {value} | {bar} |", flush=True)
 
 
 def add_parts(parser, parts, default=None):
-    """Give the parser `parts`, names of what to run; `default` (all without it) where none is given."""
+    """Add to the parser the argument `parts`, names of what to run; without any, `default` or all."""
 
     def known(name):
         if name not in parts:

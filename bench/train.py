@@ -3,10 +3,10 @@
     python bench/train.py                                  Qwen3-0.6B's shape on a GPU, a 15M model elsewhere
     python bench/train.py --model FOLDER --batch 8 --length 2048 --checkpointing
 
-Random tokens, every one of them trained on. The phases are measured apart, the device finishing each before the next
-begins; `step` is `trainers.sft.train_step` as it runs in training. Medians of --repeat after one warm-up, whose time
-(compilation) stands as `first s`. `floor`: 6 FLOP a parameter a token and causal attention (its backward 2.5 times its
-forward) at the card's matrix rate, no recomputation; printed for a GPU only.
+Random tokens, all of which are trained on. The phases are timed separately, with a synchronisation after each; `step`
+is `trainers.sft.train_step` as it runs in training. Medians of --repeat after one warm-up, whose time (with
+compilation) is `first s`. `floor`: 6 FLOP a parameter a token and causal attention (its backward 2.5 times its forward)
+at the GEMM rate of engine.py, without recomputation; printed for a GPU only.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rlnumba.trainers.core import Policy
 
 
 def timed(seconds, name, work):
-    """The result of work(); its time, the device's included, is added to seconds[name]."""
+    """The result of work(); its time, the device's included, becomes seconds[name]."""
     device.synchronize()
     started = time.perf_counter()
     result = work()
@@ -40,7 +40,7 @@ def timed(seconds, name, work):
 
 
 def phases(policy, sequences):
-    """{phase: seconds} of one step, written out so that each can be timed."""
+    """{phase: seconds} of one training step, written out so that each phase can be timed."""
     seconds, model, grads, arena = {}, policy.model, policy.grads, policy.arena
     sums = sft.TargetSums([sequences])
     with policy.scope():
@@ -71,13 +71,13 @@ def phases(policy, sequences):
 
 
 def floor_s(config, num_parameters, batch, length):
-    """Seconds below which no step can get on the GPU whose matrix rate stands in engine.py."""
+    """A lower bound of a step's seconds on a GPU with the FLOP rate of engine.py."""
     attention = 2 * batch * length**2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     return (6 * num_parameters * batch * length + 3.5 * attention) / FLOP_PER_S
 
 
 def load(arguments):
-    """The model to measure: a folder's, or random weights of a known shape."""
+    """The model to measure: that of a folder, or random weights of a known shape."""
     if arguments.model:
         return load_model(arguments.model, arguments.dtype)
     on_gpu = device.name() == "cuda"

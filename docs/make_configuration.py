@@ -22,18 +22,20 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 HEADER = """# Configuration reference
 
-Written by `python docs/make_configuration.py` from the dataclasses in `rlnumba/config/schema.py`; do not edit.
+Which keys does the TOML file of an SFT or GRPO run have, with which types, defaults and meanings, and which metrics
+does a run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
+`rlnumba/config/schema.py`; do not edit it.
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
 above all sections); dashes and underscores are the same, `None` unsets a key, lists are TOML arrays or separated by
-commas. Several `--config` files are merged key by key, later ones win. Unknown keys are errors. `--dry-run` prints the
-resolved configuration, and every run writes it to `output_dir/config.toml`.
+commas. Several `--config` files are merged key by key, with later ones taking precedence. Unknown keys are errors.
+`--dry-run` prints the resolved configuration, and every run writes it to `output_dir/config.toml`.
 """
 
 FOOTER = """
 ## Other spellings
 
-Keys of TRL, verl, prime-rl and RL.cu that are taken as the key on the right.
+Keys of TRL, verl, prime-rl and RL.cu that are accepted as the key on the right.
 
 | written | means |
 | --- | --- |
@@ -41,8 +43,8 @@ Keys of TRL, verl, prime-rl and RL.cu that are taken as the key on the right.
 
 ## How columns are detected
 
-The first row of a file decides for all of it, by the first line of this table that its columns match. An error lists
-the columns seen.
+The columns of a file's first row are matched against this table from top to bottom; the result holds for the whole
+file. An error lists the columns found.
 
 | columns | for |
 | --- | --- |
@@ -69,16 +71,16 @@ names:
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
 | `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
-| `mean_token_accuracy` | SFT: share of the trained tokens that were the likeliest |
+| `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
-| `frac_reward_zero_std` | share of the completions whose group has equal rewards and teaches nothing |
-| `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share that was cut off |
+| `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
+| `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
-| `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds, the step's and its phases' |
-| `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on in a step, drawn |
-| `memory/weights` and others, `perf/peak_memory` | most bytes held at a time, by what holds them, and their sum |
+| `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
+| `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
+| `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |
 | `eval_loss`, `eval_reward` and others | the same of `data.eval` |
 
 ## Environment variables
@@ -86,9 +88,9 @@ names:
 | variable | meaning |
 | --- | --- |
 | `RLNUMBA_DEVICE` | `auto`, `cuda`, `sim` or `cpu`, where `--device` is not given |
-| `RLNUMBA_KERNELS` | which kernel family a GPU takes ([GEMM backends](matrix-products.md#gemm-backends)) |
-| `RLNUMBA_DEBUG` | 1 waits for every kernel, 2 prints it too ([on a GPU](debugging-a-kernel.md#on-a-gpu)) |
-| `RLNUMBA_CACHE_DIR` | where machine code is kept; `~/.cache/rlnumba` if not set |
+| `RLNUMBA_KERNELS` | which kernel family operators use on a GPU ([GEMM backends](matrix-products.md#gemm-backends)) |
+| `RLNUMBA_DEBUG` | 1 synchronises after every kernel, 2 also prints it ([on a GPU](debugging-a-kernel.md#on-a-gpu)) |
+| `RLNUMBA_CACHE_DIR` | folder of the machine-code cache; default `~/.cache/rlnumba` |
 """
 
 

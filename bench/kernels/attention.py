@@ -6,11 +6,11 @@
     python bench/kernels/attention.py groups         completions of common prompts
     python bench/kernels/attention.py prefill        chunks against the cache
 
-Each kernel is checked on sampled rows in float64 before it is timed, and decode's rows against forward's bits; a wrong
-one is said to be so, and the exit code is 1.
-Times are medians of events; decode is replayed as a graph over caches that together exceed the second-level
-cache, with the plan made beforehand, as the engine makes it once for all layers of a step. Compiling is not
-timed; the first run compiles about twenty kernels.
+Each kernel is checked on sampled rows in float64 before it is timed, and decode's rows against the bits of forward; a
+wrong result is marked in the output, and the exit code is then 1.
+Times are medians of events; decode is replayed as a graph over caches that together exceed L2, with the plan made
+beforehand, as the engine makes it once for all layers of a step. Compilation is not timed; the first run compiles about
+twenty kernels.
 """
 
 import argparse
@@ -33,22 +33,22 @@ H, HK, E, BF16 = 16, 8, 128, "bfloat16"
 SCALE = E**-0.5
 BLOCK = 16
 L2_BYTES = 60 << 20
-# Name: lengths, and the bars in TFLOP/s: FlashAttention-2 of torch, then 0.8 of cuDNN.
+# Name: lengths, and the targets in TFLOP/s: torch's FlashAttention-2, then 0.8 of cuDNN.
 FORWARD = {
     "8 x 2048": ([2048] * 8, 272, 387),
     "4 x 4096": ([4096] * 4, 301, 447),
     "2 x 16384": ([16384] * 2, 333, 516),
 }
-# Sequences, context, bar in GB/s (FlashAttention-3).
+# Sequences, context, target in GB/s (FlashAttention-3).
 DECODE = [(64, 512, 2019), (256, 512, 3126), (256, 1024, 3752), (256, 2048, 4208), (1, 8192, 1500)]
 
 
-# What was wrong.
+# Messages of failed checks.
 mistakes = []
 
 
 def verdict(right, bad, good=""):
-    """`good`, or `bad`, which is remembered."""
+    """`good` if `right`, else `bad`, which is appended to `mistakes`."""
     if not right:
         mistakes.append(bad)
     return good if right else bad
@@ -78,7 +78,7 @@ def check_rows(q, k, v, lengths, out, lse, count=40):
 
 
 def torch_peers(batch, length):
-    """TFLOP/s of torch's backends, by name; empty where torch is missing."""
+    """{backend: TFLOP/s} of torch's backends; empty if torch is not installed."""
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -101,7 +101,7 @@ def torch_peers(batch, length):
 
 
 def flops(lengths):
-    """Of the forward pass, half of the square of each sequence."""
+    """FLOP of the causal forward pass: half of the square of each sequence."""
     return sum(2 * H * E * length * length for length in lengths)
 
 
@@ -181,7 +181,7 @@ class Decode:
         return plan_decode(BF16, H, HK, E, BLOCK, *bounds, config=config, **groups)
 
     def calls(self, config=None, prefill_config=None, **groups):
-        """Calls for each of the caches, with a plan that is good until the next call of this or of `plan`."""
+        """Calls for each of the caches, with a plan that is valid until the next call of this or of `plan`."""
         plan = self.plan(config, **groups)
 
         def make(caches):
@@ -238,8 +238,8 @@ def decode():
 def groups():
     """64 prompts of 2,048 tokens with 8 completions each, 256 own tokens; as in the engine's graphs, layer by layer.
 
-    Unshared, a prompt's blocks are read by each of its completions, mostly from the second-level cache, where the first
-    brought them; or each completion has blocks of its own.
+    Unshared, each completion reads the prompt's blocks, after the first one mostly from L2; or each completion has
+    blocks of its own.
     """
     print("\ngroups: 64 x 8, 2048 common and 256 own tokens")
     prompts, group_sizes, common, own = 64, 8, 2048, 256
@@ -279,7 +279,7 @@ def groups():
 
 
 def prefill():
-    """Chunks of new tokens at the end of a context in the cache."""
+    """Chunks of new tokens at the end of a context in the KV cache."""
     print("\nprefill from the cache, TFLOP/s")
     for sequences, context, tokens in ((8, 2048, 2048), (8, 4096, 512), (64, 640, 128)):
         work = Decode(sequences, context, copies=1, tokens=tokens)

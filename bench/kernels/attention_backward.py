@@ -5,9 +5,9 @@
     python bench/kernels/attention_backward.py --shapes          the training shapes alone
     python bench/kernels/attention_backward.py --unordered       what the fixed order of dq costs (dq is then wrong)
 
-TFLOP/s count 2.5 times the forward's causal GEMMs, as is usual. bar: what the kernel has to reach (torch's
-FlashAttention-2 on an H200), and 0.8 of cuDNN. packed: 64 sequences of 128 .. 2048 tokens, to be compared with equal
-lengths. RLNUMBA_DEBUG=2 prints the time of each of the three kernels. Ends with exit code 1 if an error is too large.
+TFLOP/s count 2.5 times the forward's causal GEMMs, as is usual. bar: the rate of torch's FlashAttention-2 on an H200;
+aim: 0.8 of cuDNN's. packed: 64 sequences of 128 .. 2048 tokens, compared with equal lengths. RLNUMBA_DEBUG=2 prints the
+time of each of the three kernels. The exit code is 1 if an error is too large.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 class Problem:
-    """Random inputs on the GPU, attention's results, and room for the gradients."""
+    """Random inputs on the GPU, attention's results, and arrays for the gradients."""
 
     def __init__(self, lengths, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16"):
         tokens = sum(lengths)
@@ -103,7 +103,7 @@ class Problem:
 
 
 def check():
-    """Every head size and group; whether all errors are small and the bits repeat."""
+    """Several head sizes and GQA ratios; whether all errors are small and the bits of 20 runs are equal."""
     right = True
     cases = [(64, 4, 4), (80, 4, 2), (96, 6, 2), (128, 16, 8), (128, 8, 1), (48, 6, 6), (256, 4, 2)]
     for head_dim, heads, kv_heads in cases:
@@ -123,7 +123,7 @@ def check():
 
 
 def peers(lengths):
-    """{name: microseconds} of torch's backward, where torch is installed."""
+    """{name: microseconds} of torch's backward; empty if torch is not installed."""
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -192,7 +192,7 @@ def shapes(sweep):
 
 @device_function
 def no_wait(semaphores, index, value):
-    """In place of semaphore_wait."""
+    """Replaces semaphore_wait."""
 
 
 if __name__ == "__main__":
@@ -204,7 +204,7 @@ if __name__ == "__main__":
     print(device.describe())
     with tempfile.TemporaryDirectory() as folder:
         if options.unordered:
-            # This kernel is not what its source says: it must not reach the cache of machine code.
+            # This kernel differs from its source, so it must not be stored in the usual cache of machine code.
             os.environ["RLNUMBA_CACHE_DIR"] = folder
             sm90.semaphore_wait = no_wait
         checked = options.unordered or options.shapes or check()

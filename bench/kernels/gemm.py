@@ -3,8 +3,8 @@
     python bench/kernels/gemm.py            training shapes, then decode shapes, then SwiGLU in the GEMM's epilogue
     python bench/kernels/gemm.py --sweep    every config, to see what best_config should have chosen
 
-Each line is checked against cuBLAS before it is timed. ratio: cuBLAS's time over ours. The means and smallest ratios
-at the end are what MEASURED in rlnumba/kernels/gemm/ops.py holds.
+Each GEMM is checked against cuBLAS before it is timed. ratio: cuBLAS's time over ours. The means and smallest ratios at
+the end are those that TABLE in rlnumba/runtime/dispatch.py quotes.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
 from harness import (
+    alternating_times_us,
     copy_gbs,
     copy_us,
     geometric_mean,
@@ -26,7 +27,6 @@ from harness import (
     random_array,
     relative_error,
     time_us,
-    times_in_turns_us,
 )  # fmt: skip
 from report import row
 
@@ -64,9 +64,9 @@ def with_backend(name, function):
 
 
 def configs(rows, steps, output, a_mn=False, b_mn=False):
-    """Every config worth trying: with many rows wide ones and all the stages that fit.
+    """The configs that a sweep times: with many rows wide tiles with as many stages as fit into shared memory.
 
-    With few rows as many stages as fit once or twice into an SM.
+    With few rows as many stages as fit with one block and with two blocks an SM.
     """
     few = rows <= 1024
     for consumers in (1, 2) if few and rows > 64 else (1,) if few else (2,):
@@ -133,7 +133,7 @@ def training(sweep):
             result.fill(0)
             with_backend("native", call)()
             error = relative_error(result, expected)
-            peer_us, ours_us = times_in_turns_us(with_backend("cublas", call), with_backend("native", call))
+            peer_us, ours_us = alternating_times_us(with_backend("cublas", call), with_backend("native", call))
             ratios.setdefault(what, []).append(peer_us / ours_us)
             report(f"{name} {what}", 2 * m * n * k, 0, peer_us, ours_us, error)
             if sweep:
@@ -152,9 +152,9 @@ def summarise(what, ratios, bar):
 
 
 def decode(sweep):
-    """Few rows: weights stream from memory, so several copies of each rotate, larger together than the cache.
+    """Few rows: weights are read from memory, so calls rotate over several copies of each, together larger than L2.
 
-    Ours run as the engine's graphs run them: a kernel loads its weights while the one before it ends.
+    Ours run with PDL, as in the engine's graphs: a kernel loads its weights while the one before it ends.
     """
     if sweep:
         compile_all({config for m in DECODE_ROWS for k in (1024, 2048, 4096) for config in configs(m, k, "same")})

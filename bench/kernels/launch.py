@@ -2,7 +2,7 @@
 
     python bench/kernels/launch.py
 
-The kernel does nothing, and the host never waits, so this is what Python and the driver take. Bar: 7 us.
+The kernel is empty, and the host does not synchronise, so this is the time of Python and the driver. Bar: 7 us.
 """
 
 import time
@@ -22,7 +22,7 @@ def nothing_kernel(a, b, c, d, count):
 
 
 def host_us(start):
-    """Least of REPEATS means over LAUNCHES calls: the queue of the GPU is empty when each of them begins."""
+    """The least of REPEATS means over LAUNCHES calls, each with an empty GPU queue at its start."""
     start()
     means = []
     for _ in range(REPEATS):

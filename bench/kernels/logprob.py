@@ -1,15 +1,15 @@
 """Log-probs of chosen tokens and their gradient, from hidden states, against torch's chunked cross-entropy.
 
-    python bench/kernels/logprob.py                 check, then every way to do it
-    python bench/kernels/logprob.py compile         what the sweep launches, in several processes
+    python bench/kernels/logprob.py                 check, then times
+    python bench/kernels/logprob.py compile         the kernels of the sweep, in several processes
     python bench/kernels/logprob.py check           against float32 on sampled rows
     python bench/kernels/logprob.py times           forward, forward + backward, one pass; memory beside the arguments
-    python bench/kernels/logprob.py stages          where their time goes, kernel by kernel
+    python bench/kernels/logprob.py stages          the time of each kernel
     python bench/kernels/logprob.py sweep           configs and shapes of the sm_90 kernels, the ten best of each kind
 
-16,384 tokens, hidden 1024, vocabulary 151,936, bfloat16, as Qwen3-0.6B in training. The gradient takes four products
-(20 TFLOP) where it makes the logits again, three where dlogp is known beforehand. Bars: 40 and 30 ms, 256 MiB. torch
-makes float32 logits of 2,048 rows at a time. Compiling is not timed.
+16,384 tokens, hidden 1024, vocabulary 151,936, bfloat16, as Qwen3-0.6B in training. Forward and backward are four GEMMs
+(20 TFLOP), since the backward recomputes the logits; three where dlogp is known beforehand (one pass). Bars: 40 and 30
+ms, 256 MiB. torch computes float32 logits of 2,048 rows at a time. Compilation is not timed.
 """
 
 import argparse
@@ -47,8 +47,8 @@ BARS_MS = {"forward + backward": 40, "one pass": 30}
 EXTRA_MIB = 256
 CHECKED_ROWS = 64
 TORCH_ROWS = 2048
-# GEMM backend, and what is forced: the operator's two implementations, on GEMMs of either kind.
-WAYS = {
+# GEMM backend, and forced kernel families: the operator's two implementations, the chunked one with either backend.
+IMPLEMENTATIONS = {
     "chunks, cuBLAS": ("cublas", "logprob=simt"),
     "chunks, native": ("native", "logprob=simt"),
     "in registers": ("native", "gemm=sm90,logprob=sm90"),
@@ -56,22 +56,22 @@ WAYS = {
 
 
 @contextlib.contextmanager
-def way(name):
-    """The operators go this way."""
-    backend, kernels = WAYS[name]
+def use(name):
+    """Run the operators with this entry of IMPLEMENTATIONS."""
+    backend, kernels = IMPLEMENTATIONS[name]
     gemm.set_backend(backend)
     with dispatch.forced(kernels):
         yield
     gemm.set_backend("auto")
 
 
-def ways():
-    """Names of WAYS on this GPU."""
-    return [name for name in WAYS if name != "in registers" or dispatch.architecture() == (9, 0)]
+def implementations():
+    """The names of IMPLEMENTATIONS that this GPU runs."""
+    return [name for name in IMPLEMENTATIONS if name != "in registers" or dispatch.architecture() == (9, 0)]
 
 
 class Problem:
-    """Random inputs on the GPU, whose logits are a few units, and room for the results."""
+    """Random inputs on the GPU, whose logits are a few units, and arrays for the results."""
 
     def __init__(self, rows, vocabulary, width, with_torch=True):
         self.with_torch = with_torch
@@ -110,7 +110,7 @@ class Problem:
 
     @contextlib.contextmanager
     def half_without_gradient(self):
-        """Every other row has dlogp 0 inside, as where a group's rewards are all equal."""
+        """Inside, every other row has dlogp 0, as when a group's rewards are all equal."""
         kept = self.dlogp.copy()
         self.dlogp[::2] = 0
         try:
@@ -158,22 +158,22 @@ ALLOWED = {"logp": 1e-3, "lse": 1e-3, "entropy": 1e-3, "dhidden": 1e-2, "dweight
 def check(problem):
     print("check: largest difference in nats, relative error of gradients")
     bits = {}
-    for name in ways():
-        with way(name):
+    for name in implementations():
+        with use(name):
             for what, run in (("forward + backward", problem.both), ("one pass", problem.one_pass)):
                 found = problem.errors(run)
                 wrong = [key for key, error in found.items() if not error < ALLOWED[key]]
                 text = "  ".join(f"{key} {error:.1e}" for key, error in found.items())
                 print(f"    {name:16} {what:20} {text}{'  WRONG' if wrong else ''}", flush=True)
                 bits[name, what] = problem.logp.view(np.uint32).copy()
-    numba = [bits[key] for key in bits if "cuBLAS" not in key[0]]
-    # Where our own products make the logits, and choice.py gives both ways the same kind.
-    same = all(bool((some == numba[0]).all()) for some in numba)
-    print(f"    log-probs of our own products: {'one and the same bits' if same else 'OTHER BITS'}")
+    native = [bits[key] for key in bits if "cuBLAS" not in key[0]]
+    # Where native GEMMs of one family compute the logits.
+    same = all(bool((some == native[0]).all()) for some in native)
+    print(f"    log-probs of native GEMMs: {'same bits' if same else 'OTHER BITS'}")
 
 
 def extra_mib(run):
-    """MiB that a call needs beside its arguments: what a memory pool of its own asks the driver for."""
+    """MiB that a call needs beside its arguments: what its own memory pool allocates from the driver."""
     run()
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
@@ -183,7 +183,7 @@ def extra_mib(run):
 
 
 def torch_us(rows, vocabulary, width):
-    """Microseconds of torch's forward and backward, by chunks of rows; None where torch is missing."""
+    """Microseconds of torch's forward and backward, by chunks of rows; None if torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -206,25 +206,25 @@ def torch_us(rows, vocabulary, width):
 
 def times(problem):
     rows, vocabulary, width = problem.shape
-    product = 2 * rows * vocabulary * width
+    gemm_flop = 2 * rows * vocabulary * width
     peer = torch_us(rows, vocabulary, width) if problem.with_torch else None
     now = "-" if peer is None else f"{peer / 1e3:.1f} ms"
     print(f"{rows} x {width} x {vocabulary}: torch, chunks of {TORCH_ROWS}, forward + backward {now}")
-    for name in ways():
-        with way(name):
+    for name in implementations():
+        with use(name):
             kinds = {"forward": (problem.forward, 1), "forward + backward": (problem.both, 4)}
             if name == "in registers":
                 kinds["one pass"] = problem.one_pass_without_argmax, 3
                 kinds["one pass, with argmax"] = problem.one_pass, 3
                 kinds["both, half the rows learn"] = problem.both, 2.5
                 kinds["one pass, half the rows learn"] = problem.one_pass, 2
-            for what, (run, products) in kinds.items():
+            for what, (run, gemms) in kinds.items():
                 with problem.half_without_gradient() if "half" in what else contextlib.nullcontext():
                     extra = extra_mib(run)
                     us = time_us(run, 5)
                 bar = f"{BARS_MS[what]} ms, {EXTRA_MIB} MiB" if what in BARS_MS else ""
                 print(
-                    f"    {name:16} {what:29} {us / 1e3:8.2f} ms  {products * product / us / 1e6:5.0f} TFLOP/s  "
+                    f"    {name:16} {what:29} {us / 1e3:8.2f} ms  {gemms * gemm_flop / us / 1e6:5.0f} TFLOP/s  "
                     f"{extra:6.0f} MiB beside the arguments  {bar and f'(bar {bar})'}",
                     flush=True,
                 )
@@ -233,7 +233,7 @@ def times(problem):
 
 
 class Stages:
-    """Times each launch inside of it by events: the kernels run as they do without, one after the other in a stream."""
+    """Context manager that times each launch by events, in stream order."""
 
     MODULES = (chunked, logprob_sm90, gemm_sm90, simt, elementwise)
     # By (a_mn, b_mn).
@@ -258,7 +258,7 @@ class Stages:
         if isinstance(made, LogprobConfig):
             return made.mode
         if isinstance(made, Sm90GemmConfig):
-            return "product, dweight" if made.a_mn else "product, dhidden" if made.b_mn else "product, logits"
+            return "GEMM, dweight" if made.a_mn else "GEMM, dhidden" if made.b_mn else "GEMM, logits"
         return kernel.py_func.__name__
 
     def __enter__(self):
@@ -277,7 +277,7 @@ class Stages:
         cupy.cuda.Device().synchronize()
 
     def lines(self, flop):
-        """(name, launches, ms, TFLOP/s of those that make one whole product of `flop`), the longest first."""
+        """Yield (name, launches, ms, TFLOP/s); the rate, of GEMMs only, is of `flop` for all launches of a name."""
         for name, pairs in self.found.items():
             ms = sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs)
             rate = 0 if name.endswith("_kernel") else flop / ms / 1e9
@@ -300,8 +300,8 @@ def print_stages(what, run, flop):
 def stages(problem):
     rows, vocabulary, width = problem.shape
     flop = 2 * rows * vocabulary * width
-    for name in ways():
-        with way(name):
+    for name in implementations():
+        with use(name):
             print_stages(f"forward, {name}", problem.forward, flop)
             print_stages(f"backward, {name}", problem.backward, flop)
             if name == "in registers":
@@ -309,20 +309,20 @@ def stages(problem):
 
 
 def print_candidates(what, candidates, rounds=5, most=10):
-    """Time (name, function) pairs, the first of which is what operators take, and print the fastest.
+    """Time (name, function) pairs, the first of which is what operators use, and print the fastest.
 
-    In turns, so that all meet the clocks that the GPU's power allows after a while.
+    All are timed once a round, so that all meet the clocks of the GPU's power limit.
     """
     candidates = dict(candidates)
     laps = {name: [] for name in candidates}
-    for turn in range(rounds + 2):
+    for lap in range(rounds + 2):
         for name, run in candidates.items():
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
             run()
             end.record()
             end.synchronize()
-            if turn > 1:
+            if lap > 1:
                 laps[name].append(cupy.cuda.get_elapsed_time(begin, end))
     found = sorted((statistics.median(times), name) for name, times in laps.items())
     chosen = next(iter(candidates))
@@ -331,7 +331,7 @@ def print_candidates(what, candidates, rounds=5, most=10):
         print(f"    {ms:8.2f} ms  {name}", flush=True)
 
 
-# (stages, stagger, boxes) of logprob_kernel, the operators' first.
+# (stages, stagger, boxes) of logprob_kernel; the first is what operators use.
 GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2), (3, 2, 4), (3, 0, 4)]
 FORWARD_GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2)]
 KERNEL_TYPES = (
@@ -355,7 +355,7 @@ def compile_config(config):
 
 @functools.cache
 def compile_configs():
-    """Compile what the sweep launches, several kernels at a time."""
+    """Compile the kernels of the sweep, several at a time."""
     both = {"entropy": True, "top1": True}
     wanted = [
         *configs("forward", FORWARD_GEOMETRIES).values(),
@@ -372,7 +372,7 @@ def compile_configs():
 
 def sweep(problem):
     if dispatch.architecture() != (9, 0):
-        print("sweep: the kernels in registers need compute capability 9.0")
+        print("sweep: the sm_90 kernels need compute capability 9.0")
         return
     compile_configs()
     rows, vocabulary, width = problem.shape
@@ -418,7 +418,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts, ["check", "times"])
     parser.add_argument("--shape", type=int, nargs=3, default=[16_384, 151_936, 1024], metavar=("N", "V", "D"))
-    parser.add_argument("--no-torch", action="store_true", help="leave torch out, whose import takes long")
+    parser.add_argument("--no-torch", action="store_true", help="do not time torch, whose import is slow")
     options = parser.parse_args()
     problem = Problem(*options.shape, with_torch=not options.no_torch)
     for name in options.parts:

@@ -1,16 +1,15 @@
-"""Kernels that are bound by memory, as shares of a copy's bandwidth.
+"""Memory-bound kernels, as shares of a copy's bandwidth.
 
     python bench/kernels/memory.py                    16,384 tokens of Qwen3-0.6B in bfloat16
     python bench/kernels/memory.py --only qkv         operators whose name contains this
     python bench/kernels/memory.py --tokens 256       fewer: a decode step of 256 sequences
 
 Each operator is compared with its reference in float64, on some rows, before it is timed. Times are of a graph of at
-least FEWEST_SETS calls, each on arrays of its own; from some thousand tokens on these are together larger than the
-second-level cache, and few of them are in it when their turn comes. Bytes are those that an operator cannot avoid to
-read and write, tables and weights of a few KiB left out. Shares are of the bandwidth of a copy of 2 GiB, whose start
-and end do not count; bar: 0.85 at 16,384 tokens. Beside each share stands that of a copy of as many bytes, timed as
-the operator is. Of few tokens, whose kernels last as long as their launch, the times when kernels may overlap, as in
-the engine's graphs, come second.
+least FEWEST_SETS calls, each on arrays of its own; from some thousand tokens on these are together larger than L2, so
+that few of their bytes are read from it. Bytes are those that an operator has to read and write, without tables and
+weights of a few KiB. Shares are of the bandwidth of a copy of 2 GiB, so long that its start and end do not matter; bar:
+0.85 at 16,384 tokens. Beside each share is that of a copy of as many bytes, timed in the same way. With few tokens,
+when a kernel is as short as its launch, the time inside pdl_scope is printed too.
 """
 
 import argparse
@@ -53,7 +52,7 @@ BAR_SHARE, BAR_TOKENS, FEW_TOKENS = 0.85, 16_384, 1024
 class Work(NamedTuple):
     """An operator on arrays of its own.
 
-    run(); nbytes that it reads and writes; pairs() -> [(array on the host, what it should be)] after one run.
+    run(); nbytes that it reads and writes; pairs() -> [(array on the host, expected array)] after one run.
     """
 
     run: object
@@ -91,7 +90,7 @@ class Heads:
         self.norm_bytes = size(self.rstd) if normed else 0
         blocks = -(-tokens // BLOCK)
         self.caches = [cupy.zeros((blocks, BLOCK, HK, E), self.qkv.dtype) for _ in range(2)]
-        # As the engine gives them: neighbouring tokens in a block, the blocks anywhere.
+        # As in the engine: neighbouring tokens in a block, blocks in any order.
         slots = np.random.default_rng(0).permutation(blocks)[:, None] * BLOCK + np.arange(BLOCK)
         self.slots = cupy.asarray(slots.reshape(-1)[:tokens].astype(np.int32))
 
@@ -103,7 +102,7 @@ class Heads:
         return qkv_split_ref(head(self.qkv), *self.host_weights, EPS, *self.host_tables, H, HK)
 
     def cached(self):
-        """What lies in the slots of the first tokens."""
+        """Keys and values in the slots of the first tokens."""
         slots = device.to_host(self.slots[:CHECKED_ROWS])
         return [device.to_host(cache).reshape(-1, HK, E)[slots].astype(np.float64) for cache in self.caches]
 
@@ -207,12 +206,12 @@ def embedding_work(tokens):
 
 
 def frequent_ids(tokens):
-    """As a text has them: of 16,384 tokens, some 3,000 are different."""
+    """Zipf-distributed, as in text: of 16,384 tokens, some 3,000 are different."""
     return np.minimum(np.random.default_rng(0).zipf(1.2, tokens), V - 1).astype(np.int32)
 
 
 def embedding_backward_work(tokens, ids_of=different_ids, beforehand=True):
-    """beforehand: the tokens are listed at another time, as in training, where that is done beside the forward."""
+    """beforehand: list_tokens is not timed; in training it runs during the forward, on a stream of its own."""
     ids, dout, dweight = ids_of(tokens), random_array(tokens, D), cupy.zeros((V, D), np.float32)
     on_device, distinct = cupy.asarray(ids), np.unique(ids)
 
@@ -225,18 +224,18 @@ def embedding_backward_work(tokens, ids_of=different_ids, beforehand=True):
     listed = list_tokens(on_device, dweight.shape) if beforehand else None
     if beforehand:
         listed.ready.synchronize()
-        # What runs in a graph waits for nothing outside of it.
+        # A captured launch cannot wait for an event outside of its graph.
         listed = listed._replace(ready=None)
 
     def run():
-        # The counters of parts are as they were: no id comes often.
+        # The counters of finished parts need no reset: no id has more than one part.
         embedding_backward(on_device, dout, dweight, listed=listed)
 
-    # float32 is added to.
+    # float32 is read and written.
     return Work(run, size(dout) + 2 * 4 * D * len(distinct), pairs)
 
 
-# Whose bytes are so few that the order of the sums decides.
+# Limited by latency rather than bandwidth.
 FREQUENT, ALONE = "embedding_backward of frequent ids", "embedding_backward with the listing of tokens"
 OPERATORS = {
     "rmsnorm": rmsnorm_work,
@@ -269,7 +268,7 @@ def measure(name, tokens, ceiling):
     make = OPERATORS[name]
     work = make(tokens)
     error = error_of(work)
-    # A rounding of bfloat16 is 2^-9 at most.
+    # The relative rounding error of bfloat16 is at most 2^-9.
     bad = "" if error < 2**-8 else "  WRONG"
     sets = min(max(2 * CACHE_BYTES // work.nbytes + 1, FEWEST_SETS), MOST_SETS)
     runs = [work.run, *(make(tokens).run for _ in range(sets - 1))]

@@ -1,13 +1,12 @@
-"""Drawing a token of each row of logits, against torch's softmax and multinomial.
+"""Sampling a token from each row of logits, against torch's softmax and multinomial.
 
     python bench/kernels/sampling.py              256 rows of 151,936 logits, every kind of filter; then fewer rows
     python bench/kernels/sampling.py check        against float64 on some rows
 
 Each kind is checked before it is timed: tokens and log-probs of some rows against float64 with the same noise. Times
-are of a graph over several copies of the logits, together larger than the second-level cache, as decode finds them
-after the lm_head's product. share: of a copy's bandwidth, for one reading of the logits. The floor is a kernel that
-reads the logits and does nothing else but keep the largest. Bars: 0.06 ms with temperature alone, 0.12 ms with top-k
-and top-p.
+are of a graph over several copies of the logits, together larger than L2. share: of a copy's bandwidth, for one reading
+of the logits. The floor is a kernel that reads the logits and computes their maximum only. Bars: 0.06 ms with
+temperature alone, 0.12 ms with top-k and top-p.
 """
 
 import argparse
@@ -34,13 +33,13 @@ MOST_COPIES = 128
 FEWER_ROWS = (1, 8, 64)
 
 
-# Logits that a warp of read_kernel has under way: sixteen a lane, four loads of 16 bytes.
+# Logits that a warp of read_kernel has in flight: sixteen a lane, four loads of 16 bytes.
 READ_COLUMNS = 512
 load_four, _ = vector_access(4, 4)
 
 
 class Kind(NamedTuple):
-    """What rows are drawn with, scale: of the normal logits; bar_ms."""
+    """Sampling parameters of all rows; scale: standard deviation of the logits; bar_ms: target."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -58,7 +57,7 @@ KINDS = {
     "top-k 50": Kind(0.8, 50, bar_ms=0.12),
     "top-p 0.9": Kind(0.8, top_p=0.9, bar_ms=0.12),
     "min-p 0.05": Kind(0.8, min_p=0.05, bar_ms=0.12),
-    # More tokens are kept than a block's list holds.
+    # More candidates than the list of a row holds.
     "top-p 0.9 of flat logits": Kind(1.0, top_p=0.9, scale=0.3),
 }
 
@@ -101,7 +100,8 @@ class Problem:
 
 @cuda.jit
 def read_kernel(logits, blocks, out):
-    """The largest of what each block reads of a row, `blocks` of them a row; what is left of the row's end is not read.
+    """out[block] = the maximum of a block's part of a row, which `blocks` blocks share; the row's remainder is not
+    read.
 
     A row's length is a multiple of four.
     """
@@ -133,7 +133,7 @@ def read_us(problem, blocks=4, threads=128):
 
 
 def torch_us(rows, vocabulary, kind):
-    """Microseconds of torch for such a draw, not as a graph; None where torch is missing or has no such filter."""
+    """Microseconds of torch for such a draw, not as a graph; None for min-p and if torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -159,7 +159,7 @@ def torch_us(rows, vocabulary, kind):
 def check(rows, vocabulary):
     for name, kind in KINDS.items():
         wrong, difference = Problem(min(rows, CHECKED_ROWS), vocabulary, kind, 1).errors()
-        # The race is run in float32: of tokens that finish together another may win, rarely.
+        # The argmax is computed in float32: of nearly equal scores, another token may be the largest, rarely.
         note = "" if wrong <= 1 and difference < 1e-4 else "  WRONG"
         print(f"{name:26} {wrong} tokens differ, log-probs by {difference:.1e}{note}", flush=True)
 
@@ -190,7 +190,7 @@ def times(rows, vocabulary):
             for name in ("temperature 0.8", "greedy", "top-k 50, top-p 0.9"):
                 problem = Problem(few, vocabulary, KINDS[name])
                 alone = problem.time_us() / 1e3
-                # As in the graph of a decode step, where a kernel may begin before the one ahead of it has ended.
+                # As in the graph of a decode step, whose kernels are launched with PDL.
                 with pdl_scope():
                     each.append(f"{name} {alone:.4f}, pdl_scope {problem.time_us() / 1e3:.4f} ms")
             print(f"{few:4} rows: {'; '.join(each)}", flush=True)

@@ -1,15 +1,15 @@
-"""The mma.sync path, forced on whatever GPU this is: GEMMs and attention against what mma.sync can do at most.
+"""The mma.sync (sm80) kernels, forced on any GPU since Ampere: GEMMs and attention against the peak of mma.sync.
 
     python bench/kernels/sm80.py                    everything below, under 90 s after compiling
     python bench/kernels/sm80.py peak               mma.sync from registers alone: the ceiling
     python bench/kernels/sm80.py gemm               training shapes, then few rows, against cuBLAS
     python bench/kernels/sm80.py forward            packed attention, against torch's FlashAttention-2
     python bench/kernels/sm80.py backward           its gradient, in two passes
-    python bench/kernels/sm80.py decode             one token a sequence, in a cache
-    python bench/kernels/sm80.py gemm --limit 99    with the tiles for 99 KiB of shared memory a block
+    python bench/kernels/sm80.py decode             one token a sequence, from a paged KV cache
+    python bench/kernels/sm80.py gemm --limit 99    with the configs for 99 KiB of shared memory a block
 
 Each case is checked before it is timed: GEMMs against cuBLAS, attention against float64 on sampled rows, decode
-against the bits of the packed form. Every candidate is timed; "<-" marks the one that the model chooses.
+against the bits of the packed form. Every candidate is timed; "<-" marks the one that best_config chooses.
 """
 
 import argparse
@@ -59,14 +59,14 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 ROUNDS = 2000
-# Products under way in a warp of the ceiling: as many as a 64 x 64 part of a matrix has.
+# Fragments of A, and of B, in a warp of peak_kernel: those of a 64 x 64 tile.
 FRAGMENTS = 4
 
 
 @specialize
 def peak_kernel(element):
-    """Each warp multiplies fragments that never leave its registers."""
-    add_product = mma(element)
+    """The kernel in which each warp multiplies fragments in its registers."""
+    mma_add = mma(element)
 
     @cuda.jit(launch_bounds=(128, 2))
     def peak_kernel(values, out, rounds):
@@ -81,7 +81,7 @@ def peak_kernel(element):
         for _ in range(rounds):
             for i in range(FRAGMENTS):
                 for j in range(FRAGMENTS):
-                    add_product(acc, (i * FRAGMENTS + j) * 8, a, 4 * i, b, 4 * j)
+                    mma_add(acc, (i * FRAGMENTS + j) * 8, a, 4 * i, b, 4 * j)
         total = np.float32(0.0)
         for i in range(128):
             total += acc[i]
@@ -91,7 +91,7 @@ def peak_kernel(element):
 
 
 def peak_tflops():
-    """What mma.sync reaches with operands and sums in registers."""
+    """TFLOP/s of mma.sync with operands and accumulators in registers."""
     blocks = 2 * device.sm_count()
     values, out = random_array(128, 64).view(np.int32), cupy.empty(blocks * 128, np.float32)
     us = time_us(lambda: launch(peak_kernel(BF16), blocks, 128, values, out, ROUNDS), 5)
@@ -102,13 +102,13 @@ def peak(limit):
     row("mma.sync from registers", f"{peak_tflops():.0f} TFLOP/s")
 
 
-def once(function, copies):
-    """Microseconds of function(copy) for the only copy."""
+def time_once(function, copies):
+    """Microseconds of function(copy) for the first copy."""
     return time_us(lambda: function(copies[0]), 5)
 
 
-def in_turn(function, copies):
-    """Microseconds of function(copy) where the copies come one after the other, in a graph."""
+def time_rotating(function, copies):
+    """Microseconds of function(copy), in a graph of one call for each copy."""
     return graph_time_us([lambda copy=copy: function(copy) for copy in copies], 3)
 
 
@@ -167,21 +167,21 @@ def gemms(limit):
             "dW": (lambda x: gemm.linear_backward_weight(dout, x, dw), dout, [x], dw, (True, True, "add"), (n, k, m)),
         }
         for what, case in cases.items():
-            shares.append(gemm_case(f"{name} {what}", *case, once, limit, ceiling))
+            shares.append(gemm_case(f"{name} {what}", *case, time_once, limit, ceiling))
     share, ratio = (geometric_mean(values) for values in zip(*shares, strict=True))
     row("mma.sync GEMMs of 8,192 rows", f"{share:.3f} of mma.sync's ceiling, {ratio:.3f} of cuBLAS's speed", "0.85")
     for name in ("0.6B o", "0.6B gate-up"):
         n, k = WEIGHTS[name]
-        # Together larger than the second-level cache, from which weights would come otherwise.
+        # Together larger than L2, so that weights are read from memory.
         copies = [random_array(n, k, scale=0.05) for _ in range(2 + L2_BYTES // (2 * n * k))]
         for m in (1, 64, 256):
             x = random_array(m, k)
             y = cupy.empty((m, n), x.dtype)
             case = (lambda w: gemm.linear(x, w, y), x, copies, y, (False, False, "same"), (m, n, k))
-            gemm_case(f"{name} M={m}", *case, in_turn, limit, ceiling)
+            gemm_case(f"{name} M={m}", *case, time_rotating, limit, ceiling)
 
 
-def forward_tiles(limit):
+def forward_configs(limit):
     chosen = attention_config(E, BF16, 0, limit)
     others = [
         Sm80AttentionConfig(E, BF16),
@@ -189,7 +189,10 @@ def forward_tiles(limit):
         Sm80AttentionConfig(E, BF16, 8, 16, 2),
         Sm80AttentionConfig(E, BF16, 8, 16),
     ]
-    return [chosen, *(tile for tile in others if tile != chosen and tile.shared_bytes < device.max_shared_bytes() - 64)]
+    return [
+        chosen,
+        *(config for config in others if config != chosen and config.shared_bytes < device.max_shared_bytes() - 64),
+    ]
 
 
 def forward(limit):
@@ -203,10 +206,10 @@ def forward(limit):
         peers = torch_peers(len(lengths), lengths[0]) if bar else {}
         now = "  ".join(f"{peer} {rate:.0f}" for peer, rate in peers.items())
         print(f"{name}: bar {bar or '-'} (FlashAttention-2)   now: {now or '-'}", flush=True)
-        for tile in forward_tiles(limit):
+        for config in forward_configs(limit):
 
-            def call(tile=tile):
-                attention_sm80(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, tile)
+            def call(config=config):
+                attention_sm80(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, config)
 
             out.fill(0)
             call()
@@ -214,18 +217,18 @@ def forward(limit):
             us = time_us(call, 5)
             rate = flops(lengths) / us / 1e6
             print(
-                f"    {tile.warps} warps of {tile.warp_rows}, {tile.stages} stages: {us:9.1f} us {rate:5.0f} TFLOP/s"
-                f"  {rate / ceiling:4.2f} of the ceiling  errors {error:.1e} {lse_error:.1e}"
+                f"    {config.warps} warps of {config.warp_rows}, {config.stages} stages: {us:9.1f} us"
+                f" {rate:5.0f} TFLOP/s  {rate / ceiling:4.2f} of the ceiling  errors {error:.1e} {lse_error:.1e}"
                 f"{'' if error < 0.02 and lse_error < 1e-3 else '  WRONG'}",
                 flush=True,
             )
-            if tile == attention_config(E, BF16, 0, limit):
+            if config == attention_config(E, BF16, 0, limit):
                 result = f"{rate:.0f} TFLOP/s, {rate / ceiling:.2f} of the ceiling"
                 row(f"mma.sync attention forward, {name}", result, bar or "")
 
 
 def backward(limit):
-    """TFLOP/s count 2.5 times the forward's products, though the two passes take 3.5 times as many."""
+    """TFLOP/s count 2.5 times the forward's FLOP, though the two passes compute 3.5 times as many."""
     ceiling = peak_tflops()
     print(f"\nattention backward, causal; ceiling {ceiling:.0f} TFLOP/s")
     chosen = dkv_config(E, BF16, limit), dq_config(E, BF16, limit)
@@ -235,7 +238,7 @@ def backward(limit):
     for rows in (Sm80DqConfig(E, BF16, 4, 1), Sm80DqConfig(E, BF16, 4, 2), Sm80DqConfig(E, BF16, 8, 2)):
         pairs.append((chosen[0], rows))
     limit = device.max_shared_bytes()
-    pairs = [pair for pair in dict.fromkeys(pairs) if all(tile.shared_bytes <= limit for tile in pair)]
+    pairs = [pair for pair in dict.fromkeys(pairs) if all(config.shared_bytes <= limit for config in pair)]
     for name, (lengths, *_) in ({"check, 5 x ragged": ([1, 65, 300, 511, 700],)} | FORWARD).items():
         tokens, longest = sum(lengths), max(lengths)
         q, dout = (random_array(tokens, H, E) for _ in range(2))
@@ -279,20 +282,20 @@ def decode(limit):
         work = Decode(sequences, context)
         caches = [[cache.reshape(-1, HK, E) for cache in pair] for pair in work.caches]
 
-        def calls(tile, work=work, caches=caches):
+        def calls(config, work=work, caches=caches):
             def make(k, v):
                 return lambda: paged_attention_sm80(
                     work.q, k, v, BLOCK, work.tables, work.cu_seqlens, work.contexts, 1, work.context, SCALE, work.out,
-                    tile,
+                    config,
                 )  # fmt: skip
 
             return [make(*pair) for pair in caches]
 
         chosen = decode_config(E, BF16, BLOCK, limit)
-        for tile in [chosen, *(Sm80DecodeConfig(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
-            if tile.shared_bytes > device.max_shared_bytes() - 6 * 1024:
+        for config in [chosen, *(Sm80DecodeConfig(E, BF16, s, BLOCK) for s in (1, 2, 3) if s != chosen.stages)]:
+            if config.shared_bytes > device.max_shared_bytes() - 6 * 1024:
                 continue
-            some = calls(tile)
+            some = calls(config)
             some[0]()
             # The first sequence again, packed.
             k, v = (rows_of(cache, work.tables[0]).reshape(-1, HK, E)[:context].copy() for cache in work.caches[0])
@@ -303,11 +306,11 @@ def decode(limit):
             same = bool((out[-1].view(np.uint16) == work.out[0].view(np.uint16)).all())
             us = graph_time_us(some)
             print(
-                f"{sequences:4} x {context:5}  {tile.stages} stages {us:8.1f} us  {work.nbytes / us / 1e3:6.0f} GB/s  "
-                f"(bar {bar})  {'bits of forward' if same else 'OTHER BITS'}",
+                f"{sequences:4} x {context:5}  {config.stages} stages {us:8.1f} us"
+                f"  {work.nbytes / us / 1e3:6.0f} GB/s  (bar {bar})  {'bits of forward' if same else 'OTHER BITS'}",
                 flush=True,
             )
-            if tile == chosen:
+            if config == chosen:
                 result = f"{work.nbytes / us / 1e3:.0f} GB/s{'' if same else ', OTHER BITS'}"
                 row(f"mma.sync decode, {sequences} x {context}", result, f"{bar} GB/s")
 
@@ -316,7 +319,7 @@ def main():
     parts = {"peak": peak, "gemm": gemms, "forward": forward, "backward": backward, "decode": decode}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts)
-    parser.add_argument("--limit", type=int, help="KiB of shared memory a block that tiles are chosen for")
+    parser.add_argument("--limit", type=int, help="KiB of shared memory a block that configs are chosen for")
     options = parser.parse_args()
     limit = min(options.limit * 1024, device.max_shared_bytes()) if options.limit else device.max_shared_bytes()
     for name in options.parts:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.delta import attention_delta
+from rlnumba.kernels.attention.simt import attention_delta
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     copy_functions,

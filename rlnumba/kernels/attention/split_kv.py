@@ -178,13 +178,17 @@ class Workspace:
             largest = count
         return arrays[largest]
 
+    def float_array(self, count):
+        """(count,) float32 with any content."""
+        return self._at_least(self.floats, count, np.float32)[:count]
+
     def partials(self, slots, rows, head_dim, counters):
         """(acc (slots rows head_dim,), row_max, row_sum (slots rows,), counters)."""
         count = slots * rows
-        floats = self._at_least(self.floats, count * (head_dim + 2), np.float32)
+        floats = self.float_array(count * (head_dim + 2))
         acc = floats[: count * head_dim]
         row_max = floats[count * head_dim : count * (head_dim + 1)]
-        row_sum = floats[count * (head_dim + 1) : count * (head_dim + 2)]
+        row_sum = floats[count * (head_dim + 1) :]
         return acc, row_max, row_sum, self._at_least(self.counters, counters, np.int32)
 
     def item_list(self, items, columns):
@@ -192,9 +196,9 @@ class Workspace:
         words = (1 + items) * columns
         return self._at_least(self.items, words, np.int32)[:words].reshape(-1, columns)
 
-    def reserve(self, floats, counters, items, columns):
+    def reserve(self, floats, counters=1, items=0, columns=1):
         """Allocate arrays of at least these sizes; returns the bytes of all arrays."""
-        self._at_least(self.floats, floats, np.float32)
+        self.float_array(floats)
         self._at_least(self.counters, counters, np.int32)
         self.item_list(items, columns)
         return sum(array.nbytes for arrays in (self.floats, self.counters, self.items) for array in arrays.values())

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rlnumba.kernels.attention import sm90_backward_config, sm90_decode_config, sm90_forward, softmax
+from rlnumba.kernels.attention import sm90_backward_mainloop, sm90_decode_config, sm90_forward, softmax
 from rlnumba.kernels.logprob.sm90 import chunk_columns
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.kernels.nn import rmsnorm
@@ -226,8 +226,8 @@ def attention_time():
 
 def attention_backward():
     """One step of the backward, and the order in which blocks add to dq."""
-    tile = sm90_backward_config.AttentionBackwardConfig(HEAD_DIM, "bfloat16")
-    queries = sm90_backward_config.QUERIES
+    tile = sm90_backward_mainloop.AttentionBackwardConfig(HEAD_DIM, "bfloat16")
+    queries = sm90_backward_mainloop.QUERIES
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.4), gridspec_kw={"width_ratios": [1.35, 1]})
     box(left, 0.1, 7.2, 2.2, 1.1, GREEN, f"K, V: {tile.keys} keys\n(stay)", size=8)
     box(left, 0.1, 4.3, 2.2, 1.1, BLUE, f"Q, dO: {queries} queries\n(a ring)", size=8)
@@ -245,7 +245,7 @@ def attention_backward():
     box(left, 9.4, 4.3, 2.5, 1.1, ORANGE, "4  dK += dS^T Q\nin registers", size=8)
     arrow(left, (8.25, 7.75), (9.35, 7.75), "registers", (0, 0.2))
     arrow(left, (8.25, 4.85), (9.35, 4.85), "registers", (0, 0.2))
-    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(sm90_backward_config.SCORE_BYTES)} shared", size=8)
+    box(left, 6.1, 1.6, 2.4, 1.1, GREY, f"dS of both,\n{kib(sm90_backward_mainloop.SCORE_BYTES)} shared", size=8)
     arrow(left, (7.3, 4.25), (7.3, 2.75), "stmatrix", (0.65, 0))
     box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nof this key tile", size=8)
     arrow(left, (8.55, 2.15), (9.35, 2.15))

@@ -26,7 +26,7 @@ from report import row
 from rlnumba.kernels.attention import sm90_backward as sm90
 from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90
-from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
+from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
 

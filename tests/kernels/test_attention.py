@@ -5,8 +5,7 @@ import pytest
 
 from rlnumba.kernels.attention.ops import attention, attention_backward
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
-from rlnumba.kernels.attention.simt import attention_kernel, prefill_config
-from rlnumba.kernels.attention.simt_backward import attention_dkv_kernel, attention_dq_kernel
+from rlnumba.kernels.attention.simt import attention_dkv_kernel, attention_dq_kernel, attention_kernel, prefill_config
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
@@ -211,12 +210,13 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
     config, backward_config = prefill_config(head_dim), prefill_config(head_dim, row_tiles=2)
     compile_sm90 = functools.partial(compile_offline, architecture=(9, 0))
-    troubles = compile_sm90(attention_kernel(config), [x, x, x, i, "float32", x, f])
+    numbers = [i, "int32", i, i, "float32"]
+    troubles = compile_sm90(attention_kernel(config, False), [x, x, x, *numbers, x, f])
     troubles += compile_sm90(attention_dq_kernel(backward_config), [x, x, x, x, f, f, i, "float32", x])
     troubles += compile_sm90(attention_dkv_kernel(backward_config), [x, x, x, x, f, f, i, "float32", x, x])
     if head_dim == 48:
         x = "float32[:,:,::1]"
-        troubles += compile_offline(attention_kernel(config), [x, x, x, i, "float32", x, f], (8, 0))
+        troubles += compile_offline(attention_kernel(config, False), [x, x, x, *numbers, x, f], (8, 0))
     assert not troubles, "\n".join(troubles)
 
 

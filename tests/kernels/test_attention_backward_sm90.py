@@ -9,7 +9,7 @@ from rlnumba.kernels.attention.sm90_backward import (
     attention_round_dq_kernel,
     attention_rows_kernel,
 )
-from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
+from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import sm90_decode, sm90_paged
-from rlnumba.kernels.attention.sm90_backward_config import AttentionBackwardConfig
+from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig

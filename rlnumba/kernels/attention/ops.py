@@ -13,14 +13,13 @@ multiple of HK: query head h reads KV head h // (H / HK), and the sums over i ru
 Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1].
 
 Three families of kernels compute it: sm90_forward.py and sm90_backward.py, sm80_forward.py and sm80_backward.py,
-simt.py and simt_backward.py. They differ by rounding; attention_family says which one a model gets. In each of them
+simt.py. They differ by rounding; attention_family says which one a model gets. In each of them
 every sum is taken in a fixed order, so equal inputs give equal bits, and a row's bits depend on that row alone.
 Sources: Dao et al. 2022 (FlashAttention), algorithms 1 and 4; Dao 2023; Shah et al. 2024.
 """
 
 from rlnumba.kernels.attention import cpu, sm80_tiles, sm90_forward
-from rlnumba.kernels.attention.simt import attention_simt
-from rlnumba.kernels.attention.simt_backward import attention_backward_simt
+from rlnumba.kernels.attention.simt import attention_backward_simt, attention_simt
 from rlnumba.kernels.attention.sm80_backward import attention_backward_sm80
 from rlnumba.kernels.attention.sm80_forward import attention_sm80
 from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90

@@ -1,9 +1,8 @@
 """Attention of new tokens to a cache in blocks: decode, chunked prefill and prefix hits (Kwon et al., 2023).
 
-The equations are those of kernels/attention/ops.py, and so is the family of kernels that computes them; of the simt
-ones, the device function `attend` of simt.py runs here too. Only the place of a key differs: key j of sequence b is row
-j % block_size of block block_tables[b, j // block_size]. A row's output therefore has the bits that `attention`
-gives it.
+The equations are those of kernels/attention/ops.py, and so is the family of kernels that computes them. Only the place
+of a key differs: key j of sequence b is row j % block_size of block block_tables[b, j // block_size]. A row's output
+has the bits that `attention` gives it.
 
 q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
 sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
@@ -19,43 +18,11 @@ import numpy as np
 from rlnumba.kernels.attention import cpu as attention_cpu
 from rlnumba.kernels.attention import sm80_decode, sm90_paged
 from rlnumba.kernels.attention.ops import attention_family, check_heads
-from rlnumba.kernels.attention.simt import attention_function, decode_config, prefill_config
+from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode_config import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
-from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import device
-from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
-
-
-@device_function
-def paged_row(block_tables, block_size, sequence, key):
-    """The row of a key in the cache seen as (blocks * block_size, HK, E)."""
-    key = np.int32(key)
-    return np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
-
-
-@specialize
-def paged_attention_kernel(tile):
-    """The kernel of `paged_attention` for a tile."""
-    rows, rows_per_thread = tile.rows, tile.rows_per_thread
-    attend = attention_function(tile, paged_row)
-
-    @cuda.jit
-    def paged_attention_kernel(q, k, v, block_tables, block_size, cu_seqlens, context_lens, scale, out):
-        """A block owns `rows` rows of a key head of a sequence (see attend); k, v (rows, HK, E)."""
-        row_max = cuda.local.array(rows_per_thread, np.float32)
-        row_sum = cuda.local.array(rows_per_thread, np.float32)
-        start = cu_seqlens[cuda.blockIdx.z]
-        length = cu_seqlens[cuda.blockIdx.z + 1] - start
-        first = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
-        if first >= length * (q.shape[1] // k.shape[1]):
-            return
-        context = context_lens[cuda.blockIdx.z]
-        attend(q, k, v, block_tables, block_size, start, length, context, first, scale, out, row_max, row_sum)
-
-    return paged_attention_kernel
 
 
 class PrefixSharing(NamedTuple):
@@ -172,25 +139,17 @@ def paged_attention(
         )
         return
     family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
-    if family != "simt":
-        check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-        numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
-        if family == "sm90":
-            sm90_paged.paged_attention_sm90(
-                q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
-            )
-        else:
-            sm80_decode.paged_attention_sm80(q, k, v, block_size, *numbers)
+    if family == "simt":
+        paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, scale, out)
         return
-    rows = max_seqlen_q * (heads // kv_heads)
-    tile = decode_config(head_dim)
-    if rows > tile.rows:
-        tile = prefill_config(head_dim)
-    launch(
-        paged_attention_kernel(tile), (-(-rows // tile.rows), kv_heads, sequences), tile.threads,
-        q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
-        shared=tile.shared_bytes(),
-    )  # fmt: skip
+    check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
+    if family == "sm90":
+        sm90_paged.paged_attention_sm90(
+            q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
+        )
+    else:
+        sm80_decode.paged_attention_sm80(q, k, v, block_size, *numbers)
 
 
 def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):

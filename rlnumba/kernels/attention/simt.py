@@ -1,4 +1,4 @@
-"""Causal attention without tensor cores, for any GPU, dtype and shape: float32 throughout.
+"""Causal attention and its gradient without tensor cores, for any GPU, dtype and shape: float32 throughout.
 
 The equations are those of kernels/attention/ops.py. What a row (a query head of a token) computes, in this order,
 wherever it is in whatever batch:
@@ -11,9 +11,13 @@ wherever it is in whatever batch:
     out_e = acc_e * (1 / l)      lse = m + log(l)
 
 Only the maximum is taken across threads, and it is exact in any order. So the bits of a row depend neither on the shape
-of a block, nor on the other rows of it, nor on where a key is stored: paged attention runs the same device function and
-gets the same bits. Keys beyond a row change nothing: p = 0 and rescale = 1.
-Source: Dao et al. 2022 (FlashAttention), algorithm 1.
+of a block, nor on the other rows of it, nor on where a key is stored: paged attention runs the same kernel and gets the
+same bits. Keys beyond a row change nothing: p = 0 and rescale = 1.
+
+The gradient recomputes p from q, k and lse. Three kernels: delta; dq, whose blocks own query rows and pass over the
+keys; dk and dv, whose blocks own keys and pass over the query rows. Each sum is taken by one thread in the order of the
+keys or rows, so equal inputs give equal bits.
+Source: Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
 """
 
 import functools
@@ -22,7 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.ptx.warp import device_function, narrow, shuffle_xor, sync_warp, widen
+from rlnumba.kernels.attention.split_kv import no_array
+from rlnumba.kernels.ptx.warp import device_function, narrow, shuffle_xor, sync_warp, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -39,6 +44,8 @@ LOADS_IN_FLIGHT = 32
 # All offsets in shared memory fit in these bits; masking with it spares the inner loops a test for negative indices.
 OFFSET_MASK = 0xFFFF
 MINUS_INFINITY = np.float32(-np.inf)
+# Threads of a block of the delta kernel: one warp a row.
+DELTA_THREADS = 128
 
 
 class SimtAttentionConfig(NamedTuple):
@@ -97,10 +104,11 @@ def prefill_config(head_dim, row_tiles=1):
 
 
 @functools.cache
-def dot_products_function(config):
-    """The device function for the dot products of a thread's rows with its keys, both in shared memory."""
-    head_dim, _, lanes, _ = config
-    rows_per_thread, keys_per_thread, stride = config.rows_per_thread, config.keys_per_thread, config.stride
+def row_functions(config):
+    """(dot_products, accumulate, store_rows): the device functions of a thread's rows. `shared` is shared memory."""
+    head_dim, rows, lanes, threads = config
+    rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
+    columns, stride, warp_rows = config.columns, config.stride, rows // (threads // 32)
 
     @device_function
     def dot_products(shared, rows, keys, result):
@@ -122,17 +130,8 @@ def dot_products_function(config):
                     key_values[c] = shared[key_offset + c * lanes * stride]
                 for i in range(rows_per_thread):
                     for c in range(keys_per_thread):
-                        result[i * keys_per_thread + c] = cuda.fma(
-                            row_values[i], key_values[c], result[i * keys_per_thread + c]
-                        )
-
-    return dot_products
-
-
-@functools.cache
-def accumulate_function(config):
-    """The device function that adds the rows of a tile, weighted by the scores of a thread's rows."""
-    lanes, rows_per_thread, columns, stride = config.lanes, config.rows_per_thread, config.columns, config.stride
+                        at = i * keys_per_thread + c
+                        result[at] = cuda.fma(row_values[i], key_values[c], result[at])
 
     @device_function
     def accumulate(shared, weights, values, acc, sums):
@@ -157,12 +156,32 @@ def accumulate_function(config):
                     for c in range(columns):
                         acc[i * columns + c] = cuda.fma(weight[i], value[c], acc[i * columns + c])
 
-    return accumulate
+    @device_function
+    def store_rows(shared, offset, acc, factors, seq_start, kv_head, gqa_ratio, first_row, valid_rows, out):
+        """Rows of `out` = the accumulators, row i times factors[i].
+
+        offset: of an array of the block's rows in shared memory, of which only this warp still reads its own rows.
+        """
+        thread = cuda.threadIdx.x & (threads - 1)
+        lane = thread % lanes
+        thread_row = thread // lanes * rows_per_thread
+        for i in range(rows_per_thread):
+            for c in range(columns):
+                shared[offset + (thread_row + i) * stride + lane + c * lanes] = acc[i * columns + c] * factors[i]
+        sync_warp()
+        for row in range(thread // 32 * warp_rows, min((thread // 32 + 1) * warp_rows, valid_rows)):
+            index = first_row + row
+            for column in range(thread % 32, head_dim, 32):
+                out[seq_start + index // gqa_ratio, kv_head * gqa_ratio + index % gqa_ratio, column] = narrow(
+                    shared[offset + row * stride + column], out
+                )
+
+    return dot_products, accumulate, store_rows
 
 
 @functools.cache
-def load_rows_function(config, count):
-    """The device function that loads `count` rows to shared memory as float32; a warp takes every n-th row."""
+def load_functions(config, count):
+    """(row_indices, load_rows, load_two): the device functions that load `count` rows; a warp takes every n-th row."""
     head_dim, threads, stride = config.head_dim, config.threads, config.stride
     warps = threads // 32
     rows_per_warp = count // warps
@@ -171,6 +190,18 @@ def load_rows_function(config, count):
     loads = LOADS_IN_FLIGHT if head_dim <= 128 else LOADS_IN_FLIGHT // 2
     batch = max(n for n in range(1, steps + 1) if steps % n == 0 and (n * rows_per_warp <= loads or n == 1))
     staged_count = rows_per_warp * batch
+
+    @device_function
+    def row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads):
+        """Rows from first_row on of a KV head's matrix; beyond valid_rows, the last valid one.
+
+        Row r is query token r // gqa_ratio of the sequence and query head r % gqa_ratio of the KV head.
+        """
+        warp = (cuda.threadIdx.x & (threads - 1)) // 32
+        for i in range(rows_per_warp):
+            index = first_row + min(warp + i * warps, valid_rows - 1)
+            tokens[i] = seq_start + index // gqa_ratio
+            heads[i] = kv_head * gqa_ratio + index % gqa_ratio
 
     @device_function
     def load_rows(shared, offset, x, tokens, heads, valid_rows, scale):
@@ -194,65 +225,47 @@ def load_rows_function(config, count):
                             value = np.float32(0.0)
                         shared[offset + row * stride + column] = value
 
-    return load_rows
+    @device_function
+    def load_two(shared, offset, x, y, scale, seq_start, kv_head, gqa_ratio, first_row, valid_rows):
+        """Rows from first_row on of x times scale, then those of y."""
+        tokens = cuda.local.array(rows_per_warp, np.int64)
+        heads = cuda.local.array(rows_per_warp, np.int64)
+        row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads)
+        load_rows(shared, offset, x, tokens, heads, valid_rows, scale)
+        load_rows(shared, offset + count * stride, y, tokens, heads, valid_rows, np.float32(1.0))
+
+    return row_indices, load_rows, load_two
 
 
-@functools.cache
-def row_indices_function(config, count):
-    """The device function that finds the token and head of the warp's rows in a block or tile of `count` rows."""
-    threads = config.threads
+@device_function
+def packed_row(cu_seqlens, block_size, sequence, key):
+    """The row of a key where the keys of a sequence are contiguous."""
+    return cu_seqlens[sequence] + key
+
+
+@device_function
+def paged_row(block_tables, block_size, sequence, key):
+    """The row of a key in the cache seen as (blocks * block_size, HK, E)."""
+    key = np.int32(key)
+    return np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
+
+
+@specialize
+def attention_kernel(config, paged):
+    """The kernel of a SimtAttentionConfig; paged: keys lie in the blocks of a cache."""
+    _, rows, lanes, threads = config
+    rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
+    columns, stride = config.columns, config.stride
     warps = threads // 32
-    rows_per_warp = count // warps
-
-    @device_function
-    def row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads):
-        """Rows from first_row on of a KV head's matrix; beyond valid_rows, the last valid one.
-
-        Row r is query token r // gqa_ratio of the sequence and query head r % gqa_ratio of the KV head.
-        """
-        warp = (cuda.threadIdx.x & (threads - 1)) // 32
-        for i in range(rows_per_warp):
-            index = first_row + min(warp + i * warps, valid_rows - 1)
-            tokens[i] = seq_start + index // gqa_ratio
-            heads[i] = kv_head * gqa_ratio + index % gqa_ratio
-
-    return row_indices
-
-
-@functools.cache
-def store_rows_function(config):
-    """The device function that writes a thread's accumulators to global memory, through shared memory."""
-    head_dim, rows, lanes, threads = config
-    rows_per_thread, columns, stride = config.rows_per_thread, config.columns, config.stride
-    warp_rows = rows // (threads // 32)
-
-    @device_function
-    def store_rows(shared, offset, acc, factors, seq_start, kv_head, gqa_ratio, first_row, valid_rows, out):
-        """Rows of `out` = the accumulators, row i times factors[i].
-
-        offset: of an array of the block's rows in shared memory, of which only this warp still reads its own rows.
-        """
-        thread = cuda.threadIdx.x & (threads - 1)
-        lane = thread % lanes
-        thread_row = thread // lanes * rows_per_thread
-        for i in range(rows_per_thread):
-            for c in range(columns):
-                shared[offset + (thread_row + i) * stride + lane + c * lanes] = acc[i * columns + c] * factors[i]
-        sync_warp()
-        for row in range(thread // 32 * warp_rows, min((thread // 32 + 1) * warp_rows, valid_rows)):
-            index = first_row + row
-            for column in range(thread % 32, head_dim, 32):
-                out[seq_start + index // gqa_ratio, kv_head * gqa_ratio + index % gqa_ratio, column] = narrow(
-                    shared[offset + row * stride + column], out
-                )
-
-    return store_rows
-
-
-@functools.cache
-def softmax_function(config):
-    """The device function of an online softmax step over a thread's rows."""
-    lanes, rows_per_thread, keys_per_thread = config.lanes, config.rows_per_thread, config.keys_per_thread
+    warp_rows, warp_keys = rows // warps, TILE_KEYS // warps
+    score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * columns
+    # Shared memory in floats: rows of q, keys, values, then the scores of a tile.
+    key_tile = rows * stride
+    value_tile = key_tile + TILE_KEYS * stride
+    score_tile = value_tile + TILE_KEYS * stride
+    dot_products, accumulate, store_rows = row_functions(config)
+    (row_indices, load_queries, _), (_, load_keys, _) = load_functions(config, rows), load_functions(config, TILE_KEYS)
+    key_row = paged_row if paged else packed_row
 
     @device_function
     def online_softmax_step(scores, first_position, first_key, gqa_ratio, row_max, rescale, shared, offset):
@@ -279,45 +292,22 @@ def softmax_function(config):
             rescale[i] = math.exp(row_max[i] - subtracted)
             row_max[i] = new_max
 
-    return online_softmax_step
+    @cuda.jit
+    def attention_kernel(q, k, v, table, block_size, cu_seqlens, context_lens, scale, out, lse):
+        """A block owns `rows` rows of a KV head of a sequence; the last rows, which see the most keys, start first.
 
-
-@functools.cache
-def attention_function(config, key_row):
-    """The device function that computes the attention of one block of rows.
-
-    key_row(table, block_size, sequence, key) is the row of k and v that holds a key of a sequence.
-    """
-    _, rows, lanes, threads = config
-    rows_per_thread = config.rows_per_thread
-    columns, stride = config.columns, config.stride
-    warps = threads // 32
-    warp_rows, warp_keys = rows // warps, TILE_KEYS // warps
-    score_count, acc_count = rows_per_thread * config.keys_per_thread, rows_per_thread * columns
-    # Shared memory in floats: rows of q, keys, values, then the scores of a tile.
-    key_tile = rows * stride
-    value_tile = key_tile + TILE_KEYS * stride
-    score_tile = value_tile + TILE_KEYS * stride
-    dot_products, accumulate = dot_products_function(config), accumulate_function(config)
-    online_softmax_step, store_rows = softmax_function(config), store_rows_function(config)
-    row_indices, load_queries = row_indices_function(config, rows), load_rows_function(config, rows)
-    load_keys = load_rows_function(config, TILE_KEYS)
-
-    @device_function
-    def attend(q, k, v, table, block_size, seq_start, query_len, context_len, first_row, scale, out, row_max, row_sum):
-        """A block owns `rows` rows of one KV head of one sequence, from first_row on.
-
-        The queries are the rows seq_start .. seq_start + query_len of q, the last query_len of the sequence's
-        context_len tokens. One pass over the keys: each tile of k and v is loaded to shared memory as float32, zero
-        beyond the context. A thread owns rows_per_thread rows; of the scores its keys are lane, lane + lanes, ...; of
-        the output its columns likewise. out is written, and row_max and row_sum, the maximum and the sum of a thread's
-        rows.
+        The queries of a sequence are the last of its context_len tokens; all of them, if packed. table: block_tables,
+        or cu_seqlens. One pass over the keys: each tile of k and v (rows, HK, E) is loaded to shared memory as float32,
+        zero beyond the context. A thread owns rows_per_thread rows; of the scores its keys are lane, lane + lanes, ...;
+        of the output its columns likewise. lse is written for packed sequences.
         """
         shared = cuda.shared.array(0, np.float32)
         scores = cuda.local.array(score_count, np.float32)
         acc = cuda.local.array(acc_count, np.float32)
         tile_sum = cuda.local.array(rows_per_thread, np.float32)
         rescale = cuda.local.array(rows_per_thread, np.float32)
+        row_max = cuda.local.array(rows_per_thread, np.float32)
+        row_sum = cuda.local.array(rows_per_thread, np.float32)
         tokens = cuda.local.array(warp_rows, np.int64)
         heads = cuda.local.array(warp_rows, np.int64)
         key_rows = cuda.local.array(warp_keys, np.int64)
@@ -326,15 +316,20 @@ def attention_function(config, key_row):
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         thread_row = thread // lanes * rows_per_thread
-        sequence = cuda.blockIdx.z
-        kv_head = cuda.blockIdx.y
+        sequence, kv_head = cuda.blockIdx.z, cuda.blockIdx.y
+        start = cu_seqlens[sequence]
+        length = cu_seqlens[sequence + 1] - start
+        context_len = context_lens[sequence] if paged else length
         gqa_ratio = q.shape[1] // k.shape[1]
-        valid_rows = min(query_len * gqa_ratio - first_row, rows)
+        first_row = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        valid_rows = min(length * gqa_ratio - first_row, rows)
+        if valid_rows <= 0:
+            return
         # A warp without a valid row computes nothing.
         warp_is_valid = thread // 32 * warp_rows < valid_rows
-        query_offset = context_len - query_len
+        query_offset = context_len - length
 
-        row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads)
+        row_indices(start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads)
         load_queries(shared, 0, q, tokens, heads, valid_rows, scale)
         for i in range(rows_per_thread):
             row_max[i] = MINUS_INFINITY
@@ -376,52 +371,241 @@ def attention_function(config, key_row):
         for i in range(rows_per_thread):
             # A row without keys (an empty context) gives zeros.
             rescale[i] = np.float32(1.0) / row_sum[i] if row_sum[i] != np.float32(0.0) else np.float32(0.0)
-        store_rows(shared, 0, acc, rescale, seq_start, kv_head, gqa_ratio, first_row, valid_rows, out)
-
-    return attend
-
-
-@device_function
-def packed_row(cu_seqlens, block_size, sequence, key):
-    """The row of a key where the keys of a sequence are contiguous."""
-    return cu_seqlens[sequence] + key
-
-
-@specialize
-def attention_kernel(config):
-    """The kernel of attention_simt for a config."""
-    rows, lanes, rows_per_thread = config.rows, config.lanes, config.rows_per_thread
-    attend = attention_function(config, packed_row)
-
-    @cuda.jit
-    def attention_kernel(q, k, v, cu_seqlens, scale, out, lse):
-        """A block owns `rows` rows of a KV head of a sequence; the last rows, which see the most keys, start first."""
-        row_max = cuda.local.array(rows_per_thread, np.float32)
-        row_sum = cuda.local.array(rows_per_thread, np.float32)
-        start = cu_seqlens[cuda.blockIdx.z]
-        length = cu_seqlens[cuda.blockIdx.z + 1] - start
-        gqa_ratio = q.shape[1] // k.shape[1]
-        first_row = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
-        if first_row >= length * gqa_ratio:
-            return
-        attend(q, k, v, cu_seqlens, 0, start, length, length, first_row, scale, out, row_max, row_sum)
-        lane = cuda.threadIdx.x % lanes
-        for i in range(rows_per_thread):
-            index = first_row + cuda.threadIdx.x // lanes * rows_per_thread + i
-            if lane == 0 and index < length * gqa_ratio:
-                head = cuda.blockIdx.y * gqa_ratio + index % gqa_ratio
+            index = first_row + thread_row + i
+            if not paged and lane == 0 and index < length * gqa_ratio:
+                head = kv_head * gqa_ratio + index % gqa_ratio
                 lse[head, start + index // gqa_ratio] = row_max[i] + math.log(row_sum[i])
+        store_rows(shared, 0, acc, rescale, start, kv_head, gqa_ratio, first_row, valid_rows, out)
 
     return attention_kernel
 
 
 def attention_simt(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     """As the operator attention, which has checked the arguments."""
-    _, heads, head_dim = q.shape
-    kv_heads, config = k.shape[1], prefill_config(head_dim)
-    grid = (-(-max_seqlen * (heads // kv_heads) // config.rows), kv_heads, len(cu_seqlens) - 1)
+    kv_heads, config = k.shape[1], prefill_config(q.shape[2])
     launch(
-        attention_kernel(config), grid, config.threads,
-        q, k, v, cu_seqlens, float(scale), out, lse,
+        attention_kernel(config, False),
+        (-(-max_seqlen * (q.shape[1] // kv_heads) // config.rows), kv_heads, len(cu_seqlens) - 1), config.threads,
+        q, k, v, cu_seqlens, np.int32(0), cu_seqlens, cu_seqlens, float(scale), out, lse,
         shared=config.shared_bytes(),
     )  # fmt: skip
+
+
+def paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, scale, out):
+    """As the operator paged_attention, which has checked the arguments; k, v: the cache as (rows, HK, E)."""
+    (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    rows, config = max_seqlen_q * (heads // kv_heads), decode_config(head_dim)
+    if rows > config.rows:
+        config = prefill_config(head_dim)
+    launch(
+        attention_kernel(config, True), (-(-rows // config.rows), kv_heads, len(context_lens)), config.threads,
+        q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
+        no_array(2, np.float32), shared=config.shared_bytes(),
+    )  # fmt: skip
+
+
+@cuda.jit
+def attention_delta_kernel(dout, out, delta):
+    """A warp owns a row (a head of a token), a lane every 32nd column."""
+    tokens, heads, head_dim = out.shape
+    row = cuda.blockIdx.x * (DELTA_THREADS // 32) + cuda.threadIdx.x // 32
+    if row >= tokens * heads:
+        return
+    total = np.float32(0.0)
+    for column in range(cuda.threadIdx.x % 32, head_dim, 32):
+        total += widen(dout[row // heads, row % heads, column]) * widen(out[row // heads, row % heads, column])
+    total = warp_sum(total)
+    if cuda.threadIdx.x % 32 == 0:
+        delta[row % heads, row // heads] = total
+
+
+def attention_delta(dout, out):
+    """delta (H, N) float32 of dout and out (N, H, E), which the operator has checked."""
+    tokens, heads, _ = out.shape
+    delta = device.xp().empty((heads, tokens), np.float32)
+    launch(attention_delta_kernel, -(-tokens * heads * 32 // DELTA_THREADS), DELTA_THREADS, dout, out, delta)
+    return delta
+
+
+@specialize
+def attention_dq_kernel(config):
+    """The kernel of dq for a SimtAttentionConfig."""
+    _, rows, lanes, threads = config
+    rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
+    stride, warp_rows = config.stride, rows // (threads // 32)
+    score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * config.columns
+    # Shared memory in floats: rows of q and dout, keys, values, then ds of a tile.
+    dout_tile = rows * stride
+    key_tile = dout_tile + rows * stride
+    value_tile = key_tile + TILE_KEYS * stride
+    score_tile = value_tile + TILE_KEYS * stride
+    dot_products, accumulate, store_rows = row_functions(config)
+    (_, _, load_block), (_, _, load_tile) = load_functions(config, rows), load_functions(config, TILE_KEYS)
+
+    @cuda.jit
+    def attention_dq_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dq):
+        """A block owns `rows` rows of a KV head of a sequence, as in attention; one pass over their keys."""
+        shared = cuda.shared.array(0, np.float32)
+        scores = cuda.local.array(score_count, np.float32)
+        gradients = cuda.local.array(score_count, np.float32)
+        acc = cuda.local.array(acc_count, np.float32)
+        row_lse = cuda.local.array(rows_per_thread, np.float32)
+        row_delta = cuda.local.array(rows_per_thread, np.float32)
+        sums = cuda.local.array(rows_per_thread, np.float32)
+        thread = cuda.threadIdx.x & (threads - 1)
+        lane = thread % lanes
+        thread_row = thread // lanes * rows_per_thread
+        kv_head = cuda.blockIdx.y
+        start = cu_seqlens[cuda.blockIdx.z]
+        length = cu_seqlens[cuda.blockIdx.z + 1] - start
+        gqa_ratio = q.shape[1] // k.shape[1]
+        first_row = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        valid_rows = min(length * gqa_ratio - first_row, rows)
+        if valid_rows <= 0:
+            return
+        warp_is_valid = thread // 32 * warp_rows < valid_rows
+
+        load_block(shared, 0, q, dout, scale, start, kv_head, gqa_ratio, first_row, valid_rows)
+        for i in range(rows_per_thread):
+            row_lse[i] = np.float32(0.0)
+            row_delta[i] = np.float32(0.0)
+            if thread_row + i < valid_rows:
+                index = first_row + thread_row + i
+                row_lse[i] = lse[kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio]
+                row_delta[i] = delta[kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio]
+        for i in range(acc_count):
+            acc[i] = np.float32(0.0)
+
+        for tile_start in range(0, (first_row + valid_rows - 1) // gqa_ratio + 1, TILE_KEYS):
+            tile_keys = min(length - tile_start, TILE_KEYS)
+            cuda.syncthreads()
+            load_tile(shared, key_tile, k, v, np.float32(1.0), start, kv_head, 1, tile_start, tile_keys)
+            cuda.syncthreads()
+            if not warp_is_valid:
+                continue
+            dot_products(shared, thread_row * stride, key_tile + lane * stride, scores)
+            dot_products(shared, dout_tile + thread_row * stride, value_tile + lane * stride, gradients)
+            for i in range(rows_per_thread):
+                position = (first_row + thread_row + i) // gqa_ratio
+                for c in range(keys_per_thread):
+                    ds = np.float32(0.0)
+                    if tile_start + lane + c * lanes <= position:
+                        p = math.exp(scores[i * keys_per_thread + c] - row_lse[i])
+                        ds = p * (gradients[i * keys_per_thread + c] - row_delta[i])
+                    shared[score_tile + (thread_row + i) * SCORE_STRIDE + lane + c * lanes] = ds
+            sync_warp()
+            accumulate(shared, score_tile + thread_row * SCORE_STRIDE, key_tile + lane, acc, sums)
+
+        if not warp_is_valid:
+            return
+        for i in range(rows_per_thread):
+            sums[i] = scale
+        store_rows(shared, 0, acc, sums, start, kv_head, gqa_ratio, first_row, valid_rows, dq)
+
+    return attention_dq_kernel
+
+
+@specialize
+def attention_dkv_kernel(config):
+    """The kernel of dk and dv for a SimtAttentionConfig: its rows are keys here, its TILE_KEYS keys query rows."""
+    _, rows, lanes, threads = config
+    rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
+    stride, warp_rows = config.stride, rows // (threads // 32)
+    score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * config.columns
+    # Shared memory in floats: the block's keys and values, rows of q and dout, p or ds, lse and delta of the rows.
+    value_tile = rows * stride
+    query_tile = value_tile + rows * stride
+    dout_tile = query_tile + TILE_KEYS * stride
+    score_tile = dout_tile + TILE_KEYS * stride
+    lse_tile = score_tile + rows * SCORE_STRIDE
+    delta_tile = lse_tile + TILE_KEYS
+    dot_products, accumulate, store_rows = row_functions(config)
+    (_, _, load_block), (_, _, load_tile) = load_functions(config, rows), load_functions(config, TILE_KEYS)
+
+    @cuda.jit
+    def attention_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
+        """A block owns `rows` keys of a KV head of a sequence; one pass over the query rows that see them.
+
+        A query row is a token and one of the KV head's query heads, as in attention. A thread owns rows_per_thread
+        keys; of p and ds its rows are lane, lane + lanes, ...; of dk and dv its columns likewise.
+        """
+        shared = cuda.shared.array(0, np.float32)
+        scores = cuda.local.array(score_count, np.float32)
+        gradients = cuda.local.array(score_count, np.float32)
+        dk_acc = cuda.local.array(acc_count, np.float32)
+        dv_acc = cuda.local.array(acc_count, np.float32)
+        sums = cuda.local.array(rows_per_thread, np.float32)
+        thread = cuda.threadIdx.x & (threads - 1)
+        lane = thread % lanes
+        thread_key = thread // lanes * rows_per_thread
+        kv_head = cuda.blockIdx.y
+        start = cu_seqlens[cuda.blockIdx.z]
+        length = cu_seqlens[cuda.blockIdx.z + 1] - start
+        gqa_ratio = q.shape[1] // k.shape[1]
+        first_key = cuda.blockIdx.x * rows
+        valid_keys = min(length - first_key, rows)
+        if valid_keys <= 0:
+            return
+        warp_is_valid = thread // 32 * warp_rows < valid_keys
+
+        load_block(shared, 0, k, v, np.float32(1.0), start, kv_head, 1, first_key, valid_keys)
+        for i in range(acc_count):
+            dk_acc[i] = np.float32(0.0)
+            dv_acc[i] = np.float32(0.0)
+
+        for tile_start in range(first_key * gqa_ratio // TILE_KEYS * TILE_KEYS, length * gqa_ratio, TILE_KEYS):
+            tile_rows = min(length * gqa_ratio - tile_start, TILE_KEYS)
+            cuda.syncthreads()
+            load_tile(shared, query_tile, q, dout, scale, start, kv_head, gqa_ratio, tile_start, tile_rows)
+            if thread < TILE_KEYS:
+                index = tile_start + min(thread, tile_rows - 1)
+                head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
+                shared[lse_tile + thread] = lse[head, token]
+                shared[delta_tile + thread] = delta[head, token]
+            cuda.syncthreads()
+            if not warp_is_valid:
+                continue
+            dot_products(shared, thread_key * stride, query_tile + lane * stride, scores)
+            dot_products(shared, value_tile + thread_key * stride, dout_tile + lane * stride, gradients)
+            for i in range(rows_per_thread):
+                for c in range(keys_per_thread):
+                    row = lane + c * lanes
+                    p = np.float32(0.0)
+                    if row < tile_rows and first_key + thread_key + i <= (tile_start + row) // gqa_ratio:
+                        p = np.float32(math.exp(scores[i * keys_per_thread + c] - shared[lse_tile + row]))
+                    shared[score_tile + (thread_key + i) * SCORE_STRIDE + row] = p
+                    gradients[i * keys_per_thread + c] = p * (
+                        gradients[i * keys_per_thread + c] - shared[delta_tile + row]
+                    )
+            # p, then ds, of a key are written and read by the threads of one warp.
+            sync_warp()
+            accumulate(shared, score_tile + thread_key * SCORE_STRIDE, dout_tile + lane, dv_acc, sums)
+            sync_warp()
+            for i in range(rows_per_thread):
+                for c in range(keys_per_thread):
+                    at = score_tile + (thread_key + i) * SCORE_STRIDE + lane + c * lanes
+                    shared[at] = gradients[i * keys_per_thread + c]
+            sync_warp()
+            accumulate(shared, score_tile + thread_key * SCORE_STRIDE, query_tile + lane, dk_acc, sums)
+
+        if not warp_is_valid:
+            return
+        for i in range(rows_per_thread):
+            sums[i] = np.float32(1.0)
+        store_rows(shared, 0, dk_acc, sums, start, kv_head, 1, first_key, valid_keys, dk)
+        store_rows(shared, value_tile, dv_acc, sums, start, kv_head, 1, first_key, valid_keys, dv)
+
+    return attention_dkv_kernel
+
+
+def attention_backward_simt(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv):
+    """As the operator attention_backward, which has checked the arguments."""
+    _, heads, head_dim = q.shape
+    kv_heads, sequences = k.shape[1], len(cu_seqlens) - 1
+    config = prefill_config(head_dim, row_tiles=2)
+    shared = config.shared_bytes(row_tiles=2)
+    arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
+    grid = (-(-max_seqlen * (heads // kv_heads) // config.rows), kv_heads, sequences)
+    launch(attention_dq_kernel(config), grid, config.threads, *arguments, dq, shared=shared)
+    grid = (-(-max_seqlen // config.rows), kv_heads, sequences)
+    launch(attention_dkv_kernel(config), grid, config.threads, *arguments, dk, dv, shared=shared)

@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.delta import attention_delta
+from rlnumba.kernels.attention.simt import attention_delta
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     copy_functions,
-    fragment_functions,
+    gemm_functions,
     line_pitch,
     padded,
+    sequence_function,
     store_rows_function,
 )
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
@@ -37,9 +38,8 @@ from rlnumba.kernels.ptx.sm80 import (
     cp_async_16,
     cp_async_commit_group,
     cp_async_wait_group,
-    mma,
 )
-from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
+from rlnumba.kernels.ptx.warp import device_function, exp2
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -122,13 +122,12 @@ def row_tile_function(head_dim, rows, threads):
     passes = -(-rows // lines_per_pass)
 
     @device_function
-    def load_row_tile(
-        target, q_source, dout_source, lse, delta, first_row, end_row, gqa_ratio, token_bytes, start, kv_head, thread
-    ):
+    def load_row_tile(target, q_source, dout_source, lse, delta, first_row, end_row, sequence, kv_head, thread):
         """Rows first_row .. first_row + rows of a KV head's matrix, zeros from end_row on.
 
         q_source, dout_source: addresses of the first token's first query head of the KV head.
         """
+        gqa_ratio, start, token_bytes = sequence.gqa_ratio, sequence.start, sequence.token_bytes
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         # A thread's next row is lines_per_pass further: the token and the head advance by these, without a division.
         token, head = i32(first_row + line) // gqa_ratio, i32(first_row + line) % gqa_ratio
@@ -156,26 +155,21 @@ def row_tile_function(head_dim, rows, threads):
     return load_row_tile
 
 
-@functools.cache
-def dkv_functions(config):
-    """(gemm_t, softmax_backward, accumulate): the device functions of a step of WIDTH rows, for dk and dv."""
-    rows, pitch, steps = config.rows, line_pitch(config.head_dim), padded(config.head_dim) // 16
-    column_steps, score_count = min(padded(config.head_dim), COLUMNS) // 16, WIDTH // 2
-    load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma_fragments, pack = mma(config.element), cvt_pack(config.element)
-
-    @device_function
-    def gemm_t(scores, key_lines, row_lines, lane):
-        """scores (16 keys, WIDTH rows) = the warp's lines of k or v times lines of q or dout: s^T or dp^T."""
-        a = cuda.local.array(4, np.int32)
-        b = cuda.local.array(4, np.int32)
-        for i in range(score_count):
-            scores[i] = f32(0.0)
-        for step in range(steps):
-            load_a(a, 0, key_lines, step, lane)
-            for n in range(WIDTH // 16):
-                load_b(b, 0, row_lines + n * 16 * pitch, step, lane)
-                mma_fragments(scores, 8 * n, a, 0, b, 0)
+@specialize
+def sm80_dkv_kernel(config):
+    """The kernel of a Sm80DkvConfig."""
+    head_dim, element, _, rows, stages = config
+    threads, keys, column_blocks, pitch = config.threads, config.keys, config.column_blocks, line_pitch(head_dim)
+    columns = min(padded(head_dim), COLUMNS)
+    column_steps, acc_count, score_count = columns // 16, columns // 2, WIDTH // 2
+    # Shared memory in bytes: the block's keys; its values; stages of [q | dout | lse | delta] of a tile of rows.
+    stage_bytes, v_offset, rows_offset = config.stage_bytes, keys * pitch, 2 * keys * pitch
+    # The block's keys are rows of a matrix with one head a token.
+    copy_rows, _ = copy_functions(head_dim, keys, threads, 0)
+    load_row_tile = row_tile_function(head_dim, rows, threads)
+    _, gemm, accumulate = gemm_functions(head_dim, element, WIDTH, columns=columns)
+    read_sequence, store_rows = sequence_function(head_dim), store_rows_function(head_dim, columns, 16, element)
+    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
 
     @device_function
     def softmax_backward(scores, gradients, lse, row, full, first_key, gqa_ratio, scale_log2, lane):
@@ -202,37 +196,6 @@ def dkv_functions(config):
                 gradients[at] = scores[at] * (gradients[at] - low_delta)
                 gradients[at + 1] = scores[at + 1] * (gradients[at + 1] - high_delta)
 
-    @device_function
-    def accumulate(acc, weights, lines, first_step, lane):
-        """acc (16 keys, columns) += weights (16 keys, WIDTH rows) times the lines, from column step first_step on."""
-        a = cuda.local.array(4, np.int32)
-        b = cuda.local.array(4, np.int32)
-        for step in range(WIDTH // 16):
-            for i in range(4):
-                a[i] = pack(weights[8 * step + 2 * i], weights[8 * step + 2 * i + 1])
-            for n in range(column_steps):
-                load_b_transposed(b, 0, lines + step * 16 * pitch, first_step + n, lane)
-                mma_fragments(acc, 8 * n, a, 0, b, 0)
-
-    return gemm_t, softmax_backward, accumulate
-
-
-@specialize
-def sm80_dkv_kernel(config):
-    """The kernel of a Sm80DkvConfig."""
-    head_dim, element, _, rows, stages = config
-    threads, keys, column_blocks, pitch = config.threads, config.keys, config.column_blocks, line_pitch(head_dim)
-    columns = min(padded(head_dim), COLUMNS)
-    column_steps, acc_count, score_count = columns // 16, columns // 2, WIDTH // 2
-    # Shared memory in bytes: the block's keys; its values; stages of [q | dout | lse | delta] of a tile of rows.
-    stage_bytes, v_offset, rows_offset = config.stage_bytes, keys * pitch, 2 * keys * pitch
-    # The block's keys are rows of a matrix with one head a token.
-    copy_rows, _ = copy_functions(head_dim, keys, threads, 0)
-    load_row_tile = row_tile_function(head_dim, rows, threads)
-    gemm_t, softmax_backward, accumulate = dkv_functions(config)
-    store_rows = store_rows_function(head_dim, columns, 16, element)
-    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
-
     @cuda.jit(launch_bounds=(threads, 1))
     def sm80_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
         """A block owns `keys` keys of a KV head, or COLUMNS columns of their gradients, and passes over the rows."""
@@ -240,13 +203,12 @@ def sm80_dkv_kernel(config):
         dv_acc = cuda.local.array(acc_count, np.float32)
         scores = cuda.local.array(score_count, np.float32)
         gradients = cuda.local.array(score_count, np.float32)
+        fragments = cuda.local.array(4, np.int32)
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
         kv_head, column_block = i32(cuda.blockIdx.x // column_blocks), i32(cuda.blockIdx.x % column_blocks)
-        heads, kv_heads = i32(q.shape[1]), i32(k.shape[1])
-        gqa_ratio = heads // kv_heads
-        start = cu_seqlens[cuda.blockIdx.y]
-        length = i32(cu_seqlens[cuda.blockIdx.y + 1] - start)
+        sequence = read_sequence(q, k, cu_seqlens, cuda.blockIdx.y, kv_head)
+        gqa_ratio, _, length, _, key_bytes, q_offset, k_offset = sequence
         first_key = i32(cuda.blockIdx.z * keys)
         valid_keys = min(i32(length - first_key), i32(keys))
         if valid_keys <= 0:
@@ -256,18 +218,13 @@ def sm80_dkv_kernel(config):
         tiles = i32(i32(i32(end_row - first_row) + i32(rows - 1)) // i32(rows))
 
         base = shared_address(cuda.shared.array(0, np.uint8))
-        token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
-        q_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
-        k_offset = np.int64(start) * key_bytes + kv_head * (head_dim * 2)
         q_source, dout_source = address_of(q) + q_offset, address_of(dout) + q_offset
         copy_rows(base, address_of(k) + k_offset, first_key, valid_keys, i32(1), key_bytes, thread)
         copy_rows(base + v_offset, address_of(v) + k_offset, first_key, valid_keys, i32(1), key_bytes, thread)
         for stage in range(stages):
             if stage < tiles:
-                load_row_tile(
-                    base + rows_offset + stage * stage_bytes, q_source, dout_source, lse, delta,
-                    i32(first_row + i32(stage * rows)), end_row, gqa_ratio, token_bytes, start, kv_head, thread,
-                )  # fmt: skip
+                tile, row = base + rows_offset + stage * stage_bytes, i32(first_row + i32(stage * rows))
+                load_row_tile(tile, q_source, dout_source, lse, delta, row, end_row, sequence, kv_head, thread)
             cp_async_commit_group()
         for i in range(acc_count):
             dk_acc[i], dv_acc[i] = f32(0.0), f32(0.0)
@@ -286,8 +243,8 @@ def sm80_dkv_kernel(config):
                 if warp_key < valid_keys and i32(row + i32(WIDTH)) > none and row < end_row:
                     q_lines = tile + part * (WIDTH * pitch)
                     dout_lines = q_lines + rows * pitch
-                    gemm_t(scores, warp_lines, q_lines, lane)
-                    gemm_t(gradients, warp_lines + v_offset, dout_lines, lane)
+                    gemm(scores, fragments, warp_lines, q_lines, lane)
+                    gemm(gradients, fragments, warp_lines + v_offset, dout_lines, lane)
                     row_lse = tile + 2 * rows * pitch + part * (WIDTH * 4)
                     softmax_backward(scores, gradients, row_lse, row, full, warp_first_key, gqa_ratio, scale_log2, lane)
                     accumulate(dv_acc, scores, dout_lines, i32(column_block * column_steps), lane)
@@ -295,10 +252,8 @@ def sm80_dkv_kernel(config):
             cuda.syncthreads()
             next_tile = i32(i32(j) + i32(stages))
             if next_tile < tiles:
-                load_row_tile(
-                    tile, q_source, dout_source, lse, delta, i32(first_row + i32(next_tile * i32(rows))), end_row,
-                    gqa_ratio, token_bytes, start, kv_head, thread,
-                )  # fmt: skip
+                row = i32(first_row + i32(next_tile * i32(rows)))
+                load_row_tile(tile, q_source, dout_source, lse, delta, row, end_row, sequence, kv_head, thread)
             cp_async_commit_group()
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
@@ -316,33 +271,20 @@ def sm80_dkv_kernel(config):
     return sm80_dkv_kernel
 
 
-@functools.cache
-def dq_functions(config):
-    """(load_rows, gemm, softmax_backward, accumulate): the device functions of a step of WIDTH keys, for dq."""
-    rows, pitch, steps = config.rows, line_pitch(config.head_dim), padded(config.head_dim) // 16
-    rows_in_registers, score_count = config.rows_in_registers, WIDTH // 2
-    load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma_fragments, pack = mma(config.element), cvt_pack(config.element)
-
-    @device_function
-    def load_rows(q_fragments, dout_fragments, lines, lane):
-        """All columns of a warp's rows of q, at `lines`, and of dout."""
-        for step in range(steps):
-            load_a(q_fragments, 4 * step, lines, step, lane)
-            load_a(dout_fragments, 4 * step, lines + rows * pitch, step, lane)
-
-    @device_function
-    def gemm(scores, row_fragments, row_lines, key_lines, lane):
-        """scores (16 rows, WIDTH keys) = the warp's rows of q or dout times lines of k or v: s or dp."""
-        fragment = cuda.local.array(4, np.int32)
-        for i in range(score_count):
-            scores[i] = f32(0.0)
-        for step in range(steps):
-            if not rows_in_registers:
-                load_a(row_fragments, 0, row_lines, step, lane)
-            for n in range(WIDTH // 16):
-                load_b(fragment, 0, key_lines + n * 16 * pitch, step, lane)
-                mma_fragments(scores, 8 * n, row_fragments, 4 * step if rows_in_registers else 0, fragment, 0)
+@specialize
+def sm80_dq_kernel(config):
+    """The kernel of a Sm80DqConfig."""
+    head_dim, element, _, stages, rows_in_registers = config
+    threads, rows, pitch = config.threads, config.rows, line_pitch(head_dim)
+    steps, score_count = padded(head_dim) // 16, WIDTH // 2
+    acc_count, row_words = 8 * steps, 4 * (steps if rows_in_registers else 1)
+    # Shared memory in bytes: rows of q and of dout, unless they stay in registers; stages of [keys | values] of a tile.
+    kv_offset = 0 if rows_in_registers else 2 * rows * pitch
+    tile_bytes, stage_bytes = TILE_KEYS * pitch, 2 * TILE_KEYS * pitch
+    copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
+    load_rows, gemm, accumulate = gemm_functions(head_dim, element, WIDTH, 1, rows_in_registers)
+    read_sequence, store_rows = sequence_function(head_dim), store_rows_function(head_dim, head_dim, 16, element)
+    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
 
     @device_function
     def softmax_backward(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
@@ -358,36 +300,6 @@ def dq_functions(config):
                     p = f32(0.0)
             gradients[i] = p * (gradients[i] - delta[half])
 
-    @device_function
-    def accumulate(acc, gradients, key_lines, lane):
-        """acc (16 rows, head_dim) += ds (16 rows, WIDTH keys) times the keys."""
-        words = cuda.local.array(4, np.int32)
-        fragment = cuda.local.array(4, np.int32)
-        for step in range(WIDTH // 16):
-            for i in range(4):
-                words[i] = pack(gradients[8 * step + 2 * i], gradients[8 * step + 2 * i + 1])
-            for n in range(steps):
-                load_b_transposed(fragment, 0, key_lines + step * 16 * pitch, n, lane)
-                mma_fragments(acc, 8 * n, words, 0, fragment, 0)
-
-    return load_rows, gemm, softmax_backward, accumulate
-
-
-@specialize
-def sm80_dq_kernel(config):
-    """The kernel of a Sm80DqConfig."""
-    head_dim, element, _, stages, rows_in_registers = config
-    threads, rows, pitch = config.threads, config.rows, line_pitch(head_dim)
-    steps, score_count = padded(head_dim) // 16, WIDTH // 2
-    acc_count, row_words = 8 * steps, 4 * (steps if rows_in_registers else 1)
-    # Shared memory in bytes: rows of q and of dout, unless they stay in registers; stages of [keys | values] of a tile.
-    kv_offset = 0 if rows_in_registers else 2 * rows * pitch
-    tile_bytes, stage_bytes = TILE_KEYS * pitch, 2 * TILE_KEYS * pitch
-    copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
-    load_rows, gemm, softmax_backward, accumulate = dq_functions(config)
-    store_rows = store_rows_function(head_dim, head_dim, 16, element)
-    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
-
     @cuda.jit(launch_bounds=(threads, 2))
     def sm80_dq_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dq):
         """A block owns `rows` rows of a KV head; the last rows, which see the most keys, start first."""
@@ -402,10 +314,9 @@ def sm80_dq_kernel(config):
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
         kv_head = i32(cuda.blockIdx.x)
-        heads, kv_heads = i32(q.shape[1]), i32(k.shape[1])
-        gqa_ratio = heads // kv_heads
-        start = cu_seqlens[cuda.blockIdx.y]
-        length = i32(cu_seqlens[cuda.blockIdx.y + 1] - start)
+        gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
+            q, k, cu_seqlens, cuda.blockIdx.y, kv_head
+        )
         first_row = i32(i32(cuda.gridDim.z - 1 - cuda.blockIdx.z) * i32(rows))
         valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(rows))
         if valid_rows <= 0:
@@ -414,10 +325,7 @@ def sm80_dq_kernel(config):
         tiles = i32(i32(visible_keys + i32(TILE_KEYS - 1)) // i32(TILE_KEYS))
 
         base = shared_address(cuda.shared.array(0, np.uint8))
-        token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
-        q_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
-        k_source = address_of(k) + np.int64(start) * key_bytes + kv_head * (head_dim * 2)
-        v_source = address_of(v) + np.int64(start) * key_bytes + kv_head * (head_dim * 2)
+        k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
         next_tile, warp_row = np.int64(TILE_KEYS) * key_bytes, warp * i32(16)
         warp_lines = base + warp_row * i32(pitch)
         copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
@@ -428,7 +336,8 @@ def sm80_dq_kernel(config):
             cp_async_commit_group()
             wait_for_all()
             cuda.syncthreads()
-            load_rows(q_fragments, dout_fragments, warp_lines, lane)
+            load_rows(q_fragments, warp_lines, lane)
+            load_rows(dout_fragments, warp_lines + rows * pitch, lane)
             cuda.syncthreads()
         for stage in range(stages):
             if stage < tiles:
@@ -465,7 +374,7 @@ def sm80_dq_kernel(config):
                     softmax_backward(
                         scores, gradients, row_lse, row_delta, position, first_position, key, scale_log2, lane
                     )
-                    accumulate(acc, gradients, keys, lane)
+                    accumulate(acc, gradients, keys, i32(0), lane)
             cuda.syncthreads()
             ahead = i32(i32(j) + i32(stages))
             if ahead < tiles:

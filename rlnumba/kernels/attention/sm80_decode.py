@@ -18,13 +18,15 @@ from rlnumba.kernels.attention.sm80_forward import (
     attention_config,
     paged_prefill_sm80,
 )
-from rlnumba.kernels.attention.sm80_softmax import lane_sum
 from rlnumba.kernels.attention.sm80_tiles import (
     copy_functions,
     fragment_functions,
+    gemm_functions,
     kv_tile_function,
+    lane_sum,
     line_pitch,
     padded,
+    sequence_function,
 )
 from rlnumba.kernels.attention.softmax import (
     LOG2_E,
@@ -37,6 +39,7 @@ from rlnumba.kernels.attention.softmax import (
     quad_max,
     quad_sum,
 )
+from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
 from rlnumba.kernels.ptx.sm80 import CHUNK, SYSTEM_BYTES, copy_to_global, cp_async_wait_group, mma
@@ -125,23 +128,13 @@ def decode_softmax_functions(element):
 
 
 @functools.cache
-def decode_gemm_functions(head_dim, element):
-    """(qk, pv): the device functions of a warp's part of Q K^T and P V of a tile."""
+def pv_function(head_dim, element):
+    """The device function of a warp's part of P V of a tile."""
     pitch, steps = line_pitch(head_dim), padded(head_dim) // 16
     warp_steps = -(-steps // DECODE_WARPS)
-    _, load_b, load_b_transposed = fragment_functions(head_dim)
+    _, _, load_b_transposed = fragment_functions(head_dim)
     load_probabilities, _, _ = fragment_functions(TILE_KEYS)
     mma_fragments = mma(element)
-
-    @device_function
-    def qk(scores, q_fragments, keys, lane):
-        """scores = q k^T of all rows and the 16 keys at address `keys`."""
-        fragment = cuda.local.array(4, np.int32)
-        for i in range(8):
-            scores[i] = f32(0.0)
-        for step in range(steps):
-            load_b(fragment, 0, keys, step, lane)
-            mma_fragments(scores, 0, q_fragments, 4 * step, fragment, 0)
 
     @device_function
     def pv(acc, rescale, p_lines, values, warp, lane):
@@ -160,7 +153,7 @@ def decode_gemm_functions(head_dim, element):
                     load_b_transposed(fragment, 0, values + step * 16 * pitch, n, lane)
                     mma_fragments(acc, 8 * i, words, 0, fragment, 0)
 
-    return qk, pv
+    return pv
 
 
 @specialize
@@ -172,16 +165,16 @@ def sm80_decode_kernel(config):
     q_words, warp_steps = 4 * steps, -(-steps // DECODE_WARPS)
     acc_count = 8 * warp_steps
     # Shared memory in bytes: rows of q; stages of keys; stages of values; probabilities.
-    k_offset, tile_bytes = DECODE_ROWS * pitch, TILE_KEYS * pitch
-    v_offset = k_offset + stages * tile_bytes
-    p_offset = v_offset + stages * tile_bytes
+    k_tiles, tile_bytes = DECODE_ROWS * pitch, TILE_KEYS * pitch
+    v_tiles = k_tiles + stages * tile_bytes
+    p_offset = v_tiles + stages * tile_bytes
     segment_blocks, max_count = segment // block_size, DECODE_WARPS * DECODE_ROWS
     sum_count = 4 * max_count
     copy_rows, copy_keys = copy_functions(head_dim, DECODE_ROWS, threads, block_size)
-    load_kv_tile, (load_a, _, _) = kv_tile_function(copy_keys), fragment_functions(head_dim)
+    load_kv_tile, read_sequence = kv_tile_function(copy_keys), sequence_function(head_dim, True)
+    load_q, qk, _ = gemm_functions(head_dim, element, TILE_KEYS // DECODE_WARPS, 1, True)
     publish_max, online_softmax_step, add_sums = decode_softmax_functions(element)
-    qk, pv = decode_gemm_functions(head_dim, element)
-    pack = cvt_pack(element)
+    pv, pack = pv_function(head_dim, element), cvt_pack(element)
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
     out_chunks = head_dim // 8
 
@@ -235,10 +228,10 @@ def sm80_decode_kernel(config):
         kv_head, sequence = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
         segment_index = i32(cuda.blockIdx.z % segments)
         first_row = i32(cuda.blockIdx.z // segments * DECODE_ROWS)
-        heads, kv_heads = i32(q.shape[1]), i32(k.shape[1])
-        gqa_ratio = heads // kv_heads
-        start = cu_seqlens[sequence]
-        length = i32(cu_seqlens[sequence + 1] - start)
+        heads = i32(q.shape[1])
+        gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
+            q, k, cu_seqlens, sequence, kv_head
+        )
         valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(DECODE_ROWS))
         if valid_rows <= 0:
             return
@@ -253,13 +246,10 @@ def sm80_decode_kernel(config):
         tiles = i32((segment_keys + TILE_KEYS - 1) // TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
-        token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
-        head_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
-        k_source = address_of(k) + kv_head * (head_dim * 2)
-        v_source = address_of(v) + kv_head * (head_dim * 2)
+        k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
         for i in range(thread, (segment_keys + block_size - 1) // block_size, threads):
             blocks[i] = block_tables[sequence * max_blocks + (first_key // block_size + i)]
-        copy_rows(base, address_of(q) + head_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
+        copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         cuda.syncthreads()
         for half in range(2):
             row_max[half], sums[half] = MINUS_INFINITY, f32(0.0)
@@ -267,15 +257,14 @@ def sm80_decode_kernel(config):
         for i in range(acc_count):
             acc[i] = f32(0.0)
         for j in range(stages):
-            target = base + k_offset + j * tile_bytes
+            target = base + k_tiles + j * tile_bytes
             load_kv_tile(target, k_source, blocks, i32(0), j, tiles, segment_keys, key_bytes, thread)
             if j + 1 < stages:
-                target = base + v_offset + j * tile_bytes
+                target = base + v_tiles + j * tile_bytes
                 load_kv_tile(target, v_source, blocks, i32(0), j, tiles, segment_keys, key_bytes, thread)
         wait_for_tile()
         cuda.syncthreads()
-        for step in range(steps):
-            load_a(q_fragments, 4 * step, base, step, lane)
+        load_q(q_fragments, base, lane)
         stage = i32(0)
         for j in range(tiles):
             # Waits and copies as in sm80_attention_kernel; between them, warps exchange maxima and probabilities.
@@ -284,19 +273,19 @@ def sm80_decode_kernel(config):
             v_stage = i32(stage + i32(stages - 1))
             if v_stage >= i32(stages):
                 v_stage = i32(v_stage - i32(stages))
-            v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_offset + v_stage * i32(tile_bytes)
+            v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, blocks, i32(0), v_tile, tiles, segment_keys, key_bytes, thread)
-            qk(scores, q_fragments, base + k_offset + stage * i32(tile_bytes) + warp * i32(16 * pitch), lane)
+            qk(scores, q_fragments, base, base + k_tiles + stage * i32(tile_bytes) + warp * i32(16 * pitch), lane)
             key = i32(first_key + i32(i32(j) * i32(TILE_KEYS))) + warp * i32(16) + ((lane & i32(3)) << i32(1))
             publish_max(scores, key, position, maxima, warp, lane)
             cuda.syncthreads()
             online_softmax_step(scores, row_max, rescale, scale, maxima, lane_sums, base + p_offset, warp, lane)
             wait_for_tile()
             cuda.syncthreads()
-            k_tile, target = i32(i32(j) + i32(stages)), base + k_offset + stage * i32(tile_bytes)
+            k_tile, target = i32(i32(j) + i32(stages)), base + k_tiles + stage * i32(tile_bytes)
             load_kv_tile(target, k_source, blocks, i32(0), k_tile, tiles, segment_keys, key_bytes, thread)
             add_sums(sums, rescale, lane_sums, lane)
-            pv(acc, rescale, base + p_offset, base + v_offset + stage * i32(tile_bytes), warp, lane)
+            pv(acc, rescale, base + p_offset, base + v_tiles + stage * i32(tile_bytes), warp, lane)
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
 
@@ -315,7 +304,7 @@ def sm80_decode_kernel(config):
             for index in range(thread, valid_rows * i32(out_chunks), threads):
                 row, chunk = i32(index) // i32(out_chunks), i32(index) % i32(out_chunks)
                 token, head = i32(first_row + row) // gqa_ratio, i32(first_row + row) % gqa_ratio
-                target = address_of(out) + head_offset + np.int64(token) * token_bytes + head * (head_dim * 2)
+                target = address_of(out) + q_offset + np.int64(token) * token_bytes + head * (head_dim * 2)
                 copy_to_global(target + chunk * CHUNK, base + row * i32(pitch) + chunk * i32(CHUNK))
 
     return sm80_decode_kernel
@@ -363,26 +352,10 @@ def decode_config(head_dim, element, block_size, limit):
     return Sm80DecodeConfig(head_dim, element, 1, block_size)
 
 
-class SplitPartials:
-    """Partial results of decode, in arrays that grow with need; one for each context.
-
-    Earlier arrays stay, since captured graphs hold their addresses.
-    """
-
-    def __init__(self):
-        self._arrays = []
-
-    def get(self, rows, columns):
-        """(partial (rows, columns), weights (rows, 2)), float32, with any content."""
-        count = rows * (columns + 2)
-        if not self._arrays or self._arrays[-1].size < count:
-            self._arrays.append(device.xp().empty(count, np.float32))
-        flat = self._arrays[-1]
-        return flat[: rows * columns].reshape(rows, columns), flat[rows * columns : count].reshape(rows, 2)
-
-    @property
-    def nbytes(self):
-        return sum(array.nbytes for array in self._arrays)
+def split_partials(rows, columns):
+    """(partial (rows, columns), weights (rows, 2)), float32, of the current context's workspace, with any content."""
+    flat = current().own(Workspace).float_array(rows * (columns + 2))
+    return flat[: rows * columns].reshape(rows, columns), flat[rows * columns :].reshape(rows, 2)
 
 
 def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
@@ -393,8 +366,7 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
     """
     decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
     prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
-    totals, partials = current().own(SegmentTotals), current().own(SplitPartials)
-    rows = 1
+    totals, rows = current().own(SegmentTotals), 1
     for sequences, tokens, max_seqlen_q, max_context_len in calls:
         segments = -(-max_context_len // decode.segment)
         if segments > 1:
@@ -404,8 +376,7 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
         # Steps with short contexts have a slot of their own.
         for longest in (0, max_context_len):
             totals.get(prefill, longest)
-    partials.get(rows, padded(head_dim))
-    return totals.nbytes + partials.nbytes
+    return totals.nbytes + current().own(Workspace).reserve(rows * (padded(head_dim) + 2))
 
 
 def paged_attention_sm80(
@@ -430,7 +401,7 @@ def paged_attention_sm80(
     config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     segments = max(-(-max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
-    partial, weights = current().own(SplitPartials).get(rows, padded(head_dim))
+    partial, weights = split_partials(rows, padded(head_dim))
     launch(
         sm80_decode_kernel(config),
         (kv_heads, sequences, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),

@@ -30,14 +30,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.sm80_softmax import softmax_functions
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     copy_functions,
-    fragment_functions,
+    gemm_functions,
     kv_tile_function,
     line_pitch,
     padded,
+    sequence_function,
+    softmax_functions,
     store_rows_function,
 )
 from rlnumba.kernels.attention.softmax import (
@@ -49,6 +50,7 @@ from rlnumba.kernels.attention.softmax import (
     merge_weights,
     quad_sum,
 )
+from rlnumba.kernels.attention.split_kv import no_array
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address
 from rlnumba.kernels.ptx.sm80 import (
@@ -57,11 +59,10 @@ from rlnumba.kernels.ptx.sm80 import (
     cp_async_commit_group,
     cp_async_wait_group,
     load_global_four,
-    mma,
     smid,
     store_global_four,
 )
-from rlnumba.kernels.ptx.warp import ballot, cvt_pack, device_function
+from rlnumba.kernels.ptx.warp import ballot, device_function
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -130,67 +131,6 @@ def acquire_slot(in_use):
 
 
 @functools.cache
-def gemm_functions(config):
-    """(load_q, qk, pv, rescale_rows): the device functions of a warp's GEMMs with a tile of keys and values."""
-    warp_rows, q_in_registers, pitch = config.warp_rows, config.q_in_registers, line_pitch(config.head_dim)
-    steps, blocks = padded(config.head_dim) // 16, warp_rows // 16
-    score_count, word_count = blocks * TILE_KEYS // 2, 4 * blocks
-    load_a, load_b, load_b_transposed = fragment_functions(config.head_dim)
-    mma_fragments, pack = mma(config.element), cvt_pack(config.element)
-
-    @device_function
-    def load_q(q_fragments, q_lines, lane):
-        """All columns of a warp's rows of q."""
-        for step in range(steps):
-            for i in range(blocks):
-                load_a(q_fragments, 4 * (step * blocks + i), q_lines + i * 16 * pitch, step, lane)
-
-    @device_function
-    def qk(scores, q_fragments, q_lines, keys, lane):
-        """scores = q k^T of a warp's rows and a tile of keys."""
-        fragment = cuda.local.array(4, np.int32)
-        for i in range(score_count):
-            scores[i] = f32(0.0)
-        for step in range(steps):
-            if not q_in_registers:
-                for i in range(blocks):
-                    load_a(q_fragments, 4 * i, q_lines + i * 16 * pitch, step, lane)
-            for n in range(TILE_KEYS // 16):
-                load_b(fragment, 0, keys + n * 16 * pitch, step, lane)
-                for i in range(blocks):
-                    q_first = 4 * (step * blocks + i) if q_in_registers else 4 * i
-                    mma_fragments(scores, (i * (TILE_KEYS // 16) + n) * 8, q_fragments, q_first, fragment, 0)
-
-    @device_function
-    def pv(acc, probabilities, values, lane):
-        """acc += p v of a warp's rows and a tile of values."""
-        fragment = cuda.local.array(4, np.int32)
-        words = cuda.local.array(word_count, np.int32)
-        for step in range(TILE_KEYS // 16):
-            for i in range(blocks):
-                for j in range(4):
-                    at = (i * (TILE_KEYS // 16) + step) * 8 + 2 * j
-                    words[4 * i + j] = pack(probabilities[at], probabilities[at + 1])
-            for n in range(steps):
-                load_b_transposed(fragment, 0, values + step * 16 * pitch, n, lane)
-                for i in range(blocks):
-                    mma_fragments(acc, (i * steps + n) * 8, words, 4 * i, fragment, 0)
-
-    @device_function
-    def rescale_rows(acc, factors):
-        """Multiply each of a thread's rows of sums by its factor."""
-        for i in range(blocks):
-            for n in range(2 * steps):
-                at = (i * 2 * steps + n) * 4
-                acc[at] *= factors[2 * i]
-                acc[at + 1] *= factors[2 * i]
-                acc[at + 2] *= factors[2 * i + 1]
-                acc[at + 3] *= factors[2 * i + 1]
-
-    return load_q, qk, pv, rescale_rows
-
-
-@functools.cache
 def segment_functions(config):
     """(add_segment, load_total): the device functions for a block's totals over segments, in global memory."""
     threads, slot_floats = config.threads, config.slot_floats
@@ -255,11 +195,21 @@ def segment_functions(config):
 
 
 @functools.cache
-def epilogue_function(config, rescale_rows):
-    """The device function that writes a warp's rows of out and lse."""
+def epilogue_functions(config):
+    """(rescale_rows, epilogue): the device functions that multiply a warp's rows, and that write their out and lse."""
     head_dim, warp_rows, is_packed = config.head_dim, config.warp_rows, not config.block_size
-    row_count = warp_rows // 8
+    row_count, row_acc = warp_rows // 8, padded(head_dim) // 2
     store_rows = store_rows_function(head_dim, head_dim, warp_rows, config.element)
+
+    @device_function
+    def rescale_rows(acc, factors):
+        """Multiply each of a thread's rows of sums by its factor."""
+        for i in range(row_count // 2):
+            for at in range(i * row_acc, (i + 1) * row_acc, 4):
+                acc[at] *= factors[2 * i]
+                acc[at + 1] *= factors[2 * i]
+                acc[at + 2] *= factors[2 * i + 1]
+                acc[at + 3] *= factors[2 * i + 1]
 
     @device_function
     def epilogue(acc, row_max, sums, lines, out, lse, block_values, heads, first_row, warp_row, lane):
@@ -282,7 +232,7 @@ def epilogue_function(config, rescale_rows):
             i32(first_row + warp_row), lane,
         )  # fmt: skip
 
-    return epilogue
+    return rescale_rows, epilogue
 
 
 @specialize
@@ -294,25 +244,25 @@ def sm80_attention_kernel(config):
     row_count, score_count, acc_count = 2 * blocks, blocks * TILE_KEYS // 2, config.accumulators
     q_words = 4 * blocks * (steps if q_in_registers else 1)
     # Shared memory in bytes: rows of q, unless they stay in registers; stages of keys; stages of values.
-    k_offset = 0 if q_in_registers else rows * pitch
-    tile_bytes, v_offset = TILE_KEYS * pitch, k_offset + stages * TILE_KEYS * pitch
+    k_tiles = 0 if q_in_registers else rows * pitch
+    tile_bytes, v_tiles = TILE_KEYS * pitch, k_tiles + stages * TILE_KEYS * pitch
     segment_tiles = segment // TILE_KEYS
     copy_rows, copy_keys = copy_functions(head_dim, rows, threads, block_size)
     load_kv_tile = kv_tile_function(copy_keys)
-    load_q, qk, pv, rescale_rows = gemm_functions(config)
+    load_q, qk, pv = gemm_functions(head_dim, config.element, TILE_KEYS, blocks, q_in_registers)
     apply_causal_mask, online_softmax_step = softmax_functions(blocks)
     add_segment, load_total = segment_functions(config)
-    epilogue = epilogue_function(config, rescale_rows)
+    (rescale_rows, epilogue), read_sequence = epilogue_functions(config), sequence_function(head_dim, bool(block_size))
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
 
     @device_function
-    def mask_scores(scores, mask_offset, block_values, warp_first_row, tile_start, lane):
+    def mask_scores(scores, mask_tiles, block_values, warp_first_row, tile_start, lane):
         """Mask the scores of the warp's rows, from warp_first_row on, with the tile that begins at tile_start."""
         for row in range(row_count):
             index = i32(warp_first_row + i32(i32(row * 8) + (lane >> i32(2))))
             position = i32(block_values[QUERY_OFFSET] + index // block_values[GQA_RATIO])
-            mask_offset[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
-        apply_causal_mask(scores, mask_offset)
+            mask_tiles[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
+        apply_causal_mask(scores, mask_tiles)
 
     @device_function
     def softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane):
@@ -323,7 +273,7 @@ def sm80_attention_kernel(config):
             any_rescale = any_rescale or rescale[row] != f32(1.0)
         if ballot(any_rescale) != 0:
             rescale_rows(acc, rescale)
-        pv(acc, scores, values, lane)
+        pv(acc, scores, values, i32(0), lane)
 
     @device_function
     def clear(acc, row_max, sums):
@@ -350,16 +300,15 @@ def sm80_attention_kernel(config):
         row_max = cuda.local.array(row_count, np.float32)
         sums = cuda.local.array(row_count, np.float32)
         rescale = cuda.local.array(row_count, np.float32)
-        mask_offset = cuda.local.array(row_count, np.int32)
+        mask_tiles = cuda.local.array(row_count, np.int32)
 
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
         kv_head, sequence = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
         first_row = i32(i32(cuda.gridDim.z - 1 - cuda.blockIdx.z) * i32(rows))
-        heads, kv_heads = i32(q.shape[1]), i32(k.shape[1])
-        gqa_ratio = heads // kv_heads
-        start = cu_seqlens[sequence]
-        length = i32(cu_seqlens[sequence + 1] - start)
+        gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
+            q, k, cu_seqlens, sequence, kv_head
+        )
         valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(rows))
         if valid_rows <= 0:
             return
@@ -373,13 +322,7 @@ def sm80_attention_kernel(config):
         tiles = i32((visible_keys + TILE_KEYS - 1) // TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
-        token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
-        q_source = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
-        k_source = address_of(k) + kv_head * (head_dim * 2)
-        v_source = address_of(v) + kv_head * (head_dim * 2)
-        if not block_size:
-            k_source += np.int64(start) * key_bytes
-            v_source += np.int64(start) * key_bytes
+        k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
         warp_row = warp * i32(warp_rows)
         warp_lines = base + warp_row * i32(pitch)
         # The position of the warp's first row; the others follow within warp_rows. A warp without rows sees no key.
@@ -390,7 +333,7 @@ def sm80_attention_kernel(config):
         if thread == 0:
             block_values[SEQ_START], block_values[GQA_RATIO] = start, gqa_ratio
             block_values[VALID_ROWS], block_values[QUERY_OFFSET] = valid_rows, query_offset
-        copy_rows(base, address_of(q) + q_source, first_row, valid_rows, gqa_ratio, token_bytes, thread)
+        copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         if q_in_registers:
             cp_async_commit_group()
             wait_for_all()
@@ -401,11 +344,11 @@ def sm80_attention_kernel(config):
         # advances with the tiles.
         next_tile = np.int64(0) if block_size else np.int64(TILE_KEYS) * key_bytes
         for j in range(stages):
-            target = base + k_offset + j * tile_bytes
+            target = base + k_tiles + j * tile_bytes
             load_kv_tile(target, k_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
             k_source += next_tile
             if j + 1 < stages:
-                target = base + v_offset + j * tile_bytes
+                target = base + v_tiles + j * tile_bytes
                 load_kv_tile(target, v_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
                 v_source += next_tile
         stage = i32(0)
@@ -416,23 +359,23 @@ def sm80_attention_kernel(config):
             v_stage = i32(stage + i32(stages - 1))
             if v_stage >= i32(stages):
                 v_stage = i32(v_stage - i32(stages))
-            v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_offset + v_stage * i32(tile_bytes)
+            v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, block_tables, table, v_tile, tiles, context_len, key_bytes, thread)
             v_source += next_tile
             tile_start = i32(i32(j) * i32(TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
             if is_visible:
-                qk(scores, q_fragments, warp_lines, base + k_offset + stage * i32(tile_bytes), lane)
+                qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
                 if i32(tile_start + i32(TILE_KEYS - 1)) > first_position:
-                    mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
+                    mask_scores(scores, mask_tiles, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
             cuda.syncthreads()
-            k_tile, target = i32(i32(j) + i32(stages)), base + k_offset + stage * i32(tile_bytes)
+            k_tile, target = i32(i32(j) + i32(stages)), base + k_tiles + stage * i32(tile_bytes)
             load_kv_tile(target, k_source, block_tables, table, k_tile, tiles, context_len, key_bytes, thread)
             k_source += next_tile
             if is_visible:
-                values = base + v_offset + stage * i32(tile_bytes)
+                values = base + v_tiles + stage * i32(tile_bytes)
                 softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane)
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
             if tiles > segment_tiles and ((j + 1) % segment_tiles == 0 or j + 1 == tiles):
@@ -449,7 +392,7 @@ def sm80_attention_kernel(config):
         if tiles > segment_tiles and thread == 0:
             cuda.threadfence()
             cuda.atomic.exch(in_use, block_values[SLOT], i32(0))
-        epilogue(acc, row_max, sums, warp_lines, out, lse, block_values, heads, first_row, warp_row, lane)
+        epilogue(acc, row_max, sums, warp_lines, out, lse, block_values, i32(q.shape[1]), first_row, warp_row, lane)
 
     return sm80_attention_kernel
 
@@ -491,22 +434,16 @@ class SegmentTotals:
         return sum(array.nbytes for pair in self._slots.values() for array in pair)
 
 
-def unused(dimensions, dtype):
-    """An array of one element that stands for an argument left out; current().own keeps it."""
-    return device.xp().zeros((1,) * dimensions, dtype)
-
-
 def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
     """As the operator attention, which has checked the arguments. config: by default what attention_config chooses."""
     config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
-    gqa_ratio, context = q.shape[1] // k.shape[1], current()
-    no_lens = context.own(unused, 1, np.int32)
+    gqa_ratio, no_lens = q.shape[1] // k.shape[1], no_array(1)
     launch(
         sm80_attention_kernel(config),
         (k.shape[1], cu_seqlens.shape[0] - 1, -(-max_seqlen * gqa_ratio // config.rows)),
         config.threads,
         q, k, v, cu_seqlens, no_lens, no_lens, 0, float(scale * LOG2_E),
-        *context.own(SegmentTotals).get(config, max_seqlen), out, lse,
+        *current().own(SegmentTotals).get(config, max_seqlen), out, lse,
         shared=config.shared_bytes,
     )  # fmt: skip
 
@@ -517,12 +454,11 @@ def paged_prefill_sm80(
     """As paged_attention_sm80, of kernels/attention/sm80_decode.py, for more rows than decode's kernel takes."""
     (_, heads, head_dim), (_, kv_heads, _) = q.shape, k.shape
     config = config or attention_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
-    context = current()
     launch(
         sm80_attention_kernel(config),
         (kv_heads, context_lens.shape[0], -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
         q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1], float(scale * LOG2_E),
-        *context.own(SegmentTotals).get(config, max_context_len), out, context.own(unused, 2, np.float32),
+        *current().own(SegmentTotals).get(config, max_context_len), out, no_array(2, np.float32),
         shared=config.shared_bytes,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the mma.sync kernels of attention share: tiles in shared memory, their cp.async copies, fragments, epilogue.
+"""What the mma.sync kernels of attention share: tiles in shared memory, their copies, GEMMs, online softmax, epilogue.
 
 The H / HK query heads of a KV head are rows of one matrix, next to each other for each token, so that a tile of keys
 serves all of them: row r is query head r % gqa_ratio of token r // gqa_ratio.
@@ -8,10 +8,11 @@ bytes, so that the eight half lines that ldmatrix reads at once lie in different
 """
 
 import functools
+from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.softmax import TILE_KEYS
+from rlnumba.kernels.attention.softmax import MINUS_INFINITY, TILE_KEYS, finite_row_max, next_row_max, quad_max
 from rlnumba.kernels.ptx.shared_memory import store_word
 from rlnumba.kernels.ptx.sm80 import (
     CHUNK,
@@ -21,10 +22,12 @@ from rlnumba.kernels.ptx.sm80 import (
     cp_async_commit_group,
     ldmatrix_fragment,
     ldmatrix_fragment_trans,
+    mma,
 )
-from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, device_function, sync_warp
+from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, device_function, exp2, sync_warp
+from rlnumba.runtime.device import cuda
 
-i32 = np.int32
+i32, f32 = np.int32, np.float32
 
 # Shared memory that a block takes beyond the tiles: what kernels declare, and what the system reserves.
 BLOCK_BYTES = SYSTEM_BYTES + 64
@@ -46,6 +49,29 @@ def padded(head_dim):
 def line_pitch(columns):
     """Bytes from one line of 16-bit values to the next in shared memory, an odd number of 16."""
     return padded(columns) * 2 + CHUNK
+
+
+# A sequence, seen from one KV head: query heads of the KV head, first packed row, query tokens; bytes from one token to
+# the next in q and in k; bytes before the first token's first query head, and before its KV head.
+Sequence = namedtuple("Sequence", "gqa_ratio start length token_bytes key_bytes q_offset k_offset")
+
+
+@functools.cache
+def sequence_function(head_dim, paged=False):
+    """The device function that reads a Sequence; paged: k_offset is that of row 0 of the cache."""
+
+    @device_function
+    def read_sequence(q, k, cu_seqlens, sequence, kv_head):
+        heads, kv_heads = i32(q.shape[1]), i32(k.shape[1])
+        gqa_ratio = heads // kv_heads
+        start = cu_seqlens[sequence]
+        length = i32(cu_seqlens[sequence + 1] - start)
+        token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
+        q_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
+        k_offset = np.int64(0 if paged else start) * key_bytes + kv_head * (head_dim * 2)
+        return Sequence(gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset)
+
+    return read_sequence
 
 
 @functools.cache
@@ -144,6 +170,101 @@ def fragment_functions(columns):
         ldmatrix_fragment_trans(words, first, address + step * 2 * CHUNK)
 
     return load_a, load_b, load_b_transposed
+
+
+@functools.cache
+def gemm_functions(head_dim, element, keys, blocks=1, in_registers=False, columns=None):
+    """(load_rows, gemm, accumulate): the device functions of a warp's rows, 16 times `blocks`, and `keys` lines.
+
+    in_registers: `fragments` holds all columns of the rows, else those of one step. columns: of acc, by default all.
+    """
+    pitch, steps, column_steps = line_pitch(head_dim), padded(head_dim) // 16, padded(columns or head_dim) // 16
+    score_count, word_count = blocks * keys // 2, 4 * blocks
+    load_a, load_b, load_b_transposed = fragment_functions(head_dim)
+    mma_fragments, pack = mma(element), cvt_pack(element)
+
+    @device_function
+    def load_rows(fragments, row_lines, lane):
+        """All columns of a warp's rows."""
+        for step in range(steps):
+            for i in range(blocks):
+                load_a(fragments, 4 * (step * blocks + i), row_lines + i * 16 * pitch, step, lane)
+
+    @device_function
+    def gemm(scores, fragments, row_lines, lines, lane):
+        """scores (rows, keys) = the rows times the lines."""
+        b = cuda.local.array(4, np.int32)
+        for i in range(score_count):
+            scores[i] = f32(0.0)
+        for step in range(steps):
+            if not in_registers:
+                for i in range(blocks):
+                    load_a(fragments, 4 * i, row_lines + i * 16 * pitch, step, lane)
+            for n in range(keys // 16):
+                load_b(b, 0, lines + n * 16 * pitch, step, lane)
+                for i in range(blocks):
+                    first = 4 * (step * blocks + i) if in_registers else 4 * i
+                    mma_fragments(scores, (i * (keys // 16) + n) * 8, fragments, first, b, 0)
+
+    @device_function
+    def accumulate(acc, weights, lines, first_step, lane):
+        """acc (rows, columns) += weights (rows, keys), rounded, times the lines, from column step first_step on."""
+        a = cuda.local.array(word_count, np.int32)
+        b = cuda.local.array(4, np.int32)
+        for step in range(keys // 16):
+            for i in range(blocks):
+                for j in range(4):
+                    at = (i * (keys // 16) + step) * 8 + 2 * j
+                    a[4 * i + j] = pack(weights[at], weights[at + 1])
+            for n in range(column_steps):
+                load_b_transposed(b, 0, lines + step * 16 * pitch, first_step + n, lane)
+                for i in range(blocks):
+                    mma_fragments(acc, (i * column_steps + n) * 8, a, 4 * i, b, 0)
+
+    return load_rows, gemm, accumulate
+
+
+@device_function
+def lane_sum(p, first):
+    """A lane's share of the sum of a row's probabilities over 16 keys; first: index of the row's first element."""
+    return (p[first] + p[first + 1]) + (p[first + 4] + p[first + 5])
+
+
+@functools.cache
+def softmax_functions(blocks):
+    """(apply_causal_mask, online_softmax_step) of a tile of TILE_KEYS keys and `blocks` times 16 rows of a warp."""
+
+    @device_function
+    def apply_causal_mask(scores, mask_offset):
+        """Set scores beyond the diagonal to -inf. mask_offset[row]: its position less the lane's first key."""
+        for i in range(blocks):
+            for block in range(TILE_KEYS // 8):
+                for j in range(4):
+                    if block * 8 + j % 2 > mask_offset[2 * i + j // 2]:
+                        scores[(i * (TILE_KEYS // 8) + block) * 4 + j] = MINUS_INFINITY
+
+    @device_function
+    def online_softmax_step(scores, row_max, sums, rescale, c):
+        """Turn a tile's scores into probabilities, in place; update row_max, sums and rescale of a thread's rows."""
+        for i in range(blocks):
+            for half in range(2):
+                row = 2 * i + half
+                at = i * (TILE_KEYS // 2) + 2 * half
+                tile_max = scores[at]
+                for block in range(TILE_KEYS // 8):
+                    tile_max = max(tile_max, max(scores[at + 4 * block], scores[at + 4 * block + 1]))
+                updated = next_row_max(row_max[row], quad_max(tile_max), c)
+                subtracted = finite_row_max(updated)
+                rescale[row] = exp2(row_max[row] - subtracted)
+                row_max[row] = updated
+                for block in range(TILE_KEYS // 8):
+                    for j in range(2):
+                        scores[at + 4 * block + j] = exp2(cuda.fma(scores[at + 4 * block + j], c, -subtracted))
+                first = lane_sum(scores, at) + lane_sum(scores, at + 8)
+                second = lane_sum(scores, at + 16) + lane_sum(scores, at + 24)
+                sums[row] = cuda.fma(sums[row], rescale[row], first + second)
+
+    return apply_causal_mask, online_softmax_step
 
 
 @functools.cache

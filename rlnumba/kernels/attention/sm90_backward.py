@@ -8,11 +8,10 @@ by head of the group:
     S^T = K Q^T    dP^T = V dO^T    P = exp2(S - lse)    dS = P (dP - delta)
     dV += P^T dO   dK += dS^T Q     dq of the queries += dS K
 
-Two consumer warpgroups own 64 keys each, with the rows of dK and dV in registers; S^T and dP^T come out of wgmma in
-just the layout in which P^T and dS^T enter the GEMMs for dV and dK as left operands, so these never leave the
-registers. dS goes through shared memory once, because dq sums over the keys of both warpgroups. That leaves dq, whose
-sum runs over blocks. Compared for 2 x 16384 tokens, 16 and 8 heads of 128 (5.5 TFLOP by the usual count of five GEMMs;
-an H200 does 750 TFLOP/s):
+Two consumer warpgroups own 64 keys each, with dK and dV in registers; S^T and dP^T come out of wgmma in the layout in
+which P^T and dS^T enter the GEMMs for dV and dK as left operands, and stay in registers. dS goes through shared memory,
+because dq sums over the keys of both warpgroups. The sum of dq runs over blocks. Compared for 2 x 16384 tokens, 16 and
+8 heads of 128 (5.5 TFLOP by the usual count of five GEMMs; an H200 does 750 TFLOP/s):
 
     dq in a kernel of its own         7 GEMMs instead of 5, twice the exponentials; measured 446 TFLOP/s, as taken 538
     partial dq of each block          17 GB of them, and 4 GB at 4 x 4096
@@ -21,17 +20,17 @@ an H200 does 750 TFLOP/s):
                                       1.2 TB/s at 390 TFLOP/s
 
 In KV order: blocks add to the float32 sums of a query tile in ascending order of their keys, ordered by a semaphore for
-each (query tile, head). The first block stores instead of adding, so nothing is cleared before. Two warps do nothing
-but wait for semaphores and start bulk reduce-adds of 32 KB, so the GEMMs go on: a block that must wait delays its
-consumers only when it is more than a step late. Deadlock-free on any grid: blocks take work indices from a counter, and
-those of a KV head's key tiles ascend, so the predecessor is always resident or complete.
+each (query tile, head); the first block stores. Two warps wait for semaphores and start bulk reduce-adds of 32 KB, so
+a block that must wait delays its consumers only when it is more than a step late. Deadlock-free on any grid: blocks
+take work indices from a counter, and those of a KV head's key tiles ascend, so the predecessor is always resident or
+complete.
 
 The order of the work indices decides the speed. A step of 64 queries x 128 keys loads 32 KB of q and dout and reads and
 writes 32 KB of sums, in some 2.2 us: on 132 SMs 5.9 TB/s, more than the memory gives. Blocks of one chain (the key
-tiles of a KV head of a sequence) that run at the same time share these bytes in L2, if they are at the same queries;
-they are, since all begin with the last. But the n-th of them adds n semaphore releases later, a microsecond or so each.
-So work indices go through 32 chains, one key tile of each after the other, then to the next 32: four blocks of each
-chain run together, and the first keys, whose blocks take the most steps, come first; the last to run are short.
+tiles of a KV head of a sequence) that run at the same time share these bytes in L2, since all begin with the last
+queries. But the n-th of them adds n semaphore releases later, a microsecond or so each. So work indices go through 32
+chains, one key tile of each after the other, then to the next 32: four blocks of each chain run together, and the first
+keys, whose blocks take the most steps, come first.
 
 Work of a step at 128 columns: 5 x 512 cycles of the tensor cores; 512 of the exponential unit and 900 instructions a
 scheduler beside them; shared memory moves 370 KB, 2,900 cycles at 128 bytes, which is the bound: 88 % of the peak.
@@ -52,16 +51,16 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.attention.sm90_backward_config import (
+from rlnumba.kernels.attention.sm90_backward_mainloop import (
     LOG2_E,
     QUERIES,
     QUERY_BOX,
     ROW_BYTES,
     WARPGROUP,
     AttentionBackwardConfig,
+    consumer_function,
     layout,
 )
-from rlnumba.kernels.attention.sm90_backward_mainloop import consumer_function, wide_consumer_function
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
 from rlnumba.kernels.ptx.shared_memory import LINE
@@ -274,7 +273,7 @@ def attention_backward_kernel(config):
     (init_q_ring, _), (init_dout_ring, _) = ring(config.q_stages), ring(config.dout_stages)
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
     schedule, producer, reduce_dq = schedule_function(config), producer_function(config), reduce_dq_function(config)
-    consumer = wide_consumer_function(config) if config.wide else consumer_function(config)
+    consumer = consumer_function(config)
 
     @device_function
     def init_barriers(base):

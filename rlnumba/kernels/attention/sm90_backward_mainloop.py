@@ -1,4 +1,4 @@
-"""The consumers of attention's gradient on sm90: the five GEMMs of a step, and the softmax backward between them.
+"""Config and consumers of attention's gradient on sm90: the five GEMMs of a step, and the softmax backward.
 
 See kernels/attention/sm90_backward.py for the design. A consumer is a warpgroup. Its threads hold S^T and dP^T, 64 keys
 and `columns` queries, as wgmma leaves them: keys `key` and key + 8, queries 8 b + pair and the next, b = 0, 1, ...
@@ -6,19 +6,11 @@ and `columns` queries, as wgmma leaves them: keys `key` and key + 8, queries 8 b
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.sm90_backward_config import (
-    LOG2_E,
-    QUERIES,
-    QUERY_BOX,
-    ROW_BYTES,
-    SCORE_BYTES,
-    WARPGROUP,
-    layout,
-)
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
@@ -27,7 +19,92 @@ from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
 
+WARPGROUP = 128
+# Queries of a step; bytes of a TMA box of them, of their lse or delta, and of what they exchange with the block's keys.
+QUERIES = 64
+QUERY_BOX = QUERIES * LINE
+ROW_BYTES = 4 * QUERIES
+SCORE_BYTES = 2 * QUERIES * 128
+LOG2_E = np.float32(math.log2(math.e))
 MINUS_INFINITY = f32(-math.inf)
+
+
+class AttentionBackwardConfig(NamedTuple):
+    """The constants of the kernels. element: "float16" or "bfloat16".
+
+    prefetch_scores: S^T of the next step is started before the wait for dq of this one (heads up to 128). chains: how
+    many KV heads of sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
+    """
+
+    head_dim: int
+    element: str
+    prefetch_scores: bool = True
+    chains: int = 32
+
+    @property
+    def wide(self):
+        """Whether the consumers share the keys, half of the columns each: their registers hold no more."""
+        return self.head_dim > 128
+
+    @property
+    def keys(self):
+        """Keys of a block."""
+        return 64 if self.wide else 128
+
+    @property
+    def columns(self):
+        """Columns that the GEMMs see; zeros beyond head_dim."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def boxes(self):
+        """TMA boxes of 64 columns that a row takes."""
+        return 4 if self.wide else -(-self.columns // 64)
+
+    @property
+    def q_stages(self):
+        return 2 if self.wide else 4 // self.boxes
+
+    @property
+    def dout_stages(self):
+        return 1 if self.wide else self.q_stages
+
+    @property
+    def dq_parts(self):
+        """In how many parts a step's dq is added; a part is two boxes of columns, or one."""
+        return 2 if self.wide else 1
+
+    @property
+    def dq_columns(self):
+        """Columns of a part that a consumer computes: one of two boxes, or half of the only one."""
+        return 64 if self.boxes > 1 else self.columns // 2
+
+    @property
+    def dq_part_size(self):
+        """Elements of a part of dq: the first consumer's, then the second's."""
+        return 2 * QUERIES * self.dq_columns
+
+    @property
+    def shared_bytes(self):
+        return layout(self).nbytes
+
+
+@functools.cache
+def layout(config):
+    """The shared memory of the kernel of dk, dv and the sums of dq.
+
+    k, v [box | key]; for each stage q, dout [box | query]; two buffers of ds [key], or of [P | dS]; a part of dq; for
+    each stage lse and delta of its rows; mbarriers: of each stage, and two for dq_full.
+    """
+    kv_bytes, query_bytes = config.boxes * config.keys * LINE, config.boxes * QUERY_BOX
+    q_stages, dout_stages = config.q_stages, config.dout_stages
+    q_barriers, dout_barriers = q_stages * MBARRIER_BYTES, dout_stages * MBARRIER_BYTES
+    return shared_layout(
+        k=kv_bytes, v=kv_bytes, q=q_stages * query_bytes, dout=dout_stages * query_bytes, ds=2 * SCORE_BYTES,
+        dq=4 * config.dq_part_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
+        k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
+        dout_full=dout_barriers, dout_empty=dout_barriers, dq_full=2 * MBARRIER_BYTES, dq_empty=MBARRIER_BYTES,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -132,37 +209,44 @@ def epilogue_function(config, columns):
 
 @functools.cache
 def consumer_function(config):
-    """The device function of a consumer that owns 64 keys of the block, all their columns; heads up to 128."""
-    element, prefetch_scores, columns = config.element, config.prefetch_scores, config.columns
+    """The device function of a consumer. Heads up to 128: it owns 64 keys of the block, and all their columns.
+
+    Wider heads: it owns half the columns of the block's 64 keys, and computes S^T and dP^T of half the queries; P and
+    dS reach the other consumer through shared memory.
+    """
+    element, wide, prefetch_scores = config.element, config.wide, config.prefetch_scores and not config.wide
+    queries, columns = (QUERIES // 2, 128) if wide else (QUERIES, config.columns)
     key_box, query_bytes = config.keys * LINE, config.boxes * QUERY_BOX
     # From the columns of K that the first consumer takes for dq to those of the second.
-    dq_offset = key_box if config.boxes > 1 else columns
-    accumulators, score_count, dq_accumulators = columns // 2, QUERIES // 2, config.dq_columns // 2
+    dq_offset, dq_parts = key_box if config.boxes > 1 else columns, config.dq_parts
+    accumulators, score_count, dq_accumulators = columns // 2, queries // 2, config.dq_columns // 2
     word_count, dq_bytes, shared = score_count // 2, 2 * config.dq_part_size, layout(config)
-    _, advance = ring(config.q_stages)
+    p_offset, ds_offset = shared.ds, shared.ds + (BOX_BYTES if wide else 0)
+    # The last query tiles, which have the positions of the keys.
+    diagonal_tiles, (_, advance) = config.keys // QUERIES, ring(config.q_stages)
     # S^T = K Q^T and dP^T = V dO^T, dV += P^T dO and dK += dS^T Q, dq = dS K.
-    gemm_scores = wgmma_async(QUERIES, element, columns // 16, "k", "k", False, key_box, QUERY_BOX)
-    gemm_dkv = wgmma_async(columns, element, QUERIES // 16, "registers", "mn", True)
+    gemm_scores = wgmma_async(queries, element, config.columns // 16, "k", "k", False, key_box, QUERY_BOX)
+    gemm_dkv = wgmma_async(columns, element, QUERIES // 16, "k" if wide else "registers", "mn", True)
     gemm_dq = wgmma_async(config.dq_columns, element, config.keys // 16, "mn", "mn", False)
     wait_scores_1, wait_scores = wgmma_wait_group(score_count, 1), wgmma_wait_group(score_count, 0)
     # The GEMM for dq follows that for dk.
     wait_dv, wait_dk = wgmma_wait_group(accumulators, 2), wgmma_wait_group(accumulators, 1)
     wait_dq = wgmma_wait_group(dq_accumulators, 1 if prefetch_scores else 0)
-    probabilities, score_gradients = softmax_backward_functions(QUERIES, element)
-    store_scores, store_dq_tile = store_scores_function(QUERIES), store_dq_tile_function(config)
+    probabilities, score_gradients = softmax_backward_functions(queries, element)
+    store_scores, store_dq_tile = store_scores_function(queries), store_dq_tile_function(config)
     epilogue = epilogue_function(config, columns)
 
     @device_function
     def consumer(base, index, thread, gqa_ratio, steps, scale, kv_head, first_row, valid_keys, dk, dv):
         """index: of the consumer, 0 or 1; first_row: of the block's keys; valid_keys: those inside the sequence."""
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
-        k_tile = smem_descriptor(base + shared.k + index * BOX_BYTES)
-        v_tile = smem_descriptor(base + shared.v + index * BOX_BYTES)
-        k_columns = smem_descriptor(base + shared.k + index * dq_offset)
-        ds_lines = base + shared.ds + index * BOX_BYTES
+        first_key = i32(0) if wide else index * i32(64)
+        first_query = index * i32(queries) if wide else i32(0)
+        k_tile = smem_descriptor(base + shared.k + first_key * LINE)
+        v_tile = smem_descriptor(base + shared.v + first_key * LINE)
         dq_target = base + shared.dq + index * dq_bytes + (thread & i32(127)) * 16
-        key = index * i32(64) + warp * i32(16) + (lane >> i32(2))
-        pair = (lane & i32(3)) * i32(2)
+        key = first_key + warp * i32(16) + (lane >> i32(2))
+        pair = (lane & i32(3)) * i32(2) + first_query
         line = warp * i32(16) + (lane & i32(15))
         scores = cuda.local.array(score_count, np.float32)
         dp = cuda.local.array(score_count, np.float32)
@@ -175,7 +259,7 @@ def consumer_function(config):
             dk_acc[i] = f32(0.0)
             dv_acc[i] = f32(0.0)
         scale_log2 = scale * LOG2_E
-        stage, parity, ds_buffer, dq_parity = i32(0), i32(0), i32(0), i32(1)
+        stage, parity, buffer, dq_parity = i32(0), i32(0), i32(0), i32(1)
         mbarrier_wait(base + shared.k_full, 0)
         if prefetch_scores:
             mbarrier_wait(base + shared.q_full, 0)
@@ -183,131 +267,60 @@ def consumer_function(config):
             wait_scores(scores)
         mbarrier_wait(base + shared.v_full, 0)
         for step in range(steps):
-            q_tile = smem_descriptor(base + shared.q + stage * query_bytes)
-            dout_tile = smem_descriptor(base + shared.dout + stage * query_bytes)
+            dout_stage, dout_parity = (i32(0), i32(step & 1)) if wide else (stage, parity)
+            q_tile, dout_tile = base + shared.q + stage * query_bytes, base + shared.dout + dout_stage * query_bytes
             if not prefetch_scores:
                 mbarrier_wait(base + shared.q_full + stage * MBARRIER_BYTES, parity)
-                gemm_scores(scores, k_tile, q_tile)
-            mbarrier_wait(base + shared.dout_full + stage * MBARRIER_BYTES, parity)
-            gemm_scores(dp, v_tile, dout_tile)
+                gemm_scores(scores, k_tile, smem_descriptor(q_tile + first_query * LINE))
+            mbarrier_wait(base + shared.dout_full + dout_stage * MBARRIER_BYTES, dout_parity)
+            gemm_scores(dp, v_tile, smem_descriptor(dout_tile + first_query * LINE))
             if not prefetch_scores:
                 wait_scores_1(scores)
-            # The last two query tiles have the positions of the keys.
             steps_left = steps - step
-            position = i32(pair - key + (QUERIES if steps_left > gqa_ratio else 0))
-            row_offset = base + stage * ROW_BYTES + pair * 4
-            probabilities(scores, position, steps_left <= 2 * gqa_ratio, row_offset + shared.lse, scale_log2, p_words)
+            position = i32(pair - key + (QUERIES if diagonal_tiles > 1 and steps_left > gqa_ratio else 0))
+            is_diagonal = steps_left <= diagonal_tiles * gqa_ratio
+            lse, delta = base + shared.lse + stage * ROW_BYTES, base + shared.delta + dout_stage * ROW_BYTES
+            probabilities(scores, position, is_diagonal, lse + pair * 4, scale_log2, p_words)
+            if wide:
+                store_scores(base + p_offset + buffer, first_query >> i32(3), line, lane, p_words)
             wait_scores(dp)
-            gemm_dkv(dv_acc, p_words, dout_tile)
-            score_gradients(scores, dp, row_offset + shared.delta, ds_words)
-            store_scores(ds_lines + ds_buffer, i32(0), line, lane, ds_words)
-            gemm_dkv(dk_acc, ds_words, q_tile)
-            fence_proxy_async()
-            # Both consumers' dS are stored; and both have read the other buffer, since their last dq is complete.
-            named_barrier_sync(1, 2 * WARPGROUP)
-            gemm_dq(dq_acc, smem_descriptor(base + shared.ds + ds_buffer), k_columns)
-            ds_buffer ^= i32(SCORE_BYTES)
-            wait_dv(dv_acc)
-            mbarrier_arrive(base + shared.dout_empty + stage * MBARRIER_BYTES)
-            wait_dk(dk_acc)
-            mbarrier_arrive(base + shared.q_empty + stage * MBARRIER_BYTES)
-            stage, parity = advance(stage, parity)
-            if prefetch_scores:
-                # After the last step this multiplies an old tile, and the result is unused.
-                if step + 1 < steps:
-                    mbarrier_wait(base + shared.q_full + stage * MBARRIER_BYTES, parity)
-                gemm_scores(scores, k_tile, smem_descriptor(base + shared.q + stage * query_bytes))
-            wait_dq(dq_acc)
-            store_dq_tile(dq_acc, base, dq_target, dq_parity, base + shared.dq_full + (step & 1) * MBARRIER_BYTES)
-            dq_parity ^= i32(1)
-            if prefetch_scores:
-                # wgmma groups in flight from one iteration of the loop to the next make ptxas wait for each of them.
-                wait_scores(scores)
-        epilogue(dk_acc, dv_acc, scale, dk, dv, first_row + key, valid_keys - key, kv_head, lane & i32(3))
-
-    return consumer
-
-
-@functools.cache
-def wide_consumer_function(config):
-    """The device function of a consumer that owns half the columns of the block's 64 keys; heads up to 256.
-
-    It computes S^T and dP^T of half the queries; P and dS reach the other consumer through shared memory.
-    """
-    element, columns = config.element, config.columns
-    half_queries, half_boxes, half_columns = QUERIES // 2, config.boxes // 2, 128
-    key_box, query_bytes = config.keys * LINE, config.boxes * QUERY_BOX
-    accumulators, score_count, dq_accumulators = half_columns // 2, half_queries // 2, config.dq_columns // 2
-    word_count, dq_bytes, shared = score_count // 2, 2 * config.dq_part_size, layout(config)
-    p_offset, ds_offset = shared.ds, shared.ds + BOX_BYTES
-    _, advance = ring(config.q_stages)
-    gemm_scores = wgmma_async(half_queries, element, columns // 16, "k", "k", False, key_box, QUERY_BOX)
-    gemm_dkv = wgmma_async(half_columns, element, QUERIES // 16, "k", "mn", True)
-    gemm_dq = wgmma_async(config.dq_columns, element, config.keys // 16, "mn", "mn", False)
-    wait_scores_1, wait_scores = wgmma_wait_group(score_count, 1), wgmma_wait_group(score_count, 0)
-    wait_dv, wait_dk = wgmma_wait_group(accumulators, 2), wgmma_wait_group(accumulators, 1)
-    wait_dq = wgmma_wait_group(dq_accumulators, 0)
-    probabilities, score_gradients = softmax_backward_functions(half_queries, element)
-    store_scores, store_dq_tile = store_scores_function(half_queries), store_dq_tile_function(config)
-    epilogue = epilogue_function(config, half_columns)
-
-    @device_function
-    def consumer(base, index, thread, gqa_ratio, steps, scale, kv_head, first_row, valid_keys, dk, dv):
-        """As consumer_function's."""
-        lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
-        k_tile, v_tile = smem_descriptor(base + shared.k), smem_descriptor(base + shared.v)
-        dq_target = base + shared.dq + index * dq_bytes + (thread & i32(127)) * 16
-        key = warp * i32(16) + (lane >> i32(2))
-        pair = (lane & i32(3)) * i32(2) + index * i32(half_queries)
-        line = warp * i32(16) + (lane & i32(15))
-        scores = cuda.local.array(score_count, np.float32)
-        dp = cuda.local.array(score_count, np.float32)
-        words = cuda.local.array(word_count, np.int32)
-        dk_acc = cuda.local.array(accumulators, np.float32)
-        dv_acc = cuda.local.array(accumulators, np.float32)
-        dq_acc = cuda.local.array(dq_accumulators, np.float32)
-        for i in range(accumulators):
-            dk_acc[i] = f32(0.0)
-            dv_acc[i] = f32(0.0)
-        scale_log2 = scale * LOG2_E
-        stage, parity, p_buffer, dq_parity = i32(0), i32(0), i32(0), i32(1)
-        mbarrier_wait(base + shared.k_full, 0)
-        mbarrier_wait(base + shared.v_full, 0)
-        for step in range(steps):
-            q_tile = base + shared.q + stage * query_bytes
-            mbarrier_wait(base + shared.q_full + stage * MBARRIER_BYTES, parity)
-            gemm_scores(scores, k_tile, smem_descriptor(q_tile + index * (half_queries * LINE)))
-            mbarrier_wait(base + shared.dout_full, i32(step & 1))
-            gemm_scores(dp, v_tile, smem_descriptor(base + shared.dout + index * (half_queries * LINE)))
-            wait_scores_1(scores)
-            # The last query tile has the positions of the keys.
-            row_offset = base + pair * 4
-            is_diagonal, lse = steps - step <= gqa_ratio, row_offset + shared.lse + stage * ROW_BYTES
-            probabilities(scores, i32(pair - key), is_diagonal, lse, scale_log2, words)
-            store_scores(base + p_offset + p_buffer, index * i32(4), line, lane, words)
-            wait_scores(dp)
-            score_gradients(scores, dp, row_offset + shared.delta, words)
-            store_scores(base + ds_offset + p_buffer, index * i32(4), line, lane, words)
+            if not wide:
+                gemm_dkv(dv_acc, p_words, smem_descriptor(dout_tile))
+            score_gradients(scores, dp, delta + pair * 4, ds_words)
+            ds_lines = base + ds_offset + buffer + first_key * LINE
+            store_scores(ds_lines, first_query >> i32(3), line, lane, ds_words)
+            if not wide:
+                gemm_dkv(dk_acc, ds_words, smem_descriptor(q_tile))
             fence_proxy_async()
             # Both consumers' P and dS are stored; and both have read the other buffer, since their last dq is complete.
             named_barrier_sync(1, 2 * WARPGROUP)
-            half_box = index * (half_boxes * QUERY_BOX)
-            p_tile, ds_tile = smem_descriptor(base + p_offset + p_buffer), smem_descriptor(base + ds_offset + p_buffer)
-            gemm_dkv(dv_acc, p_tile, smem_descriptor(base + shared.dout + half_box))
-            gemm_dkv(dk_acc, ds_tile, smem_descriptor(q_tile + half_box))
-            for part in range(2):
-                gemm_dq(dq_acc, ds_tile, smem_descriptor(base + shared.k + (2 * part + index) * key_box))
+            ds_tile = smem_descriptor(base + ds_offset + buffer)
+            if wide:
+                half_box = index * (2 * QUERY_BOX)
+                gemm_dkv(dv_acc, smem_descriptor(base + p_offset + buffer), smem_descriptor(dout_tile + half_box))
+                gemm_dkv(dk_acc, ds_tile, smem_descriptor(q_tile + half_box))
+            for part in range(dq_parts):
+                gemm_dq(dq_acc, ds_tile, smem_descriptor(base + shared.k + index * dq_offset + part * (2 * key_box)))
                 if part == 0:
                     wait_dv(dv_acc)
-                    mbarrier_arrive(base + shared.dout_empty)
+                    mbarrier_arrive(base + shared.dout_empty + dout_stage * MBARRIER_BYTES)
                     wait_dk(dk_acc)
                     mbarrier_arrive(base + shared.q_empty + stage * MBARRIER_BYTES)
+                    stage, parity = advance(stage, parity)
+                if prefetch_scores:
+                    # After the last step this multiplies an old tile, and the result is unused.
+                    if step + 1 < steps:
+                        mbarrier_wait(base + shared.q_full + stage * MBARRIER_BYTES, parity)
+                    gemm_scores(scores, k_tile, smem_descriptor(base + shared.q + stage * query_bytes))
                 wait_dq(dq_acc)
-                store_dq_tile(dq_acc, base, dq_target, dq_parity, base + shared.dq_full + part * MBARRIER_BYTES)
+                full = base + shared.dq_full + (part if wide else step & 1) * MBARRIER_BYTES
+                store_dq_tile(dq_acc, base, dq_target, dq_parity, full)
                 dq_parity ^= i32(1)
-            p_buffer ^= i32(SCORE_BYTES)
-            stage, parity = advance(stage, parity)
-        first_word = (lane & i32(3)) + index * i32(half_columns // 2)
+            buffer ^= i32(SCORE_BYTES)
+            if prefetch_scores:
+                # wgmma groups in flight from one iteration of the loop to the next make ptxas wait for each of them.
+                wait_scores(scores)
+        first_word = (lane & i32(3)) + (index * i32(columns // 2) if wide else i32(0))
         epilogue(dk_acc, dv_acc, scale, dk, dv, first_row + key, valid_keys - key, kv_head, first_word)
 
     return consumer

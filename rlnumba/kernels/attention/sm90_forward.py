@@ -48,6 +48,7 @@ from rlnumba.kernels.attention.softmax import (
     row_sum,
     zero_function,
 )
+from rlnumba.kernels.attention.split_kv import no_array
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
@@ -79,7 +80,6 @@ from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import PTX_TYPES, ballot, cvt_pack, device_function, shuffle, sync_warp
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
-from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
@@ -664,11 +664,6 @@ def attention_config(head_dim, element, gqa_ratio, paged=False, box=TILE_KEYS):
     config = AttentionConfig(head_dim, element, consumers, 2, gqa_ratio % 2 == 0 or head_dim > 128, paged, box)
     stages = (SHARED_LIMIT - config.layout.nbytes) // (2 * (config.tile_bytes + 16)) + config.stages
     return config._replace(stages=min(stages, 4))
-
-
-def no_array(dimensions, dtype=np.int32):
-    """An array without elements that stands for an argument left out."""
-    return current().own(device.xp().zeros, (0,) * dimensions, dtype)
 
 
 def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):

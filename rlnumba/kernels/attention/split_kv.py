@@ -17,6 +17,7 @@ from rlnumba.kernels.attention.softmax import MINUS_INFINITY, log_sum_exp, merge
 from rlnumba.kernels.ptx.shared_memory import LINE, Address, stmatrix_x2_trans
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, udiv, vector_access
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
@@ -156,6 +157,11 @@ def partial_merge(head_dim, element, prefetch):
     return merge_partials
 
 
+def no_array(dimensions, dtype=np.int32):
+    """An array without elements that stands for an argument left out."""
+    return current().own(device.xp().zeros, (0,) * dimensions, dtype)
+
+
 class Workspace:
     """Partials, counters and lists of work items of one context.
 
@@ -172,13 +178,17 @@ class Workspace:
             largest = count
         return arrays[largest]
 
+    def float_array(self, count):
+        """(count,) float32 with any content."""
+        return self._at_least(self.floats, count, np.float32)[:count]
+
     def partials(self, slots, rows, head_dim, counters):
         """(acc (slots rows head_dim,), row_max, row_sum (slots rows,), counters)."""
         count = slots * rows
-        floats = self._at_least(self.floats, count * (head_dim + 2), np.float32)
+        floats = self.float_array(count * (head_dim + 2))
         acc = floats[: count * head_dim]
         row_max = floats[count * head_dim : count * (head_dim + 1)]
-        row_sum = floats[count * (head_dim + 1) : count * (head_dim + 2)]
+        row_sum = floats[count * (head_dim + 1) :]
         return acc, row_max, row_sum, self._at_least(self.counters, counters, np.int32)
 
     def item_list(self, items, columns):
@@ -186,9 +196,9 @@ class Workspace:
         words = (1 + items) * columns
         return self._at_least(self.items, words, np.int32)[:words].reshape(-1, columns)
 
-    def reserve(self, floats, counters, items, columns):
+    def reserve(self, floats, counters=1, items=0, columns=1):
         """Allocate arrays of at least these sizes; returns the bytes of all arrays."""
-        self._at_least(self.floats, floats, np.float32)
+        self.float_array(floats)
         self._at_least(self.counters, counters, np.int32)
         self.item_list(items, columns)
         return sum(array.nbytes for arrays in (self.floats, self.counters, self.items) for array in arrays.values())

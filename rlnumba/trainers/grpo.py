@@ -70,6 +70,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     if folder.state is not None:
         load_policy(policy, folder.state["learner"])
         state.load_state_dict(folder.state["data"], train)
+        llm.update_weights(folder.step)
 
     def save(step, data_state):
         folder.save(step, model, tokenizer, {"learner": policy_state(policy), "data": data_state})

@@ -199,13 +199,10 @@ class Engine:
                 "lower max_tokens or raise gpu_memory_utilization",
             )
         eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
-        philox_key, prompt_key = noise_key(params.seed, prompt), prompt.tobytes()
-        sequences = [
-            Sequence(request_id, index, prompt, params, philox_key, limit, eos + params.stop_token_ids, prompt_key)
-            for index in range(params.n)
-        ]
-        self.requests[request_id] = dict(enumerate(sequences))
-        for sequence in sequences:
+        philox_key, self.requests[request_id] = noise_key(params.seed, prompt), {}
+        for index in range(params.n):
+            sequence = Sequence(request_id, index, prompt, params, philox_key, limit, eos + params.stop_token_ids)
+            self.requests[request_id][index] = sequence
             self.scheduler.add(sequence)
         self.blocks_wanted += params.n * (num_blocks + 1)
         self.most_blocks = max(self.most_blocks, num_blocks)

@@ -283,11 +283,7 @@ def save_model(model, folder, tokenizer=None, dtype=None):
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(model.config, dtype=dtype or model.dtype.name)
     write_json(folder / "config.json", config.to_dict())
-    ids = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kept = {key: value for key, value in ids.items() if value is not None}
     write_json(folder / "generation_config.json", {**model.generation_config, **kept})
     if tokenizer is not None:

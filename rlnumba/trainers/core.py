@@ -129,8 +129,7 @@ class Policy:
         It may return before the weights are written. A reader on another stream, such as the engine, has to wait for
         this one: at the end of a Clock phase the device is synchronised.
         """
-        info = self.optimizer.step(learning_rate)
-        metrics = {"grad_norm": info.grad_norm, "learning_rate": learning_rate}
+        metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
         return metrics

@@ -79,19 +79,17 @@ def existing(output_dir):
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def latest_readable(output_dir, warn=None):
+def latest_readable(output_dir):
     """The folder of the newest undamaged checkpoint, or None if the run has none at all.
 
-    warn: called with one line for each damaged one that is skipped (default: printed on stderr).
-    Raises UserError if there are checkpoints and none of them is readable.
+    Prints a line on stderr for each damaged one that is skipped. Raises UserError if none of them is readable.
     """
-    warn = warn or _print_warning
     folders = existing(output_dir)
     for folder in folders:
         try:
             verify(folder)
         except UserError as error:
-            warn(f"checkpoint {folder} is damaged and passed over: {error}")
+            print(f"rlnumba: warning: checkpoint {folder} is damaged and passed over: {error}", file=sys.stderr)
         else:
             return folder
     if folders:
@@ -185,7 +183,3 @@ def _flush(folder):
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _print_warning(message):
-    print(f"rlnumba: warning: {message}", file=sys.stderr)

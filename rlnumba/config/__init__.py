@@ -17,23 +17,3 @@ from rlnumba.config.schema import (
     split_optional,
 )
 from rlnumba.config.writing import to_toml, toml_value
-
-__all__ = [
-    "ALIASES",
-    "DataConfig",
-    "EngineConfig",
-    "GRPOConfig",
-    "GRPORun",
-    "PolicyLossConfig",
-    "RewardsConfig",
-    "Run",
-    "SFTConfig",
-    "SFTRun",
-    "TrainConfig",
-    "key",
-    "keys_of",
-    "load_run",
-    "split_optional",
-    "to_toml",
-    "toml_value",
-]

@@ -61,19 +61,12 @@ TYPE_NAMES = {
 
 def from_toml(value, hint):
     """A TOML value as the type of a key. Raises ValueError if it is of another type."""
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    kind = typing.get_origin(hint) or hint
+    if kind is float and type(value) is int:
         return float(value)
-    if typing.get_origin(hint) is list:
-        if not isinstance(value, list):
-            raise ValueError
-        return [from_toml(item, typing.get_args(hint)[0]) for item in value]
-    if typing.get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise ValueError
-        return value
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError
-    return value
+    return [from_toml(item, typing.get_args(hint)[0]) for item in value] if kind is list else value
 
 
 def split_at_commas(text):
@@ -184,10 +177,9 @@ class _Values:
     def override(self, option, text, seen):
         section, _, name = option.lstrip("-").replace("-", "_").rpartition(".")
         if text is None:
-            hint = split_optional(self.keys.get(section, {}).get(name, (str, None))[0])[0]
-            if hint is not bool and name in self.keys.get(section, {}):
+            keys, text = self.keys.get(section, {}), "true"
+            if name in keys and split_optional(keys[name][0])[0] is not bool:
                 raise ConfigError(f"--{section}.{name} needs a value".replace("--.", "--"))
-            text = "true"
         self.set(section, name, text, from_text, "command line: ", seen)
 
 
@@ -204,14 +196,11 @@ def _read_toml(path):
 
 
 def load_run(kind, path, overrides=()):
-    """Reads the run of a trainer.
+    """The SFTRun or GRPORun of a trainer, "sft" or "grpo".
 
-    kind: "sft" or "grpo". path: a TOML file, or a list of them, of which later ones win key by key.
-    overrides: (key, text) pairs from the command line, such as ("train.learning_rate", "1e-5"); dashes stand for
-    underscores, the text "None" for None, and a text of None for a bare flag.
-
-    Returns an SFTRun or GRPORun. Raises ConfigError: unknown key or section (with the nearest name), wrong type,
-    value out of range, missing key, keys that exclude one another.
+    path: a TOML file, or a list of them, of which later ones win key by key. overrides: (key, text) pairs from the
+    command line, such as ("train.learning_rate", "1e-5"); dashes stand for underscores, the text "None" for None, and a
+    text of None for a bare flag. Raises ConfigError.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     values = _Values(kind)

@@ -6,14 +6,14 @@ range is a ConfigError that names the key. docs/make_configuration.py writes doc
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from dataclasses import dataclass, field
 
 from rlnumba.errors import ConfigError
 
-DTYPES = ("float32", "bfloat16", "float16")
-GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+REQUIRED = dataclasses.MISSING
 
 
 def key(default, doc, **limits):
@@ -23,14 +23,9 @@ def key(default, doc, **limits):
     other spellings, in lower case).
     """
     metadata = {"doc": doc, **limits}
-    if default is dataclasses.MISSING:
-        return field(metadata=metadata)
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-REQUIRED = dataclasses.MISSING
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ class TrainConfig:
         None,
         "Type of weights and activations; 16-bit weights keep a float32 master copy. None: the checkpoint's on a GPU, "
         "float32 elsewhere. TRL: bf16, fp16.",
-        choices=DTYPES,
+        choices=("float32", "bfloat16", "float16"),
     )
     gradient_checkpointing: bool = key(
         True, "Keep only each layer's input and run the layer again in the backward pass: less memory, more time."
@@ -228,7 +223,7 @@ class PolicyLossConfig:
     loss_type: str = key(
         "dapo",
         "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
-        choices=GRPO_LOSS_TYPES,
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     )
     importance_sampling_level: str = key(
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
@@ -379,11 +374,9 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
                 f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
             )
         if self.rollout_batch_size % self.num_generations:
-            how = (
-                "train.generation_batch_size"
-                if self.generation_batch_size is not None
-                else "train.per_device_train_batch_size x steps_per_generation"
-            )
+            how = "train.per_device_train_batch_size x steps_per_generation"
+            if self.generation_batch_size is not None:
+                how = "train.generation_batch_size"
             raise ConfigError(
                 f"{how} ({self.rollout_batch_size}) must be divisible by train.num_generations ({self.num_generations})"
             )
@@ -430,6 +423,12 @@ class GRPORun(Run):
 
 
 RUNS = {"sft": SFTRun, "grpo": GRPORun}
+LIMITS = {
+    "above": ("above", operator.gt),
+    "minimum": ("at least", operator.ge),
+    "below": ("below", operator.lt),
+    "maximum": ("at most", operator.le),
+}
 
 
 def range_problem(metadata, value):
@@ -440,16 +439,7 @@ def range_problem(metadata, value):
         return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value}"
-    limits = [
-        (word, metadata[name], is_met)
-        for name, word, is_met in (
-            ("above", "above", lambda v, limit: v > limit),
-            ("minimum", "at least", lambda v, limit: v >= limit),
-            ("below", "below", lambda v, limit: v < limit),
-            ("maximum", "at most", lambda v, limit: v <= limit),
-        )
-        if name in metadata
-    ]
+    limits = [(word, metadata[name], is_met) for name, (word, is_met) in LIMITS.items() if name in metadata]
     if all(is_met(value, limit) for _, limit, is_met in limits):
         return None
     return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}, got {value}"

@@ -17,9 +17,6 @@ class Rows:
     rows: list[dict]
     locations: list[str]
 
-    def __len__(self):
-        return len(self.rows)
-
     def __iter__(self):
         return zip(self.rows, self.locations, strict=True)
 
@@ -93,6 +90,13 @@ def column_value(row, column, where):
     if column not in row or row[column] is None:
         raise UserError(f"{where}: no {column!r}; its columns are {', '.join(row) or 'none'}")
     return row[column]
+
+
+def text_value(row, column, where):
+    text = column_value(row, column, where)
+    if not isinstance(text, str) or not text:
+        raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
+    return text
 
 
 def check_messages(messages, where):

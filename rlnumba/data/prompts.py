@@ -1,7 +1,5 @@
 """Rows to prompts: templates, chat prompts, token ids.
 
-    file -> read_rows -> prompt_examples -> load_prompts
-
 A tokenizer is passed in: an object with encode, apply_chat_template, assistant_mask, chat_template and eos_token_id
 (model/tokenizer.py). Prompts that are dropped are counted.
 """
@@ -9,7 +7,7 @@ A tokenizer is passed in: an object with encode, apply_chat_template, assistant_
 import re
 from dataclasses import dataclass
 
-from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_rows
+from rlnumba.data.files import check_ids, check_prompt, column_value, read_rows, text_value
 from rlnumba.errors import ConfigError, UserError
 
 # Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's.
@@ -18,46 +16,33 @@ GSM8K_TEMPLATE = '{question} Let\'s think step by step and output the final answ
 QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt from a template: one user message if the tokenizer has a chat template, else the text itself."""
-
-    text: str
-
-
-def _fill(template, row, where):
-    """The template with {column} replaced by the row's values; braces that name no column stay as they are."""
-    names = [name for name in re.findall(r"\{(\w+)\}", template) if name in row]
-    if not names:
-        raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
-    return re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
-
-
 def is_gsm8k(row):
     return isinstance(row.get("answer"), str) and "####" in row["answer"]
 
 
-def templated_question(row, data, where, column):
-    text = column_value(row, column, where)
-    if not isinstance(text, str) or not text:
-        raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
-    template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
-    return Question(_fill(template, {**row, "question": text}, where))
+def question_prompt(row, data, where, column, tokenizer):
+    """The prompt that data.prompt_template, or a default, makes of a row; {name} of no column stays as it is.
 
-
-def as_prompt(prompt, data, tokenizer):
-    """A prompt as the engine and the rewards get it: a string that is used verbatim, or a message list.
-
-    prompt: str, message list or Question. data: DataConfig; its system_prompt precedes chat prompts that have none.
+    One user message if the tokenizer has a chat template, else the text itself; data.apply_chat_template decides first.
     """
-    apply = data.apply_chat_template
-    if isinstance(prompt, Question):
-        chat = tokenizer.chat_template is not None if apply is None else apply
-        prompt = [{"role": "user", "content": prompt.text.strip()}] if chat else prompt.text
-    elif isinstance(prompt, str) and apply:
-        prompt = [{"role": "user", "content": prompt}]
+    row = {**row, "question": text_value(row, column, where)}
+    template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
+    if not any(name in row for name in re.findall(r"\{(\w+)\}", template)):
+        raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
+    text = re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
+    chat = tokenizer.chat_template is not None if data.apply_chat_template is None else data.apply_chat_template
+    return with_system_prompt(as_messages(text.strip(), "user") if chat else text, data)
+
+
+def as_prompt(prompt, data):
+    """A string or message list as the engine and the rewards get it: a string that is used verbatim, or messages."""
+    return with_system_prompt(as_messages(prompt, "user") if data.apply_chat_template else prompt, data)
+
+
+def with_system_prompt(prompt, data):
+    """The prompt, with data.system_prompt before a message list that has none."""
     if isinstance(prompt, list) and data.system_prompt is not None and prompt[0]["role"] != "system":
-        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+        return [{"role": "system", "content": data.system_prompt}, *prompt]
     return prompt
 
 
@@ -91,21 +76,8 @@ def encode_pair(tokenizer, prompt, completion, **template):
     return both, start
 
 
-@dataclass(frozen=True)
-class PromptExample:
-    """One row for RL: its prompt, the columns that rewards get, and its file and line."""
-
-    where: str
-    prompt: str | list | Question
-    columns: dict
-
-
-def prompt_examples(rows, data):
-    """Rows to a list of PromptExample; the first row's columns decide for all. data: DataConfig.
-
-    Every column but the prompt is passed to the rewards, with two additions: `ground_truth` from verl's reward_model,
-    `solution` from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file and line.
-    """
+def _prompt_column(rows, data):
+    """The column of the prompts: the first row's columns decide for all."""
     seen = rows.rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:
@@ -113,19 +85,12 @@ def prompt_examples(rows, data):
         raise UserError(
             f"{rows.locations[0]}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}"
         )
-    from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
-
-    def make(row, where):
-        if from_template:
-            return templated_question(row, data, where, column)
-        prompt = column_value(row, column, where)
-        check_prompt(prompt, f"{where}: {column!r}")
-        return prompt
-
-    return [PromptExample(where, make(row, where), _reward_columns(row, data, where, column)) for row, where in rows]
+    return column
 
 
 def _reward_columns(row, data, where, prompt_column):
+    """Every column but the prompt, with `ground_truth` from verl's reward_model, or `solution` from GSM8K's `#### n` or
+    from data.answer_column."""
     excluded = ("prompt", "completion") if prompt_column == "question" else (prompt_column, "prompt", "completion")
     columns = {name: value for name, value in row.items() if name not in excluded}
     if data.answer_column is not None:
@@ -171,21 +136,31 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size):
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
+    rows = read_rows(path)
+    column = _prompt_column(rows, data)
+    from_template = column == "question" or data.prompt_template is not None
+    from_template = from_template and isinstance(rows.rows[0][column], str)
     kept, dropped = [], 0
-    for example in prompt_examples(read_rows(path), data):
-        prompt = as_prompt(example.prompt, data, tokenizer)
+    for row, where in rows:
+        if from_template:
+            prompt = question_prompt(row, data, where, column, tokenizer)
+        else:
+            prompt = column_value(row, column, where)
+            check_prompt(prompt, f"{where}: {column!r}")
+            prompt = as_prompt(prompt, data)
+        columns = _reward_columns(row, data, where, column)
         try:
             ids = list(encode_prompt(tokenizer, prompt, **data.chat_template_kwargs))
         except UserError as error:
-            raise UserError(f"{example.where}: {error}") from error
+            raise UserError(f"{where}: {error}") from error
         if not ids:
-            raise UserError(f"{example.where}: the prompt has no tokens")
-        check_ids(ids, vocab_size, example.where)
+            raise UserError(f"{where}: the prompt has no tokens")
+        check_ids(ids, vocab_size, where)
         if len(ids) <= longest:
-            kept.append(Prompt(prompt, ids, example.columns, example.where))
+            kept.append(Prompt(prompt, ids, columns, where))
         elif data.max_prompt_length is None:
             raise UserError(
-                f"{example.where}: a prompt of {len(ids)} tokens leaves no room for a completion in the model's "
+                f"{where}: a prompt of {len(ids)} tokens leaves no room for a completion in the model's "
                 f"{model_limit}; set data.max_prompt_length to drop longer ones"
             )
         else:

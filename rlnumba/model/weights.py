@@ -13,7 +13,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,7 @@ def parameters(config):
         found.append(Parameter("lm_head", (V, D), True, (("lm_head.weight", V),)))
     placed, offset = [], 0
     for parameter in sorted(found, key=lambda p: not p.decays):
-        placed.append(Parameter(parameter.name, parameter.shape, parameter.decays, parameter.rows, offset))
+        placed.append(replace(parameter, offset=offset))
         offset += -(-parameter.size // ALIGNMENT) * ALIGNMENT
     return placed
 
@@ -148,8 +148,7 @@ class Weights:
         generator = np.random.default_rng(seed)
         for p in weights.parameters:
             if p.decays:
-                values = 0.02 * generator.standard_normal(p.shape, dtype=np.float32)
-                _assign(weights[p.name], values)
+                _assign(weights[p.name], 0.02 * generator.standard_normal(p.shape, dtype=np.float32))
             elif p.name.endswith("norm"):
                 weights[p.name].fill(1)
         return weights

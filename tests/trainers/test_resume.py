@@ -13,6 +13,7 @@ import pytest
 
 from rlnumba import checkpoint
 from rlnumba.config import to_toml
+from rlnumba.engine.llm import LLM
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -171,6 +172,22 @@ def test_a_run_goes_on_from_a_chosen_step(tmp_path, capsys, kind):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == code and said in errors
     assert hash_of(run) == expected
+
+
+def test_policy_versions_continue_after_a_resume(tmp_path, monkeypatch):
+    """A completion's policy version is the number of optimizer steps before it, also in a resumed run."""
+    versions, generate = [], LLM.generate
+
+    def recording(*arguments):
+        outputs = generate(*arguments)
+        versions.append({v for output in outputs for c in output.completions for v in c.policy_versions})
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", recording)
+    run_grpo(grpo_run(tmp_path / "run", max_steps=2))
+    run_grpo(grpo_run(tmp_path / "run", max_steps=4), resume=True)
+    # The last one of each run is the report on samples.
+    assert versions == [{0}, {1}, {2}, {2}, {3}, {4}]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):

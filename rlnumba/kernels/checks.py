@@ -39,6 +39,12 @@ def check(op, name, array, shape, dtypes):
     raise ValueError(f"{op}: {name} must be {wanted} {kinds}, got {tuple(actual)} {array.dtype}{layout}")
 
 
+@functools.cache
+def unused(dimensions=1, dtype=np.int32):
+    """An array of one element that stands for an argument of a kernel that is left out."""
+    return device.xp().zeros((1,) * dimensions, dtype)
+
+
 def check_bounds(op, name, array):
     """How many sequences an int32 array of bounds such as cu_seqlens delimits: its length less 1, or ValueError."""
     (count,) = check(op, name, array, (None,), I32)

@@ -11,16 +11,8 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.nn.swiglu import sigmoid
-from rlnumba.kernels.ptx.pipeline import accumulator_address, matrix_address, swizzled_chunk
-from rlnumba.kernels.ptx.shared_memory import (
-    BOX_BYTES,
-    LINE,
-    fence_proxy_async,
-    load_pair,
-    load_word,
-    stmatrix_x4,
-    store_pair,
-)
+from rlnumba.kernels.ptx.pipeline import accumulator_address, stage_function, swizzled_chunk
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, load_word
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
     bulk_wait_group_read,
@@ -45,6 +37,7 @@ def addends(config):
     prefetches, has_bias = config.prefetches, config.bias
     # What TMA does not load each thread keeps in registers.
     keeps_residual = config.residual and not prefetches
+    loaded_columns = prefetched_columns or (columns if config.residual else 0)
     unpack_two = cvt_unpack(config.element)
 
     @device_function
@@ -67,53 +60,31 @@ def addends(config):
             tma_load_2d(staged + box * BOX_BYTES, source, column, first_row, prefetched)
 
     @device_function
-    def add_bias(acc, bias, pair, n):
-        for block in range(columns // 8):
-            if i32((pair + block * 4) * 2) < n:
-                low, high = unpack_two(bias[u32(pair + block * 4)])
-                acc[block * 4] += low
-                acc[block * 4 + 1] += high
-                acc[block * 4 + 2] += low
-                acc[block * 4 + 3] += high
-
-    @device_function
-    def add_prefetched_c(acc, staged, warp, lane):
-        for block in range(prefetched_columns // 8):
-            for half in range(2):
-                low, high = load_pair(accumulator_address(staged, block, warp, lane) + half * 8 * LINE)
-                acc[block * 4 + half * 2] += low
-                acc[block * 4 + half * 2 + 1] += high
-
-    @device_function
-    def add_prefetched_residual(acc, staged, warp, lane):
-        line = warp * i32(16) + (lane >> i32(2))
-        for block in range(columns // 8):
+    def addend(words, staged, block, half, warp, lane):
+        """The residual or C of a pair of accumulators, from where it was loaded to."""
+        if prefetched_columns:
+            return load_pair(accumulator_address(staged, block, warp, lane) + half * 8 * LINE)
+        if prefetches:
+            line = warp * i32(16) + (lane >> i32(2))
             address = staged + block // 8 * BOX_BYTES + line * i32(LINE) + ((lane & i32(3)) << i32(2))
-            address = swizzled_chunk(address, line, i32(block % 8))
-            for half in range(2):
-                low, high = unpack_two(load_word(address + half * 8 * LINE))
-                acc[block * 4 + half * 2] += low
-                acc[block * 4 + half * 2 + 1] += high
-
-    @device_function
-    def add_residual(acc, words):
-        for block in range(columns // 8):
-            for half in range(2):
-                low, high = unpack_two(words[block * 2 + half])
-                acc[block * 4 + half * 2] += low
-                acc[block * 4 + half * 2 + 1] += high
+            return unpack_two(load_word(swizzled_chunk(address, line, i32(block % 8)) + half * 8 * LINE))
+        return unpack_two(words[block * 2 + half])
 
     @device_function
     def add_addends(acc, bias, words, staged, pair, n, warp, lane):
         """acc += bias, then the residual or C, which has been loaded."""
         if has_bias:
-            add_bias(acc, bias, pair, n)
-        if prefetched_columns:
-            add_prefetched_c(acc, staged, warp, lane)
-        elif prefetches:
-            add_prefetched_residual(acc, staged, warp, lane)
-        elif keeps_residual:
-            add_residual(acc, words)
+            for block in range(columns // 8):
+                if i32((pair + block * 4) * 2) < n:
+                    low, high = unpack_two(bias[u32(pair + block * 4)])
+                    for half in range(2):
+                        acc[block * 4 + half * 2] += low
+                        acc[block * 4 + half * 2 + 1] += high
+        for block in range(loaded_columns // 8):
+            for half in range(2):
+                low, high = addend(words, staged, block, half, warp, lane)
+                acc[block * 4 + half * 2] += low
+                acc[block * 4 + half * 2 + 1] += high
 
     return load_residual, prefetch, add_addends
 
@@ -168,27 +139,7 @@ def store_by_tma_function(config):
     box_columns, staged_columns = config.box_columns, config.staged_columns
     output, prefetches, prefetched_columns = config.output, config.prefetches, config.prefetched_columns
     buffers, part_bytes = config.staging_buffers, config.staged_bytes // config.staging_buffers
-    pack_two, activate = cvt_pack(config.element), swiglu_function(config)
-
-    @device_function
-    def stage_16_bit(acc, part, staged, warp, lane):
-        for block in range(staged_columns // 16):
-            i = (part * staged_columns // 16 + block) * 8
-            stmatrix_x4(
-                matrix_address(staged, block, warp, lane),
-                pack_two(acc[i], acc[i + 1]),
-                pack_two(acc[i + 2], acc[i + 3]),
-                pack_two(acc[i + 4], acc[i + 5]),
-                pack_two(acc[i + 6], acc[i + 7]),
-            )
-
-    @device_function
-    def stage_float32(acc, part, staged, warp, lane):
-        for block in range(staged_columns // 8):
-            i = (part * staged_columns // 8 + block) * 4
-            target = accumulator_address(staged, block, warp, lane)
-            store_pair(target, acc[i], acc[i + 1])
-            store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
+    stage, activate = stage_function(config.element, staged_columns, output != "same"), swiglu_function(config)
 
     @device_function
     def send(c_map, first_column, first_row, staged, add):
@@ -210,19 +161,15 @@ def store_by_tma_function(config):
                 bulk_wait_group_read()
         named_barrier_sync(warpgroup, WARPGROUP)
         buffer = staged + i32(part % buffers) * part_bytes
-        if output == "same":
-            stage_16_bit(acc, part, buffer, warp, lane)
-        else:
-            stage_float32(acc, part, buffer, warp, lane)
+        stage(acc, part * staged_columns // 2, buffer, warp, lane)
         fence_proxy_async()
         named_barrier_sync(warpgroup, WARPGROUP)
         if leader:
             first_column = tile_column * tile_columns + part * staged_columns
             if swiglu and part * staged_columns >= tile_columns:
                 first_column += n - tile_columns
-            send(
-                c_map, first_column, first_row, buffer, output == "add" and part * staged_columns >= prefetched_columns
-            )
+            add = output == "add" and part * staged_columns >= prefetched_columns
+            send(c_map, first_column, first_row, buffer, add)
 
     @device_function
     def store_activated(acc, activated_map, first_row, tile_column, staged, warpgroup, warp, lane, leader):
@@ -231,7 +178,7 @@ def store_by_tma_function(config):
         if leader:
             bulk_wait_group_read()
         named_barrier_sync(warpgroup, WARPGROUP)
-        stage_16_bit(acc, 0, staged, warp, lane)
+        stage(acc, 0, staged, warp, lane)
         fence_proxy_async()
         named_barrier_sync(warpgroup, WARPGROUP)
         if leader:

@@ -1,4 +1,4 @@
-"""Tile scheduler of the GEMM kernels: which tile of C a block computes."""
+"""What the tensor-core GEMMs share: by what a config is chosen, and which tile of C a block computes."""
 
 import numpy as np
 
@@ -20,3 +20,10 @@ def tile_coordinates(index, tiles_down, tiles_across):
     within = i32(index - first * tiles_across)
     column = udiv(within, height)
     return i32(first + within - column * height), column
+
+
+def kind_of(a, out, a_mn, b_mn, add, bias, residual):
+    """(M, N, K, element, a_mn, b_mn, output, bias, residual) of a GEMM, as best_config takes them."""
+    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
+    addends = bias is not None, residual is not None
+    return *out.shape, a.shape[0 if a_mn else 1], a.dtype.name, a_mn, b_mn, output, *addends

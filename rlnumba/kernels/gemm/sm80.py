@@ -25,7 +25,8 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.gemm.scheduler import tile_coordinates
+from rlnumba.kernels.checks import unused
+from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
 from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, best_config
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, load_word, shared_address, store_pair, store_word
@@ -345,24 +346,15 @@ def gemm_sm80_kernel(config):
     return gemm_sm80_kernel
 
 
-@functools.cache
-def _unused(dimensions):
-    """An array of one element that stands for an argument left out."""
-    return device.xp().zeros((1,) * dimensions, np.int32)
-
-
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
     """out = A B (+ bias + residual), or out += A B if `add`, with the config that best_config chooses.
 
     Matrices as in gemm_with_config.
     """
-    m, n = out.shape
-    k = a.shape[0] if a_mn else a.shape[1]
-    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
-    kinds = a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None
-    gemm_with_config(
-        best_config(m, n, k, *kinds, device.sm_count(), device.max_shared_bytes()), a, b, out, bias, residual
+    config = best_config(
+        *kind_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count(), device.max_shared_bytes()
     )
+    gemm_with_config(config, a, b, out, bias, residual)
 
 
 def gemm_with_config(config, a, b, out, bias=None, residual=None):
@@ -380,8 +372,8 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None):
         a,
         b,
         out,
-        _unused(1) if bias is None else bias.view(np.int32),
-        _unused(2) if residual is None else residual,
+        unused() if bias is None else bias.view(np.int32),
+        unused(2) if residual is None else residual,
         m,
         n,
         k,

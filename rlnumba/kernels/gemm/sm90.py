@@ -23,8 +23,9 @@ import functools
 
 import numpy as np
 
+from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
-from rlnumba.kernels.gemm.scheduler import tile_coordinates
+from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config, gemm_layout
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
@@ -135,30 +136,24 @@ def producer(config, load, before_wait):
     return produce
 
 
-@functools.cache
-def main_loop_function(config):
-    """The device function that multiplies a tile: acc = A B over `rounds` stages; returns the ring's next stage."""
-    columns, stage_bytes, prefetches = config.columns, config.stage_bytes, config.prefetches
-    a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
-    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
+def main_loop_function(columns, stages, stage_bytes, start, each_round):
+    """The device function that multiplies a tile: acc = A B over `rounds` stages; returns the ring's next stage.
+
+    start: of wgmma_async. each_round(done, rounds, leader, arguments): a device function called while wgmma runs.
+    """
     wait_all_but_latest, wait_all = wgmma_wait_group(columns // 2, 1), wgmma_wait_group(columns // 2, 0)
-    _, advance = ring(config.stages)
-    _, prefetch, _ = addends(config)
+    _, advance = ring(stages)
 
     @device_function
-    def main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, prefetched_part):
-        """a, b: where this consumer's operands lie in the first stage; prefetched_part: arguments of `prefetch`."""
-        source, first_row, tile_column, staged, prefetched = prefetched_part
-        # Not at once: TMA still reads the staged output of the tile before.
-        prefetch_at = min(rounds - i32(1), i32(2))
+    def main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, arguments):
+        """a, b: where this consumer's operands lie in the first stage; leader: arrives for its warpgroup."""
         previous = i32(0)
         for done in range(rounds):
             mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
             offset = stage * stage_bytes
             start(acc, smem_descriptor(a + offset), smem_descriptor(b + offset), i32(done != 0))
             wait_all_but_latest(acc)
-            if prefetches and done == prefetch_at and leader:
-                prefetch(source, first_row, tile_column, staged, prefetched)
+            each_round(done, rounds, leader, arguments)
             if done != 0 and leader:
                 mbarrier_arrive(empty + previous * MBARRIER_BYTES)
             previous = stage
@@ -179,12 +174,21 @@ def consumer_function(config):
     a_bytes, staged_bytes, prefetched_columns = config.a_bytes, config.staged_bytes, config.prefetched_columns
     prefetches, layout = config.prefetches, gemm_layout(config)
     accumulators, residual_words = columns // 2, columns // 4 if config.residual and not prefetches else 1
-    main_loop = main_loop_function(config)
-    load_residual, _, add_addends = addends(config)
+    load_residual, prefetch, add_addends = addends(config)
+    a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
+    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
     if staged_columns:
         store_by_tma = store_by_tma_function(config)
     else:
         store_by_threads = store_by_threads_function(config)
+
+    @device_function
+    def each_round(done, rounds, leader, part):
+        # Not at once: TMA still reads the staged output of the tile before.
+        if prefetches and done == min(rounds - i32(1), i32(2)) and leader:
+            prefetch(*part)
+
+    main_loop = main_loop_function(columns, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
     def consume(base, consumer, thread, c_map, residual_map, c, bias, residual, m, shape):
@@ -281,22 +285,13 @@ def gemm_sm90_kernel(config):
     return gemm_sm90_kernel
 
 
-@functools.cache
-def _unused(dimensions):
-    """An int32 array of one element that stands for an argument left out."""
-    return device.xp().zeros((1,) * dimensions, np.int32)
-
-
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
     """out = A B (+ bias + residual), or out += A B if `add`, with the config that best_config chooses.
 
     Matrices as in gemm_with_config.
     """
-    m, n = out.shape
-    k = a.shape[0] if a_mn else a.shape[1]
-    output = "add" if add else "same" if out.dtype == a.dtype else "float32"
-    kinds = a.dtype.name, a_mn, b_mn, output, bias is not None, residual is not None
-    gemm_with_config(best_config(m, n, k, *kinds, device.sm_count()), a, b, out, bias, residual)
+    config = best_config(*kind_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count())
+    gemm_with_config(config, a, b, out, bias, residual)
 
 
 def gemm_swiglu(x, weight, gate_up, out):
@@ -339,11 +334,11 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
         (config.consumers + 1) * WARPGROUP,
         a_map,
         b_map,
-        tensor_map(out, ROWS, config.box_columns) if staged else _unused(1),
-        tensor_map(residual, ROWS, config.box_columns) if residual_by_tma else _unused(1),
-        _unused(2) if staged else out.view(np.int32),
-        _unused(1) if bias is None else bias.view(np.int32),
-        _unused(2) if residual is None or staged else residual.view(np.int32),
+        tensor_map(out, ROWS, config.box_columns) if staged else unused(),
+        tensor_map(residual, ROWS, config.box_columns) if residual_by_tma else unused(),
+        unused(2) if staged else out.view(np.int32),
+        unused() if bias is None else bias.view(np.int32),
+        unused(2) if residual is None or staged else residual.view(np.int32),
         m,
         n,
         k,

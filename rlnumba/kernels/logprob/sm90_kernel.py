@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
+from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.nn.row_sum import (
     LOG2_E,
     NONE,
@@ -32,13 +33,12 @@ from rlnumba.kernels.ptx.pipeline import (
     FIRST_EMPTY,
     FIRST_FULL,
     MBARRIER_BYTES,
-    accumulator_address,
-    matrix_address,
     ring,
     shared_base,
     shared_layout,
+    stage_function,
 )
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, stmatrix_x4, store_pair
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
     bulk_wait_group,
@@ -57,7 +57,6 @@ from rlnumba.kernels.ptx.sm90 import (
     warp_uniform,
 )
 from rlnumba.kernels.ptx.warp import (
-    cvt_pack,
     device_function,
     exp2,
     griddepcontrol_launch_dependents,
@@ -65,7 +64,7 @@ from rlnumba.kernels.ptx.warp import (
     shuffle_xor,
     udiv,
 )
-from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, wgmma_async
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize
 
@@ -177,13 +176,8 @@ def scheduler(config):
 @functools.cache
 def producer_function(config):
     """The device function of the thread that loads A and B of all tiles of a block."""
-    b_mn, layout, a_bytes, stage_bytes, rows = (
-        config.mode == "split_k",
-        config.layout,
-        config.a_bytes,
-        config.stage_bytes,
-        config.rows,
-    )
+    layout, b_mn, rows = config.layout, config.mode == "split_k", config.rows
+    a_bytes, stage_bytes = config.a_bytes, config.stage_bytes
     _, advance = ring(config.stages)
     _, work = scheduler(config)
 
@@ -214,50 +208,6 @@ def producer_function(config):
                 stage, parity = advance(stage, parity)
 
     return produce
-
-
-@functools.cache
-def main_loop_function(config):
-    """The device function that multiplies a tile: acc = A B over `rounds` stages; returns the ring's next stage."""
-    stages, stagger, stage_bytes, a_bytes, layout = (
-        config.stages,
-        config.stagger,
-        config.stage_bytes,
-        config.a_bytes,
-        config.layout,
-    )
-    b_kind = "mn" if config.mode == "split_k" else "k"
-    start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", b_kind)
-    wait_all_but_latest, wait_all = wgmma_wait_group(TILE_COLUMNS // 2, 1), wgmma_wait_group(TILE_COLUMNS // 2, 0)
-    _, advance = ring(stages)
-
-    @device_function
-    def main_loop(acc, consumer, leader, base, stagger_parity, rounds, stage, parity):
-        """leader: the thread that arrives at barriers for its warpgroup.
-
-        The first consumer completes the stagger barrier's phase `stagger` rounds into a tile; the second waits for it.
-        """
-        full, empty, staggered = base + layout.full, base + layout.empty, base + layout.stagger
-        previous = i32(0)
-        if stagger > 0 and consumer == 1:
-            mbarrier_wait(staggered, stagger_parity)
-        for done in range(rounds):
-            mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
-            a = base + stage * stage_bytes
-            start(acc, smem_descriptor(a + consumer * BOX_BYTES), smem_descriptor(a + a_bytes), i32(done != 0))
-            wait_all_but_latest(acc)
-            if done != 0 and leader:
-                mbarrier_arrive(empty + previous * MBARRIER_BYTES)
-            if stagger > 0 and consumer == 0 and leader and done == min(stagger, rounds - 1):
-                mbarrier_arrive(staggered)
-            previous = stage
-            stage, parity = advance(stage, parity)
-        wait_all(acc)
-        if leader:
-            mbarrier_arrive(empty + previous * MBARRIER_BYTES)
-        return stage, parity
-
-    return main_loop
 
 
 # What follows works on a thread's accumulators of one row, sixteen at a time (a part): acc[begin + 4 b + c], b < 8,
@@ -402,8 +352,8 @@ def store_functions(config):
     It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
     waits for it.
     """
-    boxes, box_columns, is_float32 = config.boxes, config.box_columns, config.mode == "split_k"
-    pack_two = cvt_pack(config.element)
+    boxes, box_columns = config.boxes, config.box_columns
+    stage = stage_function(config.element, box_columns, config.mode == "split_k")
 
     @device_function
     def wait_for_box(group, warp, lane):
@@ -420,21 +370,7 @@ def store_functions(config):
         """
         out_map, column, row, staged, group, warp, lane = output
         box = staged + piece % boxes * BOX_BYTES
-        for block in range(4):
-            if is_float32:
-                i = (piece * 4 + block) * 4
-                target = accumulator_address(box, block, warp, lane)
-                store_pair(target, acc[i], acc[i + 1])
-                store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
-            else:
-                i = (piece * 4 + block) * 8
-                stmatrix_x4(
-                    matrix_address(box, block, warp, lane),
-                    pack_two(acc[i], acc[i + 1]),
-                    pack_two(acc[i + 2], acc[i + 3]),
-                    pack_two(acc[i + 4], acc[i + 5]),
-                    pack_two(acc[i + 6], acc[i + 7]),
-                )
+        stage(acc, piece * box_columns // 2, box, warp, lane)
         fence_proxy_async()
         if warp == (piece + 1) % boxes and lane == 0:
             bulk_wait_group_read()
@@ -535,9 +471,19 @@ def consumer_function(config):
     folds, stores, split_k = mode in ("forward", "exponentials"), mode != "forward", mode == "split_k"
     exponentials, dlogits = mode == "exponentials", mode == "dlogits"
     _, work = scheduler(config)
-    main_loop, fold_tile, store_dlogits = main_loop_function(config), forward_epilogue(config), dlogits_epilogue(config)
+    fold_tile, store_dlogits = forward_epilogue(config), dlogits_epilogue(config)
     wait_for_box, store_columns = store_functions(config)
-    accumulators = TILE_COLUMNS // 2
+    accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.a_bytes, config.stagger
+    start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", "mn" if split_k else "k")
+
+    @device_function
+    def each_round(done, rounds, leader, arguments):
+        """The first consumer completes the stagger barrier's phase `stagger` rounds into a tile."""
+        consumer, staggered = arguments
+        if stagger > 0 and consumer == 0 and leader and done == min(stagger, rounds - 1):
+            mbarrier_arrive(staggered)
+
+    main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
     def consume(
@@ -549,7 +495,7 @@ def consumer_function(config):
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
         quad_lane = lane & i32(3)
         leader = (thread & i32(127)) == 0
-        staged = base + layout.staged + consumer * staged_bytes
+        staged, staggered = base + layout.staged + consumer * staged_bytes, base + layout.stagger
         factor = LOG2_E / temperature
         acc = cuda.local.array(accumulators, np.float32)
         for i in range(accumulators):
@@ -576,7 +522,12 @@ def consumer_function(config):
                         scale[half] = dlogp[row + half * 8] / temperature
                     if exponentials:
                         shift[half] = lse[row + half * 8]
-            stage, parity = main_loop(acc, consumer, leader, base, stagger_parity, rounds, stage, parity)
+            if stagger > 0 and consumer == 1:
+                mbarrier_wait(staggered, stagger_parity)
+            stage, parity = main_loop(
+                acc, base + consumer * BOX_BYTES, base + a_bytes, base + layout.full, base + layout.empty, rounds,
+                stage, parity, leader, (consumer, staggered),
+            )  # fmt: skip
             stagger_parity ^= i32(1)
             # Columns beyond the vocabulary, in the last tile.
             if not split_k and start_column + i32(TILE_COLUMNS) > n:

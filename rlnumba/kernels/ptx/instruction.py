@@ -4,11 +4,13 @@
     def mbarrier_arrive(mbarrier):
         ...  # what the instruction does, in Python
 
-On a GPU the decorated name is a Numba intrinsic that emits the PTX, in the simulator it is the function itself.
-Instructions on local arrays or on several threads at once are written with the parts below.
+On a GPU the decorated name is a Numba intrinsic that emits the PTX, in the simulator it is the function itself. What an
+instruction does to several threads at once is a twin that is also @warp_wide.
 """
 
 import inspect
+
+import numpy as np
 
 from rlnumba.runtime import device
 
@@ -21,12 +23,18 @@ if SIMULATED:
         """The simulator's form of the decorator: the twin is the instruction."""
         return lambda twin: twin
 
+    instruction_since_sm90 = instruction
+
+    def address_of(array):
+        """The address of an array in global memory, int64."""
+        return np.int64(array.ctypes.data)
+
 else:
     from llvmlite import ir
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
 
-    F32, I32, I64, VOID = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.VoidType()
+    F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
     # A letter of `operands` and `results`: its LLVM type, its Numba type, and the constraint of inline assembly.
     KINDS = {
         "r": (I32, types.int32, "r"),
@@ -39,10 +47,12 @@ else:
         """On a GPU the twin of a warp-wide instruction is not used."""
         return twin
 
-    def inline_asm(builder, result, operand_types, text, constraints, operands, effects=True):
-        """Emit PTX with operands of the given LLVM types; the value of type `result`."""
-        function = ir.FunctionType(result, operand_types)
-        return builder.call(ir.InlineAsm(function, text, constraints, side_effect=effects), operands)
+    def inline_asm(builder, results, text, constraints, operands, effects=True):
+        """Emit PTX; the values of its results, of the given LLVM types."""
+        kind = ir.LiteralStructType(results) if len(results) > 1 else results[0] if results else ir.VoidType()
+        function = ir.FunctionType(kind, [operand.type for operand in operands])
+        value = builder.call(ir.InlineAsm(function, text, constraints, side_effect=effects), operands)
+        return [builder.extract_value(value, i) for i in range(len(results))] if len(results) > 1 else [value]
 
     def instruction(text, operands="", results="", effects=True, memory=True):
         """Decorator of a twin: the name becomes an intrinsic that emits `text`.
@@ -51,44 +61,53 @@ else:
         numbered before operands: $0, $1, ... Several results come back as a tuple. effects: not to be removed or
         repeated; memory: other accesses to memory do not move across.
         """
-        result_types, operand_types = [KINDS[k][0] for k in results], [KINDS[k][0] for k in operands]
         constraints = [f"={KINDS[k][2]}" for k in results] + [KINDS[k][2] for k in operands]
         constraints = ",".join([*constraints, "~{memory}"] if effects and memory else constraints)
-        numba_operands, numba_results = [KINDS[k][1] for k in operands], [KINDS[k][1] for k in results]
+        result = KINDS[results[0]][1] if results else types.void
+        result = types.UniTuple(result, len(results)) if len(results) > 1 else result
 
         def define(typingctx, *_):
             def codegen(context, builder, signature, args):
+                values = inline_asm(builder, [KINDS[k][0] for k in results], text, constraints, args, effects)
                 if not results:
-                    inline_asm(builder, VOID, operand_types, text, constraints, args, effects)
                     return context.get_dummy_value()
-                if len(results) == 1:
-                    return inline_asm(builder, result_types[0], operand_types, text, constraints, args, effects)
-                struct = ir.LiteralStructType(result_types)
-                values = inline_asm(builder, struct, operand_types, text, constraints, args, effects)
-                return cgutils.pack_array(builder, [builder.extract_value(values, i) for i in range(len(results))])
+                return values[0] if len(values) == 1 else cgutils.pack_array(builder, values)
 
-            if len(results) > 1:
-                return types.UniTuple(numba_results[0], len(results))(*numba_operands), codegen
-            return (numba_results[0] if results else types.void)(*numba_operands), codegen
+            return result(*(KINDS[k][1] for k in operands)), codegen
 
-        def decorate(twin):
-            names = list(inspect.signature(twin).parameters)
-            if len(names) != len(operands):
-                names = [f"operand{i}" for i in range(len(operands))]
-            # Numba takes the number of operands from the signature.
-            plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            define.__signature__ = inspect.Signature([inspect.Parameter(n, plain) for n in ["typingctx", *names]])
-            define.__name__, define.__doc__ = twin.__name__, twin.__doc__
-            return intrinsic(define)
+        return lambda twin: as_intrinsic(define, len(operands), twin)
 
-        return decorate
+    def instruction_since_sm90(text):
+        """As instruction, without operands: nothing on GPUs before compute capability 9.0."""
 
-    def local_elements(context, builder, array_type, array, count, first=0):
-        """Pointers to `count` elements of a local array, from a constant or a value of 32 bits on."""
+        def define(typingctx):
+            def codegen(context, builder, signature, args):
+                # NVVM puts the architecture in place of this call, and drops the branch that it does not take.
+                name = cgutils.global_constant(builder, "architecture", cgutils.make_bytearray(b"__CUDA_ARCH\0"))
+                function = ir.FunctionType(I32, [cgutils.voidptr_t])
+                reflect = cgutils.get_or_insert_function(builder.module, function, "__nvvm_reflect")
+                architecture = builder.call(reflect, [builder.bitcast(name, cgutils.voidptr_t)])
+                with builder.if_then(builder.icmp_signed(">=", architecture, I32(900))):
+                    inline_asm(builder, [], text, "~{memory}", [])
+                return context.get_dummy_value()
+
+            return types.void(), codegen
+
+        return lambda twin: as_intrinsic(define, 0, twin)
+
+    def as_intrinsic(define, count, twin):
+        """The intrinsic of define(typingctx, *operands) for `count` operands, with a twin's name and docstring."""
+        # Numba takes the number of operands from the signature.
+        names = ["typingctx", *(f"operand{i}" for i in range(count))]
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        define.__signature__ = inspect.Signature([inspect.Parameter(name, plain) for name in names])
+        define.__name__, define.__doc__ = twin.__name__, twin.__doc__
+        return intrinsic(define)
+
+    def local_elements(context, builder, array_type, array, count):
+        """Pointers to the first `count` elements of a local array."""
         data = context.make_array(array_type)(context, builder, array).data
-        if isinstance(first, int):
-            return [builder.gep(data, [ir.Constant(I32, first + i)]) for i in range(count)]
-        return [builder.gep(data, [builder.add(first, ir.Constant(I32, i))]) for i in range(count)]
+        return [builder.gep(data, [I32(i)]) for i in range(count)]
 
     def array_data(context, builder, array_type, array):
         """Where an array begins, as 64 bits."""
@@ -102,11 +121,3 @@ else:
             return array_data(context, builder, signature.args[0], args[0])
 
         return types.int64(array), codegen
-
-
-if SIMULATED:
-    import numpy as np
-
-    def address_of(array):
-        """The address of an array in global memory, int64."""
-        return np.int64(array.ctypes.data)

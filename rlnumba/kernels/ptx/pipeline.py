@@ -19,9 +19,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address, shared_address
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address, shared_address, stmatrix_x4, store_pair
 from rlnumba.kernels.ptx.sm90 import mbarrier_init
-from rlnumba.kernels.ptx.warp import device_function
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function
 from rlnumba.runtime.device import cuda
 
 i32 = np.int32
@@ -103,3 +103,34 @@ def accumulator_address(boxes, block, warp, lane):
     line_address = boxes + block // 4 * BOX_BYTES + line * i32(LINE)
     chunk = i32(block % 4 * 2) + ((lane & i32(3)) >> i32(1))
     return swizzled_chunk(line_address, line, chunk) + ((lane & i32(1)) << i32(3))
+
+
+@functools.cache
+def stage_function(element, columns, is_float32):
+    """The device function that writes a consumer's accumulators of so many columns to boxes, for TMA to store them.
+
+    In the boxes they are `element`, 64 columns a box, or float32, 32 columns a box.
+    """
+    pack_two = cvt_pack(element)
+
+    @device_function
+    def stage_16_bit(acc, first, boxes, warp, lane):
+        for block in range(columns // 16):
+            i = first + block * 8
+            stmatrix_x4(
+                matrix_address(boxes, block, warp, lane),
+                pack_two(acc[i], acc[i + 1]),
+                pack_two(acc[i + 2], acc[i + 3]),
+                pack_two(acc[i + 4], acc[i + 5]),
+                pack_two(acc[i + 6], acc[i + 7]),
+            )
+
+    @device_function
+    def stage_float32(acc, first, boxes, warp, lane):
+        for block in range(columns // 8):
+            i = first + block * 4
+            target = accumulator_address(boxes, block, warp, lane)
+            store_pair(target, acc[i], acc[i + 1])
+            store_pair(target + 8 * LINE, acc[i + 2], acc[i + 3])
+
+    return stage_float32 if is_float32 else stage_16_bit

@@ -40,7 +40,7 @@ else:
 
         def codegen(context, builder, signature, args):
             generic = array_data(context, builder, signature.args[0], args[0])
-            address = inline_asm(builder, I64, [I64], "cvta.to.shared.u64 $0, $1;", "=l,l", [generic], False)
+            (address,) = inline_asm(builder, [I64], "cvta.to.shared.u64 $0, $1;", "=l,l", [generic], False)
             return builder.trunc(address, I32)
 
         return types.int32(array), codegen
@@ -171,9 +171,21 @@ def stmatrix_x2_trans(lanes):
     return [None] * 32
 
 
+def _load_matrices(lanes):
+    """(4, 8, 8): the matrices of which lane 8 i + r gives the address of line r of matrix i."""
+    return np.stack([memory(address, 16).view(np.uint16) for (address,) in lanes]).reshape(4, 8, 8)
+
+
 @instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "r", "rrrr")
 @warp_wide
 def ldmatrix_x4(lanes):
     """Four 8 x 8 matrices of 16-bit values from shared memory: (r0, r1, r2, r3), as stmatrix_x4 takes them."""
-    lines = np.stack([memory(address, 16).view(np.int32) for (address,) in lanes]).reshape(4, 8, 4)
-    return [tuple(lines[:, lane // 4, lane % 4]) for lane in range(32)]
+    return [tuple(words) for words in _load_matrices(lanes).view(np.int32).reshape(4, 32).T]
+
+
+@instruction("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "r", "rrrr")
+@warp_wide
+def ldmatrix_x4_trans(lanes):
+    """As ldmatrix_x4, of transposed matrices: lane 4 c + r receives lines 2 r and 2 r + 1 of column c."""
+    columns = np.ascontiguousarray(_load_matrices(lanes).transpose(0, 2, 1))
+    return [tuple(words) for words in columns.view(np.int32).reshape(4, 32).T]

@@ -37,9 +37,9 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.ptx.instruction import SIMULATED, address_of, instruction, warp_wide  # noqa: F401
-from rlnumba.kernels.ptx.shared_memory import memory, store_word  # noqa: F401
-from rlnumba.kernels.ptx.warp import PTX_TYPES
+from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
+from rlnumba.kernels.ptx.shared_memory import ldmatrix_x4, ldmatrix_x4_trans, memory
+from rlnumba.kernels.ptx.warp import PTX_TYPES, device_function
 from rlnumba.runtime import device
 
 # Bytes that one copy moves, and a line of a fragment's half.
@@ -50,117 +50,61 @@ SYSTEM_BYTES = 1024
 if SIMULATED:
     from rlnumba.runtime.simulator import this_thread
 
-    def _load_matrices(lanes, form):
-        for i in range(4):
-            lines = [memory(lanes[8 * i + line][2], CHUNK) for line in range(8)]
-            matrix = np.ascontiguousarray(form(np.stack(lines).view(np.uint16)))
-            for lane, (words, first, _) in enumerate(lanes):
-                words[int(first) + i] = matrix.view(np.int32).reshape(32)[lane]
-        return [None] * 32
 
+@device_function
+def ldmatrix_fragment(words, first, address):
+    """words[first : first + 4] = a fragment whose lines are contiguous in k."""
+    words[first], words[first + 1], words[first + 2], words[first + 3] = ldmatrix_x4(address)
+
+
+@device_function
+def ldmatrix_fragment_trans(words, first, address):
+    """words[first : first + 4] = a fragment of which the lines of a k are contiguous."""
+    words[first], words[first + 1], words[first + 2], words[first + 3] = ldmatrix_x4_trans(address)
+
+
+@functools.cache
+def mma(element):
+    """mma(element)(acc, c, a, i, b, j): add the product of two fragments to 16 x 16 float32 (two mma.sync).
+
+    acc[c : c + 8] += a[i : i + 4] b[j : j + 4], local arrays of every lane of a warp.
+    """
+    kind, dtype = PTX_TYPES[element], device.DTYPES[element]
+
+    @instruction(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "rrrrrrffff",
+        "ffff",
+        effects=False,
+    )
     @warp_wide
-    def ldmatrix_fragment(lanes):
-        """words[first : first + 4] = four 8 x 8 matrices of 16-bit values from shared memory (ldmatrix).
+    def mma_16_by_8(lanes):
+        """(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3): the four float32 of C + A B."""
+        # Axes of a lane's words: g, t, then the halves of lines and k.
+        pairs = np.array([lane[:6] for lane in lanes]).astype(np.int32).view(dtype).astype(np.float64)
+        a = pairs[:, :8].reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
+        b = pairs[:, 8:].reshape(8, 4, 2, 2).transpose(0, 2, 1, 3).reshape(8, 16)
+        total = np.array([lane[6:] for lane in lanes], np.float64).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3)
+        total = total.reshape(16, 8)
+        # One rounding, whose bits do not depend on where in the fragment a row or column stands.
+        for k in range(16):
+            total += np.multiply.outer(a[:, k], b[:, k])
+        total = total.astype(np.float32).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+        return [tuple(four) for four in total]
 
-        (words, first, address): lane 8 i + r gives the address of line r of matrix i (16 bytes); lane 4 g + t
-        receives elements 2 t and 2 t + 1 of line g of matrix i as word i.
-        """
-        return _load_matrices(lanes, lambda matrix: matrix)
-
-    @warp_wide
-    def ldmatrix_fragment_trans(lanes):
-        """The same of transposed matrices (ldmatrix.trans): lane 4 g + t receives lines 2 t, 2 t + 1 of column g."""
-        return _load_matrices(lanes, lambda matrix: matrix.T)
-
-    @functools.cache
-    def mma(element):
-        """mma(element)(acc, c, a, i, b, j): add the product of two fragments to 16 x 16 float32 (two mma.sync).
-
-        acc[c : c + 8] += a[i : i + 4] b[j : j + 4], local arrays of every lane of a warp.
-        """
-        dtype = device.DTYPES[element]
-        g, t = np.arange(32)[:, None] // 4, np.arange(32)[:, None] % 4
-        word, sum_ = np.arange(4), np.arange(8)
-        a_line, a_k = g + 8 * (word % 2), 2 * t + 8 * (word // 2)
-        b_line, b_k = g + 8 * (word // 2), 2 * t + 8 * (word % 2)
-        row, column = g + 8 * (sum_ % 4 // 2), 2 * t + 8 * (sum_ // 4) + sum_ % 2
-
-        def fragment(words, line, k):
-            matrix = np.empty((16, 16), np.float64)
-            pairs = np.array(words, np.int32).view(dtype).reshape(32, 4, 2)
-            matrix[line, k], matrix[line, k + 1] = pairs[..., 0], pairs[..., 1]
-            return matrix
-
-        @warp_wide
-        def mma_fragments(lanes):
-            a = fragment([words[int(i) : int(i) + 4] for _, _, words, i, _, _ in lanes], a_line, a_k)
-            b = fragment([words[int(j) : int(j) + 4] for _, _, _, _, words, j in lanes], b_line, b_k)
-            total = np.empty((16, 16), np.float64)
-            total[row, column] = [acc[int(c) : int(c) + 8] for acc, c, *_ in lanes]
-            # One rounding, whose bits do not depend on where in the fragment a row or column stands.
-            for k in range(16):
-                total += np.multiply.outer(a[:, k], b[:, k])
-            for lane, (acc, c, *_) in enumerate(lanes):
-                acc[int(c) : int(c) + 8] = total[row[lane], column[lane]].astype(np.float32)
-            return [None] * 32
-
-        return mma_fragments
-
-else:
-    from llvmlite import ir
-    from numba.cuda import types
-    from numba.cuda.extending import intrinsic
-
-    from rlnumba.kernels.ptx.instruction import F32, I32, inline_asm, local_elements
-
-    def _ldmatrix(suffix):
-        @intrinsic
-        def load(typingctx, words, first, address):
-            def codegen(context, builder, signature, args):
-                text = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-                four = ir.LiteralStructType([I32] * 4)
-                loaded = inline_asm(builder, four, [I32], text, "=r,=r,=r,=r,r,~{memory}", args[2:])
-                pointers = local_elements(context, builder, signature.args[0], args[0], 4, args[1])
-                for i, pointer in enumerate(pointers):
-                    builder.store(builder.extract_value(loaded, i), pointer)
-                return context.get_dummy_value()
-
-            return types.void(words, types.int32, types.int32), codegen
-
-        return load
-
-    ldmatrix_fragment, ldmatrix_fragment_trans = _ldmatrix(""), _ldmatrix(".trans")
-
-    @functools.cache
-    def mma(element):
-        """As the simulator's, above."""
-        kind = PTX_TYPES[element]
-        text = (
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    @device_function
+    def add_half(acc, c, a, i, b, j):
+        acc[c], acc[c + 1], acc[c + 2], acc[c + 3] = mma_16_by_8(
+            a[i], a[i + 1], a[i + 2], a[i + 3], b[j], b[j + 1], acc[c], acc[c + 1], acc[c + 2], acc[c + 3]
         )
-        constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-        four = ir.LiteralStructType([F32] * 4)
 
-        @intrinsic
-        def mma_fragments(typingctx, acc, c, a, i, b, j):
-            def codegen(context, builder, signature, args):
-                (acc, c, a, i, b, j), kinds = args, signature.args
-                a = [builder.load(p) for p in local_elements(context, builder, kinds[2], a, 4, i)]
-                b = [builder.load(p) for p in local_elements(context, builder, kinds[4], b, 4, j)]
-                sums = local_elements(context, builder, kinds[0], acc, 8, c)
-                for half in range(2):
-                    pointers = sums[4 * half : 4 * half + 4]
-                    operands = [*a, *b[2 * half : 2 * half + 2], *(builder.load(p) for p in pointers)]
-                    added = inline_asm(builder, four, [I32] * 6 + [F32] * 4, text, constraints, operands, False)
-                    for n, pointer in enumerate(pointers):
-                        builder.store(builder.extract_value(added, n), pointer)
-                return context.get_dummy_value()
+    @device_function
+    def add_product(acc, c, a, i, b, j):
+        add_half(acc, c, a, i, b, j)
+        add_half(acc, c + 4, a, i, b, j + 2)
 
-            index = types.int32
-            return types.void(acc, index, a, index, b, index), codegen
-
-        return mma_fragments
+    return add_product
 
 
 @instruction("mov.u32 $0, %smid;", "", "r", memory=False)

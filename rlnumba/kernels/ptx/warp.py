@@ -13,8 +13,7 @@ warps' results in the order of the warps. All lanes of a warp, or all threads of
 Kernels one after the other. On Hopper and later a kernel that `launch` starts inside `pdl_scope` may begin while
 the one before it still runs: `griddepcontrol_wait` waits for the end of all earlier ones and for what they wrote.
 `griddepcontrol_launch_dependents` allows the next one to begin, which happens once all blocks have called it or
-ended. What a
-kernel reads before it waits must be older than all pdl_scope kernels, as a model's weights are in decode.
+ended. What a kernel reads before it waits must be older than all pdl_scope kernels, as a model's weights are in decode.
 
 Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time. A kernel gives
 each thread `count` neighbouring elements at a time; `vector_access(count, access)` makes the load and the store
@@ -24,10 +23,12 @@ to 16 bits by one instruction, of compute capability 8.0.
 """
 
 import functools
+import operator
 
 import numpy as np
 
-from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
+from rlnumba.kernels.checks import address
+from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, instruction_since_sm90, warp_wide
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 
@@ -53,23 +54,19 @@ if SIMULATED:
         """A float32 as an element of `array`, rounded to nearest even."""
         if not isinstance(value, np.float32):
             raise TypeError(f"narrow: expected float32, got {type(value).__name__}")
-        if array.dtype != np.uint16:
-            return array.dtype.type(value)
-        bits = int(value.view(np.uint32))
-        if value != value:
-            return np.uint16((bits >> 16) | 0x0040)
-        return np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        return _rounded(np.array([value]), array.dtype)[0]
 
-    def float_as_int(value):
-        """The 32 bits of a float32 as int32."""
-        return np.float32(value).view(np.int32)
+    def _rounded(values, dtype):
+        """float32 as elements of an array of a dtype; integers keep their bits."""
+        if dtype == np.uint16 and values.dtype == np.float32:
+            return values.astype(device.DTYPES["bfloat16"]).view(np.uint16)
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
 
-    def int_as_float(value):
-        """The float32 whose bits an int32 holds."""
-        return np.int32(value).view(np.float32)
-
-    def compiler_barrier():
-        """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+    def _widened(elements, dtype):
+        if elements.dtype == np.uint16 and dtype == np.float32:
+            return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return elements.astype(dtype)
 
     @functools.cache
     def vector_access(count, access, bounded=False):
@@ -85,102 +82,36 @@ if SIMULATED:
         """
 
         def existing(array, index):
-            """How many of the elements exist; fails where the hardware would."""
+            """The elements that exist; fails where the hardware would."""
             at_once = min(access, 16 // array.dtype.itemsize)
             if (array.ctypes.data // array.dtype.itemsize + int(index)) % at_once:
                 raise IndexError(f"vector_access: element {index} is not at a multiple of {at_once}")
-            found = min(max(len(array) - int(index), 0), count)
-            if found % at_once or (found < count and not bounded):
+            found = array[int(index) : int(index) + count]
+            if len(found) % at_once or (len(found) < count and not bounded):
                 raise IndexError(f"vector_access: {count} elements from {index} on, of {len(array)}")
             return found
-
-        def widened(elements, values):
-            if elements.dtype == np.uint16 and values.dtype == np.float32:
-                return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            return elements.astype(values.dtype)
 
         def load(array, index, values, at):
             found = existing(array, index)
             values[at : at + count] = 0
-            values[at : at + found] = widened(array[int(index) : int(index) + found].astype(array.dtype), values)
+            values[at : at + len(found)] = _widened(found, values.dtype)
 
         def store(array, index, values, at):
             found = existing(array, index)
-            rounded = values[at : at + count]
-            if array.dtype == np.uint16 and values.dtype == np.float32:
-                rounded = rounded.astype(device.DTYPES["bfloat16"]).view(np.uint16)
-            with np.errstate(over="ignore"):
-                rounded = rounded.astype(array.dtype)
-            array[int(index) : int(index) + found] = rounded[:found]
-            values[at : at + count] = widened(rounded, values)
+            rounded = _rounded(values[at : at + count], array.dtype)
+            found[:] = rounded[: len(found)]
+            values[at : at + count] = _widened(rounded, values.dtype)
 
         return load, store
-
-    @warp_wide
-    def shuffle_xor(lanes):
-        """Lane i receives the value of lane i ^ mask."""
-        return [lanes[i ^ int(mask)][0] for i, (_, mask) in enumerate(lanes)]
-
-    @warp_wide
-    def shuffle_down(lanes):
-        """Lane i receives the value of lane i + delta, or keeps its own beyond lane 31."""
-        return [lanes[i + int(delta)][0] if i + delta < WARP else value for i, (value, delta) in enumerate(lanes)]
-
-    @warp_wide
-    def shuffle_up(lanes):
-        """Lane i receives the value of lane i - delta, or keeps its own before lane 0."""
-        return [lanes[i - int(delta)][0] if i >= delta else value for i, (value, delta) in enumerate(lanes)]
-
-    @warp_wide
-    def shuffle(lanes):
-        """Lane i receives the value of lane `source`."""
-        return [lanes[int(source) % WARP][0] for _, source in lanes]
-
-    @warp_wide
-    def ballot(lanes):
-        """A 32-bit mask with bit i set if lane i's predicate holds."""
-        mask = np.packbits([bool(predicate) for (predicate,) in lanes], bitorder="little").view(np.int32)[0]
-        return [mask] * WARP
-
-    @warp_wide
-    def match(lanes):
-        """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
-        alike = [[value == other for (other,) in lanes] for (value,) in lanes]
-        return list(np.packbits(alike, axis=1, bitorder="little").view(np.int32)[:, 0])
-
-    def _butterfly(lanes, combine):
-        values = [value for (value,) in lanes]
-        for distance in (16, 8, 4, 2, 1):
-            values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
-        return values
-
-    @warp_wide
-    def warp_sum(lanes):
-        """The sum over the warp, in every lane."""
-        return _butterfly(lanes, lambda a, b: a + b)
-
-    @warp_wide
-    def warp_max(lanes):
-        """The largest value of the warp, in every lane."""
-        return _butterfly(lanes, max)
-
-    @warp_wide
-    def sync_warp(lanes):
-        """Wait for all lanes of the warp and make their writes visible to each other."""
-        return [None] * WARP
-
-    def griddepcontrol_wait():
-        """Wait until all earlier kernels have ended and what they wrote is visible: here they have."""
-
-    def griddepcontrol_launch_dependents():
-        """Allow the next kernel to begin."""
 
 else:
     from llvmlite import ir
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+    from rlnumba.kernels.ptx.instruction import F32, I32, I64, inline_asm
+
+    _I16 = ir.IntType(16)
 
     def device_function(function):
         """A function that kernels call; always inlined."""
@@ -194,8 +125,8 @@ else:
 
         def codegen(context, builder, signature, args):
             if signature.args[0] == types.uint16:
-                bits = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
-                return builder.bitcast(bits, _F32)
+                bits = builder.shl(builder.zext(args[0], I32), I32(16))
+                return builder.bitcast(bits, F32)
             return context.cast(builder, args[0], signature.args[0], types.float32)
 
         return types.float32(value), codegen
@@ -212,81 +143,42 @@ else:
                 return context.cast(builder, args[0], types.float32, element)
             # Round to nearest even on the bits. sm_90 has an instruction for this, older targets do not;
             # either way the memory access next to it is what takes the time.
-            bits = builder.bitcast(args[0], _I32)
-            odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-            rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
-            quiet_nan = builder.or_(bits, ir.Constant(_I32, 0x00400000))
+            bits = builder.bitcast(args[0], I32)
+            odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+            rounded = builder.add(bits, builder.add(odd, I32(0x7FFF)))
+            quiet_nan = builder.or_(bits, I32(0x00400000))
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
             result = builder.select(is_nan, quiet_nan, rounded)
-            return builder.trunc(builder.lshr(result, ir.Constant(_I32, 16)), _I16)
+            return builder.trunc(builder.lshr(result, I32(16)), _I16)
 
         return array.dtype(value, array), codegen
-
-    @intrinsic
-    def float_as_int(typingctx, value):
-        """The 32 bits of a float32 as int32."""
-
-        def codegen(context, builder, signature, args):
-            return builder.bitcast(args[0], _I32)
-
-        return types.int32(types.float32), codegen
-
-    @intrinsic
-    def int_as_float(typingctx, value):
-        """The float32 whose bits an int32 holds."""
-
-        def codegen(context, builder, signature, args):
-            return builder.bitcast(args[0], _F32)
-
-        return types.float32(types.int32), codegen
-
-    @intrinsic
-    def compiler_barrier(typingctx):
-        """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
-
-        def codegen(context, builder, signature, args):
-            nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
-            builder.call(nothing, [])
-            return context.get_dummy_value()
-
-        return types.void(), codegen
 
     def _unpack(builder, element, kept, word):
         """The elements in 32 bits, one or two, as they are kept: widened to float32, or integers as they are."""
         if element.bitwidth == 32:
-            return [builder.bitcast(word, _F32 if kept == types.float32 else _I32)]
-        halves = [builder.trunc(builder.lshr(word, ir.Constant(_I32, shift)), _I16) for shift in (0, 16)]
+            return [builder.bitcast(word, F32 if kept == types.float32 else I32)]
+        halves = [builder.trunc(builder.lshr(word, I32(shift)), _I16) for shift in (0, 16)]
         if kept != types.float32:
             return halves
         if element == types.float16:
-            return [builder.fpext(builder.bitcast(half, ir.HalfType()), _F32) for half in halves]
-        low = builder.shl(word, ir.Constant(_I32, 16))
-        high = builder.and_(word, ir.Constant(_I32, 0xFFFF0000))
-        return [builder.bitcast(half, _F32) for half in (low, high)]
+            return [builder.fpext(builder.bitcast(half, ir.HalfType()), F32) for half in halves]
+        low = builder.shl(word, I32(16))
+        high = builder.and_(word, I32(0xFFFF0000))
+        return [builder.bitcast(half, F32) for half in (low, high)]
 
     def _pack(builder, element, kept, values):
         """The reverse; float32 are rounded to 16 bits in pairs, by one instruction."""
         if element.bitwidth == 32:
-            return builder.bitcast(values[0], _I32)
+            return builder.bitcast(values[0], I32)
         if kept != types.float32:
-            low, high = (builder.zext(value, _I32) for value in values)
-            return builder.or_(low, builder.shl(high, ir.Constant(_I32, 16)))
-        kind = "f16" if element == types.float16 else "bf16"
-        function = ir.FunctionType(_I32, [_F32] * 2)
-        return builder.call(ir.InlineAsm(function, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"), values)
+            low, high = (builder.zext(value, I32) for value in values)
+            return builder.or_(low, builder.shl(high, I32(16)))
+        text = f"cvt.rn.{'f16' if element == types.float16 else 'bf16'}x2.f32 $0, $2, $1;"
+        return inline_asm(builder, [I32], text, "=r,f,f", values, False)[0]
 
     @functools.cache
     def vector_access(count, access, bounded=False):
-        """(load, store) of `count` neighbouring elements of an array with one axis.
-
-        load(array, index, values, at): values[at + i] = array[index + i], widened.
-        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
-        keep what was stored. values: a local array of float32, or of the array's own type, integers that keep
-        their bits.
-        access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
-        bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
-        a multiple of access.
-        """
+        """As the simulator's, above."""
 
         def pieces(context, builder, signature, args):
             """(array's and values' elements, elements a piece, [(offset, exists, pointer)], pointer to values[at])."""
@@ -296,15 +188,15 @@ else:
             element = array_type.dtype
             at_once = min(access, 128 // element.bitwidth)
             bits = at_once * element.bitwidth
-            kind = ir.VectorType(_I32, bits // 32) if bits >= 32 else _I16
+            kind = ir.VectorType(I32, bits // 32) if bits >= 32 else _I16
             found = []
             for offset in range(0, count, at_once):
-                index = builder.add(args[1], ir.Constant(_I64, offset))
+                index = builder.add(args[1], I64(offset))
                 inside = None
                 if bounded:
                     inside = builder.icmp_signed("<", index, builder.extract_value(array.shape, 0))
                     # What is outside is read from the start of the array and thrown away: no branch.
-                    index = builder.select(inside, index, ir.Constant(_I64, 0))
+                    index = builder.select(inside, index, I64(0))
                 pointer = builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
                 found.append((offset, inside, pointer))
             return element, values_type.dtype, at_once, found, builder.gep(values.data, [args[3]])
@@ -327,12 +219,12 @@ else:
                     if inside is not None:
                         loaded = builder.select(inside, loaded, ir.Constant(loaded.type, None))
                     if loaded.type == _I16:
-                        words = [builder.zext(loaded, _I32)]
+                        words = [builder.zext(loaded, I32)]
                     else:
-                        words = [builder.extract_element(loaded, _I32(i)) for i in range(loaded.type.count)]
+                        words = [builder.extract_element(loaded, I32(i)) for i in range(loaded.type.count)]
                     wide = [value for word in words for value in _unpack(builder, element, kept, word)]
                     for i, value in enumerate(wide[:at_once]):
-                        builder.store(value, builder.gep(target, [_I32(offset + i)]))
+                        builder.store(value, builder.gep(target, [I32(offset + i)]))
                 return context.get_dummy_value()
 
             return types.void(array, types.int64, values, types.int64), codegen
@@ -346,7 +238,7 @@ else:
                 element, kept, at_once, found, source = pieces(context, builder, signature, args)
                 a_word = 32 // element.bitwidth
                 for offset, inside, pointer in found:
-                    places = [builder.gep(source, [_I32(offset + i)]) for i in range(at_once)]
+                    places = [builder.gep(source, [I32(offset + i)]) for i in range(at_once)]
                     wide = [builder.load(place) for place in places]
                     # A lone half shares its 32 bits with itself.
                     wide += wide[:1] * (-at_once % a_word)
@@ -354,9 +246,9 @@ else:
                     if at_once < a_word:
                         moved = builder.trunc(words[0], _I16)
                     else:
-                        moved = ir.Constant(ir.VectorType(_I32, len(words)), ir.Undefined)
+                        moved = ir.Constant(ir.VectorType(I32, len(words)), ir.Undefined)
                         for i, word in enumerate(words):
-                            moved = builder.insert_element(moved, word, _I32(i))
+                            moved = builder.insert_element(moved, word, I32(i))
                     if inside is None:
                         builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
                     else:
@@ -371,96 +263,126 @@ else:
 
         return load, store
 
-    @device_function
-    def shuffle_xor(value, mask):
-        """Lane i receives the value of lane i ^ mask."""
-        return cuda.shfl_xor_sync(FULL_WARP, value, mask)
+
+@instruction("mov.b32 $0, $1;", "f", "r", effects=False)
+def float_as_int(value):
+    """The 32 bits of a float32 as int32."""
+    return np.float32(value).view(np.int32)
+
+
+@instruction("mov.b32 $0, $1;", "r", "f", effects=False)
+def int_as_float(value):
+    """The float32 whose bits an int32 holds."""
+    return np.int32(value).view(np.float32)
+
+
+@instruction("")
+def compiler_barrier():
+    """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""
+
+
+@instruction_since_sm90("griddepcontrol.wait;")
+def griddepcontrol_wait():
+    """Wait until all earlier kernels have ended and what they wrote is visible."""
+
+
+@instruction_since_sm90("griddepcontrol.launch_dependents;")
+def griddepcontrol_launch_dependents():
+    """Allow the next kernel to begin."""
+
+
+def _warp_function(function):
+    """Decorator of a twin: on a GPU the name becomes a device function."""
+    return warp_wide if SIMULATED else lambda twin: device_function(function)
+
+
+@_warp_function(lambda value, mask: cuda.shfl_xor_sync(FULL_WARP, value, mask))
+def shuffle_xor(lanes):
+    """Lane i receives the value of lane i ^ mask."""
+    return [lanes[i ^ int(mask)][0] for i, (_, mask) in enumerate(lanes)]
+
+
+@_warp_function(lambda value, delta: cuda.shfl_down_sync(FULL_WARP, value, delta))
+def shuffle_down(lanes):
+    """Lane i receives the value of lane i + delta, or keeps its own beyond lane 31."""
+    return [lanes[i + int(delta)][0] if i + delta < WARP else value for i, (value, delta) in enumerate(lanes)]
+
+
+@_warp_function(lambda value, delta: cuda.shfl_up_sync(FULL_WARP, value, delta))
+def shuffle_up(lanes):
+    """Lane i receives the value of lane i - delta, or keeps its own before lane 0."""
+    return [lanes[i - int(delta)][0] if i >= delta else value for i, (value, delta) in enumerate(lanes)]
+
+
+@_warp_function(lambda value, source: cuda.shfl_sync(FULL_WARP, value, source))
+def shuffle(lanes):
+    """Lane i receives the value of lane `source`."""
+    return [lanes[int(source) % WARP][0] for _, source in lanes]
+
+
+@_warp_function(lambda predicate: cuda.ballot_sync(FULL_WARP, predicate))
+def ballot(lanes):
+    """A 32-bit mask with bit i set if lane i's predicate holds."""
+    mask = np.packbits([bool(predicate) for (predicate,) in lanes], bitorder="little").view(np.int32)[0]
+    return [mask] * WARP
+
+
+@_warp_function(lambda value: cuda.match_any_sync(FULL_WARP, value))
+def match(lanes):
+    """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
+    alike = [[value == other for (other,) in lanes] for (value,) in lanes]
+    return list(np.packbits(alike, axis=1, bitorder="little").view(np.int32)[:, 0])
+
+
+@_warp_function(lambda: cuda.syncwarp(FULL_WARP))
+def sync_warp(lanes):
+    """Wait for all lanes of the warp and make their writes visible to each other."""
+    return [None] * WARP
+
+
+def _reductions(name, combine):
+    """The device functions warp_{name} and block_{name}: over a warp, over a one-dimensional block."""
+    if SIMULATED:
+
+        def over_warp(lanes):
+            values = [value for (value,) in lanes]
+            for distance in (16, 8, 4, 2, 1):
+                values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
+            return values
+
+        over_warp.__name__ = f"warp_{name}"
+        over_warp = warp_wide(over_warp)
+
+    else:
+
+        @device_function
+        def over_warp(value):
+            for step in range(5):
+                value = combine(value, shuffle_xor(value, 16 >> step))
+            return value
 
     @device_function
-    def shuffle_down(value, delta):
-        """Lane i receives the value of lane i + delta, or keeps its own beyond lane 31."""
-        return cuda.shfl_down_sync(FULL_WARP, value, delta)
+    def over_block(value, scratch):
+        """scratch: shared array with at least one element a warp. The block's size is a multiple of 32.
 
-    @device_function
-    def shuffle_up(value, delta):
-        """Lane i receives the value of lane i - delta, or keeps its own before lane 0."""
-        return cuda.shfl_up_sync(FULL_WARP, value, delta)
+        Warps are combined in their order, so the result does not depend on timing.
+        """
+        total = over_warp(value)
+        if cuda.threadIdx.x % 32 == 0:
+            scratch[cuda.threadIdx.x // 32] = total
+        cuda.syncthreads()
+        total = scratch[0]
+        for warp in range(1, cuda.blockDim.x // 32):
+            total = combine(total, scratch[warp])
+        # The next call may write scratch while a slow thread still reads it.
+        cuda.syncthreads()
+        return total
 
-    @device_function
-    def shuffle(value, source):
-        """Lane i receives the value of lane `source`."""
-        return cuda.shfl_sync(FULL_WARP, value, source)
+    return over_warp, over_block
 
-    @device_function
-    def ballot(predicate):
-        """A 32-bit mask with bit i set if lane i's predicate holds."""
-        return cuda.ballot_sync(FULL_WARP, predicate)
 
-    @device_function
-    def match(value):
-        """A 32-bit mask with bit i set if lane i's int32 is this lane's."""
-        return cuda.match_any_sync(FULL_WARP, value)
-
-    @device_function
-    def warp_sum(value):
-        """The sum over the warp, in every lane."""
-        value += shuffle_xor(value, 16)
-        value += shuffle_xor(value, 8)
-        value += shuffle_xor(value, 4)
-        value += shuffle_xor(value, 2)
-        value += shuffle_xor(value, 1)
-        return value
-
-    @device_function
-    def warp_max(value):
-        """The largest value of the warp, in every lane."""
-        value = max(value, shuffle_xor(value, 16))
-        value = max(value, shuffle_xor(value, 8))
-        value = max(value, shuffle_xor(value, 4))
-        value = max(value, shuffle_xor(value, 2))
-        value = max(value, shuffle_xor(value, 1))
-        return value
-
-    @device_function
-    def sync_warp():
-        """Wait for all lanes of the warp and make their writes visible to each other."""
-        cuda.syncwarp(FULL_WARP)
-
-    def _since_sm90(text, doc):
-        """An intrinsic without operands: PTX of compute capability 9.0, nothing on GPUs before."""
-
-        def define(typingctx):
-            def codegen(context, builder, signature, args):
-                module = builder.module
-                name = bytearray(b"__CUDA_ARCH\0")
-                kind = ir.ArrayType(ir.IntType(8), len(name))
-                constant = module.globals.get("rlnumba_architecture")
-                if constant is None:
-                    constant = ir.GlobalVariable(module, kind, "rlnumba_architecture")
-                    constant.global_constant, constant.linkage = True, "internal"
-                    constant.initializer = ir.Constant(kind, name)
-                pointer = ir.IntType(8).as_pointer()
-                # NVVM puts the architecture in place of this call, and drops the branch that it does not take.
-                reflect = module.globals.get("__nvvm_reflect")
-                if reflect is None:
-                    reflect = ir.Function(module, ir.FunctionType(_I32, [pointer]), "__nvvm_reflect")
-                architecture = builder.call(reflect, [builder.bitcast(constant, pointer)])
-                with builder.if_then(builder.icmp_signed(">=", architecture, ir.Constant(_I32, 900))):
-                    assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", side_effect=True)
-                    builder.call(assembly, [])
-                return context.get_dummy_value()
-
-            return types.void(), codegen
-
-        define.__doc__ = doc
-        return intrinsic(define)
-
-    griddepcontrol_wait = _since_sm90(
-        "griddepcontrol.wait;", "Wait until all earlier kernels have ended and what they wrote is visible."
-    )
-    griddepcontrol_launch_dependents = _since_sm90(
-        "griddepcontrol.launch_dependents;", "Allow the next kernel to begin."
-    )
+warp_sum, block_sum = _reductions("sum", operator.add)
+warp_max, block_max = _reductions("max", max)
 
 
 @instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
@@ -530,43 +452,6 @@ def access_length(columns, *arrays):
     columns: how many elements a row of the arrays has. On the host, for vector_access.
     """
     length = 16 // max(array.itemsize for array in arrays)
-    while columns % length or any(_address(array) % (length * array.itemsize) for array in arrays):
+    while columns % length or any(address(array) % (length * array.itemsize) for array in arrays):
         length //= 2
     return length
-
-
-def _address(array):
-    return array.data.ptr if device.name() == "cuda" else array.ctypes.data
-
-
-@device_function
-def block_sum(value, scratch):
-    """The sum over a one-dimensional block, in every thread.
-
-    scratch: shared array with at least one element a warp. The block's size is a multiple of 32. Warps
-    are added in their order, so the result does not depend on timing.
-    """
-    total = warp_sum(value)
-    if cuda.threadIdx.x % 32 == 0:
-        scratch[cuda.threadIdx.x // 32] = total
-    cuda.syncthreads()
-    total = scratch[0]
-    for warp in range(1, cuda.blockDim.x // 32):
-        total += scratch[warp]
-    # The next call may write scratch while a slow thread still reads it.
-    cuda.syncthreads()
-    return total
-
-
-@device_function
-def block_max(value, scratch):
-    """The largest value of a one-dimensional block, in every thread; scratch as in block_sum."""
-    largest = warp_max(value)
-    if cuda.threadIdx.x % 32 == 0:
-        scratch[cuda.threadIdx.x // 32] = largest
-    cuda.syncthreads()
-    largest = scratch[0]
-    for warp in range(1, cuda.blockDim.x // 32):
-        largest = max(largest, scratch[warp])
-    cuda.syncthreads()
-    return largest

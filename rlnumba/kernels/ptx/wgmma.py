@@ -133,28 +133,11 @@ if SIMULATED:
         """A descriptor of the operand whose box or boxes start at `address`."""
         return address
 
-    @functools.cache
-    def wgmma_async(
-        columns, element, steps, a="k", b="k", accumulate=None, a_box=None, b_box=None, blocks=1, broadcast=False
-    ):
-        """start(acc, a, b): a warpgroup begins acc = A B, or acc += A B; A (64 blocks, 16 steps), B (.., columns).
-
-        element: "bfloat16" or "float16". a, b: where an operand lies: "k" (K-major) or "mn" (MN-major) in shared
-        memory, start takes its smem_descriptor; a may be "registers", a local array of 4 steps int32. acc: a local
-        array of columns / 2 float32 for each of `blocks` blocks of 64 rows.
-        accumulate: whether the product is added to acc; None: start(acc, a, b, accumulate) takes an int32 for it.
-        a_box, b_box: bytes from the box of 64 k to that of the next 64; by default boxes of as many lines as the
-        operand has rows lie one after the other. broadcast: A, K-major, has eight rows only, each of which is also
-        every eighth row after it.
-        What is started is one wgmma group. Until wgmma_wait_group has waited for it, acc, the words of A and the
-        operands' memory must not be touched.
-        """
+    def _start_function(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
         dtype, k, count = device.DTYPES[element], 16 * steps, columns // 2 * blocks
         row, column = _fragment(columns)
         word_row, word_column = _fragment(k)
         a_rows = 8 if broadcast else ROWS * blocks
-        a_box = a_box or _box_bytes(a, a_rows)
-        b_box = b_box or _box_bytes(b, columns)
 
         def read(acc, left, right, *_):
             reads = []
@@ -223,7 +206,7 @@ else:
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    from rlnumba.kernels.ptx.instruction import F32, I32, I64, inline_asm, local_elements
+    from rlnumba.kernels.ptx.instruction import F32, I32, I64, as_intrinsic, inline_asm, local_elements
 
     # The distance of groups of eight lines in a descriptor.
     LINES_APART = 8 * LINE >> 4 << 32
@@ -242,87 +225,70 @@ else:
 
         return types.int64(types.int32), codegen
 
-    def _update(builder, pointers, types_, tied, text, constraints, operand_types, operands):
+    def _update(builder, pointers, types_, tied, text, constraints, operands):
         """PTX whose results replace what the pointers point to; `tied` of them come in as operands, too."""
         values = [builder.load(pointer) for pointer in pointers[:tied]]
         letters = ["=f" if type_ == F32 else "=r" for type_ in types_]
         constraints = ",".join([*letters, *map(str, range(tied)), *constraints, "~{memory}"])
-        struct = ir.LiteralStructType(types_)
-        operand_types = [*types_[:tied], *operand_types]
-        result = inline_asm(builder, struct, operand_types, text, constraints, [*values, *operands])
-        for i, pointer in enumerate(pointers):
-            builder.store(builder.extract_value(result, i), pointer)
+        for pointer, result in zip(
+            pointers, inline_asm(builder, types_, text, constraints, [*values, *operands]), strict=True
+        ):
+            builder.store(result, pointer)
 
-    def _wgmma_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
+    def _start_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
         """The PTX of wgmma_async. Operands: results, accumulators that come in, A (words or a descriptor), B, ..."""
         count = columns // 2
         left = count * blocks * (1 if accumulate is False else 2)
         right = left + (4 * steps if a == "registers" else 1)
         kind = PTX_TYPES[element]
-        shape = f"m64n{columns}k16.f32.{kind}.{kind}"
 
         def offset(step, major, box_bytes):
             # 16 k further on: 32 bytes along a line, or 16 lines of 128 bytes; in units of 16 bytes.
             return (step // 4 * box_bytes + step % 4 * (16 * LINE if major == "mn" else 32)) // 16
 
-        first = "0" if accumulate is False else "1"
-        lines = ["{"]
-        if accumulate is None:
-            first = "first"
-            lines += [f".reg .pred first; setp.ne.b32 first, ${right + 1}, 0;"]
+        def registers(first, count):
+            return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
+
+        first = {None: "first", False: "0", True: "1"}[accumulate]
+        lines = ["{", f".reg .pred first; setp.ne.b32 first, ${right + 1}, 0;" if accumulate is None else ""]
         lines += ["wgmma.fence.sync.aligned;"]
         for step in range(steps):
             for block in range(blocks):
-                acc = "{" + ", ".join(f"${block * count + i}" for i in range(count)) + "}"
                 lines += [f"{{ .reg .b64 a, b; add.s64 b, ${right}, {offset(step, b, b_box)};"]
                 if a == "registers":
-                    operands = "{" + ", ".join(f"${left + 4 * step + i}" for i in range(4)) + "}, b"
-                    transposed = f"{int(b == 'mn')}"
+                    operands, transposed = f"{registers(left + 4 * step, 4)}, b", f"{int(b == 'mn')}"
                 else:
                     # To broadcast eight rows, the distance of groups of eight lines becomes 0.
                     at = offset(step, a, a_box) + block * BOX_BYTES // 16 - broadcast * LINES_APART
                     lines += [f"add.s64 a, ${left}, {at};"]
                     operands, transposed = "a, b", f"{int(a == 'mn')}, {int(b == 'mn')}"
                 lines += [
-                    f"wgmma.mma_async.sync.aligned.{shape} {acc}, {operands}, {'1' if step else first},"
-                    f" 1, 1, {transposed}; }}"
+                    f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+                    f" {registers(block * count, count)}, {operands}, {'1' if step else first}, 1, 1, {transposed}; }}"
                 ]
         return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
-    @functools.cache
-    def wgmma_async(
-        columns, element, steps, a="k", b="k", accumulate=None, a_box=None, b_box=None, blocks=1, broadcast=False
-    ):
-        """As the simulator's, above."""
-        a_box = a_box or _box_bytes(a, 8 if broadcast else ROWS * blocks)
-        b_box = b_box or _box_bytes(b, columns)
-        text = _wgmma_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast)
+    def _start_function(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
+        text = _start_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast)
         count = columns // 2 * blocks
-        tied = 0 if accumulate is False else count
         words = 4 * steps if a == "registers" else 0
+        flag = accumulate is None
 
         def emit(context, builder, signature, args):
             pointers = local_elements(context, builder, signature.args[0], args[0], count)
-            left, constraints, operand_types = [args[1]], ["l"], [I64]
+            left = args[1:2]
             if words:
                 elements = local_elements(context, builder, signature.args[1], args[1], words)
                 left = [builder.load(word) for word in elements]
-                constraints, operand_types = ["r"] * words, [I32] * words
-            flag = len(args) - 3
-            constraints, operand_types = [*constraints, "l", *"r" * flag], [*operand_types, I64, *[I32] * flag]
-            operands = [*left, *args[2:]]
-            _update(builder, pointers, [F32] * count, tied, text, constraints, operand_types, operands)
+            constraints = [*("r" * words or "l"), "l", *"r" * flag]
+            tied = 0 if accumulate is False else count
+            _update(builder, pointers, [F32] * count, tied, text, constraints, [*left, *args[2:]])
             return context.get_dummy_value()
 
-        @intrinsic
-        def start(typingctx, acc, a, b):
-            return types.void(acc, a if words else types.int64, types.int64), emit
+        def define(typingctx, acc, a, *_):
+            return types.void(acc, a if words else types.int64, types.int64, *[types.int32] * flag), emit
 
-        @intrinsic
-        def start_or_accumulate(typingctx, acc, a, b, accumulate):
-            return types.void(acc, a if words else types.int64, types.int64, types.int32), emit
-
-        return start_or_accumulate if accumulate is None else start
+        return as_intrinsic(define, 3 + flag, _start_function)
 
     @functools.cache
     def wgmma_wait_group(accumulators, pending=0, words=0):
@@ -335,15 +301,31 @@ else:
             if words:
                 pointers += local_elements(context, builder, signature.args[1], args[1], words)
             types_ = [F32] * accumulators + [I32] * words
-            _update(builder, pointers, types_, len(pointers), text, [], [], [])
+            _update(builder, pointers, types_, len(pointers), text, [], [])
             return context.get_dummy_value()
 
-        @intrinsic
-        def wait(typingctx, acc):
-            return types.void(acc), emit
+        def define(typingctx, *arrays):
+            return types.void(*arrays), emit
 
-        @intrinsic
-        def wait_with_words(typingctx, acc, a):
-            return types.void(acc, a), emit
+        return as_intrinsic(define, 2 if words else 1, wgmma_wait_group)
 
-        return wait_with_words if words else wait
+
+@functools.cache
+def wgmma_async(
+    columns, element, steps, a="k", b="k", accumulate=None, a_box=None, b_box=None, blocks=1, broadcast=False
+):
+    """start(acc, a, b): a warpgroup begins acc = A B, or acc += A B; A (64 blocks, 16 steps), B (.., columns).
+
+    element: "bfloat16" or "float16". a, b: where an operand lies: "k" (K-major) or "mn" (MN-major) in shared
+    memory, start takes its smem_descriptor; a may be "registers", a local array of 4 steps int32. acc: a local
+    array of columns / 2 float32 for each of `blocks` blocks of 64 rows.
+    accumulate: whether the product is added to acc; None: start(acc, a, b, accumulate) takes an int32 for it.
+    a_box, b_box: bytes from the box of 64 k to that of the next 64; by default boxes of as many lines as the
+    operand has rows lie one after the other. broadcast: A, K-major, has eight rows only, each of which is also
+    every eighth row after it.
+    What is started is one wgmma group. Until wgmma_wait_group has waited for it, acc, the words of A and the
+    operands' memory must not be touched.
+    """
+    a_box = a_box or _box_bytes(a, 8 if broadcast else ROWS * blocks)
+    b_box = b_box or _box_bytes(b, columns)
+    return _start_function(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast)

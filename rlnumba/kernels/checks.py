@@ -28,15 +28,19 @@ def check(op, name, array, shape, dtypes):
         wanted, got = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in (_array_type(), type(array)))
         raise ValueError(f"{op}: {name} must be an array of device {device.name()}, {wanted}, got {got}")
     actual = array.shape
-    fits = len(actual) == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, actual, strict=True)
-    )
+    fits = len(actual) == len(shape) and all(want in (None, have) for want, have in zip(shape, actual, strict=True))
     if fits and array.dtype in dtypes and array.flags.c_contiguous:
         return actual
     wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
     kinds = " or ".join(str(dtype) for dtype in dtypes)
     layout = "" if array.flags.c_contiguous else ", not C-contiguous"
     raise ValueError(f"{op}: {name} must be {wanted} {kinds}, got {tuple(actual)} {array.dtype}{layout}")
+
+
+def check_all(op, shape, dtypes, **arrays):
+    """check of several arrays of one shape."""
+    for name, array in arrays.items():
+        check(op, name, array, shape, dtypes)
 
 
 def check_bounds(op, name, array):

@@ -13,8 +13,7 @@ from rlnumba.kernels.philox import philox, uniform
 from rlnumba.kernels.ptx.warp import compiler_barrier, device_function, exp2, float_as_int, int_as_float
 from rlnumba.runtime.device import cuda
 
-i32 = np.int32
-u32 = np.uint32
+i32, u32 = np.int32, np.uint32
 
 # Neighbouring tokens that a row without filters draws from once it has drawn their segment.
 SEGMENT = TILE_COLUMNS

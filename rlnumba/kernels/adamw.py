@@ -5,10 +5,9 @@
     v = beta2 v + (1 - beta2) g^2           v^ = v / (1 - beta2^t)
     p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
 
-p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded. grads, m, v (n,)
-float32. The first decay_end elements decay, the rest (biases, norms) do not. One pass over memory: 30 bytes
-an element with a 16-bit copy, 28 without. Everything that changes from step to step is read from the device, so that a
-captured graph stays valid.
+p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded; grads, m, v (n,) float32.
+One pass over memory: 30 bytes an element with a 16-bit copy, 28 without. What changes from step to step is read from
+the device, so that a captured graph stays valid.
 """
 
 import math
@@ -16,15 +15,14 @@ import math
 import numba
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, check
+from rlnumba.kernels.checks import F32, FLOATS, check, check_all
 from rlnumba.kernels.ptx.warp import access_length, compiler_barrier, vector_access
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
-THREADS = 256
-# Elements of a thread: 16 bytes of float32.
-VECTOR = 4
+# Threads of a block, and elements of each: 16 bytes of float32.
+THREADS, VECTOR = 256, 4
 
 
 @specialize
@@ -89,8 +87,8 @@ def _adamw_cpu(master, grads, m, v, scalars, decay_end):
 def adamw_scalars(learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale=1.0):
     """The eight float32 that adamw reads, a NumPy array: step is t, 1 for the first.
 
-    [lr, 1 - beta1, 1 - beta2, eps, weight_decay, 1 - beta1^t, 1 - beta2^t, grad_scale]. The complements
-    are taken in double precision: 1 - float32(0.999) is wrong by 1.3e-5 of itself.
+    [lr, 1 - beta1, 1 - beta2, eps, weight_decay, 1 - beta1^t, 1 - beta2^t, grad_scale]. The complements are
+    taken in double precision: 1 - float32(0.999) is wrong by 1.3e-5 of itself.
     """
     corrections = 1 - beta1**step, 1 - beta2**step
     values = (learning_rate, 1 - beta1, 1 - beta2, epsilon, weight_decay, *corrections, grad_scale)
@@ -100,19 +98,15 @@ def adamw_scalars(learning_rate, beta1, beta2, epsilon, weight_decay, step, grad
 def adamw(weights, master, grads, m, v, scalars, decay_end):
     """One AdamW step in place.
 
-    weights (n,) of a floating dtype; master (n,) float32, or None if weights are float32 and their own
-    master; grads (n,), m (n,), v (n,), scalars (8,) float32 as adamw_scalars makes them. weights, master,
-    m and v are written. Elements [0, decay_end) decay. Raises ValueError for other shapes, dtypes or
-    layouts. Source: Loshchilov and Hutter 2019, algorithm 2; as torch.optim.AdamW.
+    weights (n,) of a floating dtype; master (n,) float32, or None if weights are float32 and their own master;
+    grads, m, v (n,) float32; scalars (8,) float32 as adamw_scalars makes them. weights, master, m and v are
+    written. Elements [0, decay_end) decay, the rest (biases, norms) do not. Raises ValueError for other shapes,
+    dtypes or layouts. Source: Loshchilov and Hutter 2019, algorithm 2; as torch.optim.AdamW.
     """
     (size,) = check("adamw", "weights", weights, (None,), F32 if master is None else FLOATS)
-    check("adamw", "grads", grads, (size,), F32)
-    check("adamw", "m", m, (size,), F32)
-    check("adamw", "v", v, (size,), F32)
+    master = weights if master is None else master
+    check_all("adamw", (size,), F32, master=master, grads=grads, m=m, v=v)
     check("adamw", "scalars", scalars, (8,), F32)
-    if master is None:
-        master = weights
-    check("adamw", "master", master, (size,), F32)
     if not 0 <= decay_end <= size:
         raise ValueError(f"adamw: decay_end must be in [0, {size}], got {decay_end}")
     if device.name() == "cpu":
@@ -120,10 +114,9 @@ def adamw(weights, master, grads, m, v, scalars, decay_end):
         if weights is not master:
             weights[...] = master
         return
-    block_elements = THREADS * VECTOR
-    access = access_length(size, weights, master, grads, m, v)
-    kernel = adamw_kernel(access, size % block_elements != 0, weights is not master)
-    launch(kernel, -(-size // block_elements), THREADS, weights, master, grads, m, v, scalars, int(decay_end))
+    arrays, block_elements = (weights, master, grads, m, v), THREADS * VECTOR
+    kernel = adamw_kernel(access_length(size, *arrays), size % block_elements != 0, weights is not master)
+    launch(kernel, -(-size // block_elements), THREADS, *arrays, scalars, int(decay_end))
 
 
 def adamw_ref(p, grads, m, v, scalars, decays):

@@ -28,9 +28,7 @@ def check(op, name, array, shape, dtypes):
         wanted, got = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in (_array_type(), type(array)))
         raise ValueError(f"{op}: {name} must be an array of device {device.name()}, {wanted}, got {got}")
     actual = array.shape
-    fits = len(actual) == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, actual, strict=True)
-    )
+    fits = len(actual) == len(shape) and all(want in (None, have) for want, have in zip(shape, actual, strict=True))
     if fits and array.dtype in dtypes and array.flags.c_contiguous:
         return actual
     wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
@@ -43,6 +41,12 @@ def check(op, name, array, shape, dtypes):
 def unused(dimensions=1, dtype=np.int32):
     """An array of one element that stands for an argument of a kernel that is left out."""
     return device.xp().zeros((1,) * dimensions, dtype)
+
+
+def check_all(op, shape, dtypes, **arrays):
+    """check of several arrays of one shape."""
+    for name, array in arrays.items():
+        check(op, name, array, shape, dtypes)
 
 
 def check_bounds(op, name, array):

@@ -3,15 +3,12 @@ import pytest
 
 from rlnumba.kernels.nn.elementwise import (
     add,
-    add_kernel,
     cast,
-    cast_kernel,
+    elementwise_kernel,
     fill,
-    fill_kernel,
     gather_rows,
     gather_rows_ref,
     scale,
-    scale_kernel,
     scatter_rows,
     scatter_rows_ref,
 )
@@ -88,10 +85,11 @@ def test_kernels_compile_for_gpus(compile_offline, element, vector):
         pytest.skip("compiles without a GPU")
     x, troubles = f"{element}[::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        troubles += compile_offline(add_kernel(vector, vector, False), [x, x, x], architecture)
-        troubles += compile_offline(scale_kernel(vector, vector, False), [x, "float32", x], architecture)
-        troubles += compile_offline(fill_kernel(vector, vector, False), ["float32", x], architecture)
-        troubles += compile_offline(cast_kernel(4, 4, False), [x, "float32[::1]"], architecture)
+        for op in ("add", "scale", "fill"):
+            kernel = elementwise_kernel(op, vector, vector, False)
+            troubles += compile_offline(kernel, [x, x, "float32", x], architecture)
+        types = [x, "float32[::1]", "float32", "float32[::1]"]
+        troubles += compile_offline(elementwise_kernel("cast", 4, 4, False), types, architecture)
     assert not troubles, "\n".join(troubles)
 
 

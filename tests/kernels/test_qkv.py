@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.nn import qkv, rope
+from rlnumba.kernels.nn import qkv
 from rlnumba.kernels.nn.qkv import (
     qkv_split,
     qkv_split_backward,
@@ -162,7 +162,7 @@ def test_simulator_with_several_tokens_a_warp(rng, monkeypatch):
 @pytest.mark.sim
 @pytest.mark.parametrize("normed", [True, False])
 def test_simulator_with_several_warps_a_block(rng, monkeypatch, normed):
-    monkeypatch.setattr(rope, "FEW_WARPS", 0)
+    monkeypatch.setattr(qkv, "FEW_WARPS", 0)
     monkeypatch.setattr(qkv, "FEW_SPLIT_WARPS", 0)
     run_all(rng, (3, 3, 1, 48), "float32", normed)
 

@@ -7,7 +7,7 @@ gather_rows and scatter_rows move whole rows bit for bit.
 import numpy as np
 
 from rlnumba.kernels.checks import FLOATS, I32, check
-from rlnumba.kernels.nn.embedding import check_rows, copy_rows
+from rlnumba.kernels.nn.embedding import check_rows, copy_rows, gather
 from rlnumba.kernels.ptx.warp import access_length, vector_access
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -18,93 +18,48 @@ from rlnumba.runtime.launch import launch, specialize
 THREADS = 256
 
 
-# The kernels see every array as one-dimensional. A thread owns a vector. bounded: the last block has elements beyond
-# the end.
-
-
 @specialize
-def add_kernel(vector, access, bounded):
-    """The kernel for vectors of `vector` elements, moved `access` at a time."""
+def elementwise_kernel(op, vector, access, bounded):
+    """The kernel of add, scale, cast or fill for vectors of `vector` elements, moved `access` at a time.
+
+    bounded: the last block has elements beyond the end.
+    """
     load, store = vector_access(vector, access, bounded)
+    adds, scales, fills = op == "add", op == "scale", op == "fill"
 
     @cuda.jit
-    def add_kernel(x, y, out):
-        """out = x + y."""
+    def elementwise_kernel(x, y, value, out):
+        """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector."""
         first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
         values = cuda.local.array(vector, np.float32)
         others = cuda.local.array(vector, np.float32)
-        load(x, first, values, 0)
-        load(y, first, others, 0)
+        if not fills:
+            load(x, first, values, 0)
+        if adds:
+            load(y, first, others, 0)
         for i in range(vector):
-            values[i] += others[i]
+            if adds:
+                values[i] += others[i]
+            if scales:
+                values[i] *= value
+            if fills:
+                values[i] = value
         store(out, first, values, 0)
 
-    return add_kernel
+    return elementwise_kernel
 
 
-@specialize
-def scale_kernel(vector, access, bounded):
-    """As add_kernel."""
-    load, store = vector_access(vector, access, bounded)
-
-    @cuda.jit
-    def scale_kernel(x, factor, out):
-        """out = x * factor."""
-        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(vector, np.float32)
-        load(x, first, values, 0)
-        for i in range(vector):
-            values[i] *= factor
-        store(out, first, values, 0)
-
-    return scale_kernel
-
-
-@specialize
-def cast_kernel(vector, access, bounded):
-    """As add_kernel."""
-    load, store = vector_access(vector, access, bounded)
-
-    @cuda.jit
-    def cast_kernel(x, out):
-        """out = x."""
-        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(vector, np.float32)
-        load(x, first, values, 0)
-        store(out, first, values, 0)
-
-    return cast_kernel
-
-
-@specialize
-def fill_kernel(vector, access, bounded):
-    """As add_kernel."""
-    _, store = vector_access(vector, access, bounded)
-
-    @cuda.jit
-    def fill_kernel(value, out):
-        """out = value."""
-        first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(vector, np.float32)
-        for i in range(vector):
-            values[i] = value
-        store(out, first, values, 0)
-
-    return fill_kernel
-
-
-def _launch_flat(factory, arguments, size):
-    """Launch the kernels of `factory` over `size` elements: whole vectors, then the remainder."""
-    flat = [a if isinstance(a, float) else a.reshape(-1) for a in arguments]
-    vector = 16 // max(a.itemsize for a in flat if not isinstance(a, float))
-    whole = size - size % vector
-    for first, last in ((0, whole), (whole, size)):
-        parts = [a if isinstance(a, float) else a[first:last] for a in flat]
-        if first < last:
-            access = access_length(last - first, *[a for a in parts if not isinstance(a, float)])
-            block_elements = THREADS * vector
-            kernel = factory(vector, access, (last - first) % block_elements != 0)
-            launch(kernel, -(-(last - first) // block_elements), THREADS, *parts)
+def _launch(op, x, y, value, out):
+    """Launch the kernel of `op` on whole vectors, then on the remainder; x and y are `out` where it reads none."""
+    arrays = [array.reshape(-1) for array in (x, y, out)]
+    vector = 16 // max(x.itemsize, out.itemsize)
+    block_elements = THREADS * vector
+    whole = out.size - out.size % vector
+    for size, part in ((whole, slice(whole)), (out.size - whole, slice(whole, None))):
+        if size:
+            x, y, out = (array[part] for array in arrays)
+            kernel = elementwise_kernel(op, vector, access_length(size, x, y, out), size % block_elements != 0)
+            launch(kernel, -(-size // block_elements), THREADS, x, y, float(value), out)
 
 
 def add(x, y, out):
@@ -119,7 +74,7 @@ def add(x, y, out):
     if device.name() == "cpu":
         np.add(x, y, out=out)
         return
-    _launch_flat(add_kernel, (x, y, out), x.size)
+    _launch("add", x, y, 0.0, out)
 
 
 def scale(x, factor, out):
@@ -133,7 +88,7 @@ def scale(x, factor, out):
     if device.name() == "cpu":
         np.multiply(x, np.float32(factor), out=out)
         return
-    _launch_flat(scale_kernel, (x, float(factor), out), x.size)
+    _launch("scale", x, out, factor, out)
 
 
 def cast(x, out):
@@ -147,7 +102,7 @@ def cast(x, out):
     if device.name() == "cpu":
         np.copyto(out, x, casting="same_kind")
         return
-    _launch_flat(cast_kernel, (x, out), x.size)
+    _launch("cast", x, out, 0.0, out)
 
 
 def fill(value, out):
@@ -160,7 +115,7 @@ def fill(value, out):
     if device.name() == "cpu":
         out.fill(np.float32(value))
         return
-    _launch_flat(fill_kernel, (float(value), out), out.size)
+    _launch("fill", out, out, value, out)
 
 
 def gather_rows(x, rows, out):
@@ -170,14 +125,7 @@ def gather_rows(x, rows, out):
     number outside [0, N) raises ValueError on the cpu device and gives a row of NaN elsewhere. Raises
     ValueError for other shapes, dtypes or layouts.
     """
-    limit, columns = check("gather_rows", "x", x, (None, None), FLOATS)
-    (count,) = check("gather_rows", "rows", rows, (None,), I32)
-    check("gather_rows", "out", out, (count, columns), (x.dtype,))
-    if device.name() == "cpu":
-        check_rows("gather_rows", "rows", rows, limit)
-        np.take(x, rows, axis=0, out=out, mode="clip")
-        return
-    copy_rows(x, rows, out, scatter=False)
+    gather("gather_rows", "x", x, "rows", rows, out)
 
 
 def scatter_rows(x, rows, out):

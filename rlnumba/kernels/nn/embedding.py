@@ -3,14 +3,15 @@
     out[n] = weight[input_ids[n]]           dweight[v] += sum over n with input_ids[n] == v of dout[n]
 
 input_ids (N,) int32; weight (V, D), out and dout (N, D) in float32, float16 or bfloat16; dweight (V, D) float32. The
-sum runs in float32 over the tokens in their order. Two kernels: the first lists the tokens so that those of one id, its
-run, are neighbours, in their order; in the second a block adds up a part of a run, PART tokens, and the block that
-finishes the last part of a longer run adds the parts in order, so that an id that fills half of the batch does not
-serialise the rest. With atomic additions instead, the sum's order, and so its last bits, would change from run to run.
-The list needs nothing but the ids: `list_tokens` makes it during the forward's GEMMs, on a stream of its own, since it
-takes 9 us of latency and hardly any memory traffic or arithmetic.
+sum runs in float32 over the tokens in their order; with atomic additions its last bits would change from run to run.
+Two kernels: the first lists the tokens so that those of one id, its run, are neighbours, in their order. In the second
+a block adds up a part of a run, PART tokens, and the block that finishes the last part of a longer run adds the parts
+in order, so that an id that fills half of the batch does not serialise the rest. The list needs nothing but the ids:
+`list_tokens` makes it during the forward's GEMMs, on a stream of its own, since it takes 9 us of latency and hardly any
+memory traffic or arithmetic.
 """
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -43,24 +44,17 @@ i32, u32 = np.int32, np.uint32
 COPY_THREADS = 256
 MANY_ROWS, THREAD_ROWS = 4096, 2
 # Threads of a block that lists tokens, and ids that each reads at a time, at most a bit of an int32 each.
-LIST_THREADS = 1024
-THREAD_IDS = 16
+LIST_THREADS, THREAD_IDS = 1024, 16
 TILE = LIST_THREADS * THREAD_IDS
-# Blocks that list tokens, at most, unless the vocabulary needs more: a block has a counter for each of its ids, and at
-# most MOST_COUNTERS.
-MOST_BUCKETS = 128
-BUCKET_TOKENS = 128
-MOST_COUNTERS = 4096
+# Blocks that list tokens, at most, unless the vocabulary needs more: a block has a counter for each of its ids.
+MOST_BUCKETS, BUCKET_TOKENS, MOST_COUNTERS = 128, 128, 4096
 # Tokens of a part of a run. Fixes the order of the sum.
 PART = 32
-# Threads of a block that adds up, and columns of each: 16 bytes of float32. Resident blocks of an SM: with 32 registers
-# a thread, an SM is full. H200, 16,384 different ids: 45 us for this kernel, 48 with six, 56 with four.
-THREADS = 256
-VECTOR = 4
-RESIDENT = 8
+# Threads of a block that adds up, columns of each (16 bytes of float32), and resident blocks of an SM, which is full
+# with 32 registers a thread. H200, 16,384 different ids: 45 us for this kernel, 48 with six blocks, 56 with four.
+THREADS, VECTOR, RESIDENT = 256, 4, 8
 # Rows of dout, and parts of a run, that are loaded before the first is added.
-ROWS_AT_ONCE = 2
-PARTS_AT_ONCE = 4
+ROWS_AT_ONCE, PARTS_AT_ONCE = 2, 4
 
 
 @specialize
@@ -71,7 +65,7 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
     loads are in flight together.
     """
     vector = 16 // np.dtype(element).itemsize
-    ones, held = element(np.iinfo(element).max), vector * many
+    ones, values_count = element(np.iinfo(element).max), vector * many
     load, store = vector_access(vector, access, bounded)
 
     @cuda.jit(launch_bounds=(COPY_THREADS, 1))
@@ -83,7 +77,7 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
         """
         top = cuda.blockIdx.x // parts * (many * cuda.blockDim.y) + cuda.threadIdx.y
         first = (cuda.blockIdx.x % parts * cuda.blockDim.x + cuda.threadIdx.x) * vector
-        kept, row_of = cuda.local.array(held, element), cuda.local.array(many, np.int32)
+        kept, row_of = cuda.local.array(values_count, element), cuda.local.array(many, np.int32)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         # Beyond the last row, and for a row number outside, another row is read instead, and not used.
@@ -112,10 +106,9 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
 
 @device_function
 def warp_prefix_sum(value, sums):
-    """(sum of value over the warps before this one, sum over all), each warp's value being in all of its lanes.
+    """(sum of an int32 over the warps before this one, sum over all LIST_THREADS / 32), the same in a warp's lanes.
 
-    For blocks of LIST_THREADS threads. value: int32; sums: shared int32 (32,), which may be reused after the next
-    barrier.
+    sums: shared int32 (32,), which may be reused after the next barrier.
     """
     lane, warp = i32(cuda.threadIdx.x) % i32(32), i32(cuda.threadIdx.x) // i32(32)
     if lane == 0:
@@ -135,7 +128,7 @@ def warp_prefix_sum(value, sums):
 
 @functools.cache
 def bucket_functions(buckets, access):
-    """(find_members, count_members, counter_of) for a power of two of buckets, `access` ids a load."""
+    """(find_members, count_members, counter_of) of list_tokens_kernel."""
     load, _ = vector_access(4, access, True)
     shift, bucket_mask = i32(buckets.bit_length() - 1), i32(buckets - 1)
 
@@ -154,7 +147,7 @@ def bucket_functions(buckets, access):
             other = i32(ids[i] & bucket_mask if 128 * (i // 4) + i % 4 < left else buckets)
             if other == bucket:
                 bits = u32(bits | u32(u32(1) << u32(i)))
-            if other < bucket:
+            elif other < bucket:
                 lower = i32(lower + i32(1))
         return bits, lower
 
@@ -190,8 +183,7 @@ def counts_to_positions(memory, counters, lower, sums):
 
     lower: how many ids of all tokens are in lower buckets.
     """
-    thread = i32(cuda.threadIdx.x)
-    lane, starts = thread % i32(32), counters
+    thread, starts = i32(cuda.threadIdx.x), counters
     share = i32((counters + i32(LIST_THREADS - 1)) // i32(LIST_THREADS))
     first, last = thread * share, min((thread + i32(1)) * share, counters)
     count = i32(0)
@@ -200,7 +192,7 @@ def counts_to_positions(memory, counters, lower, sums):
     up_to = count
     for step in range(5):
         below = shuffle_up(up_to, 1 << step)
-        if lane >= 1 << step:
+        if thread % i32(32) >= 1 << step:
             up_to = i32(up_to + below)
     before, _ = warp_prefix_sum(shuffle(up_to, 31), sums)
     position = i32(lower + before + up_to - count)
@@ -236,7 +228,7 @@ def collect_members(memory, members_at, bits, lane_first, lane, sums):
 
 @specialize
 def list_tokens_kernel(buckets, access):
-    """The kernel for a power of two of buckets, which loads `access` ids at a time."""
+    """The kernel for a power of two of buckets, `access` ids a load."""
     _, store_entry = vector_access(4, 4)
     find_members, count_members, counter_of = bucket_functions(buckets, access)
 
@@ -311,10 +303,9 @@ def embedding_backward_kernel(access, bounded):
     load, store = vector_access(VECTOR, access, bounded)
     load_entry, _ = vector_access(4, 4)
     rows_count, parts_count = ROWS_AT_ONCE * VECTOR, PARTS_AT_ONCE * VECTOR
-    # Narrow accesses need more registers for addresses, and are slow anyway.
-    resident = RESIDENT if access == VECTOR else 1
 
-    @cuda.jit(launch_bounds=(THREADS, resident))
+    # Narrow accesses need more registers for addresses, and are slow anyway.
+    @cuda.jit(launch_bounds=(THREADS, RESIDENT if access == VECTOR else 1))
     def embedding_backward_kernel(entries, order, dout, dweight, parts, arrived):
         """A block owns THREADS * VECTOR columns of the part of a run that begins with a token.
 
@@ -391,8 +382,20 @@ def copy_rows(x, rows, out, scatter):
     bounded = columns * x.itemsize % (16 * threads) != 0
     many = THREAD_ROWS if rows.size >= MANY_ROWS else 1
     kernel = copy_rows_kernel(element, access_length(columns, x, out), bounded, scatter, parts, many)
-    blocks, arguments = -(-rows.size // (many * lines)) * parts, (x.view(element), rows, out.view(element))
-    launch(kernel, blocks, (threads, lines), *arguments, pdl=ALWAYS)
+    blocks = -(-rows.size // (many * lines)) * parts
+    launch(kernel, blocks, (threads, lines), x.view(element), rows, out.view(element), pdl=ALWAYS)
+
+
+def gather(op, x_name, x, rows_name, rows, out):
+    """out[n] = x[rows[n]], bit for bit: embedding and gather_rows, each with its own names in errors."""
+    limit, columns = check(op, x_name, x, (None, None), FLOATS)
+    (count,) = check(op, rows_name, rows, (None,), I32)
+    check(op, "out", out, (count, columns), (x.dtype,))
+    if device.name() == "cpu":
+        check_rows(op, rows_name, rows, limit)
+        np.take(x, rows, axis=0, out=out, mode="clip")
+    else:
+        copy_rows(x, rows, out, scatter=False)
 
 
 def embedding(input_ids, weight, out):
@@ -402,14 +405,7 @@ def embedding(input_ids, weight, out):
     id outside [0, V) raises ValueError on the cpu device; kernels, which cannot raise, write a row of NaN.
     Raises ValueError for other shapes, dtypes or layouts.
     """
-    vocabulary, columns = check("embedding", "weight", weight, (None, None), FLOATS)
-    (tokens,) = check("embedding", "input_ids", input_ids, (None,), I32)
-    check("embedding", "out", out, (tokens, columns), (weight.dtype,))
-    if device.name() == "cpu":
-        check_rows("embedding", "input_ids", input_ids, vocabulary)
-        np.take(weight, input_ids, axis=0, out=out, mode="clip")
-        return
-    copy_rows(weight, input_ids, out, scatter=False)
+    gather("embedding", "weight", weight, "input_ids", input_ids, out)
 
 
 def check_rows(op, name, rows, limit):
@@ -417,14 +413,6 @@ def check_rows(op, name, rows, limit):
     wrong = (rows < 0) | (rows >= limit)
     if wrong.any():
         raise ValueError(f"{op}: {name} must be in [0, {limit}), got {rows[wrong][0]}")
-
-
-def buckets_of(tokens, vocabulary):
-    """How many blocks list the tokens, a power of two."""
-    buckets = 1
-    while (buckets < MOST_BUCKETS and buckets * BUCKET_TOKENS < tokens) or buckets * MOST_COUNTERS < vocabulary:
-        buckets *= 2
-    return buckets
 
 
 class TokenList(NamedTuple):
@@ -441,13 +429,10 @@ class TokenList(NamedTuple):
     ready: object = None
 
 
-class ListStream:
-    """The stream on which a context lists tokens."""
+def _list_stream():
+    import cupy
 
-    def __init__(self):
-        import cupy
-
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def list_tokens(input_ids, shape, padding_idx=None):
@@ -459,34 +444,30 @@ def list_tokens(input_ids, shape, padding_idx=None):
     (tokens,) = check("list_tokens", "input_ids", input_ids, (None,), I32)
     if device.name() == "cpu" or tokens == 0:
         return None
-    listed = _new_list(tokens, shape, padding_idx)
     if device.name() == "sim":
-        _list(listed, input_ids)
-        return listed
+        return _list(input_ids, shape, padding_idx)
     import cupy
 
-    stream = current().own(ListStream).stream
+    stream = current().own(_list_stream)
     stream.wait_event(cupy.cuda.get_current_stream().record())
-    with stream:
-        _list(listed, input_ids)
-        return listed._replace(ready=stream.record())
+    return _list(input_ids, shape, padding_idx, stream)._replace(ready=stream.record())
 
 
-def _new_list(tokens, shape, padding_idx):
-    """A TokenList with arrays to be filled by _list."""
-    arrived = -(-tokens // PART) * -(-shape[1] // (THREADS * VECTOR))
-    arrays = (device.xp().empty(size, np.int32) for size in ((tokens, 4), tokens, arrived))
-    return TokenList(*arrays, tuple(shape), -1 if padding_idx is None else padding_idx)
-
-
-def _list(listed, input_ids):
-    """Fill the arrays of a TokenList."""
-    vocabulary = listed.shape[0]
-    buckets = buckets_of(input_ids.size, vocabulary)
+def _list(input_ids, shape, padding_idx, stream=None):
+    """A TokenList with arrays of the current stream, which a kernel on `stream` fills."""
+    tokens, (vocabulary, columns), xp = input_ids.size, shape, device.xp()
+    arrived = xp.empty(-(-tokens // PART) * -(-columns // (THREADS * VECTOR)), np.int32)
+    entries, order = xp.empty((tokens, 4), np.int32), xp.empty(tokens, np.int32)
+    ignored = -1 if padding_idx is None else padding_idx
+    buckets = 1
+    while (buckets < MOST_BUCKETS and buckets * BUCKET_TOKENS < tokens) or buckets * MOST_COUNTERS < vocabulary:
+        buckets *= 2
     counters = -(-vocabulary // buckets) + 1
-    kernel = list_tokens_kernel(buckets, access_length(input_ids.size, input_ids))
-    arguments = input_ids, vocabulary, listed.ignored, counters, listed.entries, listed.order, listed.arrived
-    launch(kernel, buckets, LIST_THREADS, *arguments, shared=4 * (2 * counters + 1 + TILE), pdl=ALWAYS)
+    kernel, shared = list_tokens_kernel(buckets, access_length(tokens, input_ids)), 4 * (2 * counters + 1 + TILE)
+    arguments = input_ids, vocabulary, ignored, counters, entries, order, arrived
+    with stream or contextlib.nullcontext():
+        launch(kernel, buckets, LIST_THREADS, *arguments, shared=shared, pdl=ALWAYS)
+    return TokenList(entries, order, arrived, tuple(shape), ignored)
 
 
 def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
@@ -512,8 +493,7 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
         dweight[sorted_ids[starts]] += np.add.reduceat(dout[order], starts, axis=0)
         return
     if listed is None:
-        listed = _new_list(tokens, dweight.shape, padding_idx)
-        _list(listed, input_ids)
+        listed = _list(input_ids, dweight.shape, padding_idx)
     found = len(listed.entries), listed.shape, listed.ignored
     wanted = tokens, dweight.shape, -1 if padding_idx is None else padding_idx
     if found != wanted:
@@ -522,11 +502,10 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(listed.ready)
-    block_columns = THREADS * VECTOR
     parts = device.xp().empty((-(-tokens // PART), 2, columns), np.float32)
-    kernel = embedding_backward_kernel(access_length(columns, dout, dweight), columns % block_columns != 0)
-    arguments = listed.entries, listed.order, dout, dweight, parts, listed.arrived
-    launch(kernel, (tokens, -(-columns // block_columns)), THREADS, *arguments, pdl=ALWAYS)
+    kernel = embedding_backward_kernel(access_length(columns, dout, dweight), columns % (THREADS * VECTOR) != 0)
+    grid = tokens, -(-columns // (THREADS * VECTOR))
+    launch(kernel, grid, THREADS, listed.entries, listed.order, dout, dweight, parts, listed.arrived, pdl=ALWAYS)
 
 
 def embedding_ref(input_ids, weight):

@@ -8,20 +8,20 @@ and for a value head out = x. Without norm weights y = x. Backward, with g = rop
 
     dx = rstd * (u - x^ * mean(u * x^))     dweight = sum over rows and heads of g * x^
 
-qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK)
-and dweight (E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a
-lane's, over its part of either half in its order, then a butterfly of the group. In inference k and v are
-written to their slots of the block cache.
+qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK) and dweight
+(E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a lane's, over its
+part of either half in its order, then a butterfly of the group. In inference k and v go to their slots of the block
+cache.
 """
 
 import functools
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, I32, check
+from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all
 from rlnumba.kernels.nn import qkv_cpu
 from rlnumba.kernels.nn.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, add_rows_to, rmsnorm_backward_ref, rmsnorm_ref
-from rlnumba.kernels.nn.rope import WARPS, block_of, check_tables, head_access, head_shape, in_halves, rope_ref, rotate
+from rlnumba.kernels.nn.rope import check_tables, head_access, head_shape, in_halves, rope_ref, rotate
 from rlnumba.kernels.ptx.warp import (
     compiler_barrier,
     device_function,
@@ -37,20 +37,20 @@ from rlnumba.runtime.launch import ALWAYS, launch, specialize
 
 i32 = np.int32
 
-# For absent weights on the cpu device.
-_EMPTY = np.empty(0, np.float32)
-_EMPTY_ROWS = np.empty((0, 0), np.float32)
+# For absent weights, and rstd, on the cpu device.
+_EMPTY, _EMPTY_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 # Warps of a block of qkv_split, and resident blocks of an SM; heads that a group of lanes owns at most, and one where
 # that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
 # with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache 72.6 us with
 # 12 blocks an SM and 74.3 with ten; not to a cache 72.4 and 70.6.
 SPLIT_WARPS, SPLIT_RESIDENT, CACHE_RESIDENT = 2, 10, 12
 SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
-# Resident blocks of the backward with norm on an SM, which leaves 96 registers a thread.
-RESIDENT = 5
-# Blocks of the backward with norm at most, each with a partial sum of dweight: RESIDENT for each of 132 SMs. Fixes the
-# order of the sum.
-BACKWARD_BLOCKS = 660
+# Warps of a block of the backward, which share nothing without norm; then one where there are too few for WARPS on each
+# of 132 SMs.
+WARPS, FEW_WARPS = 4, 528
+# Resident blocks of the backward with norm on an SM, which leaves 96 registers a thread; and its blocks at most, each
+# with a partial sum of dweight: RESIDENT for each of 132 SMs. Fixes the order of the sum.
+RESIDENT, BACKWARD_BLOCKS = 5, 660
 # Heads of an array of heads, which kernels count in 32 bits.
 MOST_HEADS = 1 << 31
 
@@ -69,7 +69,6 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     of_head, steps = 2 * vector, lanes.bit_length() - 1
     count = heads_of_group * of_head
     load_head, store_head, load_angles = head_access(shape)
-
     # With few tokens the time is that of dependent loads: all but the heads are loaded before griddepcontrol.wait.
     loads_before_wait = cached and heads_of_group == 1
     # With narrower heads, more of them a warp, addresses would not leave enough registers.
@@ -95,10 +94,8 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
         values = cuda.local.array(count, np.float32)
         scales = cuda.local.array(heads_of_group, np.float32)
         weights = cuda.local.array(of_head, np.float32)
-        c = cuda.local.array(vector, np.float32)
-        s = cuda.local.array(vector, np.float32)
-        position = position_ids[np.uint64(row)]
-        kv_row = row
+        c, s = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
+        position, kv_row = position_ids[np.uint64(row)], row
         if loads_before_wait:
             if first_head >= heads:
                 kv_row = slot_mapping[np.uint64(row)]
@@ -180,8 +177,7 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
         e = cuda.threadIdx.x % lanes * vector
         first_head = warp % warps_of_token * heads_of_group * groups + cuda.threadIdx.x // lanes
         values = cuda.local.array(count, np.float32)
-        c = cuda.local.array(vector, np.float32)
-        s = cuda.local.array(vector, np.float32)
+        c, s = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         position = position_ids[row]
         for i in range(heads_of_group):
             head = min(first_head + i * groups, all_heads - 1)
@@ -225,10 +221,8 @@ def head_tile_backward(shape, heads, first_head, all_heads):
         exists = head < heads
         head = i32(min(head, heads - 1))
         weights = cuda.local.array(of_head, np.float32)
-        x = cuda.local.array(of_head, np.float32)
-        g = cuda.local.array(of_head, np.float32)
-        c = cuda.local.array(vector, np.float32)
-        s = cuda.local.array(vector, np.float32)
+        x, g = cuda.local.array(of_head, np.float32), cuda.local.array(of_head, np.float32)
+        c, s = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         for i in range(of_head):
             dweight[i] = np.float32(0.0)
         row = i32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
@@ -272,7 +266,7 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     """The kernel with norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
     vector, lanes, groups = shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
-    q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
+    q_tiles, k_tiles = -(-heads // groups), -(-kv_heads // groups)
     spread, of_head = groups.bit_length() - 1, 2 * vector
     load_head, store_head, _ = head_access(shape)
     _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
@@ -333,24 +327,19 @@ def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
     add_rows_to(partials, dweight)
 
 
-def tiles_of(shape, heads, kv_heads):
-    """Tiles of query heads, and of key heads (or value heads), of qkv_split_norm_backward_kernel."""
-    return -(-heads // shape.groups), -(-kv_heads // shape.groups)
-
-
 def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
     """Check what all operators share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
-    check(op, "qkv", qkv, (rows, (heads + 2 * kv_heads) * width), (q.dtype,))
-    if rows * (heads + 2 * kv_heads) >= MOST_HEADS:
-        raise ValueError(f"{op}: qkv must have fewer than {MOST_HEADS} heads, got {rows * (heads + 2 * kv_heads)}")
+    all_heads = heads + 2 * kv_heads
+    check(op, "qkv", qkv, (rows, all_heads * width), (q.dtype,))
+    if rows * all_heads >= MOST_HEADS:
+        raise ValueError(f"{op}: qkv must have fewer than {MOST_HEADS} heads, got {rows * all_heads}")
     check_tables(op, width, cos, sin)
     check(op, "position_ids", position_ids, (rows,), I32)
     if (q_weight is None) != (k_weight is None):
         raise ValueError(f"{op}: q_weight and k_weight must both be arrays or both None")
     if q_weight is not None:
-        check(op, "q_weight", q_weight, (width,), (q.dtype,))
-        check(op, "k_weight", k_weight, (width,), (q.dtype,))
+        check_all(op, (width,), (q.dtype,), q_weight=q_weight, k_weight=k_weight)
 
 
 def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
@@ -366,18 +355,16 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
         return
     if not rows:
         return
-    norm = (q_weight, k_weight) if normed else ()
+    norm, all_heads = (q_weight, k_weight) if normed else (), heads + 2 * kv_heads
     shape = head_shape(cos, sin, qkv, q, k, v, *norm)
     # Few tokens are spread over more warps.
-    few = rows * shape.share(heads + 2 * kv_heads, 1)[1] <= FEW_SPLIT_WARPS
-    most_heads = 1 if few else SPLIT_HEADS
-    _, warps_of_token = shape.share(heads + 2 * kv_heads, most_heads)
-    blocks = -(-rows * warps_of_token // SPLIT_WARPS)
+    most_heads = 1 if rows * shape.share(all_heads, 1)[1] <= FEW_SPLIT_WARPS else SPLIT_HEADS
+    blocks = -(-rows * shape.share(all_heads, most_heads)[1] // SPLIT_WARPS)
     # For what a version does not use, any array of the right type.
     norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
-    arguments = (qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd)
+    arguments = qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd
     kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
     launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, pdl=ALWAYS)
 
@@ -435,13 +422,13 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     normed = q_weight is not None
     if normed:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
-        check(op, "dq_weight", dq_weight, (width,), F32)
-        check(op, "dk_weight", dk_weight, (width,), F32)
+        check_all(op, (width,), F32, dq_weight=dq_weight, dk_weight=dk_weight)
     if device.name() == "cpu":
-        norm, dnorm = ((q_weight, k_weight), (dq_weight, dk_weight))
         if not normed:
-            norm, dnorm, rstd = (_EMPTY, _EMPTY), (_EMPTY, _EMPTY), _EMPTY_ROWS
-        qkv_cpu.split_backward(dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, *dnorm)
+            q_weight = k_weight = dq_weight = dk_weight = _EMPTY
+            rstd = _EMPTY_ROWS
+        arguments = dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight
+        qkv_cpu.split_backward(*arguments)
         return
     if not rows:
         return
@@ -449,51 +436,45 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     shape = head_shape(cos, sin, dq, dk, dv, qkv, dqkv, *norm)
     dq, dk, dv, qkv, dqkv = (in_halves(array, shape.half) for array in (dq, dk, dv, qkv, dqkv))
     if not normed:
-        _, warps_of_token = shape.share(heads + 2 * kv_heads)
-        blocks, warps = block_of(rows * warps_of_token)
+        warps = rows * shape.share(heads + 2 * kv_heads)[1]
+        block_warps = WARPS if warps > FEW_WARPS else 1
         kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
-        launch(kernel, blocks, (32, warps), dq, dk, dv, cos, sin, position_ids, dqkv)
+        launch(kernel, -(-warps // block_warps), (32, block_warps), dq, dk, dv, cos, sin, position_ids, dqkv)
         return
-    q_tiles, k_tiles = tiles_of(shape, heads, kv_heads)
+    q_tiles, k_tiles = -(-heads // shape.groups), -(-kv_heads // shape.groups)
     tiles = q_tiles + 2 * k_tiles
     blocks = min(-(-rows // WARPS), max(BACKWARD_BLOCKS // tiles, 1))
-    partials = device.xp().empty((2 * (q_tiles + k_tiles) * blocks, shape.half), np.float32)
+    partials = device.xp().empty(((q_tiles + k_tiles) * blocks, width), np.float32)
     norm = [in_halves(weight, shape.half) for weight in norm]
-    arguments = (dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, partials)
+    arguments = dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, in_halves(partials, shape.half)
     launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
-    q_rows = 2 * q_tiles * blocks
-    parts = (part.reshape(-1, width) for part in (partials[:q_rows], partials[q_rows:]))
+    arguments = partials[: q_tiles * blocks], partials[q_tiles * blocks :], dq_weight, dk_weight
     grid = -(-width // PARTIAL_COLUMNS), 2
-    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *parts, dq_weight, dk_weight, pdl=ALWAYS)
+    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *arguments, pdl=ALWAYS)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):
     """(q, k, v, rstd) of qkv_split, in qkv's precision; rstd is None without weights."""
     rows, width = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
-    split = qkv.reshape(rows, heads + 2 * kv_heads, width)
-    q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
+    x, v = np.split(qkv.reshape(rows, heads + 2 * kv_heads, width), [heads + kv_heads], axis=1)
     rstd = None
     if q_weight is not None:
-        q_normed, q_rstd = rmsnorm_ref(q.reshape(-1, width), q_weight, eps)
-        k_normed, k_rstd = rmsnorm_ref(k.reshape(-1, width), k_weight, eps)
-        q, k = q_normed.reshape(q.shape), k_normed.reshape(k.shape)
-        rstd = np.concatenate([q_rstd.reshape(rows, heads), k_rstd.reshape(rows, kv_heads)], axis=1)
-    return rope_ref(q, cos, sin, position_ids), rope_ref(k, cos, sin, position_ids), v, rstd
+        weights = np.tile(np.repeat([q_weight, k_weight], [heads, kv_heads], axis=0), (rows, 1))
+        normed, rstd = rmsnorm_ref(x.reshape(-1, width), weights, eps)
+        x, rstd = normed.reshape(x.shape), rstd.reshape(rows, heads + kv_heads)
+    q, k = np.split(rope_ref(x, cos, sin, position_ids), [heads], axis=1)
+    return q, k, v, rstd
 
 
 def qkv_split_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd):
     """(dqkv, dq_weight, dk_weight) of qkv_split_backward, in qkv's precision; None without weights."""
     rows, heads, width = dq.shape
-    kv_heads = dk.shape[1]
-    dq = rope_ref(dq, cos, sin, position_ids, inverse=True)
-    dk = rope_ref(dk, cos, sin, position_ids, inverse=True)
-    dq_weight = dk_weight = None
-    if q_weight is not None:
-        split = qkv.reshape(rows, heads + 2 * kv_heads, width)
-        q, k, _ = np.split(split, [heads, heads + kv_heads], axis=1)
-        q_rstd, k_rstd = rstd[:, :heads].reshape(-1), rstd[:, heads:].reshape(-1)
-        dx, dq_weight = rmsnorm_backward_ref(dq.reshape(-1, width), q.reshape(-1, width), q_weight, q_rstd)
-        dq = dx.reshape(dq.shape)
-        dx, dk_weight = rmsnorm_backward_ref(dk.reshape(-1, width), k.reshape(-1, width), k_weight, k_rstd)
-        dk = dx.reshape(dk.shape)
-    return np.concatenate([dq, dk, dv], axis=1).reshape(qkv.shape), dq_weight, dk_weight
+    split = qkv.reshape(rows, heads + 2 * dk.shape[1], width)
+    gradients, dweights = [], [None, None]
+    for i, (dout, weight, first) in enumerate(((dq, q_weight, 0), (dk, k_weight, heads))):
+        dx, part = rope_ref(dout, cos, sin, position_ids, inverse=True), slice(first, first + dout.shape[1])
+        if weight is not None:
+            x, scale = split[:, part].reshape(-1, width), rstd[:, part].reshape(-1)
+            dx, dweights[i] = rmsnorm_backward_ref(dx.reshape(-1, width), x, weight, scale)
+        gradients.append(dx.reshape(dout.shape))
+    return np.concatenate([*gradients, dv], axis=1).reshape(qkv.shape), *dweights

@@ -4,16 +4,15 @@
     masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages
     group_mean_std  mean and standard deviation of every group of completions, NaN left out
 
-Sums are float32. sum_of_squares has two stages: the blocks of a grid share the terms, a block reduces its threads by
-warp shuffles, and a second kernel adds the blocks' partial sums in order. A thread adds n / (threads in the grid)
-terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
+Sums are float32. sum_of_squares has two stages: a partial sum a block, and a second kernel that adds these in order. A
+thread adds n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
 """
 
 import math
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, check
+from rlnumba.kernels.checks import F32, check, check_all
 from rlnumba.kernels.ptx.warp import access_length, block_sum, vector_access, warp_max, warp_sum
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -24,8 +23,8 @@ THREADS = 256
 # fix the order of the sum.
 MAX_BLOCKS = 528
 # Elements of a vector of sum_of_squares, 16 bytes, and vectors that a thread loads before it adds the first.
-VECTOR = 4
-UNROLL = 4
+VECTOR, UNROLL = 4, 4
+BLOCK_ELEMENTS = THREADS * UNROLL * VECTOR
 # Added to the variance in masked_whiten, as in TRL.
 EPSILON = 1e-8
 MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
@@ -48,8 +47,7 @@ def sum_of_squares_kernel(access, bounded):
         scratch = cuda.shared.array(32, np.float32)
         values = cuda.local.array(count, np.float32)
         total = np.float32(0.0)
-        block_elements = THREADS * UNROLL * VECTOR
-        for start in range(cuda.blockIdx.x * block_elements, x.shape[0], cuda.gridDim.x * block_elements):
+        for start in range(cuda.blockIdx.x * BLOCK_ELEMENTS, x.shape[0], cuda.gridDim.x * BLOCK_ELEMENTS):
             first = start + cuda.threadIdx.x * VECTOR
             for i in range(UNROLL):
                 load(x, first + i * THREADS * VECTOR, values, i * VECTOR)
@@ -78,10 +76,8 @@ def sum_kernel(x, out):
 def masked_whiten_kernel(x, mask, shift_mean, out):
     """One block, three passes: mean, variance about it, output."""
     scratch = cuda.shared.array(32, np.float32)
-    zero = np.float32(0.0)
-    one = np.float32(1.0)
-    total = zero
-    count = zero
+    zero, one = np.float32(0.0), np.float32(1.0)
+    total = count = zero
     for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
         if np.float32(mask[i]) != zero:
             total += x[i]
@@ -104,37 +100,34 @@ def masked_whiten_kernel(x, mask, shift_mean, out):
 
 
 @cuda.jit
-def group_mean_std_kernel(x, ddof, mean, std):
+def group_mean_std_kernel(x, mean, std):
     """A warp owns a group, a lane every 32nd member of it; three passes.
 
     The mean is taken of the differences from the lowest member: a group of equal members then has exactly their value
     as mean and exactly 0 as std, which a rounded sum does not give.
     """
-    group = cuda.blockIdx.x
-    size = x.shape[1]
+    group, size = cuda.blockIdx.x, x.shape[1]
+    zero, one = np.float32(0.0), np.float32(1.0)
     lowest = np.float32(math.inf)
     for i in range(cuda.threadIdx.x, size, 32):
         if not math.isnan(x[group, i]):
             lowest = min(lowest, x[group, i])
     lowest = -warp_max(-lowest)
-    total = np.float32(0.0)
-    count = np.float32(0.0)
+    total = count = squares = zero
     for i in range(cuda.threadIdx.x, size, 32):
         if not math.isnan(x[group, i]):
             total += x[group, i] - lowest
-            count += np.float32(1.0)
-    count = warp_sum(count)
-    average = warp_sum(total)
-    if count > np.float32(0.0):
+            count += one
+    count, average = warp_sum(count), warp_sum(total)
+    if count > zero:
         average = lowest + average / count
-    squares = np.float32(0.0)
     for i in range(cuda.threadIdx.x, size, 32):
         if not math.isnan(x[group, i]):
             squares += (x[group, i] - average) * (x[group, i] - average)
     squares = warp_sum(squares)
     if cuda.threadIdx.x == 0:
         mean[group] = average
-        std[group] = math.sqrt(squares / max(count - np.float32(ddof), np.float32(1.0)))
+        std[group] = math.sqrt(squares / max(count - one, one))
 
 
 def sum_of_squares(x, out):
@@ -150,9 +143,8 @@ def sum_of_squares(x, out):
         with np.errstate(over="ignore", invalid="ignore"):
             out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
         return
-    block_elements = THREADS * UNROLL * VECTOR
-    partials = device.xp().empty(min(-(-size // block_elements), MAX_BLOCKS), np.float32)
-    kernel = sum_of_squares_kernel(access_length(size, x), size % block_elements != 0)
+    partials = device.xp().empty(min(-(-size // BLOCK_ELEMENTS), MAX_BLOCKS), np.float32)
+    kernel = sum_of_squares_kernel(access_length(size, x), size % BLOCK_ELEMENTS != 0)
     launch(kernel, len(partials), THREADS, x, partials)
     launch(sum_kernel, 1, THREADS, partials, out)
 
@@ -172,20 +164,19 @@ def masked_whiten(x, mask, out, shift_mean=True):
     launch(masked_whiten_kernel, 1, THREADS, x, mask, int(shift_mean), out)
 
 
-def group_mean_std(x, mean, std, ddof=1):
+def group_mean_std(x, mean, std):
     """mean[g] and std[g] of the members of group g that are not NaN; 0 where too few are left.
 
-    x (G, members), mean and std (G,) float32; mean and std are written. std divides by the number of
-    members less ddof, but at least by 1. Raises ValueError for other shapes, dtypes or layouts. Source:
-    nanmean and nanstd of TRL's GRPO advantages.
+    x (G, members), mean and std (G,) float32; mean and std are written. std divides by the number of members
+    less 1, but at least by 1. Raises ValueError for other shapes, dtypes or layouts. Source: nanmean and nanstd
+    of TRL's GRPO advantages.
     """
     groups, _ = check("group_mean_std", "x", x, (None, None), F32)
-    check("group_mean_std", "mean", mean, (groups,), F32)
-    check("group_mean_std", "std", std, (groups,), F32)
+    check_all("group_mean_std", (groups,), F32, mean=mean, std=std)
     if device.name() == "cpu":
-        mean[...], std[...] = group_mean_std_ref(x, ddof)
+        mean[...], std[...] = group_mean_std_ref(x)
         return
-    launch(group_mean_std_kernel, groups, 32, x, ddof, mean, std)
+    launch(group_mean_std_kernel, groups, 32, x, mean, std)
 
 
 def sum_of_squares_ref(x):
@@ -203,7 +194,7 @@ def masked_whiten_ref(x, mask, shift_mean=True):
     return out
 
 
-def group_mean_std_ref(x, ddof=1):
+def group_mean_std_ref(x):
     """(mean, std) of group_mean_std, in x's precision."""
     valid = ~np.isnan(x)
     count = np.sum(valid, axis=1).astype(x.dtype)
@@ -211,4 +202,4 @@ def group_mean_std_ref(x, ddof=1):
     lowest = np.where(count > 0, np.min(x, axis=1, initial=np.inf, where=valid), 0).astype(x.dtype)
     mean = lowest + np.nansum(x - lowest[:, None], axis=1) / np.maximum(count, 1)
     squares = np.nansum((x - mean[:, None]) ** 2, axis=1)
-    return mean, np.sqrt(squares / np.maximum(count - ddof, 1))
+    return mean, np.sqrt(squares / np.maximum(count - 1, 1))

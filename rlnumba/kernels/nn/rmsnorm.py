@@ -5,9 +5,9 @@
     with g = dout * weight and x^ = x * rstd:
     dx = rstd * (g - x^ * mean(g * x^))     dweight = sum over rows of dout * x^
 
-x, out, dout, dx (N, D) in float32, float16 or bfloat16; weight (D,) in the same; rstd (N,) and dweight (D,)
-float32. All arithmetic is float32. A row's sum of squares is taken by the same threads in the same order
-whatever N is, so a row's result does not depend on the other rows.
+x, out, dout, dx (N, D) and weight (D,) in float32, float16 or bfloat16; rstd (N,) and dweight (D,) float32, as is all
+arithmetic. A row's sum of squares is taken by the same threads in the same order whatever N is, so a row's result does
+not depend on the other rows.
 
 Every array is read or written once: a row stays in the registers of its threads between the sum and the output. The
 gradient of the weight is added up in two stages: a partial sum a block, then the blocks in a fixed order.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, check
+from rlnumba.kernels.checks import F32, FLOATS, check, check_all
 from rlnumba.kernels.ptx.warp import (
     access_length,
     device_function,
@@ -38,15 +38,12 @@ i32, u32 = np.int32, np.uint32
 # Columns that a thread owns, and threads of a row at most; the widest rows give a thread of the backward more. This
 # fixes the order of a row's sum. The backward keeps five values a column in registers.
 # H200, forward of 16,384 x 1,024: 18.0 us with 16 columns a thread, 18.3 with 32, 18.1 with 8.
-FORWARD = 16, 1024
-BACKWARD = 8, 1024
+FORWARD, BACKWARD = (16, 1024), (8, 1024)
 # In the backward 16 columns a thread, twice what fits into registers.
 MAX_COLUMNS = 16_384
 # Threads of a block where a row needs fewer: the block then has several rows. In the forward only beyond FEW_ROWS, so
 # that few rows spread over many SMs.
-FORWARD_BLOCK = 128
-BACKWARD_BLOCK = 256
-FEW_ROWS = 1024
+FORWARD_BLOCK, BACKWARD_BLOCK, FEW_ROWS = 128, 256, 1024
 # Threads that an SM shall have at a time, which leaves each 64 registers.
 RESIDENT_THREADS = 1024
 # SMs of an H100 or H200: all blocks of the backward, each with a partial sum of dweight, are resident at once. Fixes
@@ -55,9 +52,7 @@ RESIDENT_THREADS = 1024
 PROCESSORS = 132
 # Columns of a block that adds partial sums, 32 bytes of a row; its warps, each with four rows at a time; and rows that
 # a thread loads before it adds the first.
-PARTIAL_COLUMNS = 8
-PARTIAL_WARPS = 32
-PARTIAL_LOADS = 5
+PARTIAL_COLUMNS, PARTIAL_WARPS, PARTIAL_LOADS = 8, 32, 5
 # The backward counts rows, and columns of partial sums, in 32 bits; element offsets have 64.
 MOST_ROWS = 1 << 31
 
@@ -256,54 +251,45 @@ def rmsnorm_backward_kernel(layout, lines):
 
 
 @device_function
-def sum_of_rows(partials, sums):
-    """The sum of one of this block's PARTIAL_COLUMNS columns of partials, in every 8th lane of the first warp.
+def add_rows_to(partials, total):
+    """total += the sum of the rows of partials; a block of (32, PARTIAL_WARPS) threads owns PARTIAL_COLUMNS columns.
 
-    For blocks of (32, PARTIAL_WARPS) threads, block x having columns 8 x to 8 x + 7, lane l column l % 8. Lane l of
-    warp w adds rows 4 w + l / 8, and so on in steps of 128; then the lanes of a column are added by a butterfly, then
-    eight neighbouring warps in order, then these four by a butterfly. sums: shared float32 (PARTIAL_WARPS, 8).
+    Lane l has column l % 8 of these. Lane l of warp w adds rows 4 w + l / 8, and so on in steps of 128; then the lanes
+    of a column are added by a butterfly, then eight neighbouring warps in order, then these four by a butterfly.
     """
+    sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
     # 32 bits throughout: 64-bit offsets and checks for negative indices take longer than the sums.
     lane, warp = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y)
     rows, last_column = i32(partials.shape[0]), i32(partials.shape[1] - 1)
-    column = u32(min(i32(cuda.blockIdx.x * PARTIAL_COLUMNS + (lane & i32(PARTIAL_COLUMNS - 1))), last_column))
+    column = u32(cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x)
+    owns_column = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
+    before = value = np.float32(0.0)
+    if owns_column:
+        before = total[column]
+    column_read = u32(min(i32(cuda.blockIdx.x * PARTIAL_COLUMNS + (lane & i32(PARTIAL_COLUMNS - 1))), last_column))
     step = PARTIAL_WARPS * 32 // PARTIAL_COLUMNS
-    total = np.float32(0.0)
     loaded = cuda.local.array(PARTIAL_LOADS, np.float32)
     top = i32(warp * (32 // PARTIAL_COLUMNS) + (u32(lane) // u32(PARTIAL_COLUMNS)))
     while top < rows:
         for i in range(PARTIAL_LOADS):
-            loaded[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column]
+            loaded[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column_read]
         for i in range(PARTIAL_LOADS):
             if i32(top + i * step) < rows:
-                total += loaded[i]
+                value += loaded[i]
         top = i32(top + step * PARTIAL_LOADS)
-    total += shuffle_xor(total, 8)
-    total += shuffle_xor(total, 16)
+    value += shuffle_xor(value, 8)
+    value += shuffle_xor(value, 16)
     if lane < PARTIAL_COLUMNS:
-        sums[u32(warp), u32(lane)] = total
+        sums[u32(warp), u32(lane)] = value
     cuda.syncthreads()
     if warp == 0:
         sum_column = u32(lane) % u32(PARTIAL_COLUMNS)
         first_warp = u32(u32(lane) - sum_column)
-        total = sums[first_warp, sum_column]
+        value = sums[first_warp, sum_column]
         for other in range(1, PARTIAL_COLUMNS):
-            total += sums[u32(first_warp + u32(other)), sum_column]
-        total += shuffle_xor(total, 8)
-        total += shuffle_xor(total, 16)
-    return total
-
-
-@device_function
-def add_rows_to(partials, total):
-    """total += the sum of the rows of partials; a block owns PARTIAL_COLUMNS columns."""
-    sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
-    column = u32(cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x)
-    owns_column = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
-    before = np.float32(0.0)
-    if owns_column:
-        before = total[column]
-    value = sum_of_rows(partials, sums)
+            value += sums[u32(first_warp + u32(other)), sum_column]
+        value += shuffle_xor(value, 8)
+        value += shuffle_xor(value, 16)
     if owns_column:
         total[column] = before + value
 
@@ -326,9 +312,15 @@ def add_partials(partials, total):
     launch(add_partials_kernel, blocks, (32, PARTIAL_WARPS), partials, total, pdl=ALWAYS)
 
 
-def _check_columns(op, columns):
+def _check_rows(op, x, weight, rstd, **arrays):
+    """(rows, columns) of x; arrays: those of the same shape and dtype."""
+    rows, columns = check(op, "x", x, (None, None), FLOATS)
     if not 0 < columns <= MAX_COLUMNS:
         raise ValueError(f"{op}: rows must have 1 to {MAX_COLUMNS} columns, got {columns}")
+    check(op, "weight", weight, (columns,), (x.dtype,))
+    check(op, "rstd", rstd, (rows,), F32)
+    check_all(op, (rows, columns), (x.dtype,), **arrays)
+    return rows, columns
 
 
 def _row_layout(budget, *arrays):
@@ -343,11 +335,7 @@ def rmsnorm(x, weight, eps, out, rstd):
     Raises ValueError for other shapes, dtypes or layouts, or more than MAX_COLUMNS columns. Source: Zhang and
     Sennrich 2019, eq. 4.
     """
-    rows, columns = check("rmsnorm", "x", x, (None, None), FLOATS)
-    _check_columns("rmsnorm", columns)
-    check("rmsnorm", "weight", weight, (columns,), (x.dtype,))
-    check("rmsnorm", "out", out, (rows, columns), (x.dtype,))
-    check("rmsnorm", "rstd", rstd, (rows,), F32)
+    rows, _ = _check_rows("rmsnorm", x, weight, rstd, out=out)
     if device.name() == "cpu":
         out[...], rstd[...] = rmsnorm_ref(x, weight, eps)
         return
@@ -364,12 +352,7 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) as the forward wrote it; dweight (D,)
     float32. Raises as rmsnorm, and for 2^31 rows or more.
     """
-    rows, columns = check("rmsnorm_backward", "x", x, (None, None), FLOATS)
-    _check_columns("rmsnorm_backward", columns)
-    check("rmsnorm_backward", "dout", dout, (rows, columns), (x.dtype,))
-    check("rmsnorm_backward", "weight", weight, (columns,), (x.dtype,))
-    check("rmsnorm_backward", "rstd", rstd, (rows,), F32)
-    check("rmsnorm_backward", "dx", dx, (rows, columns), (x.dtype,))
+    rows, columns = _check_rows("rmsnorm_backward", x, weight, rstd, dout=dout, dx=dx)
     check("rmsnorm_backward", "dweight", dweight, (columns,), F32)
     if rows >= MOST_ROWS:
         raise ValueError(f"rmsnorm_backward: x must have fewer than {MOST_ROWS} rows, got {rows}")
@@ -382,9 +365,8 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     lines = max(BACKWARD_BLOCK // layout.threads, 1)
     blocks = min(-(-rows // lines), PROCESSORS * layout.resident(lines))
     partials = device.xp().empty((blocks, columns), np.float32)
-    arguments = (dout, x, weight, rstd, int(accumulate), dx, partials)
-    kernel = rmsnorm_backward_kernel(layout, lines)
-    launch(kernel, blocks, (layout.threads, lines), *arguments, pdl=ALWAYS)
+    arguments = dout, x, weight, rstd, int(accumulate), dx, partials
+    launch(rmsnorm_backward_kernel(layout, lines), blocks, (layout.threads, lines), *arguments, pdl=ALWAYS)
     if blocks:
         add_partials(partials, dweight)
 

@@ -4,9 +4,9 @@
     out[e]       = x[e] cos - x[e + E/2] sin
     out[e + E/2] = x[e + E/2] cos + x[e] sin                         backward: the same with -sin
 
-x and out (N, H, E) in float32, float16 or bfloat16; tables (P, E/2) float32; arithmetic float32. The
-frequencies are theta^(-2e/E), changed by the scaling rule of the model's config.json; tables agree with
-Hugging Face transformers' modeling_rope_utils, whose every step is float32 as here.
+x and out (N, H, E) in float32, float16 or bfloat16; tables (P, E/2) float32; arithmetic float32. The frequencies are
+theta^(-2e/E), changed by the scaling rule of the model's config.json; tables agree with Hugging Face transformers'
+modeling_rope_utils, whose every step is float32 as here.
 """
 
 import functools
@@ -24,9 +24,6 @@ from rlnumba.runtime.device import cuda
 MAX_HEAD_DIM = 256
 # Heads that a group of lanes owns at most, all loaded before the first is used: 128 bytes a lane.
 MAX_HEADS = 4
-# Warps of a block, which share nothing; one where there are too few for WARPS on each of 132 SMs, as in decode.
-WARPS = 4
-FEW_WARPS = 528
 
 _NEEDED = {
     "linear": ("factor",),
@@ -113,12 +110,6 @@ def in_halves(array, half):
     return array.reshape(-1, half)
 
 
-def block_of(warps):
-    """(blocks, warps of a block) for so many warps."""
-    of_block = WARPS if warps > FEW_WARPS else 1
-    return -(-warps // of_block), of_block
-
-
 @functools.cache
 def head_access(shape):
     """(load_head, store_head, load_angles), by which lanes read and write their part of a head; e: its first element.
@@ -131,10 +122,9 @@ def head_access(shape):
     load, store = vector_access(vector, shape.access, shape.bounded)
     load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
 
-    # Unsigned indices: Numba checks signed ones for a negative value.
-
     @device_function
     def load_head(array, head, e, values, at):
+        # Unsigned: Numba checks a signed index for being negative.
         half = np.uint64(2 * head)
         load(array[half], e, values, at)
         load(array[half + np.uint64(1)], e, values, at + vector)
@@ -167,7 +157,7 @@ def rotate(values, at, count, c, s):
 
 
 def check_tables(op, head_dim, cos, sin):
-    """Raise ValueError unless head_dim is even and at most MAX_HEAD_DIM and both tables are (P, head_dim / 2) f32."""
+    """Refuse an odd head_dim or one above MAX_HEAD_DIM, and tables that are not (P, head_dim / 2) float32."""
     if head_dim % 2:
         raise ValueError(f"{op}: head_dim must be even, got {head_dim}")
     if not 0 < head_dim <= MAX_HEAD_DIM:
@@ -187,13 +177,13 @@ def rope_table(max_positions, head_dim, theta, scaling=None):
         raise ValueError(f"rope_table: head_dim must be even, got {head_dim}")
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     periods = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
-    frequencies = np.float32(1.0) / periods
-    amplitude = np.float32(1.0)
-    if scaling is not None and scaling.rope_type == "linear":
+    frequencies, amplitude = np.float32(1.0) / periods, np.float32(1.0)
+    rope_type = scaling and scaling.rope_type
+    if rope_type == "linear":
         frequencies = frequencies / np.float32(scaling.factor)
-    elif scaling is not None and scaling.rope_type == "llama3":
+    elif rope_type == "llama3":
         frequencies = _llama3_frequencies(frequencies, scaling)
-    elif scaling is not None:
+    elif rope_type == "yarn":
         frequencies, amplitude = _yarn_frequencies(periods, head_dim, theta, scaling)
     angles = np.arange(max_positions, dtype=np.float32)[:, None] * frequencies
     return np.cos(angles) * amplitude, np.sin(angles) * amplitude
@@ -201,10 +191,8 @@ def rope_table(max_positions, head_dim, theta, scaling=None):
 
 def _llama3_frequencies(frequencies, scaling):
     """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
-    context = scaling.original_max_position_embeddings
-    low, high, factor = (
-        np.float32(value) for value in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor)
-    )
+    context, factor = scaling.original_max_position_embeddings, np.float32(scaling.factor)
+    low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
     wavelengths = np.float32(2 * math.pi) / frequencies
     smooth = (np.float32(context) / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / factor + smooth * frequencies
@@ -227,7 +215,7 @@ def _yarn_frequencies(periods, head_dim, theta, scaling):
     frequencies = one / (factor * periods) * (1 - kept) + one / periods * kept
     amplitude = scaling.attention_factor
     if amplitude is None:
-        amplitude = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+        amplitude = 0.1 * math.log(max(scaling.factor, 1)) + 1.0
     return frequencies, np.float32(amplitude)
 
 

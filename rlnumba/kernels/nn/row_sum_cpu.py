@@ -12,25 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rlnumba.kernels.simd import (
-    DOUBLES,
-    F32,
-    F64,
-    I32,
-    I64,
-    INTEGERS,
-    LANES,
-    Loop,
-    array_argument,
-    broadcast,
-    exp,
-    fma,
-    fold,
-    lanes_below,
-    load,
-    splat,
-    store,
-)
+from rlnumba.kernels import simd
+from rlnumba.kernels.simd import F32, F64, I32, I64, LANES
 
 
 @intrinsic
@@ -39,15 +22,14 @@ def _row_maximum(typingctx, row):
     result = types.Tuple((types.float32, types.int32))
 
     def codegen(context, builder, signature, args):
-        row = array_argument(context, builder, signature, args, 0)
+        row = simd.array_argument(context, builder, signature, args, 0)
         size = builder.extract_value(row.shape, 0)
-        lanes = ir.Constant(INTEGERS, list(range(LANES)))
-        start = [splat(F32, -math.inf), splat(I32, 0)]
-        loop = Loop(builder, I64(0), size, start)
+        lanes = ir.Constant(simd.INTEGERS, list(range(LANES)))
+        loop = simd.Loop(builder, I64(0), size, [simd.splat(F32, -math.inf), simd.splat(I32, 0)])
         best, where = loop.carried
-        mask = lanes_below(builder, builder.sub(size, loop.index))
-        values = load(builder, row.data, loop.index, mask, -math.inf)
-        columns = builder.add(broadcast(builder, builder.trunc(loop.index, I32)), lanes)
+        mask = simd.lanes_below(builder, builder.sub(size, loop.index))
+        values = simd.load(builder, row.data, loop.index, mask, -math.inf)
+        columns = builder.add(simd.broadcast(builder, builder.trunc(loop.index, I32)), lanes)
         larger = builder.fcmp_ordered(">", values, best)
         loop.next([builder.select(larger, values, best), builder.select(larger, columns, where)])
         best, where = loop.carried
@@ -68,21 +50,21 @@ def _row_sums(typingctx, row, temperature, maximum):
     result = types.UniTuple(types.float64, 2)
 
     def codegen(context, builder, signature, args):
-        row = array_argument(context, builder, signature, args, 0)
-        temperature, maximum = (broadcast(builder, scalar) for scalar in args[1:])
+        row = simd.array_argument(context, builder, signature, args, 0)
+        temperature, maximum = (simd.broadcast(builder, scalar) for scalar in args[1:])
         size = builder.extract_value(row.shape, 0)
-        loop = Loop(builder, I64(0), size, [splat(F64, 0.0)] * 2)
+        loop = simd.Loop(builder, I64(0), size, [simd.splat(F64, 0.0)] * 2)
         total, weighted = loop.carried
-        mask = lanes_below(builder, builder.sub(size, loop.index))
-        values = load(builder, row.data, loop.index, mask, -math.inf)
+        mask = simd.lanes_below(builder, builder.sub(size, loop.index))
+        values = simd.load(builder, row.data, loop.index, mask, -math.inf)
         distance = builder.fsub(builder.fdiv(values, temperature), maximum)
-        exponential = exp(builder, distance)
+        exponential = simd.exp(builder, distance)
         # 0 * -inf is no number; a logit of -inf and the padding contribute 0.
-        vanished = builder.fcmp_ordered("==", exponential, splat(F32, 0.0))
-        finite = builder.select(vanished, splat(F32, 0.0), distance)
-        wide = builder.fpext(exponential, DOUBLES)
-        loop.next([builder.fadd(total, wide), fma(builder, wide, builder.fpext(finite, DOUBLES), weighted)])
-        return context.make_tuple(builder, signature.return_type, [fold(builder, sums) for sums in loop.carried])
+        vanished = builder.fcmp_ordered("==", exponential, simd.splat(F32, 0.0))
+        finite = builder.select(vanished, simd.splat(F32, 0.0), distance)
+        wide = builder.fpext(exponential, simd.DOUBLES)
+        loop.next([builder.fadd(total, wide), simd.fma(builder, wide, builder.fpext(finite, simd.DOUBLES), weighted)])
+        return context.make_tuple(builder, signature.return_type, [simd.fold(builder, sums) for sums in loop.carried])
 
     return result(row, temperature, maximum), codegen
 
@@ -92,15 +74,15 @@ def row_softmax(typingctx, row, temperature, lse, factor, out):
     """out = factor * exp(row / temperature - lse), all float32; out may be row."""
 
     def codegen(context, builder, signature, args):
-        row = array_argument(context, builder, signature, args, 0)
-        out = array_argument(context, builder, signature, args, 4)
-        temperature, lse, factor = (broadcast(builder, scalar) for scalar in args[1:4])
+        row = simd.array_argument(context, builder, signature, args, 0)
+        out = simd.array_argument(context, builder, signature, args, 4)
+        temperature, lse, factor = (simd.broadcast(builder, scalar) for scalar in args[1:4])
         size = builder.extract_value(row.shape, 0)
-        loop = Loop(builder, I64(0), size, [])
-        mask = lanes_below(builder, builder.sub(size, loop.index))
-        values = load(builder, row.data, loop.index, mask)
-        exponential = exp(builder, builder.fsub(builder.fdiv(values, temperature), lse))
-        store(builder, builder.fmul(factor, exponential), out.data, loop.index, mask)
+        loop = simd.Loop(builder, I64(0), size, [])
+        mask = simd.lanes_below(builder, builder.sub(size, loop.index))
+        values = simd.load(builder, row.data, loop.index, mask)
+        exponential = simd.exp(builder, builder.fsub(builder.fdiv(values, temperature), lse))
+        simd.store(builder, builder.fmul(factor, exponential), out.data, loop.index, mask)
         loop.next([])
         return context.get_dummy_value()
 
@@ -109,11 +91,10 @@ def row_softmax(typingctx, row, temperature, lse, factor, out):
 
 @numba.njit(cache=True, error_model="numpy")
 def row_terms(row, temperature):
-    """(lse, entropy, top): log-sum-exp and entropy of softmax(row / temperature), and the row's largest index.
+    """(lse, entropy, top): log-sum-exp and entropy of softmax(row / temperature), lowest index of the largest logit.
 
-    row (V,) and temperature float32, V > 0; returns float32, float32, int32. One order of the sum, so that
-    whoever draws a token and whoever scores it have the same bits. entropy = log s - sum(e d) / s with
-    d = row / temperature - max, e = exp(d), s = sum(e). top is the lowest index on ties.
+    row (V,) and temperature float32, V > 0; returns float32, float32, int32. entropy = log s - sum(e d) / s with
+    d = row / temperature - max, e = exp(d), s = sum(e).
     """
     largest, top = _row_maximum(row)
     maximum = largest / temperature

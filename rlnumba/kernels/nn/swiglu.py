@@ -4,14 +4,14 @@
 
     dgate = dout * up * s * (1 + gate * (1 - s))        dup = dout * gate * s
 
-gate_up (N, 2F) holds [gate | up] in a row, as one GEMM leaves them; out and dout (N, F). float32,
-float16 or bfloat16, arithmetic float32, one pass over memory. Kernels take s from two approximate instructions, good
-to some units in the last place: the exact forms would need as long as the memory does.
+gate_up (N, 2F) holds [gate | up] in a row, as one GEMM leaves them; out and dout (N, F). float32, float16 or bfloat16,
+arithmetic float32, one pass over memory. Kernels take s from two approximate instructions, good to some units in the
+last place: the exact forms would need as long as the memory does.
 """
 
 import numpy as np
 
-from rlnumba.kernels.checks import FLOATS, check
+from rlnumba.kernels.checks import FLOATS, check, check_all
 from rlnumba.kernels.ptx.warp import (
     access_length,
     device_function,
@@ -48,7 +48,7 @@ def swiglu_kernel(vector, access, bounded):
     bounded: the last block of a row has columns beyond the end.
     """
     load, store = vector_access(vector, access, bounded)
-    count = UNROLL * vector
+    count, stride = UNROLL * vector, THREADS * vector
 
     # Told that blocks are small, ptxas starts all loads at once: 3.2 us instead of 3.9 for 256 rows on an H200.
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -61,12 +61,12 @@ def swiglu_kernel(vector, access, bounded):
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         for i in range(UNROLL):
-            load(gate_row, first + i * THREADS * vector, gate, i * vector)
-            load(up_row, first + i * THREADS * vector, up, i * vector)
+            load(gate_row, first + i * stride, gate, i * vector)
+            load(up_row, first + i * stride, up, i * vector)
         for i in range(UNROLL):
             for j in range(i * vector, (i + 1) * vector):
                 up[j] = gate[j] * sigmoid(gate[j]) * up[j]
-            store(out_row, first + i * THREADS * vector, up, i * vector)
+            store(out_row, first + i * stride, up, i * vector)
 
     return swiglu_kernel
 
@@ -75,7 +75,7 @@ def swiglu_kernel(vector, access, bounded):
 def swiglu_backward_kernel(vector, access, bounded):
     """As swiglu_kernel."""
     load, store = vector_access(vector, access, bounded)
-    count = UNROLL * vector
+    count, stride = UNROLL * vector, THREADS * vector
 
     @cuda.jit
     def swiglu_backward_kernel(dout, gate_up, dgate_up):
@@ -88,27 +88,29 @@ def swiglu_backward_kernel(vector, access, bounded):
         upstream = cuda.local.array(count, np.float32)
         one = np.float32(1.0)
         for i in range(UNROLL):
-            load(gate_row, first + i * THREADS * vector, gate, i * vector)
-            load(up_row, first + i * THREADS * vector, up, i * vector)
-            load(dout_row, first + i * THREADS * vector, upstream, i * vector)
+            load(gate_row, first + i * stride, gate, i * vector)
+            load(up_row, first + i * stride, up, i * vector)
+            load(dout_row, first + i * stride, upstream, i * vector)
         for i in range(UNROLL):
             for j in range(i * vector, (i + 1) * vector):
                 s = sigmoid(gate[j])
                 dgate = upstream[j] * up[j] * s * (one + gate[j] * (one - s))
                 up[j] = upstream[j] * gate[j] * s
                 gate[j] = dgate
-            store(dgate_row, first + i * THREADS * vector, gate, i * vector)
-            store(dup_row, first + i * THREADS * vector, up, i * vector)
+            store(dgate_row, first + i * stride, gate, i * vector)
+            store(dup_row, first + i * stride, up, i * vector)
 
     return swiglu_backward_kernel
 
 
-def _split(rows, columns, *arrays):
-    """(grid, constants of a kernel) for rows of `columns` outputs."""
+def _launch(kernel_of, *arrays):
+    """Launch a kernel of dout or out (N, F) and arrays [gate | up] (N, 2F), in any order."""
+    columns = min(array.shape[1] for array in arrays)
     vector = 16 // arrays[0].itemsize
-    of_block = THREADS * UNROLL * vector
-    constants = vector, access_length(columns, *arrays), columns % of_block != 0
-    return (rows, -(-columns // of_block)), constants
+    block_columns = THREADS * UNROLL * vector
+    kernel = kernel_of(vector, access_length(columns, *arrays), columns % block_columns != 0)
+    rows = [x if x.shape[1] == columns else x.reshape(len(x), 2, columns) for x in arrays]
+    launch(kernel, (len(rows[0]), -(-columns // block_columns)), THREADS, *rows)
 
 
 def swiglu(gate_up, out):
@@ -123,8 +125,7 @@ def swiglu(gate_up, out):
         for part in _row_chunks(out):
             out[part] = swiglu_ref(gate_up[part])
         return
-    grid, constants = _split(rows, columns, gate_up, out)
-    launch(swiglu_kernel(*constants), grid, THREADS, gate_up.reshape(rows, 2, columns), out)
+    _launch(swiglu_kernel, gate_up, out)
 
 
 def swiglu_backward(dout, gate_up, dgate_up):
@@ -134,15 +135,12 @@ def swiglu_backward(dout, gate_up, dgate_up):
     Raises ValueError for other shapes, dtypes or layouts.
     """
     rows, columns = check("swiglu_backward", "dout", dout, (None, None), FLOATS)
-    check("swiglu_backward", "gate_up", gate_up, (rows, 2 * columns), (dout.dtype,))
-    check("swiglu_backward", "dgate_up", dgate_up, (rows, 2 * columns), (dout.dtype,))
+    check_all("swiglu_backward", (rows, 2 * columns), (dout.dtype,), gate_up=gate_up, dgate_up=dgate_up)
     if device.name() == "cpu":
         for part in _row_chunks(dout):
             dgate_up[part] = swiglu_backward_ref(dout[part], gate_up[part])
         return
-    grid, constants = _split(rows, columns, dout, gate_up, dgate_up)
-    gate_up, dgate_up = (array.reshape(rows, 2, columns) for array in (gate_up, dgate_up))
-    launch(swiglu_backward_kernel(*constants), grid, THREADS, dout, gate_up, dgate_up)
+    _launch(swiglu_backward_kernel, dout, gate_up, dgate_up)
 
 
 def _row_chunks(array):

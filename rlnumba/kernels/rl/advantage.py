@@ -20,7 +20,7 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, check
+from rlnumba.kernels.checks import F32, check, check_all
 from rlnumba.kernels.nn.reduce import group_mean_std, group_mean_std_ref
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -53,24 +53,19 @@ def normalize_functions_kernel(rewards_per_func, num_generations, epsilon, z):
 
     As in group_mean_std the mean is that of the distances from the lowest reward.
     """
-    functions = z.shape[1]
-    index = cuda.grid(1)
-    first = index // functions * num_generations
-    function = index % functions
+    index, functions = cuda.grid(1), z.shape[1]
+    first, function = index // functions * num_generations, index % functions
     if first < z.shape[0]:
-        one = np.float32(1.0)
-        lowest = np.float32(math.inf)
-        count = np.float32(0.0)
+        one, lowest = np.float32(1.0), np.float32(math.inf)
+        count = total = squares = np.float32(0.0)
         for row in range(first, first + num_generations):
             if not math.isnan(rewards_per_func[row, function]):
                 lowest = min(lowest, rewards_per_func[row, function])
                 count += one
-        total = np.float32(0.0)
         for row in range(first, first + num_generations):
             if not math.isnan(rewards_per_func[row, function]):
                 total += rewards_per_func[row, function] - lowest
         mean = lowest + total / max(count, one)
-        squares = np.float32(0.0)
         for row in range(first, first + num_generations):
             if not math.isnan(rewards_per_func[row, function]):
                 difference = rewards_per_func[row, function] - mean
@@ -97,16 +92,18 @@ def rloo_kernel(rewards, num_generations, advantages):
     row = cuda.grid(1)
     if row < rewards.shape[0]:
         first = row // num_generations * num_generations
-        total = np.float32(0.0)
-        count = np.float32(0.0)
+        total = count = zero = np.float32(0.0)
         for other in range(first, first + num_generations):
             if other != row and not math.isnan(rewards[other]):
                 total += rewards[other]
                 count += np.float32(1.0)
         value = rewards[row] - total / max(count, np.float32(1.0))
-        if math.isnan(value) or count == np.float32(0.0):
-            value = np.float32(0.0)
-        advantages[row] = value
+        advantages[row] = zero if math.isnan(value) or count == zero else value
+
+
+def _check_groups(op, num_generations, samples):
+    if num_generations < 1 or samples % num_generations:
+        raise ValueError(f"{op}: num_generations {num_generations} does not divide {samples} completions")
 
 
 def group_advantages(
@@ -127,15 +124,13 @@ def group_advantages(
     group are 0. Raises ValueError for other shapes, dtypes or options, and where num_generations does not divide B.
     """
     samples, functions = check("group_advantages", "rewards_per_func", rewards_per_func, (None, None), F32)
-    if num_generations < 1 or samples % num_generations:
-        raise ValueError(f"group_advantages: num_generations {num_generations} does not divide {samples} completions")
+    _check_groups("group_advantages", num_generations, samples)
     for name, value, known in (("scale_rewards", scale_rewards, SCALES), ("aggregation", aggregation, AGGREGATIONS)):
         if value not in known:
             raise ValueError(f"group_advantages: {name} must be one of {', '.join(known)}, got {value!r}")
     groups = samples // num_generations
     check("group_advantages", "weights", weights, (functions,), F32)
-    check("group_advantages", "rewards", rewards, (samples,), F32)
-    check("group_advantages", "advantages", advantages, (samples,), F32)
+    check_all("group_advantages", (samples,), F32, rewards=rewards, advantages=advantages)
     check("group_advantages", "group_std", group_std, (groups,), F32)
     if device.name() == "cpu":
         rewards[...], advantages[...], group_std[...] = group_advantages_ref(
@@ -144,26 +139,21 @@ def group_advantages(
         return
     if not samples:
         return
-    blocks = -(-samples // THREADS)
-    xp = device.xp()
+    blocks, sums_functions = -(-samples // THREADS), aggregation == "normalize_then_sum"
+    group_mean, batch_mean, batch_std = (device.xp().empty(size, np.float32) for size in (groups, 1, 1))
     launch(reward_sum_kernel, blocks, THREADS, rewards_per_func, weights, rewards)
-    group_mean = xp.empty(groups, np.float32)
-    batch_mean, batch_std = xp.empty(1, np.float32), xp.empty(1, np.float32)
     group_mean_std(rewards.reshape(groups, num_generations), group_mean, group_std)
-    if aggregation == "normalize_then_sum":
-        z, threads = xp.empty_like(rewards_per_func), groups * functions
-        launch(
-            normalize_functions_kernel, -(-threads // THREADS), THREADS, rewards_per_func, num_generations, EPSILON, z
-        )
+    scaled = rewards, num_generations, group_mean, num_generations, group_std
+    if sums_functions:
+        z, arguments = device.xp().empty_like(rewards_per_func), (rewards_per_func, num_generations, EPSILON)
+        launch(normalize_functions_kernel, -(-groups * functions // THREADS), THREADS, *arguments, z)
         launch(reward_sum_kernel, blocks, THREADS, z, weights, advantages)
         group_mean_std(advantages.reshape(1, samples), batch_mean, batch_std)
         scaled = advantages, samples, batch_mean, samples, batch_std
     elif scale_rewards == "batch":
         group_mean_std(rewards.reshape(1, samples), batch_mean, batch_std)
         scaled = rewards, num_generations, group_mean, samples, batch_std
-    else:
-        scaled = rewards, num_generations, group_mean, num_generations, group_std
-    divides = int(aggregation == "normalize_then_sum" or scale_rewards != "none")
+    divides = int(sums_functions or scale_rewards != "none")
     launch(advantage_kernel, blocks, THREADS, *scaled, divides, EPSILON, advantages)
 
 
@@ -176,8 +166,7 @@ def rloo_advantages(rewards, num_generations, advantages):
     """
     (samples,) = check("rloo_advantages", "rewards", rewards, (None,), F32)
     check("rloo_advantages", "advantages", advantages, (samples,), F32)
-    if num_generations < 1 or samples % num_generations:
-        raise ValueError(f"rloo_advantages: num_generations {num_generations} does not divide {samples} completions")
+    _check_groups("rloo_advantages", num_generations, samples)
     if device.name() == "cpu":
         advantages[...] = rloo_advantages_ref(rewards, num_generations)
         return
@@ -190,8 +179,7 @@ def group_advantages_ref(
     """(rewards, advantages, group_std) of group_advantages, in rewards_per_func's precision."""
 
     def weighted(values):
-        total = np.nansum(values * weights, axis=1)
-        return np.where(np.isnan(values).all(axis=1), np.nan, total)
+        return np.where(np.isnan(values).all(axis=1), np.nan, np.nansum(values * weights, axis=1))
 
     def spread(values, size):
         return (np.repeat(part, size) for part in group_mean_std_ref(values.reshape(-1, size)))

@@ -12,7 +12,7 @@ All arrays (N,) float32, packed; sequence i is cu_seqlens[i]:cu_seqlens[i + 1].
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, check, check_bounds
+from rlnumba.kernels.checks import F32, check, check_all, check_bounds
 from rlnumba.kernels.ptx.warp import shuffle, shuffle_down
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -23,20 +23,16 @@ from rlnumba.runtime.launch import launch
 def gae_kernel(rewards, values, cu_seqlens, gamma, lam, advantages, returns):
     """A warp owns a sequence, in chunks of 32 tokens from its end; a lane owns a token of a chunk."""
     lane = cuda.threadIdx.x
-    begin = cu_seqlens[cuda.blockIdx.x]
-    end = cu_seqlens[cuda.blockIdx.x + 1]
-    zero = np.float32(0.0)
+    begin, end = cu_seqlens[cuda.blockIdx.x], cu_seqlens[cuda.blockIdx.x + 1]
     factor = gamma * lam
     # f^(32 - lane), as a product of 32 - lane factors.
-    reach = np.float32(1.0)
+    reach, carry = np.float32(1.0), np.float32(0.0)
     for _ in range(32 - lane):
         reach *= factor
-    carry = zero
-    chunks = (end - begin + 31) // 32
-    for chunk in range(chunks):
+    for chunk in range((end - begin + 31) // 32):
         n = end - 32 * (chunk + 1) + lane
         # Lanes before the sequence's begin, in its first chunk, add nothing to the lanes after them.
-        total = zero
+        total = np.float32(0.0)
         if n >= begin:
             total = rewards[n] - values[n]
             if n + 1 < end:
@@ -62,10 +58,8 @@ def gae(rewards, values, cu_seqlens, gamma, lam, advantages, returns):
     ValueError for other shapes or dtypes. Source: Schulman et al. 2015, eq. 16; TRL's PPOTrainer.
     """
     (tokens,) = check("gae", "rewards", rewards, (None,), F32)
-    check("gae", "values", values, (tokens,), F32)
+    check_all("gae", (tokens,), F32, values=values, advantages=advantages, returns=returns)
     sequences = check_bounds("gae", "cu_seqlens", cu_seqlens)
-    check("gae", "advantages", advantages, (tokens,), F32)
-    check("gae", "returns", returns, (tokens,), F32)
     if device.name() == "cpu":
         advantages[...], returns[...] = gae_ref(rewards, values, cu_seqlens, gamma, lam)
         return

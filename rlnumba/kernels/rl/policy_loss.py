@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, I32, check
+from rlnumba.kernels.checks import F32, I32, check, check_all
 from rlnumba.kernels.ptx.warp import block_max, block_sum, device_function, warp_max, warp_sum
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -42,18 +42,9 @@ from rlnumba.runtime.launch import launch, specialize
 THREADS = 128
 MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
 
-# How a token's loss depends on the ratio. Five loss types share the first form.
+# How a token's loss depends on the ratio. All other loss types share the first form.
 CLIP, CISPO, SAPO, VESPO = range(4)
-FORMS = {
-    "grpo": CLIP,
-    "bnpo": CLIP,
-    "dr_grpo": CLIP,
-    "dapo": CLIP,
-    "luspo": CLIP,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "vespo": VESPO,
-}
+OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO}
 
 # Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
 # clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
@@ -72,10 +63,10 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 class LossTerms(NamedTuple):
     """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
-    form: of FORMS. ratio_range: (low, high), outside of which a ratio counts as clipped. delta: infinite if not set.
-    if_positive, if_negative: (temperature,) of sapo or (k, lambda) of vespo, by the sign of the advantage.
-    beta: 0 without a reference. correction_level: "token", "sequence" or "" for none; correction_truncates: whether
-    it is clamped to correction_range or 0 outside. off_policy_threshold: infinite if not set.
+    ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
+    set. if_positive, if_negative: (temperature, 0) of sapo or (k, lambda) of vespo, by the sign of the advantage.
+    correction_level: "token", "sequence" or "" for none; correction_truncates: whether it is clamped to
+    correction_range or 0 outside.
     """
 
     form: int
@@ -83,8 +74,8 @@ class LossTerms(NamedTuple):
     per_sequence_mean: bool
     ratio_range: tuple[float, float]
     delta: float
-    if_positive: tuple[float, ...]
-    if_negative: tuple[float, ...]
+    if_positive: tuple[float, float]
+    if_negative: tuple[float, float]
     beta: float
     bias_correction: bool
     correction_level: str
@@ -95,33 +86,33 @@ class LossTerms(NamedTuple):
 
 def loss_terms(config):
     """The LossTerms of a PolicyLossConfig."""
-    form = FORMS[config.loss_type]
-    ratio_range = -math.inf, math.inf
-    if form == CLIP:
-        ratio_range = 1.0 - config.epsilon, 1.0 + config.clip_high
-    elif form == CISPO:
-        # The cap of the ratio itself.
-        ratio_range = -math.inf, config.clip_high
+
+    def given(value, default=math.inf):
+        return default if value is None else value
+
+    form = OTHER_FORMS.get(config.loss_type, CLIP)
+    # cispo caps the ratio itself.
+    ratio_range = {CLIP: (1.0 - config.epsilon, 1.0 + config.clip_high), CISPO: (-math.inf, config.clip_high)}
     if_positive, if_negative = {
-        SAPO: ((config.sapo_temperature_pos,), (config.sapo_temperature_neg,)),
+        SAPO: ((config.sapo_temperature_pos, 0.0), (config.sapo_temperature_neg, 0.0)),
         VESPO: ((config.vespo_k_pos, config.vespo_lambda_pos), (config.vespo_k_neg, config.vespo_lambda_neg)),
-    }.get(form, ((), ()))
+    }.get(form, ((0.0, 0.0), (0.0, 0.0)))
     level, _, bounds = (config.importance_sampling_correction or "").partition("_")
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     return LossTerms(
         form,
         sequence_level=config.importance_sampling_level == "sequence",
         per_sequence_mean=config.loss_type in ("grpo", "sapo"),
-        ratio_range=ratio_range,
-        delta=math.inf if config.delta is None or form != CLIP else config.delta,
+        ratio_range=ratio_range.get(form, (-math.inf, math.inf)),
+        delta=given(config.delta) if form == CLIP else math.inf,
         if_positive=if_positive,
         if_negative=if_negative,
         beta=config.beta,
         bias_correction=bool(config.beta) and config.use_bias_correction_kl,
         correction_level=level,
         correction_truncates=bounds == "truncate",
-        correction_range=(-math.inf if low is None else low, math.inf if high is None else high) if level else (),
-        off_policy_threshold=math.inf if config.off_policy_mask_threshold is None else config.off_policy_mask_threshold,
+        correction_range=(given(low, -math.inf), given(high)) if level else (),
+        off_policy_threshold=given(config.off_policy_mask_threshold),
     )
 
 
@@ -173,8 +164,7 @@ def correction_function(terms):
     """The device function that bounds exp(difference), the importance-sampling correction of a log-prob difference."""
     if not terms.correction_level:
         return None
-    low, high = (np.float32(bound) for bound in terms.correction_range)
-    truncates = terms.correction_truncates
+    (low, high), truncates = np.float32(terms.correction_range), terms.correction_truncates
 
     @device_function
     def correction_of(difference):
@@ -193,8 +183,8 @@ def surrogate_function(terms):
 
     phi: vespo's weight of the sequence. The third value is the derivative where the ratio is a constant.
     """
-    low, high = (np.float32(bound) for bound in terms.ratio_range)
-    delta = np.float32(terms.delta)
+    (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
+    temperature_pos, temperature_neg = np.float32(terms.if_positive[0]), np.float32(terms.if_negative[0])
 
     @device_function
     def clip(ratio, logprob, advantage, phi):
@@ -221,10 +211,6 @@ def surrogate_function(terms):
         gradient = -advantage * phi
         return gradient * logprob, ZERO, gradient
 
-    if terms.form != SAPO:
-        return {CLIP: clip, CISPO: cispo, VESPO: vespo}[terms.form]
-    (temperature_pos,), (temperature_neg,) = np.float32(terms.if_positive), np.float32(terms.if_negative)
-
     @device_function
     def sapo(ratio, logprob, advantage, phi):
         temperature = temperature_pos if advantage > ZERO else temperature_neg
@@ -232,7 +218,7 @@ def surrogate_function(terms):
         slope = -advantage * np.float32(4.0) * gate * (ONE - gate)
         return -gate * np.float32(4.0) / temperature * advantage, slope, ZERO
 
-    return sapo
+    return {CLIP: clip, CISPO: cispo, SAPO: sapo, VESPO: vespo}[terms.form]
 
 
 def sequence_function(terms):
@@ -241,19 +227,12 @@ def sequence_function(terms):
     vespo, sequence_level = terms.form == VESPO, terms.sequence_level
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     threshold, masks_off_policy = np.float32(terms.off_policy_threshold), terms.off_policy_threshold < math.inf
-    (k_pos, lambda_pos), (k_neg, lambda_neg) = (
-        np.float32(pair if vespo else (0.0, 0.0)) for pair in (terms.if_positive, terms.if_negative)
-    )
+    (k_pos, lambda_pos), (k_neg, lambda_neg) = np.float32(terms.if_positive), np.float32(terms.if_negative)
 
     @device_function
     def sequence_terms(logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch):
         """(tokens, ratio, correction, keep, phi) of tokens [begin, end); ratio and correction at sequence level."""
-        tokens = ZERO
-        log_ratio = ZERO
-        log_ratio_limited = ZERO
-        log_correction = ZERO
-        log_correction_limited = ZERO
-        drift = ZERO
+        tokens = log_ratio = log_ratio_limited = log_correction = log_correction_limited = drift = ZERO
         for n in range(begin + cuda.threadIdx.x, end, THREADS):
             mask = np.float32(loss_mask[n])
             if mask != ZERO:
@@ -268,16 +247,13 @@ def sequence_function(terms):
                     log_correction_limited += mask * bounded_log(correction_of(difference))
         tokens = block_sum(tokens, scratch)
         divisor = max(tokens, ONE)
-        ratio = ONE
+        ratio = keep = correction = phi = ONE
         if sequence_level:
             ratio = np.float32(math.exp(block_sum(log_ratio, scratch) / divisor))
-        keep = ONE
         if masks_off_policy and block_sum(drift, scratch) / divisor > threshold and advantage < ZERO:
             keep = ZERO
-        correction = ONE
         if correct_sequence:
             correction = correction_of(block_sum(log_correction, scratch))
-        phi = ONE
         if vespo:
             log_weight = block_sum(log_ratio_limited, scratch)
             if correct_tokens:
@@ -303,12 +279,8 @@ def token_function(terms):
     def token_terms(ratio, logprob, ref_logprob, advantage, keep, correction, phi):
         """(loss, d loss / d logprob at a constant ratio, d loss / d log ratio, kl) of a token."""
         loss, slope, gradient = surrogate(ratio, logprob, advantage, phi)
-        factor = keep
-        if corrects:
-            factor *= correction
-        loss *= factor
-        slope *= factor
-        gradient *= factor
+        factor = keep * correction if corrects else keep
+        loss, slope, gradient = loss * factor, slope * factor, gradient * factor
         kl = ZERO
         if has_kl:
             change = ref_logprob - logprob
@@ -323,9 +295,7 @@ def token_function(terms):
             loss = cuda.fma(kl, beta, loss)
             gradient = cuda.fma(kl_slope, beta, gradient)
         # A slope of 0 stays 0 where the ratio overflowed.
-        through_ratio = ZERO
-        if has_slope and slope != ZERO:
-            through_ratio = slope * ratio
+        through_ratio = slope * ratio if has_slope and slope != ZERO else ZERO
         return loss, gradient, through_ratio, kl
 
     return token_terms
@@ -338,7 +308,7 @@ def policy_loss_kernel(terms):
     correction_of = correction_function(terms)
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     sequence_level, per_sequence_mean = terms.sequence_level, terms.per_sequence_mean
-    low, high = (np.float32(bound) for bound in terms.ratio_range)
+    low, high = np.float32(terms.ratio_range)
 
     @cuda.jit
     def policy_loss_kernel(
@@ -352,37 +322,24 @@ def policy_loss_kernel(terms):
         every token. Sums: a thread's tokens in order, then block_sum.
         """
         scratch = cuda.shared.array(32, np.float32)
-        sequence = cuda.blockIdx.x
-        thread = cuda.threadIdx.x
-        begin = cu_seqlens[sequence]
-        end = cu_seqlens[sequence + 1]
+        sequence, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         advantage = advantages[sequence]
         tokens, sequence_ratio, sequence_correction, keep, phi = sequence_terms(
             logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch
         )
         divisor = max(tokens, ONE)
-        weight = scale
-        if per_sequence_mean:
-            weight = scale / divisor
-        loss = ZERO
-        shared_slope = ZERO
-        clipped_low = ZERO
-        clipped_high = ZERO
-        kl_sum = ZERO
-        difference_sum = ZERO
-        difference_max = -NOTHING
-        correction_sum = ZERO
-        correction_max = -NOTHING
+        weight = scale / divisor if per_sequence_mean else scale
+        loss = shared_slope = clipped_low = clipped_high = kl_sum = difference_sum = correction_sum = ZERO
+        difference_max = correction_max = -NOTHING
         correction_min = NOTHING
         for n in range(begin + thread, end, THREADS):
-            mask = np.float32(loss_mask[n])
-            gradient = ZERO
+            mask, gradient = np.float32(loss_mask[n]), ZERO
             if mask != ZERO:
-                ratio = sequence_ratio
+                ratio, correction = sequence_ratio, sequence_correction
                 if not sequence_level:
                     ratio = np.float32(math.exp(logprobs[n] - old_logprobs[n]))
                 difference = old_logprobs[n] - rollout_logprobs[n]
-                correction = sequence_correction
                 if correct_tokens:
                     correction = correction_of(difference)
                 token_loss, gradient, through_ratio, kl = token_terms(
@@ -423,32 +380,22 @@ def policy_loss_kernel(terms):
         correction_max = block_max(correction_max, scratch)
         correction_min = -block_max(-correction_min, scratch)
         if thread == 0:
-            ratios = tokens
+            ratios = corrected = tokens
             if sequence_level:
                 ratios = ONE
                 # A sequence without tokens has no ratio.
                 clipped_low = ONE if tokens > ZERO and advantage < ZERO and sequence_ratio < low else ZERO
                 clipped_high = ONE if tokens > ZERO and advantage > ZERO and sequence_ratio > high else ZERO
-            corrected = tokens
             if correct_sequence:
                 corrected = ONE
-                correction_sum = sequence_correction
-                correction_max = sequence_correction
-                correction_min = sequence_correction
+                correction_sum = correction_max = correction_min = sequence_correction
             stats = sequence_stats[sequence]
-            stats[LOSS] = loss
-            stats[TOKENS] = tokens
-            stats[RATIOS] = ratios
-            stats[CLIPPED_LOW] = clipped_low
-            stats[CLIPPED_HIGH] = clipped_high
-            stats[KL] = kl_sum
-            stats[DIFFERENCE] = difference_sum
-            stats[CORRECTED] = corrected
-            stats[CORRECTION] = correction_sum
-            stats[DIFFERENCE_MAX] = difference_max
-            stats[CORRECTION_MAX] = correction_max
+            stats[LOSS], stats[TOKENS], stats[RATIOS], stats[KL] = loss, tokens, ratios, kl_sum
+            stats[CLIPPED_LOW], stats[CLIPPED_HIGH] = clipped_low, clipped_high
+            stats[DIFFERENCE], stats[DIFFERENCE_MAX] = difference_sum, difference_max
+            stats[CORRECTED], stats[CORRECTION] = corrected, correction_sum
+            stats[CORRECTION_MAX], stats[CORRECTION_MIN] = correction_max, correction_min
             stats[CLIPPED_HIGH_MAX] = clipped_high / ratios if ratios > ZERO else -NOTHING
-            stats[CORRECTION_MIN] = correction_min
             stats[CLIPPED_LOW_MIN] = clipped_low / ratios if ratios > ZERO else NOTHING
 
     return policy_loss_kernel
@@ -457,8 +404,7 @@ def policy_loss_kernel(terms):
 @cuda.jit
 def reduce_stats_kernel(sequence_stats, loss, metrics):
     """A warp owns a column of sequence_stats (B, METRICS); lane l takes rows l, l + 32, ... in order."""
-    column = cuda.blockIdx.x
-    lane = cuda.threadIdx.x
+    column, lane = cuda.blockIdx.x, cuda.threadIdx.x
     value = np.float32(0.0) if column < SUMS else -NOTHING
     for row in range(lane, sequence_stats.shape[0], 32):
         if column < SUMS:
@@ -490,31 +436,27 @@ def policy_loss(
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
-    check("policy_loss", "old_logprobs", old_logprobs, (tokens,), F32)
+    if ref_logprobs is None:
+        if config.beta:
+            raise ValueError(f"policy_loss: beta {config.beta} needs ref_logprobs, got None")
+        ref_logprobs = logprobs
+    if rollout_logprobs is None:
+        if config.importance_sampling_correction:
+            raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
+        rollout_logprobs = old_logprobs
+    check_all("policy_loss", (tokens,), F32, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout_logprobs, dlogprobs=dlogprobs)
     check("policy_loss", "loss_mask", loss_mask, (tokens,), MASKS)
     check("policy_loss", "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
     check("policy_loss", "loss", loss, (1,), F32)
-    check("policy_loss", "dlogprobs", dlogprobs, (tokens,), F32)
     check("policy_loss", "sequence_stats", sequence_stats, (sequences, METRICS), F32)
     check("policy_loss", "metrics", metrics, (METRICS,), F32)
-    if ref_logprobs is not None:
-        check("policy_loss", "ref_logprobs", ref_logprobs, (tokens,), F32)
-    elif config.beta:
-        raise ValueError(f"policy_loss: beta {config.beta} needs ref_logprobs, got None")
-    if rollout_logprobs is not None:
-        check("policy_loss", "rollout_logprobs", rollout_logprobs, (tokens,), F32)
-    elif config.importance_sampling_correction:
-        raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
+    arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
     if device.name() == "cpu":
-        total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(
-            logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale
-        )
+        total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(*arrays, config, scale)
         loss += np.float32(total)
         metrics[...] = reduce_stats(sequence_stats)
         return
-    ref_logprobs = logprobs if ref_logprobs is None else ref_logprobs
-    rollout_logprobs = old_logprobs if rollout_logprobs is None else rollout_logprobs
-    arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
     kernel = policy_loss_kernel(loss_terms(config))
     launch(kernel, sequences, THREADS, *arrays, float(scale), dlogprobs, sequence_stats)
     launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
@@ -522,13 +464,9 @@ def policy_loss(
 
 def reduce_stats(stats):
     """Metrics (METRICS,) of sequences, or of micro-batches, from their rows (n, METRICS), n > 0; on the host."""
-    return np.concatenate(
-        [
-            stats[:, :SUMS].sum(axis=0),
-            stats[:, SUMS:EXTREMES].max(axis=0, initial=-NOTHING),
-            stats[:, EXTREMES:].min(axis=0, initial=NOTHING),
-        ]
-    )
+    sums, maxima, minima = np.split(stats, [SUMS, EXTREMES], axis=1)
+    extremes = maxima.max(axis=0, initial=-NOTHING), minima.min(axis=0, initial=NOTHING)
+    return np.concatenate([sums.sum(axis=0), *extremes])
 
 
 def policy_metrics(stats, config, rollout=False):
@@ -540,14 +478,14 @@ def policy_metrics(stats, config, rollout=False):
     """
     total = reduce_stats(np.asarray(stats, np.float64))
     ratios, tokens = max(total[RATIOS], 1.0), max(total[TOKENS], 1.0)
-    found = {}
-    if FORMS[config.loss_type] == CLIP:
+    form, found = OTHER_FORMS.get(config.loss_type, CLIP), {}
+    if form == CLIP:
         found["clip_ratio/low_mean"] = total[CLIPPED_LOW] / ratios
         found["clip_ratio/low_min"] = total[CLIPPED_LOW_MIN]
         found["clip_ratio/high_mean"] = total[CLIPPED_HIGH] / ratios
         found["clip_ratio/high_max"] = total[CLIPPED_HIGH_MAX]
         found["clip_ratio/region_mean"] = (total[CLIPPED_LOW] + total[CLIPPED_HIGH]) / ratios
-    elif FORMS[config.loss_type] == CISPO:
+    elif form == CISPO:
         found["cispo_clip_ratio"] = total[CLIPPED_HIGH] / ratios
     if config.beta:
         found["kl"] = total[KL] / tokens

@@ -15,15 +15,12 @@ BUCKETS, BUCKETS_PER_UNIT = 1024, np.float32(16.0)
 
 
 @numba.njit(cache=True, fastmath={"contract"})
-def _noise_words(words, first, kind, position, sample_index, key0, key1):
+def _noise_words(words, first, kind, noise):
     """The random words (n,) of tokens or segments first, first + 1, ...: first and n multiples of 4."""
-    for i in range(words.shape[0] // 4):
-        counter = np.uint32(first // 4 + i)
-        a, b, c, d = philox_cpu(counter, position, sample_index, kind, key0, key1)
-        words[4 * i] = a
-        words[4 * i + 1] = b
-        words[4 * i + 2] = c
-        words[4 * i + 3] = d
+    key0, key1, sample_index, position = noise
+    for i in range(0, words.shape[0], 4):
+        counter = np.uint32((first + i) // 4)
+        words[i : i + 4] = philox_cpu(counter, position, sample_index, kind, key0, key1)
 
 
 @numba.njit(cache=True, fastmath={"contract"})
@@ -43,7 +40,7 @@ def _gumbel(word):
 
 
 @numba.njit(cache=True, fastmath={"contract"})
-def _gumbel_argmax(row, temperature, threshold, begin, key0, key1, sample_index, position):
+def _gumbel_argmax(row, temperature, threshold, begin, noise):
     """argmax of s + g over s >= threshold. _noise_ceiling rules most tokens out, so few logarithms are taken.
 
     row[0] is token `begin`, a multiple of 4.
@@ -57,7 +54,7 @@ def _gumbel_argmax(row, temperature, threshold, begin, key0, key1, sample_index,
             kept += part[i] / temperature >= threshold
         if kept == 0:
             continue
-        _noise_words(words, begin + first, TOKEN_NOISE, position, sample_index, key0, key1)
+        _noise_words(words, begin + first, TOKEN_NOISE, noise)
         candidates = 0
         for i in range(part.shape[0]):
             candidates += part[i] / temperature + _noise_ceiling(words[i]) > best
@@ -73,12 +70,13 @@ def _gumbel_argmax(row, temperature, threshold, begin, key0, key1, sample_index,
 
 
 @numba.njit(cache=True)
-def _segment_gumbel_argmax(row, temperature, largest, weights, key0, key1, sample_index, position):
-    """The token of a row without filters: argmax of the segments, then of its tokens. weights: scratch (V,) float32."""
+def _segment_gumbel_argmax(row, temperature, largest, noise):
+    """The token of a row without filters: argmax of the segments, then of its tokens."""
+    weights = np.empty_like(row)
     row_softmax(row, temperature, largest, np.float32(1.0), weights)
     segments = -(-row.shape[0] // SEGMENT)
     words = np.empty(-(-segments // 4) * 4, np.uint32)
-    _noise_words(words, 0, SEGMENT_NOISE, position, sample_index, key0, key1)
+    _noise_words(words, 0, SEGMENT_NOISE, noise)
     best, segment = np.float32(-np.inf), 0
     for i in range(segments):
         total = np.float32(0.0)
@@ -89,9 +87,7 @@ def _segment_gumbel_argmax(row, temperature, largest, weights, key0, key1, sampl
             if score > best:
                 best, segment = score, i
     first = segment * SEGMENT
-    return first + _gumbel_argmax(
-        row[first : first + SEGMENT], temperature, LOWEST, first, key0, key1, sample_index, position
-    )
+    return first + _gumbel_argmax(row[first : first + SEGMENT], temperature, LOWEST, first, noise)
 
 
 @numba.njit(cache=True)
@@ -107,8 +103,7 @@ def _tail_threshold(scaled, weights, floor, largest, target):
             bucket = int(min((largest - scaled[i]) * BUCKETS_PER_UNIT, np.float32(BUCKETS - 1)))
             buckets[i] = bucket
             sums[bucket] += weights[i]
-    total = 0.0
-    bucket = 0
+    total, bucket = 0.0, 0
     while bucket < BUCKETS - 1 and total + sums[bucket] < target:
         total += sums[bucket]
         bucket += 1
@@ -163,8 +158,8 @@ def sample_rows(logits, temperature, top_k, top_p, min_p, keys, sample_index, po
             # A row with a NaN or an infinity has no buckets.
             if filtered and not math.isnan(lse):
                 threshold, lse = _filter(row, divisor, top_k[b], top_p[b], min_p[b], largest)
-                token = _gumbel_argmax(row, divisor, threshold, 0, *noise)
+                token = _gumbel_argmax(row, divisor, threshold, 0, noise)
             else:
-                token = _segment_gumbel_argmax(row, divisor, largest, np.empty_like(row), *noise)
+                token = _segment_gumbel_argmax(row, divisor, largest, noise)
         token_ids[b] = token
         logprobs[b] = row[token] / divisor - lse

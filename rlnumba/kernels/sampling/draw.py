@@ -4,17 +4,8 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.nn.row_sum import (
-    CLASSES,
-    GROUPS,
-    LOG2_E,
-    NONE,
-    TILE_COLUMNS,
-    join,
-    join_classes,
-    lowest_of_best,
-    row_results,
-)
+from rlnumba.kernels.nn import row_sum
+from rlnumba.kernels.nn.row_sum import CLASSES, GROUPS, NONE, TILE_COLUMNS, join, lowest_of_best
 from rlnumba.kernels.ptx.warp import (
     compiler_barrier,
     device_function,
@@ -22,34 +13,13 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_wait,
     vector_access,
 )
-from rlnumba.kernels.sampling.gumbel import (
-    DRAW_THREADS,
-    LIST_LOADS,
-    LOWEST,
-    NO_TOKEN,
-    SEGMENT,
-    SEGMENT_NOISE,
-    TOKEN_NOISE,
-    gumbel,
-    list_gumbel_argmax,
-    noise_word,
-    ordered_int,
-    row_gumbel_argmax,
-)
+from rlnumba.kernels.sampling import gumbel, thresholds
+from rlnumba.kernels.sampling.gumbel import DRAW_THREADS, LIST_LOADS, LOWEST, NO_TOKEN, noise_word
 from rlnumba.kernels.sampling.scan import LIST, is_filtered
-from rlnumba.kernels.sampling.thresholds import (
-    BINS,
-    ROW_BINS,
-    WEIGHT_UNITS,
-    list_threshold,
-    list_weight,
-    row_threshold,
-    row_weight,
-)
+from rlnumba.kernels.sampling.thresholds import BINS, ROW_BINS, WEIGHT_UNITS, list_threshold, list_weight
 from rlnumba.runtime.device import cuda
 
-i32 = np.int32
-u32 = np.uint32
+i32, u32 = np.int32, np.uint32
 
 # Floats of shared memory for the list, or for the bins of a search in a row.
 SCRATCH = max(LIST, ROW_BINS * DRAW_THREADS)
@@ -87,8 +57,7 @@ def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
     values: load_tiles() of this thread's class, of which two neighbouring threads take every other tile. A greedy row
     has no noise.
     """
-    best = LOWEST
-    thread = i32(cuda.threadIdx.x)
+    best, thread = LOWEST, i32(cuda.threadIdx.x)
     segment, odd = i32(tiles - 1), i32(thread & 1)
     for base in range(thread >> 1, tiles, 8 * CLASSES):
         if base >= 8 * CLASSES:
@@ -98,7 +67,7 @@ def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
             score, weight = (values[2 * i + 2], values[2 * i + 3]) if odd else (values[2 * i], values[2 * i + 1])
             if tile < tiles:
                 if not greedy and weight > np.float32(0.0):
-                    segment_noise = gumbel(noise_word(tile, SEGMENT_NOISE, noise))
+                    segment_noise = gumbel.gumbel(noise_word(tile, gumbel.SEGMENT_NOISE, noise))
                     score = score / divisor + (np.float32(math.log(weight)) + segment_noise)
                 # A thread's segments ascend: the first of equals stays.
                 if score > best:
@@ -118,7 +87,7 @@ def row_sums(sums, tiles, values, factor, groups):
         for i in range(8):
             if i32(base + i * CLASSES) < tiles:
                 largest, total, _ = join(largest, total, nothing, values[2 * i], values[2 * i + 1], nothing, factor)
-    largest, total, _ = join_classes(largest, total, nothing, DRAW_THREADS // CLASSES, factor, groups)
+    largest, total, _ = row_sum.join_classes(largest, total, nothing, DRAW_THREADS // CLASSES, factor, groups)
     return largest, total
 
 
@@ -130,19 +99,15 @@ def filter_list(candidates, count, bound, floor, limits, width, largest, total, 
     list_weight(). floor: the threshold of min-p; limits: (top_k, top_p, min_p).
     """
     top_k, top_p, min_p = limits
-    limited = 0 < top_k < width
-    complete = floor >= bound
-    threshold = max(floor, bound)
-    mass = np.int64(0)
+    limited, complete = 0 < top_k < width, floor >= bound
+    threshold, mass, target = max(floor, bound), np.int64(0), np.int64(top_k)
     if limited:
         number = np.int64(count)
         if floor > bound:
             number = list_weight(candidates, count, threshold, largest, factor, False, partials)
-        if number >= top_k:
+        if number >= target:
             complete = True
-            threshold, _ = list_threshold(
-                candidates, count, threshold, largest, factor, False, np.int64(top_k), bins, partials
-            )
+            threshold, _ = list_threshold(candidates, count, threshold, largest, factor, False, target, bins, partials)
     if complete or not (limited or min_p > np.float32(0.0)):
         mass = list_weight(candidates, count, threshold, largest, factor, True, partials)
         if top_p < np.float32(1.0):
@@ -150,9 +115,9 @@ def filter_list(candidates, count, bound, floor, limits, width, largest, total, 
             whole = np.float32(mass) if complete else total * WEIGHT_UNITS
             target = max(np.int64(top_p * whole), np.int64(1))
             if complete or target <= mass:
-                complete = True
+                complete, target = True, min(target, mass)
                 threshold, mass = list_threshold(
-                    candidates, count, threshold, largest, factor, True, min(target, mass), bins, partials
+                    candidates, count, threshold, largest, factor, True, target, bins, partials
                 )
     return complete, threshold, mass
 
@@ -165,13 +130,13 @@ def filter_row(line, floor, limits, largest, total, factor, values, scratch, tai
     threshold = floor
     if limited:
         target = np.float32(top_k)
-        threshold = row_threshold(line, threshold, largest, factor, False, target, values, scratch, tails)
+        threshold = thresholds.row_threshold(line, threshold, largest, factor, False, target, values, scratch, tails)
     if top_p < np.float32(1.0):
         target = top_p * total
         if limited or min_p > np.float32(0.0):
-            target = top_p * row_weight(line, threshold, largest, factor, values, sums)
-        threshold = row_threshold(line, threshold, largest, factor, True, target, values, scratch, tails)
-    return threshold, row_weight(line, threshold, largest, factor, values, sums)
+            target = top_p * thresholds.row_weight(line, threshold, largest, factor, values, sums)
+        threshold = thresholds.row_threshold(line, threshold, largest, factor, True, target, values, scratch, tails)
+    return threshold, thresholds.row_weight(line, threshold, largest, factor, values, sums)
 
 
 @cuda.jit(launch_bounds=(DRAW_THREADS, 2))
@@ -193,9 +158,7 @@ def draw_kernel(
     bins = cuda.shared.array((2, BINS), np.int32)
     tails = cuda.shared.array(ROW_BINS, np.float32)
     scratch = cuda.shared.array(SCRATCH, np.float32)
-    row = cuda.blockIdx.x
-    thread = i32(cuda.threadIdx.x)
-    width = i32(logits.shape[1])
+    row, thread, width = cuda.blockIdx.x, i32(cuda.threadIdx.x), i32(logits.shape[1])
     tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
     line, tile_sums, row_candidates = logits[row], sums[row], candidates[row]
     values = cuda.local.array(16, np.float32)
@@ -207,27 +170,27 @@ def draw_kernel(
     compiler_barrier()
     greedy = row_temperature == np.float32(0.0)
     divisor = np.float32(1.0) if greedy else row_temperature
-    factor = LOG2_E / divisor
+    factor = row_sum.LOG2_E / divisor
     filtered = is_filtered(row_temperature, limits[0], limits[1], limits[2], width)
     best, token = LOWEST, NO_TOKEN
     logit, column = np.float32(-math.inf), NO_TOKEN
     if filtered:
         copy_list(row_candidates, min(count, i32(LIST)), scratch)
         if thread == 0:
-            block_best[0] = ordered_int(NONE)
+            block_best[0] = gumbel.ordered_int(NONE)
     else:
         segment = draw_segment(tile_sums, tiles, values, greedy, divisor, noise, warp_sums)
-        column = i32(segment * SEGMENT + thread)
+        column = i32(segment * gumbel.SEGMENT + thread)
         if column < width:
             logit = line[column]
         compiler_barrier()
     largest, total = row_sums(tile_sums, tiles, values, factor, groups)
-    lse, _ = row_results(largest, total, np.float32(0.0), divisor)
+    lse, _ = row_sum.row_results(largest, total, np.float32(0.0), divisor)
     if not filtered:
         if logit > LOWEST:
             best, token = logit, column
             if not greedy:
-                best = logit / divisor + gumbel(noise_word(column, TOKEN_NOISE, noise))
+                best = logit / divisor + gumbel.gumbel(noise_word(column, gumbel.TOKEN_NOISE, noise))
     elif total > np.float32(0.0):
         floor = LOWEST
         if limits[2] > np.float32(0.0):
@@ -239,14 +202,14 @@ def draw_kernel(
             )
         if complete:
             total = np.float32(mass) / WEIGHT_UNITS
-            best, token = list_gumbel_argmax(
+            best, token = gumbel.list_gumbel_argmax(
                 scratch, candidate_ids[row], count, threshold, divisor, factor, noise, block_best
             )
         else:
             threshold, total = filter_row(
                 line, floor, limits, largest, total, factor, values, scratch, tails, warp_sums
             )
-            best, token = row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
+            best, token = gumbel.row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
         lse = largest / divisor + np.float32(math.log(total))
     _, token = lowest_of_best(best, token, warp_sums)
     if thread == 0:

@@ -13,15 +13,12 @@ from rlnumba.kernels.philox import philox, uniform
 from rlnumba.kernels.ptx.warp import compiler_barrier, device_function, exp2, float_as_int, int_as_float
 from rlnumba.runtime.device import cuda
 
-i32 = np.int32
-u32 = np.uint32
+i32, u32 = np.int32, np.uint32
 
-# Neighbouring tokens that a row without filters draws from once it has drawn their segment.
-SEGMENT = TILE_COLUMNS
+# Neighbouring tokens that a row without filters draws from once it has drawn their segment, each by a thread.
+SEGMENT = DRAW_THREADS = TILE_COLUMNS
 # The last word of the counters of tokens' and of segments' noise.
 TOKEN_NOISE, SEGMENT_NOISE = u32(0), u32(1)
-# Threads of a row's argmax.
-DRAW_THREADS = SEGMENT
 # Below every score; above every token id, and exact as a float32.
 LOWEST = np.float32(np.finfo(np.float32).min)
 NO_TOKEN = i32(1 << 24)
@@ -102,8 +99,7 @@ def row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best):
     words = cuda.local.array(4, np.uint32)
     best, token = LOWEST, NO_TOKEN
     for first in range(i32(4 * cuda.threadIdx.x), width, i32(4 * threads)):
-        first = i32(first)
-        block = u32(first >> 2)
+        block = u32(i32(first) >> 2)
         words[0], words[1], words[2], words[3] = philox(block, noise[0], noise[1], TOKEN_NOISE, noise[2], noise[3])
         bound = prune_bound(block_best[0])
         for i in range(4):

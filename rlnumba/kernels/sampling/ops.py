@@ -8,9 +8,9 @@
     token = argmax over the kept of s + g,    g = -log(-log1p(-u))
     logprob = s[token] - log sum over the kept of exp s
 
-Each filter works on what the one before left, renormalised. All are thresholds, so tokens that tie at a boundary
-are all kept, and the largest always is. Temperature 0 takes the lowest index of the largest logit, without
-filters, and gives the log-prob of the untempered model.
+Each filter works on what the one before left, renormalised. All are thresholds, so tokens that tie at a boundary are
+all kept, and the largest always is. Temperature 0 takes the lowest index of the largest logit, without filters, and
+gives the log-prob of the untempered model.
 
 g is Gumbel noise, so the argmax is a draw from softmax(s) over the kept (Gumbel 1954; Maddison et al. 2014). And the
 largest s + g of a set of tokens is distributed as log sum exp(s) over the set plus one g. So a row without filters
@@ -18,21 +18,21 @@ draws twice: first one of its segments, SEGMENT neighbouring tokens, by their lo
 token of that segment by the tokens' noise. That needs V / SEGMENT + SEGMENT noises instead of V, and is as exact.
 
 The noise of a token or segment is a function of seed, prompt, sample and position (gumbel.py), not of the row, the
-filters or the batch. What has probability p is drawn for a u of about p, so the small u count; their step of 2^-32 is
-fine enough down to p of 1e-9.
+filters or the batch. A token of probability p is drawn for a u of about p; the step of 2^-32 is fine enough down to p
+of 1e-9.
 
 The log-prob of an unfiltered draw has the bits of logprob.linear_logp. Sources: vLLM's sampler (order of filters);
 Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al. 2019 (repetition penalty).
 
 On a GPU scan.py's kernel reads each row once, a few blocks a row. It writes the sums of the row's tiles, which are its
 segments, and lists the candidates of a row with filters: tokens that reach a bound guessed from a sample. draw.py's
-kernel, a block a row, draws. The threshold of the filters is found in the list, which is exact, as the list itself
-shows; if it shows that tokens are missing, or too many reached the bound, the row is read again, several times.
+kernel, a block a row, draws. The threshold of the filters is found in the list; if the list lacks tokens that they
+keep, or too many reached the bound, the row is read again, several times.
 """
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, I32, check
+from rlnumba.kernels.checks import F32, I32, check, check_all
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
@@ -45,7 +45,6 @@ from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
-U32 = (np.dtype(np.uint32),)
 PENALTY_THREADS = 128
 
 
@@ -58,8 +57,7 @@ def repetition_penalty_kernel(logits, penalty, history):
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
     seen = cuda.shared.array(0, np.int32)
-    row = cuda.blockIdx.x
-    columns = logits.shape[1]
+    row, columns = cuda.blockIdx.x, logits.shape[1]
     for word in range(cuda.threadIdx.x, (columns + 31) // 32, cuda.blockDim.x):
         seen[word] = np.int32(0)
     cuda.syncthreads()
@@ -82,18 +80,9 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     with a NaN log-prob. Raises ValueError for other shapes or dtypes.
     """
     rows, columns = check("sample", "logits", logits, (None, None), F32)
-    for name, array, dtypes in (
-        ("temperature", temperature, F32),
-        ("top_k", top_k, I32),
-        ("top_p", top_p, F32),
-        ("min_p", min_p, F32),
-        ("sample_index", sample_index, I32),
-        ("position", position, I32),
-        ("token_ids", token_ids, I32),
-        ("logprobs", logprobs, F32),
-    ):
-        check("sample", name, array, (rows,), dtypes)
-    check("sample", "keys", keys, (rows, 2), U32)
+    check_all("sample", (rows,), F32, temperature=temperature, top_p=top_p, min_p=min_p, logprobs=logprobs)
+    check_all("sample", (rows,), I32, top_k=top_k, sample_index=sample_index, position=position, token_ids=token_ids)
+    check("sample", "keys", keys, (rows, 2), (np.dtype(np.uint32),))
     if not 0 < columns < 2**24:
         raise ValueError(f"sample: logits must have 1 to {2**24 - 1} columns, got {columns}")
     arguments = (logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs)
@@ -104,11 +93,10 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
         return
     row_blocks = int(blocks_per_row(rows, columns))
     workspace = current().own(Workspace).arrays(rows, -(-columns // TILE_COLUMNS))
-    launch(
-        scan_kernel(min(2, access_length(columns, logits))), rows * row_blocks, SCAN_THREADS, logits,
-        logits.reshape(-1), temperature, top_k, top_p, min_p, np.int32(row_blocks), sample_rank(columns, scan.EXPECTED),
-        sample_rank(columns, scan.EXPECTED_IF_FEW), *workspace,
-    )  # fmt: skip
+    inputs = logits, logits.reshape(-1), temperature, top_k, top_p, min_p
+    ranks = sample_rank(columns, scan.EXPECTED), sample_rank(columns, scan.EXPECTED_IF_FEW)
+    kernel = scan_kernel(min(2, access_length(columns, logits)))
+    launch(kernel, rows * row_blocks, SCAN_THREADS, *inputs, np.int32(row_blocks), *ranks, *workspace)
     launch(draw_kernel, rows, DRAW_THREADS, *arguments, *workspace)
 
 
@@ -125,8 +113,8 @@ def apply_repetition_penalty(logits, penalty, history):
     if device.name() == "cpu":
         logits[...] = apply_repetition_penalty_ref(logits, penalty, history)
         return
-    shared_bytes = 4 * -(-columns // 32)
-    launch(repetition_penalty_kernel, rows, PENALTY_THREADS, logits, penalty, history, shared=shared_bytes)
+    arguments, shared_bytes = (logits, penalty, history), 4 * -(-columns // 32)
+    launch(repetition_penalty_kernel, rows, PENALTY_THREADS, *arguments, shared=shared_bytes)
 
 
 def kept_ref(logits, temperature, top_k, top_p, min_p):

@@ -70,10 +70,9 @@ def candidate_bound(line, temperature, rank, maxima):
     of these reach the bound, which lies at most 64 units of s below the largest. LOWEST if the list holds the whole
     row. maxima: shared float32 (MAXIMA,).
     """
-    width = i32(line.shape[0])
+    width, thread = i32(line.shape[0]), i32(cuda.threadIdx.x)
     if width <= LIST:
         return LOWEST
-    thread = i32(cuda.threadIdx.x)
     if thread < MAXIMA:
         largest = NONE
         for half in range(2):
@@ -144,8 +143,7 @@ def join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, 
     (t, k, i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and
     totals.
     """
-    nothing = np.float32(0.0)
-    largest, total = NONE, nothing
+    largest, total, nothing = NONE, np.float32(0.0), np.float32(0.0)
     first = i32(warp_sums + ((lane >> 2) & 3) * PADDED_LANES + (lane & 16) + (lane & 3))
     for quad in range(4):
         other = i32(first + 4 * quad)
@@ -195,9 +193,7 @@ def scan_kernel(access):
         totals = cuda.shared.array(SUMS_OF_LANES, np.float32)
         row = i32(cuda.blockIdx.x // row_blocks)
         first_part = i32(cuda.blockIdx.x - row * row_blocks)
-        line = logits[row]
-        width = i32(logits.shape[1])
-        thread = i32(cuda.threadIdx.x)
+        line, width, thread = logits[row], i32(logits.shape[1]), i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)
         values = cuda.local.array(16, np.float32)
         at = i32((first_part * SCAN_WARPS + warp) * PART_COLUMNS)
@@ -212,21 +208,16 @@ def scan_kernel(access):
         tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
         bound = LOWEST
         if filtered:
-            bound = candidate_bound(
-                line, row_temperature, rank_if_few if 0 < row_top_k <= FEW or row_min_p > np.float32(0.0) else rank,
-                maxima,
-            )  # fmt: skip
+            few = 0 < row_top_k <= FEW or row_min_p > np.float32(0.0)
+            bound = candidate_bound(line, row_temperature, rank_if_few if few else rank, maxima)
             if first_part == 0 and thread == 0:
                 bounds[row] = bound
-        warp_sums = i32(warp * (4 * PADDED_LANES))
-        part = i32(0)
+        warp_sums, part = i32(warp * (4 * PADDED_LANES)), i32(0)
         while at < width:
-            bits = i32(0)
+            bits, lane_sum = i32(0), warp_sums + part * PADDED_LANES + lane
             if filtered:
                 bits = candidate_bits(values, bound)
-            part_largest, part_total, _ = fold_sixteen(values, 0, 2, factor, False)
-            largests[warp_sums + part * PADDED_LANES + lane] = part_largest
-            totals[warp_sums + part * PADDED_LANES + lane] = part_total
+            largests[lane_sum], totals[lane_sum], _ = fold_sixteen(values, 0, 2, factor, False)
             next_at = i32(at + stride)
             offset += stride
             load_part(flat, offset, line, next_at, lane_column, values)
@@ -254,11 +245,9 @@ class Workspace:
         """sums, bounds, counts, candidates and candidate_ids of at least so many rows."""
         kept = self.kept.setdefault(tiles, [])
         if not kept or len(kept[-1][0]) < rows:
-            xp, rows = device.xp(), 1 << (rows - 1).bit_length()
-            kept.append((
-                xp.zeros((rows, 2 * tiles), np.float32), xp.zeros(rows, np.float32), xp.zeros(rows, np.int32),
-                xp.zeros((rows, LIST), np.float32), xp.zeros((rows, LIST), np.int32),
-            ))  # fmt: skip
+            zeros, rows = device.xp().zeros, 1 << (rows - 1).bit_length()
+            sums, bounds, counts = zeros((rows, 2 * tiles), np.float32), zeros(rows, np.float32), zeros(rows, np.int32)
+            kept.append((sums, bounds, counts, zeros((rows, LIST), np.float32), zeros((rows, LIST), np.int32)))
         return kept[-1]
 
 

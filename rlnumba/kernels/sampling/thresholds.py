@@ -13,8 +13,7 @@ from rlnumba.kernels.ptx.warp import block_sum, device_function, exp2, shuffle_d
 from rlnumba.kernels.sampling.gumbel import ordered_float, ordered_int
 from rlnumba.runtime.device import cuda
 
-i32 = np.int32
-u32 = np.uint32
+i32, u32 = np.int32, np.uint32
 
 # Bins of a search in a list, and in a row.
 BINS_BITS, ROW_BINS_BITS = 8, 5
@@ -48,6 +47,15 @@ def join_halves(high, low):
 
 
 @device_function
+def first_shift(span, bins):
+    """log2 of the width of `bins` bins, a power of two, that cover offsets up to `span`: int32."""
+    shift = i32(0)
+    while span >> u32(shift) >= u32(bins):
+        shift += i32(1)
+    return shift
+
+
+@device_function
 def list_weight(candidates, count, threshold, largest, factor, by_mass, partials):
     """The weight of a list's entries >= threshold, int64, in every thread: units of 2^-34 if by_mass, else entries."""
     total = np.int64(0)
@@ -70,29 +78,23 @@ def list_threshold(candidates, count, floor, largest, factor, by_mass, target, b
     bins: shared int32 (2, BINS); partials: shared int64 (32,).
     """
     thread, lane = i32(cuda.threadIdx.x), i32(cuda.threadIdx.x & 31)
-    low = ordered_int(floor)
+    low, above = ordered_int(floor), np.int64(0)
     span = ordered_distance(low, ordered_int(largest))
-    above = np.int64(0)
-    shift = i32(0)
-    while span >> u32(shift) >= u32(BINS):
-        shift += i32(1)
+    shift = first_shift(span, BINS)
     while True:
         for i in range(thread, BINS, cuda.blockDim.x):
             bins[0, i] = bins[1, i] = i32(0)
         cuda.syncthreads()
         for i in range(thread, count, cuda.blockDim.x):
-            logit = candidates[i]
-            offset = ordered_distance(low, ordered_int(logit))
+            offset = ordered_distance(low, ordered_int(candidates[i]))
             if offset <= span:
-                at = i32(offset >> u32(shift))
+                at, high, rest = i32(offset >> u32(shift)), i32(0), i32(1)
                 if by_mass:
-                    halves = token_weight(logit, largest, factor)
-                    if halves[0] != 0:
-                        cuda.atomic.add(bins, (0, at), halves[0])
-                    if halves[1] != 0:
-                        cuda.atomic.add(bins, (1, at), halves[1])
-                else:
-                    cuda.atomic.add(bins, (1, at), i32(1))
+                    high, rest = token_weight(candidates[i], largest, factor)
+                if high != 0:
+                    cuda.atomic.add(bins, (0, at), high)
+                if rest != 0:
+                    cuda.atomic.add(bins, (1, at), rest)
         cuda.syncthreads()
         if thread < 32:
             # A lane has BINS / 32 bins, the highest lane the highest.
@@ -119,12 +121,11 @@ def list_threshold(candidates, count, floor, largest, factor, by_mass, target, b
         cuda.syncthreads()
         above, weight = partials[0], partials[2]
         low = i32(low + (partials[1] << shift))
-        span = (u32(1) << u32(shift)) - u32(1)
         cuda.syncthreads()
         if shift == 0:
-            break
+            return ordered_float(low), weight
+        span = (u32(1) << u32(shift)) - u32(1)
         shift = max(i32(shift - BINS_BITS), i32(0))
-    return ordered_float(low), weight
 
 
 @device_function
@@ -163,12 +164,9 @@ def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, t
     shared float32, ROW_BINS a thread; tails: shared float32 (ROW_BINS,).
     """
     thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
-    low = ordered_int(floor)
+    low, above = ordered_int(floor), np.float32(0.0)
     span = ordered_distance(low, ordered_int(largest))
-    above = np.float32(0.0)
-    shift = i32(0)
-    while span >> u32(shift) >= u32(ROW_BINS):
-        shift += i32(1)
+    shift = first_shift(span, ROW_BINS)
     while True:
         for i in range(ROW_BINS):
             bins[i * threads + thread] = np.float32(0.0)
@@ -195,10 +193,9 @@ def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, t
             above += tails[chosen]
             chosen -= i32(1)
         low = i32(low + (np.int64(chosen) << shift))
-        span = (u32(1) << u32(shift)) - u32(1)
         # The next pass writes tails.
         cuda.syncthreads()
         if shift == 0:
-            break
+            return ordered_float(low)
+        span = (u32(1) << u32(shift)) - u32(1)
         shift = max(i32(shift - ROW_BINS_BITS), i32(0))
-    return ordered_float(low)

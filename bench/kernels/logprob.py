@@ -216,8 +216,8 @@ def times(problem):
             if name == "in registers":
                 kinds["one pass"] = problem.one_pass_without_argmax, 3
                 kinds["one pass, with argmax"] = problem.one_pass, 3
-                kinds["both, half the rows learn"] = problem.both, 2.5
-                kinds["one pass, half the rows learn"] = problem.one_pass, 2
+                kinds["both, half the rows with gradient"] = problem.both, 2.5
+                kinds["one pass, half the rows with gradient"] = problem.one_pass, 2
             for what, (run, gemms) in kinds.items():
                 with problem.half_without_gradient() if "half" in what else contextlib.nullcontext():
                     extra = extra_mib(run)

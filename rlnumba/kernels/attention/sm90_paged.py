@@ -10,7 +10,7 @@ import numpy as np
 
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, LISTING_THREADS, list_work_items_kernel
 from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_decode_config import THREADS, DecodeConfig, decode_config
+from rlnumba.kernels.attention.sm90_decode_consumer import THREADS, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace, no_array

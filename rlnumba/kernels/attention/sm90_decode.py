@@ -319,9 +319,10 @@ def paged_attention_sm90_kernel(config):
         drawn, blocks that are done, then the items done for each sequence and key head; all zero before and after.
         """
         queues = Queues(
-            cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32), cuda.shared.array(WORK_INDICES, np.int32),
+            cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32),
+            cuda.shared.array(WORK_INDICES, np.int32),
             cuda.shared.array((MERGE_SLOTS, MERGE_FIELDS), np.int32),
-        )  # fmt: skip
+        )
         thread = i32(cuda.threadIdx.x)
         lane, warp, base = i32(thread & i32(31)), warp_uniform(thread >> i32(5)), shared_base()
         if thread == 0:

@@ -47,14 +47,11 @@ DecodeStep = namedtuple("DecodeStep", "cu_seqlens context_lens shared_prefix_len
 
 @functools.cache
 def prefill_scheduler(paged, tile_tokens):
-    """(first_query_tile, next_query_tile, find_sequence): the device functions of the prefill scheduler, for a warp.
-
-    paged: sequences without keys, and those with at most batch.decode_rows rows, are left to the decode kernel.
-    """
+    """(first_query_tile, next_query_tile, find_sequence): the device functions of the prefill scheduler, for a warp."""
 
     @device_function
     def query_tokens(sequence, batch):
-        """How many query tokens of a sequence this kernel works on; 0 beyond the last sequence."""
+        """How many query tokens of a sequence are not decode's; 0 beyond the last sequence."""
         tokens = i32(0)
         if sequence < batch.sequences:
             tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
@@ -79,10 +76,7 @@ def prefill_scheduler(paged, tile_tokens):
 
     @device_function
     def next_query_tile(work_index, query_tile, items_before, longer, heads, batch, lane):
-        """The query tile that a work index lies in, as first_query_tile; -1: there is no more work.
-
-        heads: work items that a query tile of one sequence makes.
-        """
+        """As first_query_tile, of a work index; -1: no more work. heads: work items of a query tile of a sequence."""
         while query_tile >= 0 and work_index >= i32(items_before + longer * heads):
             items_before = i32(items_before + longer * heads)
             query_tile = i32(query_tile - 1)
@@ -127,10 +121,7 @@ def page_lookup(box):
 
 @functools.cache
 def split_functions(segment, grouped):
-    """(leading_segments, count_splits, count_shared_items): the device functions by which a sequence is split.
-
-    batch: has context_lens, shared_prefix_lens (empty if not grouped) and max_leading.
-    """
+    """(leading_segments, count_splits, count_shared_items): the device functions by which a sequence is split."""
 
     @device_function
     def shared_segments(sequence, batch):
@@ -177,11 +168,9 @@ def list_work_items_kernel(rows, segment, grouped):
 
     @device_function
     def count_items(sequence, sequences, batch, shared):
-        """Items of a group, counted at its first sequence, if `shared`, else a sequence's own; 0 beyond the last one.
-
-        Sequences with more than `rows` query rows are the prefill kernel's, except that those without keys have an
-        item here, which writes zeros.
-        """
+        """Items of a group, at its first sequence, if `shared`, else a sequence's own; 0 beyond the last one."""
+        # Sequences with more than `rows` query rows are the prefill kernel's; those without keys have an item here,
+        # which writes zeros.
         items = i32(0)
         if sequence < sequences:
             tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])

@@ -92,10 +92,7 @@ def producer_functions(config):
 
     @device_function
     def publish_item(record, kv_head, resumes, q_source, batch, items, base, slot, lane):
-        """Warp 0 writes an item's fields to its slot, loads its queries, and draws the next work index.
-
-        record: lane i holds the item's column i. Returns the draw, in lane 0.
-        """
+        """Write an item, of which lane i holds column i, load its queries; return the next work index, in lane 0."""
         draw, tiles, start = i32(0), shuffle(record, TILES), shuffle(record, START)
         q_full = Address(base + layout.q_full + slot * MBARRIER_BYTES)
         if lane < ITEM_COLUMNS:
@@ -117,10 +114,8 @@ def producer_functions(config):
 
     @device_function
     def next_work_index(loads_k, draw, drawn, work_indices, base, lane):
-        """The work index that warp 0 drew, for both producers; drawn: how many both have read before.
-
-        Warp 0 is at most WORK_INDICES items ahead: an item's slot is free only when warp 1 has arrived for it, too.
-        """
+        """The work index that warp 0 drew, for both producers; drawn: how many both have read before."""
+        # Warp 0 is at most WORK_INDICES items ahead: an item's slot is free only when warp 1 has arrived for it, too.
         slot = i32(drawn & (WORK_INDICES - 1))
         ready = Address(base + layout.work_ready + slot * MBARRIER_BYTES)
         if loads_k:

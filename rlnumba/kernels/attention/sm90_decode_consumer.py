@@ -360,11 +360,9 @@ def partial_functions(config):
 
     @device_function
     def enqueue(merges, base, slot, parity, fields, thread):
-        """Put an item's MERGE_FIELDS into the merging warp's queue; returns (slot, parity). A sequence of -1 ends it.
-
-        All threads wait: after a loop for one of them alone, ptxas would not assume that the warp has reconverged, and
-        would use no uniform registers in the main loop.
-        """
+        """Put an item's MERGE_FIELDS into the merging warp's queue; returns (slot, parity). Sequence -1 ends it."""
+        # All threads wait: after a loop for one of them alone, ptxas would not assume that the warp has reconverged,
+        # and would use no uniform registers in the main loop.
         full, empty = Address(base + layout.merge_full), Address(base + layout.merge_empty)
         mbarrier_wait(Address(empty + slot * MBARRIER_BYTES), parity)
         if thread == 0:

@@ -178,10 +178,7 @@ def load_functions(config):
 
     @device_function
     def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
-        """Load a work item's tiles of K or of V in ascending order; returns (stage, parity) of the ring.
-
-        source: tensor map; target: the ring; row: of the first key, if packed; pages: (block_tables, block_size).
-        """
+        """Load a work item's tiles of K or V; row: of the first key, if packed; pages: block_tables, block_size."""
         block_tables, block_size = pages
         # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile)
@@ -284,10 +281,7 @@ def producer_function(config):
 
 @functools.cache
 def accumulator_functions(head_dim):
-    """(scale, keep, merge): the device functions for a thread's accumulators of O, four for each eight columns.
-
-    Between segments, a thread's merged accumulators lie in shared memory from its `address` on.
-    """
+    """(scale, keep, merge): of a thread's accumulators of O; merged ones lie in shared memory from `address` on."""
     blocks = head_dim // 8
 
     @device_function
@@ -394,10 +388,7 @@ def mainloop_function(config):
 
     @device_function
     def mainloop(registers, memory, item, mask_offset, ring_state, c, consumer, thread):
-        """Leave (M, L, A) of the work item in merged_max, merged_sum and acc; returns the rings' (stage, parity) twice.
-
-        mask_offset: the position of this thread's first row less its first column; thread: of the consumer.
-        """
+        """(M, L, A) to merged_max, merged_sum, acc. mask_offset: position of the thread's first row less its column."""
         _, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
         k_stage, k_parity, v_stage, v_parity = ring_state
         merged = Address(memory.merged + thread * 16)
@@ -638,10 +629,7 @@ def attention_sm90_kernel(config):
 
 
 def is_supported(element, head_dim, gqa_ratio):
-    """Whether the sm90 kernels compute attention of such heads: 16-bit, of 16, 24, ... or 256 columns.
-
-    gqa_ratio: query heads of a key head, at most MAX_DECODE_ROWS.
-    """
+    """Whether the sm90 kernels take such heads: 16-bit, of 16, 24, ... or 256 columns, not too many a KV head."""
     return element in PTX_TYPES and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
 
 

@@ -7,8 +7,7 @@ from rlnumba.kernels.attention import sm90_decode
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.scheduler import list_work_items_kernel
 from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_decode_config import DecodeConfig, decode_config
-from rlnumba.kernels.attention.sm90_decode_consumer import column_sum_function
+from rlnumba.kernels.attention.sm90_decode_consumer import DecodeConfig, column_sum_function, decode_config
 from rlnumba.kernels.attention.sm90_forward import (
     ARCHITECTURES,
     AttentionConfig,

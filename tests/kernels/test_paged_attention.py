@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import paged as paged_attention_module
-from rlnumba.kernels.attention import simt, sm80_decode, sm80_forward, sm90_decode_config, sm90_forward, sm90_paged
+from rlnumba.kernels.attention import simt, sm80_decode, sm80_forward, sm90_decode_consumer, sm90_forward, sm90_paged
 from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.paged import (
     paged_attention,
@@ -260,7 +260,7 @@ def test_every_size_of_groups_has_a_kernel(compile_offline):
     troubles = []
     # The widest is among those of test_attention_sm90.py.
     for group_size in sm90_paged.supported_group_sizes(2)[:-1]:
-        config = sm90_decode_config.decode_config(128, "bfloat16", 2, 16, group_size)
+        config = sm90_decode_consumer.decode_config(128, "bfloat16", 2, 16, group_size)
         assert config.rows == 2 * group_size and config.layout.nbytes * config.blocks <= 227 * 1024
         troubles += compile_offline(sm90_paged.paged_attention_sm90_kernel(config), types, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)

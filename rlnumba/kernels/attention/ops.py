@@ -37,8 +37,8 @@ BACKWARD = {"sm90": attention_backward_sm90, "sm80": attention_backward_sm80, "s
 def attention_family(element, head_dim, gqa_ratio):
     """The family of kernels, "sm90", "sm80" or "simt", of packed and paged attention and the gradient.
 
-    element: the dtype's name; gqa_ratio: H / HK. It follows from the GPU and from these constants of a model, never
-    from the number of rows, so that rollout and training compute the same bits.
+    element: the dtype's name; gqa_ratio: H / HK. It never follows from the number of rows, so that rollout and training
+    compute the same bits.
     """
     return dispatch.select("attention", IS_SUPPORTED, element, head_dim, gqa_ratio)
 

@@ -19,7 +19,7 @@ from rlnumba.kernels.attention import cpu as attention_cpu
 from rlnumba.kernels.attention import sm80_decode, sm90_paged
 from rlnumba.kernels.attention.ops import attention_family, check_heads
 from rlnumba.kernels.attention.simt import paged_attention_simt
-from rlnumba.kernels.attention.sm90_decode_config import decode_config as sm90_decode_config
+from rlnumba.kernels.attention.sm90_decode_consumer import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
 from rlnumba.runtime import device
@@ -101,12 +101,11 @@ def paged_attention(
 ):  # fmt: skip
     """Causal attention of the newest tokens of B sequences to their keys in a block cache.
 
-    q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK,
-    E even and at most 256; scale > 0; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens
-    (B,), the keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not
-    checked against the device's arrays. out (N, H, E) of q's dtype is written; where context_lens is 0, with
-    zeros. The grid follows from the shapes and max_seqlen_q alone, so a captured graph stays valid while
-    the arrays' values change.
+    q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK, E even and
+    at most 256; scale > 0; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens (B,), the
+    keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not checked. out (N, H, E) of
+    q's dtype is written; where context_lens is 0, with zeros. The grid follows from the shapes and max_seqlen_q alone,
+    so a captured graph stays valid while the arrays' values change.
 
     Groups of neighbouring sequences, one query token each, whose block tables begin with the same blocks may be
     declared; out is the same, bit for bit. shared_prefix_lens (B,) int32: how many tokens, fewer than its context has,

@@ -41,18 +41,17 @@ ITEM_COLUMNS = 9
 # The sequences of a prefill kernel: (B + 1,) bounds of queries, (B,) keys, B, and query heads of a key head. Sequences
 # with at most decode_rows query rows a key head are the decode kernel's.
 Batch = namedtuple("Batch", "cu_seqlens context_lens sequences gqa_ratio decode_rows")
+# Those of a step of decode; shared_prefix_lens and group_sizes are empty if not grouped.
+DecodeStep = namedtuple("DecodeStep", "cu_seqlens context_lens shared_prefix_lens group_sizes gqa_ratio max_leading")
 
 
 @functools.cache
 def prefill_scheduler(paged, tile_tokens):
-    """(first_query_tile, next_query_tile, find_sequence): the device functions of the prefill scheduler, for a warp.
-
-    paged: sequences without keys, and those with at most batch.decode_rows rows, are left to the decode kernel.
-    """
+    """(first_query_tile, next_query_tile, find_sequence): the device functions of the prefill scheduler, for a warp."""
 
     @device_function
     def query_tokens(sequence, batch):
-        """How many query tokens of a sequence this kernel works on; 0 beyond the last sequence."""
+        """How many query tokens of a sequence are not decode's; 0 beyond the last sequence."""
         tokens = i32(0)
         if sequence < batch.sequences:
             tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
@@ -77,10 +76,7 @@ def prefill_scheduler(paged, tile_tokens):
 
     @device_function
     def next_query_tile(work_index, query_tile, items_before, longer, heads, batch, lane):
-        """The query tile that a work index lies in, as first_query_tile; -1: there is no more work.
-
-        heads: work items that a query tile of one sequence makes.
-        """
+        """As first_query_tile, of a work index; -1: no more work. heads: work items of a query tile of a sequence."""
         while query_tile >= 0 and work_index >= i32(items_before + longer * heads):
             items_before = i32(items_before + longer * heads)
             query_tile = i32(query_tile - 1)
@@ -125,68 +121,34 @@ def page_lookup(box):
 
 @functools.cache
 def split_functions(segment, grouped):
-    """(shared_segments, leading_segments, count_splits): the device functions by which a sequence is split."""
+    """(leading_segments, count_splits, count_shared_items): the device functions by which a sequence is split."""
 
     @device_function
-    def shared_segments(sequence, shared_prefix_lens):
+    def shared_segments(sequence, batch):
         """Whole segments of the prefix that a sequence shares with its group."""
-        return i32(shared_prefix_lens[sequence] // segment) if grouped else i32(0)
+        return i32(batch.shared_prefix_lens[sequence] // segment) if grouped else i32(0)
 
     @device_function
-    def leading_segments(sequence, context_lens, shared_prefix_lens, max_leading):
+    def leading_segments(sequence, batch):
         """Segments of a sequence's first item: at most max_leading, and all of the group's or of its own."""
-        segments = shared_segments(sequence, shared_prefix_lens)
+        segments = shared_segments(sequence, batch)
         if segments == 0:
-            segments = max(i32((context_lens[sequence] + (segment - 1)) // segment), i32(1))
-        return min(i32(max_leading), segments)
+            segments = max(i32((batch.context_lens[sequence] + (segment - 1)) // segment), i32(1))
+        return min(i32(batch.max_leading), segments)
 
     @device_function
-    def count_splits(sequence, context_lens, shared_prefix_lens, max_leading):
+    def count_splits(sequence, batch):
         """How many items compute a sequence and key head: the leading one, and one for each segment behind it."""
-        segments = i32((context_lens[sequence] + (segment - 1)) // segment)
-        leading = leading_segments(sequence, context_lens, shared_prefix_lens, max_leading)
-        return max(i32(segments - leading + 1), i32(1))
-
-    return shared_segments, leading_segments, count_splits
-
-
-@functools.cache
-def item_functions(rows, segment, grouped):
-    """(count_shared_items, count_items): the device functions that count items of a sequence, for a key head."""
-    shared_segments, leading_segments, count_splits = split_functions(segment, grouped)
+        segments = i32((batch.context_lens[sequence] + (segment - 1)) // segment)
+        return max(i32(segments - leading_segments(sequence, batch) + 1), i32(1))
 
     @device_function
-    def count_shared_items(sequence, context_lens, shared_prefix_lens, max_leading):
-        """Items that a sequence shares with its group."""
-        segments = shared_segments(sequence, shared_prefix_lens)
-        if segments == 0:
-            return i32(0)
-        return i32(segments - leading_segments(sequence, context_lens, shared_prefix_lens, max_leading) + 1)
+    def count_shared_items(sequence, batch):
+        """Items that a sequence shares with its group, for a key head."""
+        segments = shared_segments(sequence, batch)
+        return i32(0) if segments == 0 else i32(segments - leading_segments(sequence, batch) + 1)
 
-    @device_function
-    def count_items(
-        sequence, sequences, cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading, shared
-    ):
-        """Items of a group, counted at its first sequence, if `shared`, else a sequence's own; 0 beyond the last one.
-
-        Sequences with more than `rows` query rows are the prefill kernel's, except that those without keys have an
-        item here, which writes zeros.
-        """
-        items = i32(0)
-        if sequence < sequences:
-            tokens = i32(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-            if tokens > 0 and context_lens[sequence] == 0:
-                items = i32(0) if shared else i32(1)
-            elif tokens > 0 and i32(tokens * gqa_ratio) <= rows:
-                shared_items = count_shared_items(sequence, context_lens, shared_prefix_lens, max_leading)
-                if not shared:
-                    splits = count_splits(sequence, context_lens, shared_prefix_lens, max_leading)
-                    items = i32(splits - shared_items)
-                elif group_sizes[sequence] > 0:
-                    items = shared_items
-        return items
-
-    return count_shared_items, count_items
+    return leading_segments, count_splits, count_shared_items
 
 
 @device_function
@@ -202,8 +164,25 @@ def inclusive_sum(value, lane):
 @specialize
 def list_work_items_kernel(rows, segment, grouped):
     """The kernel that lists the work items of decode, for a DecodeConfig of so many rows."""
-    _, leading_segments, count_splits = split_functions(segment, grouped)
-    count_shared_items, count_items = item_functions(rows, segment, grouped)
+    leading_segments, count_splits, count_shared_items = split_functions(segment, grouped)
+
+    @device_function
+    def count_items(sequence, sequences, batch, shared):
+        """Items of a group, at its first sequence, if `shared`, else a sequence's own; 0 beyond the last one."""
+        # Sequences with more than `rows` query rows are the prefill kernel's; those without keys have an item here,
+        # which writes zeros.
+        items = i32(0)
+        if sequence < sequences:
+            tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
+            if tokens > 0 and batch.context_lens[sequence] == 0:
+                items = i32(0) if shared else i32(1)
+            elif tokens > 0 and i32(tokens * batch.gqa_ratio) <= rows:
+                shared_items = count_shared_items(sequence, batch)
+                if not shared:
+                    items = i32(count_splits(sequence, batch) - shared_items)
+                elif batch.group_sizes[sequence] > 0:
+                    items = shared_items
+        return items
 
     @cuda.jit(launch_bounds=(LISTING_THREADS, 1))
     def list_work_items_kernel(
@@ -212,9 +191,10 @@ def list_work_items_kernel(rows, segment, grouped):
         """One block, a thread for each sequence in turn. items (1 + all items, ITEM_COLUMNS): how many, then each.
 
         Items of groups come first: they take longer. Then the order is that of the sequences, and of a sequence's
-        keys. shared_prefix_lens, group_sizes: empty if not grouped.
+        keys.
         """
         warp_sums = cuda.shared.array(LISTING_WARPS, np.int32)
+        batch = DecodeStep(cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading)
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
         thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
@@ -224,10 +204,7 @@ def list_work_items_kernel(rows, segment, grouped):
             shared = phase == 0
             for first in range(0, sequences, threads):
                 sequence = i32(first + thread)
-                count = count_items(
-                    sequence, sequences, cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio,
-                    max_leading, shared,
-                )  # fmt: skip
+                count = count_items(sequence, sequences, batch, shared)
                 up_to = inclusive_sum(count, lane)
                 if lane == 31:
                     warp_sums[warp] = up_to
@@ -240,12 +217,12 @@ def list_work_items_kernel(rows, segment, grouped):
                 cuda.syncthreads()
                 for i in range(count):
                     start, context_len = cu_seqlens[sequence], context_lens[sequence]
-                    leading = leading_segments(sequence, context_lens, shared_prefix_lens, max_leading)
+                    leading = leading_segments(sequence, batch)
                     split, group_size = i32(i), i32(0)
                     if grouped and shared:
                         group_size = group_sizes[sequence]
                     elif grouped:
-                        split = i32(split + count_shared_items(sequence, context_lens, shared_prefix_lens, max_leading))
+                        split = i32(split + count_shared_items(sequence, batch))
                     first_key, keys = i32(0), i32(leading * segment)
                     if split > 0:
                         first_key, keys = i32((split - 1 + leading) * segment), i32(segment)
@@ -258,7 +235,7 @@ def list_work_items_kernel(rows, segment, grouped):
                     items[row + i, LENGTH] = i32(cu_seqlens[sequence + 1] - start)
                     items[row + i, CONTEXT_LEN] = context_len
                     items[row + i, GROUP_SIZE] = group_size
-                    items[row + i, SPLITS] = count_splits(sequence, context_lens, shared_prefix_lens, max_leading)
+                    items[row + i, SPLITS] = count_splits(sequence, batch)
         if thread == 0:
             items[0, 0] = listed
 

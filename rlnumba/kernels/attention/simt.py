@@ -112,10 +112,7 @@ def row_functions(config):
 
     @device_function
     def dot_products(shared, rows, keys, result):
-        """result[i, c] = row i . key c, each one fma chain over the columns.
-
-        rows, keys: offsets in `shared` of the thread's first row and first key.
-        """
+        """result[i, c] = row i . key c, each one fma chain. rows, keys: offsets of the thread's first ones."""
         row_values = cuda.local.array(rows_per_thread, np.float32)
         key_values = cuda.local.array(keys_per_thread, np.float32)
         for i in range(rows_per_thread * keys_per_thread):
@@ -135,10 +132,7 @@ def row_functions(config):
 
     @device_function
     def accumulate(shared, weights, values, acc, sums):
-        """acc[i, c] += sum over keys of weight[i, key] * value[key, c], one fma chain; sums[i] = sum of weights.
-
-        weights, values: offsets in `shared` of the weights of the thread's first row and of its first column.
-        """
+        """acc[i, c] += sum over keys of weight[i, key] * value[key, c], one fma chain; sums[i] = sum of weights."""
         weight = cuda.local.array(rows_per_thread, np.float32)
         value = cuda.local.array(columns, np.float32)
         for i in range(rows_per_thread):
@@ -158,10 +152,7 @@ def row_functions(config):
 
     @device_function
     def store_rows(shared, offset, acc, factors, seq_start, kv_head, gqa_ratio, first_row, valid_rows, out):
-        """Rows of `out` = the accumulators, row i times factors[i].
-
-        offset: of an array of the block's rows in shared memory, of which only this warp still reads its own rows.
-        """
+        """Rows of `out` = acc, row i times factors[i]; offset: of rows in shared memory that only their warp reads."""
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         thread_row = thread // lanes * rows_per_thread
@@ -193,10 +184,7 @@ def load_functions(config, count):
 
     @device_function
     def row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads):
-        """Rows from first_row on of a KV head's matrix; beyond valid_rows, the last valid one.
-
-        Row r is query token r // gqa_ratio of the sequence and query head r % gqa_ratio of the KV head.
-        """
+        """Of row r: query token r // gqa_ratio, query head r % gqa_ratio; beyond valid_rows, the last valid row."""
         warp = (cuda.threadIdx.x & (threads - 1)) // 32
         for i in range(rows_per_warp):
             index = first_row + min(warp + i * warps, valid_rows - 1)
@@ -269,11 +257,7 @@ def attention_kernel(config, paged):
 
     @device_function
     def online_softmax_step(scores, first_position, first_key, gqa_ratio, row_max, rescale, shared, offset):
-        """Mask the scores, update row_max, and write the probabilities to shared memory.
-
-        first_position: row index of the thread's first row, counted from the context's first token; first_key: of the
-        thread in the tile; rescale: the factor of what was summed before; offset: of the thread's first score.
-        """
+        """Mask the scores, update row_max and rescale, write the probabilities from `offset` on to shared memory."""
         for i in range(rows_per_thread):
             position = (first_position + i) // gqa_ratio
             new_max = row_max[i]
@@ -296,10 +280,9 @@ def attention_kernel(config, paged):
     def attention_kernel(q, k, v, table, block_size, cu_seqlens, context_lens, scale, out, lse):
         """A block owns `rows` rows of a KV head of a sequence; the last rows, which see the most keys, start first.
 
-        The queries of a sequence are the last of its context_len tokens; all of them, if packed. table: block_tables,
-        or cu_seqlens. One pass over the keys: each tile of k and v (rows, HK, E) is loaded to shared memory as float32,
-        zero beyond the context. A thread owns rows_per_thread rows; of the scores its keys are lane, lane + lanes, ...;
-        of the output its columns likewise. lse is written for packed sequences.
+        table: block_tables, or cu_seqlens if packed. One pass over the keys: each tile of k and v (rows, HK, E) is
+        loaded to shared memory as float32, zero beyond the context. A thread owns rows_per_thread rows; of the scores
+        its keys are lane, lane + lanes, ...; of the output its columns. lse is written for packed sequences.
         """
         shared = cuda.shared.array(0, np.float32)
         scores = cuda.local.array(score_count, np.float32)
@@ -524,11 +507,7 @@ def attention_dkv_kernel(config):
 
     @cuda.jit
     def attention_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
-        """A block owns `rows` keys of a KV head of a sequence; one pass over the query rows that see them.
-
-        A query row is a token and one of the KV head's query heads, as in attention. A thread owns rows_per_thread
-        keys; of p and ds its rows are lane, lane + lanes, ...; of dk and dv its columns likewise.
-        """
+        """A block owns `rows` keys of a KV head of a sequence; one pass over the query rows that see them."""
         shared = cuda.shared.array(0, np.float32)
         scores = cuda.local.array(score_count, np.float32)
         gradients = cuda.local.array(score_count, np.float32)

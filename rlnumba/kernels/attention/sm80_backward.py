@@ -53,10 +53,7 @@ COLUMNS = 128
 
 
 class Sm80DkvConfig(NamedTuple):
-    """The constants of the kernel of dk and dv. element: "float16" or "bfloat16"; warps: of 16 keys each.
-
-    rows: of a tile of q and dout; stages: such tiles in shared memory.
-    """
+    """The kernel of dk and dv. warps: of 16 keys each; rows: of a tile of q and dout; stages: such tiles in memory."""
 
     head_dim: int
     element: str
@@ -123,10 +120,7 @@ def row_tile_function(head_dim, rows, threads):
 
     @device_function
     def load_row_tile(target, q_source, dout_source, lse, delta, first_row, end_row, sequence, kv_head, thread):
-        """Rows first_row .. first_row + rows of a KV head's matrix, zeros from end_row on.
-
-        q_source, dout_source: addresses of the first token's first query head of the KV head.
-        """
+        """Rows from first_row on, zeros from end_row on; sources: addresses of the first token's first head."""
         gqa_ratio, start, token_bytes = sequence.gqa_ratio, sequence.start, sequence.token_bytes
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         # A thread's next row is lines_per_pass further: the token and the head advance by these, without a division.
@@ -173,10 +167,7 @@ def sm80_dkv_kernel(config):
 
     @device_function
     def softmax_backward(scores, gradients, lse, row, full, first_key, gqa_ratio, scale_log2, lane):
-        """p^T in place of s^T, ds^T in place of dp^T. lse: address of the lse of WIDTH rows, delta follows rows later.
-
-        row: the first of the WIDTH rows; rows from `full` on see all of the warp's keys, which begin at first_key.
-        """
+        """p^T in place of s^T, ds^T of dp^T. lse: address of that of `row`, delta follows `rows` later."""
         address = lse + ((lane & i32(3)) << i32(3))
         for block in range(WIDTH // 8):
             low_lse, high_lse = load_pair(address + block * 32)
@@ -288,10 +279,7 @@ def sm80_dq_kernel(config):
 
     @device_function
     def softmax_backward(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
-        """ds in place of dp. lse, delta, position: of the thread's two rows; first_position: of the warp's first row.
-
-        key: the first of the WIDTH keys.
-        """
+        """ds in place of dp. lse, delta, position: of the thread's two rows; first_position: of the warp's first."""
         for i in range(score_count):
             half = i % 4 // 2
             p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
@@ -398,10 +386,7 @@ def sm80_dq_kernel(config):
 
 @functools.cache
 def dkv_config(head_dim, element, limit):
-    """The Sm80DkvConfig for a head_dim on a GPU whose blocks may have `limit` bytes of shared memory.
-
-    As many rows a tile, of two stages, as fit beside the keys of eight warps; of four where that is too much.
-    """
+    """As many rows a tile, of two stages, as fit `limit` bytes beside the keys of eight warps, or of fewer."""
     for warps in (8, 4, 2):
         for rows in (64, 32):
             config = Sm80DkvConfig(head_dim, element, warps, rows)
@@ -412,7 +397,7 @@ def dkv_config(head_dim, element, limit):
 
 @functools.cache
 def dq_config(head_dim, element, limit):
-    """The Sm80DqConfig for a head_dim: q and dout in registers if these suffice, and two blocks an SM if they fit."""
+    """q and dout in registers if these suffice, and two blocks an SM if they fit."""
     if padded(head_dim) <= 128:
         for stages in (2, 1):
             config = Sm80DqConfig(head_dim, element, 4, stages)

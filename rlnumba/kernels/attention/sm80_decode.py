@@ -76,10 +76,7 @@ class Sm80DecodeConfig(NamedTuple):
 
 @functools.cache
 def decode_softmax_functions(element):
-    """(publish_max, online_softmax_step, add_sums): a softmax step of 16 rows whose scores lie in four warps.
-
-    Each warp holds 16 keys of all rows, and each thread two rows; between the steps, all threads synchronize.
-    """
+    """(publish_max, online_softmax_step, add_sums): a softmax step of 16 rows, with barriers between the three."""
     pack, p_pitch = cvt_pack(element), line_pitch(TILE_KEYS)
 
     @device_function
@@ -359,11 +356,7 @@ def split_partials(rows, columns):
 
 
 def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
-    """Allocate the workspaces of all `calls` of paged_attention_sm80 in the current context; returns their bytes.
-
-    calls: of each (sequences, tokens, max_seqlen_q, max_context_len), as bounds. Earlier arrays stay, in case a graph
-    holds their addresses.
-    """
+    """As paged.reserve_workspace, which calls this."""
     decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
     prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
     totals, rows = current().own(SegmentTotals), 1
@@ -385,8 +378,7 @@ def paged_attention_sm80(
     """As the operator paged_attention, which has checked the arguments.
 
     k, v: the cache as (blocks * block_size, HK, E). config: of decode or of prefill; by default decode's for up to
-    DECODE_ROWS rows of a KV head. The grid follows from shapes, max_seqlen_q and max_context_len alone. Raises
-    ValueError for a block_size that does not divide SEGMENT_KEYS.
+    DECODE_ROWS rows of a KV head. Raises ValueError for a block_size that does not divide SEGMENT_KEYS.
     """
     if SEGMENT_KEYS % block_size:
         raise ValueError(f"paged_attention: block_size must divide {SEGMENT_KEYS}, got {block_size}")

@@ -3,22 +3,9 @@
 The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. What a row
 (a query head of a token) computes, wherever it is in whatever batch, here and in kernels/attention/sm80_decode.py:
 
-    for each segment of SEGMENT_KEYS keys, the segments fixed by the keys' absolute positions:
-        m = -inf, l_t = 0 (t = 0 .. 3), acc = 0
-        for each tile of TILE_KEYS keys of the segment, in ascending order:
-            s_j = sum over e of q_e k_je by mma.sync, 16 columns at a time in ascending order; -inf beyond the row
-            new = c max_j s_j if that is above m + RESCALE_THRESHOLD, else m
-            rescale = 2^(m - new)    p_j = 2^fma(s_j, c, -new)    m = new
-            u_wt = (p_(16 w + 2 t) + p_(16 w + 2 t + 1)) + (p_(16 w + 8 + 2 t) + p_(16 w + 9 + 2 t))     w = 0 .. 3
-            l_t = fma(l_t, rescale, (u_0t + u_1t) + (u_2t + u_3t))
-            acc_e = acc_e rescale + sum over j of p_j v_je by mma.sync, p rounded to the inputs' type, 16 keys at a time
-        l = (l_0 + l_1) + (l_2 + l_3)
-    segments merge in ascending order, each with all before it (M, L, A):
-        new = max(M, m)    a = 2^(M - new)    b = 2^(m - new)    L = fma(l, b, L a)    A_e = fma(acc_e, b, A_e a)
-    out_e = A_e (1 / L)     lse = fma(M, ln 2, log L)
-
-with c = scale log2(e) > 0. A tile that lies beyond a row changes nothing (new = m, rescale = 1, p = 0), nor does a
-segment (b = 0, a = 1), so blocks of rows may visit more tiles than one of their rows needs.
+    as in sm90_forward.py, with mma.sync instead of wgmma, and with four partial sums l_t (t = 0 .. 3) of a row:
+        u_wt = (p_(16 w + 2 t) + p_(16 w + 2 t + 1)) + (p_(16 w + 8 + 2 t) + p_(16 w + 9 + 2 t))         w = 0 .. 3
+        l_t = fma(l_t, rescale, (u_0t + u_1t) + (u_2t + u_3t))         l = (l_0 + l_1) + (l_2 + l_3)
 
 A block owns rows of one KV head, each of its warps 16 or 32 of them: all scores of a row lie in four lanes, and its
 probabilities become the left operand of P V without leaving the registers.
@@ -289,9 +276,9 @@ def sm80_attention_kernel(config):
     ):
         """A block owns `rows` rows of a KV head of a sequence, of which the last, which see the most keys, come first.
 
-        k, v: (rows, HK, E). block_tables: (B max_blocks,) and context_lens (B,) of the cache; unused of packed
-        sequences, as is lse of the cache. totals (slots, slot_floats): over the segments before the present one, a slot
-        for each block that has several; in_use (slots,): 1 for a slot in use, 0 before and after the launch.
+        k, v: (rows, HK, E). block_tables (B max_blocks,) and context_lens (B,) are of the cache, lse of packed
+        sequences. totals (slots, slot_floats): over the segments before the present one, a slot for each block that has
+        several; in_use (slots,): 1 for a slot in use, 0 before and after the launch.
         """
         block_values = cuda.shared.array(BLOCK_VALUES, np.int32)
         acc = cuda.local.array(acc_count, np.float32)
@@ -399,10 +386,9 @@ def sm80_attention_kernel(config):
 
 @functools.cache
 def attention_config(head_dim, element, block_size, limit):
-    """The Sm80AttentionConfig for a head_dim on a GPU whose blocks may have `limit` bytes of shared memory.
+    """32 rows a warp, which read keys half as often as 16, where two blocks fit an SM and nothing spills.
 
-    Rows of 32 a warp read keys and values from shared memory half as often as rows of 16, and need twice the
-    registers: they are chosen where two blocks fit an SM and nothing spills.
+    limit: bytes of shared memory that a block may have.
     """
     wide = Sm80AttentionConfig(head_dim, element, 4, 32, block_size=block_size)
     # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB, and at 128 for sm_90, whose blocks have 227 KB.

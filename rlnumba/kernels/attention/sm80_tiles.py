@@ -76,11 +76,8 @@ def sequence_function(head_dim, paged=False):
 
 @functools.cache
 def copy_functions(head_dim, rows, threads, block_size):
-    """(copy_rows, copy_keys): the device functions that start copies of rows of q, and of a tile of keys or values.
-
-    A thread owns one chunk of every lines_per_pass-th line; where a line has no power of two of chunks, some threads
-    have none. block_size: of the paged cache, 0 for packed keys.
-    """
+    """(copy_rows, copy_keys): the device functions that start copies of rows of q, and of a tile of keys or values."""
+    # A thread owns one chunk of every lines_per_pass-th line; without a power of two of chunks, some threads have none.
     chunks, real_chunks, pitch = padded(head_dim) // 8, head_dim // 8, line_pitch(head_dim)
     lanes = 1 << (chunks - 1).bit_length()
     lines_per_pass = threads // lanes
@@ -88,10 +85,7 @@ def copy_functions(head_dim, rows, threads, block_size):
 
     @device_function
     def copy_rows(target, source, first_row, valid_rows, gqa_ratio, token_bytes, thread):
-        """Rows first_row .. first_row + rows of a KV head's matrix; zeros beyond the first valid_rows.
-
-        source: address of the first token's first query head of the KV head; token_bytes: from one token to the next.
-        """
+        """Rows from first_row on, zeros beyond valid_rows; source: address of the first token's first query head."""
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         for i in range(row_passes):
             row = i32(line + i32(i * lines_per_pass))
@@ -103,11 +97,7 @@ def copy_functions(head_dim, rows, threads, block_size):
 
     @device_function
     def copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread):
-        """Keys first_key .. first_key + TILE_KEYS of a KV head; zeros from end_key on.
-
-        key_bytes: from one key to the next. source: address of the row of the first key, or of row 0 where block_table
-        gives the rows, from table_offset on.
-        """
+        """TILE_KEYS keys, zeros from end_key on. source: address of first_key, or of row 0 of a cache with tables."""
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         if chunk < chunks:
             source += chunk * i32(CHUNK)
@@ -274,11 +264,7 @@ def store_rows_function(head_dim, columns, warp_rows, element):
 
     @device_function
     def store_rows(acc, factor, lines, target, column, valid_rows, gqa_ratio, token_bytes, first_row, lane):
-        """acc times factor, through the warp's lines in shared memory, to rows first_row .. first_row + valid_rows.
-
-        target: address of the first token's first head; row r is head r % gqa_ratio of token r // gqa_ratio. column: of
-        head_dim at which acc begins.
-        """
+        """acc times factor, through the warp's lines, to valid_rows rows from first_row on, from `column` on."""
         words = lines + (lane >> i32(2)) * i32(pitch) + ((lane & i32(3)) << i32(2))
         for i in range(warp_rows // 16):
             for n in range(blocks):

@@ -170,10 +170,7 @@ def producer_function(config):
 
     @device_function
     def producer(base, q, k, v, dout, rows, kv_head, gqa_ratio, heads, first_row, query_tiles, tile):
-        """K and V from first_row on; then q, dout and their rows of `query_tiles` tiles from the last to the first.
-
-        tile: index in `rows` of the last tile and the group's first head.
-        """
+        """K and V; then q, dout and their rows of the tiles from the last to the first, which is `tile` in `rows`."""
         mbarrier_expect_tx(base + shared.k_full, key_bytes)
         load_boxes(base + shared.k, k, key_box, kv_head, first_row, base + shared.k_full)
         mbarrier_expect_tx(base + shared.v_full, key_bytes)
@@ -211,11 +208,8 @@ def reduce_dq_function(config):
 
     @device_function
     def reduce_dq(base, parity_of_parts, dq_sums, semaphores, gqa_ratio, heads, key_tile, query_tiles, tile):
-        """Add every second part of dq, those with this parity (0, 1), after the blocks of the earlier key tiles.
-
-        While one thread still waits for its part to be written, the other may wait for its semaphore. tile: index of
-        the last query tile and the group's first head.
-        """
+        """Add every second part of dq, those with this parity (0, 1), after the blocks of the earlier key tiles."""
+        # While one thread still waits for its part to be written, the other may wait for its semaphore.
         head, parity = i32(0), i32(0)
         for part in range(query_tiles * gqa_ratio * parts):
             if part & 1 == parity_of_parts:
@@ -384,10 +378,7 @@ def attention_round_dq_kernel(config):
 
 
 def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):
-    """As the operator attention_backward, which has checked the arguments: 16-bit, head_dim a multiple of 8 up to 256.
-
-    The same bits for the same arguments and config.
-    """
+    """As the operator attention_backward, which has checked the arguments, for heads that is_supported accepts."""
     tokens, heads, head_dim = q.shape
     kv_heads, sequences = k.shape[1], cu_seqlens.shape[0] - 1
     if not tokens or not max_seqlen:

@@ -114,10 +114,7 @@ def softmax_backward_functions(columns, element):
 
     @device_function
     def probabilities(scores, position, is_diagonal, lse, scale_log2, words):
-        """P = exp2(S - lse) in place of S, and rounded in `words`. lse: address of that of query `pair`.
-
-        If is_diagonal, queries do not see keys of later positions; position: that of `pair` less that of `key`.
-        """
+        """P = exp2(S - lse) in place of S, rounded in `words`. lse: address; position: of `pair` less that of `key`."""
         if is_diagonal:
             for block in range(columns // 8):
                 for i in range(4):

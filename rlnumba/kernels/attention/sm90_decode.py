@@ -31,7 +31,7 @@ from rlnumba.kernels.attention.scheduler import (
     page_lookup,
     split_functions,
 )
-from rlnumba.kernels.attention.sm90_decode_config import (
+from rlnumba.kernels.attention.sm90_decode_consumer import (
     CONSUMER_REGISTERS,
     ITEM_FIELDS,
     KEY_HEAD,
@@ -44,8 +44,8 @@ from rlnumba.kernels.attention.sm90_decode_config import (
     WORK_INDICES,
     Batch,
     Queues,
+    consumer_function,
 )
-from rlnumba.kernels.attention.sm90_decode_consumer import consumer_function
 from rlnumba.kernels.attention.sm90_forward import WARPGROUP
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Partials, partial_merge
@@ -92,10 +92,7 @@ def producer_functions(config):
 
     @device_function
     def publish_item(record, kv_head, resumes, q_source, batch, items, base, slot, lane):
-        """Warp 0 writes an item's fields to its slot, loads its queries, and draws the next work index.
-
-        record: lane i holds the item's column i. Returns the draw, in lane 0.
-        """
+        """Write an item, of which lane i holds column i, load its queries; return the next work index, in lane 0."""
         draw, tiles, start = i32(0), shuffle(record, TILES), shuffle(record, START)
         q_full = Address(base + layout.q_full + slot * MBARRIER_BYTES)
         if lane < ITEM_COLUMNS:
@@ -117,10 +114,8 @@ def producer_functions(config):
 
     @device_function
     def next_work_index(loads_k, draw, drawn, work_indices, base, lane):
-        """The work index that warp 0 drew, for both producers; drawn: how many both have read before.
-
-        Warp 0 is at most WORK_INDICES items ahead: an item's slot is free only when warp 1 has arrived for it, too.
-        """
+        """The work index that warp 0 drew, for both producers; drawn: how many both have read before."""
+        # Warp 0 is at most WORK_INDICES items ahead: an item's slot is free only when warp 1 has arrived for it, too.
         slot = i32(drawn & (WORK_INDICES - 1))
         ready = Address(base + layout.work_ready + slot * MBARRIER_BYTES)
         if loads_k:
@@ -262,7 +257,7 @@ def producer_function(config):
 def merger_function(config):
     """The device function of the merging warp."""
     layout, (_, next_slot) = config.layout, ring(MERGE_SLOTS)
-    _, _, count_splits = split_functions(config.segment, config.grouped)
+    _, count_splits, _ = split_functions(config.segment, config.grouped)
     merge_partials = partial_merge(config.head_dim, config.element, 8 if config.rows == 8 else 4)
 
     @device_function
@@ -280,18 +275,14 @@ def merger_function(config):
                 if lane < sequences:
                     counter = i32(2 + (sequence + lane) * batch.kv_heads + kv_head)
                     written = i32(atomic_add_acq_rel(batch.counters, counter) + 1)
-                    last = written == count_splits(
-                        i32(sequence + lane), batch.context_lens, batch.shared_prefix_lens, batch.max_leading
-                    )
+                    last = written == count_splits(i32(sequence + lane), batch)
                     if last:
                         batch.counters[counter] = i32(0)
                 complete = ballot(last)
                 sync_warp()
                 for i in range(sequences):
                     if (complete >> i) & 1 != 0:
-                        splits = count_splits(
-                            i32(sequence + i), batch.context_lens, batch.shared_prefix_lens, batch.max_leading
-                        )
+                        splits = count_splits(i32(sequence + i), batch)
                         merge_partials(
                             partials, ((sequence + i) * batch.kv_heads + kv_head) * partials.max_splits, splits, rows,
                             batch.gqa_ratio, out, batch.heads, lse, start + i, kv_head * batch.gqa_ratio, lane,
@@ -308,9 +299,7 @@ def paged_attention_sm90_kernel(config):
     blocks, stages, layout, moves_registers = config.blocks, config.stages, config.layout, config.moves_registers
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
     produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
-    init_ring, _ = ring(stages)
-    init_q, _ = ring(Q_SLOTS)
-    init_merges, _ = ring(MERGE_SLOTS)
+    (init_ring, _), (init_q, _), (init_merges, _) = ring(stages), ring(Q_SLOTS), ring(MERGE_SLOTS)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_sm90_kernel(
@@ -324,10 +313,11 @@ def paged_attention_sm90_kernel(config):
         sequence's first item; max_splits, partial_rows, acc, row_max, row_sum: see Partials. counters: work indices
         drawn, blocks that are done, then the items done for each sequence and key head; all zero before and after.
         """
-        items_queue = cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32)
-        work_indices = cuda.shared.array(WORK_INDICES, np.int32)
-        merges = cuda.shared.array((MERGE_SLOTS, MERGE_FIELDS), np.int32)
-        queues = Queues(items_queue, work_indices, merges)
+        queues = Queues(
+            cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32),
+            cuda.shared.array(WORK_INDICES, np.int32),
+            cuda.shared.array((MERGE_SLOTS, MERGE_FIELDS), np.int32),
+        )
         thread = i32(cuda.threadIdx.x)
         lane, warp, base = i32(thread & i32(31)), warp_uniform(thread >> i32(5)), shared_base()
         if thread == 0:

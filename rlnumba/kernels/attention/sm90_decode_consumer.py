@@ -1,14 +1,16 @@
-"""The computing warpgroup of decode on sm_90: main loop, partials, epilogue. See sm90_decode.py."""
+"""The config and the computing warpgroup of decode on sm_90: main loop, partials, epilogue. See sm90_decode.py."""
 
 import functools
 from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.sm90_decode_config import MERGE_SLOTS, Q_SLOTS, DecodeItem
-from rlnumba.kernels.attention.sm90_forward import WARPGROUP
+from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS
+from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP
 from rlnumba.kernels.attention.softmax import (
     MINUS_INFINITY,
+    SEGMENT_KEYS,
     TILE_KEYS,
     finite_row_max,
     log_sum_exp,
@@ -16,8 +18,9 @@ from rlnumba.kernels.attention.softmax import (
     zero_function,
 )
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout
 from rlnumba.kernels.ptx.shared_memory import (
+    BOX_BYTES,
     LINE,
     Address,
     fence_proxy_async,
@@ -34,21 +37,112 @@ from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
 
+# Warpgroup 0 computes, warpgroup 1 loads and merges.
+THREADS = 2 * WARPGROUP
+# Work items whose queries may be in shared memory: the one that is computed, and the next.
+Q_SLOTS = 2
+# Work indices that warp 0 may have drawn before warp 1 reads the first of them: see next_work_index.
+WORK_INDICES = 4
+# Work items with partials that wait for the merging warp, and what it reads of each: sequence (-1: there is nothing
+# more), key head, first query token, sequences, query rows of each.
+MERGE_SLOTS, MERGE_FIELDS = 2, 5
+# Registers of a thread of the warps that load and merge, and of one that computes, where 128 each are not enough.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 168
+# What warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial.
+KEY_HEAD, RESUMES_PARTIAL = ITEM_COLUMNS, ITEM_COLUMNS + 1
+ITEM_FIELDS = ITEM_COLUMNS + 2
 # Named barriers of the computing warps: EXCHANGED before they read each other's maxima or sums, STORED before wgmma
 # reads the probabilities of all. What is read after one is written again only after the other.
 EXCHANGED, STORED = 1, 2
 
 
+class DecodeConfig(NamedTuple):
+    """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one TMA box, a cache block's tokens or 64.
+
+    stages: of the ring of K and V; blocks: of an SM; grouped: groups read the segments of a shared prefix once.
+    """
+
+    head_dim: int
+    element: str
+    rows: int = 8
+    box: int = 16
+    stages: int = 3
+    blocks: int = 2
+    grouped: bool = False
+    segment: int = SEGMENT_KEYS
+
+    @property
+    def max_leading(self):
+        """Most segments of a sequence's first item: several where a thread has registers for their total."""
+        return {8: 4, 16: 2}.get(self.rows, 1)
+
+    @property
+    def resumes(self):
+        """Whether a sequence's own item may resume its group's partial, which takes the registers of a total."""
+        return self.grouped and self.max_leading > 1
+
+    @property
+    def moves_registers(self):
+        """Whether warpgroup 1 gives registers to warpgroup 0: 128 for each are enough for 8 rows."""
+        return self.blocks > 1 and self.rows > 8
+
+    @property
+    def boxes(self):
+        """128-byte lines that a row of q, k or v takes."""
+        return -(-self.head_dim // 64)
+
+    @property
+    def tile_bytes(self):
+        """Of 64 rows of K or V in shared memory."""
+        return self.boxes * BOX_BYTES
+
+    @property
+    def q_bytes(self):
+        """Of the query rows of a work item in shared memory."""
+        return self.boxes * self.rows * LINE
+
+    @property
+    def layout(self):
+        """Shared memory. The computing warps exchange row_max, twice for alternating tiles, row_sum, and P^T."""
+        barriers = self.stages * MBARRIER_BYTES
+        return shared_layout(
+            kv=2 * self.stages * self.tile_bytes, q=Q_SLOTS * self.q_bytes, p=self.rows * LINE,
+            row_max=4 * self.rows * 4, row_result=4 * self.rows * 4, row_sum=4 * 8 * self.rows * 4,
+            full=barriers, empty=barriers, q_full=Q_SLOTS * MBARRIER_BYTES, q_empty=Q_SLOTS * MBARRIER_BYTES,
+            work_ready=WORK_INDICES * MBARRIER_BYTES, merge_full=MERGE_SLOTS * MBARRIER_BYTES,
+            merge_empty=MERGE_SLOTS * MBARRIER_BYTES,
+        )  # fmt: skip
+
+
+def decode_config(head_dim, element, gqa_ratio, box, group_size=1):
+    """The DecodeConfig for heads of this size, gqa_ratio query heads of a key head, groups of up to group_size."""
+    rows = -(-gqa_ratio * group_size // 8) * 8
+    config = DecodeConfig(head_dim, element, rows, box, 2, grouped=group_size > 1)
+    for blocks in (2, 1):
+        free = SHARED_LIMIT // blocks - 1536 - config.layout.nbytes
+        stages = free // (2 * config.tile_bytes + 16) + config.stages
+        if stages >= 2:
+            break
+    return config._replace(stages=min(stages, 4), blocks=blocks)
+
+
+# Arguments that the warps share; tokens: query tokens of a TMA box of q.
+Batch = namedtuple(
+    "Batch", "context_lens shared_prefix_lens items heads kv_heads gqa_ratio tokens max_leading counters"
+)
+# Static shared memory: (Q_SLOTS, ITEM_FIELDS), (WORK_INDICES,), (MERGE_SLOTS, MERGE_FIELDS) int32.
+Queues = namedtuple("Queues", "items work_indices merges")
+# A work item as warp 0 publishes it: the columns of scheduler.py's list, and what ITEM_FIELDS adds.
+ITEM = "tiles sequence split first_key start length context_len group_size splits kv_head resumes_partial"
+DecodeItem = namedtuple("DecodeItem", ITEM)
 # A computing thread: its number, warp and lane in the warpgroup; its keys of a tile are 16 warp + group_lane and 8
 # more, its columns of S^T pair, pair + 1, pair + 8 ...; offset: bytes, where it stores a matrix by stmatrix_x2_trans.
 Lane = namedtuple("Lane", "thread warp lane group_lane pair offset")
 # A computing thread's local arrays; those from row_max on have an element for each of its columns of S^T. total,
 # total_max, total_sum: of the segments of an item before the present one. position: the last key that a column sees.
 # partial_rows: of the columns in Partials, -1 for columns without one.
-Registers = namedtuple(
-    "Registers",
-    "scores acc total words row_max row_sum total_max total_sum tile_max rescale position partial_rows",
-)
+ARRAYS = "scores acc total words row_max row_sum total_max total_sum tile_max rescale position partial_rows"
+Registers = namedtuple("Registers", ARRAYS)
 
 
 @device_function
@@ -63,19 +157,16 @@ def column_sum_function(rows):
 
     @device_function
     def column_sums(sums, memory, warp, group_lane, pair):
-        """sums becomes the sums over all keys, in the order that softmax.row_sum follows.
-
-        memory: 128 rows bytes of shared memory. The columns of a thread are pair, pair + 1, pair + 8, pair + 9 ...
-        """
+        """sums becomes the sums over all keys, in softmax.row_sum's order. memory: 128 rows bytes of shared memory."""
         exchange = Address(memory + (group_lane * rows + pair) * 4)
         for i in range(0, rows // 4, 2):
             store_pair(exchange + (warp * 8 * rows + i * 4) * 4, sums[i], sums[i + 1])
         named_barrier_sync(EXCHANGED, WARPGROUP)
         for i in range(0, rows // 4, 2):
             a0, a1 = load_pair(exchange + i * 16)
-            b0, b1 = load_pair(exchange + (8 * rows + i * 4) * 4)
-            c0, c1 = load_pair(exchange + (16 * rows + i * 4) * 4)
-            d0, d1 = load_pair(exchange + (24 * rows + i * 4) * 4)
+            b0, b1 = load_pair(exchange + i * 16 + 32 * rows)
+            c0, c1 = load_pair(exchange + i * 16 + 64 * rows)
+            d0, d1 = load_pair(exchange + i * 16 + 96 * rows)
             sums[i], sums[i + 1] = (a0 + b0) + (c0 + d0), (a1 + b1) + (c1 + d1)
         for i in range(rows // 4):
             sums[i] += shuffle_xor(sums[i], 4)
@@ -255,10 +346,8 @@ def partial_functions(config):
             if grouped and item.group_size > 0:
                 token = token_of_row(at.thread, reciprocal)
                 row = i32(row + token * (sequence_rows - batch.gqa_ratio))
-            partials.row_max[row], partials.row_sum[row] = (
-                int_as_float(load_word(result)),
-                int_as_float(load_word(result + rows * 4)),
-            )
+            partials.row_max[row] = int_as_float(load_word(result))
+            partials.row_sum[row] = int_as_float(load_word(result + rows * 4))
         for i in range(columns):
             column = i32(i // 2 * 8 + at.pair + i % 2)
             rows_of[i] = i32(first_row + column)
@@ -270,20 +359,15 @@ def partial_functions(config):
         write_acc(registers.acc, rows_of, partials.acc, i32(at.warp * 16 + at.group_lane))
 
     @device_function
-    def enqueue(merges, base, slot, parity, sequence, kv_head, start, sequences, rows, thread):
-        """Put an item into the queue of the merging warp; returns (slot, parity). sequence -1 ends the queue.
-
-        All threads wait: after a loop for one of them alone, ptxas would not assume that the warp has reconverged, and
-        would use no uniform registers in the main loop.
-        """
+    def enqueue(merges, base, slot, parity, fields, thread):
+        """Put an item's MERGE_FIELDS into the merging warp's queue; returns (slot, parity). Sequence -1 ends it."""
+        # All threads wait: after a loop for one of them alone, ptxas would not assume that the warp has reconverged,
+        # and would use no uniform registers in the main loop.
         full, empty = Address(base + layout.merge_full), Address(base + layout.merge_empty)
         mbarrier_wait(Address(empty + slot * MBARRIER_BYTES), parity)
         if thread == 0:
-            merges[slot, 0] = sequence
-            merges[slot, 1] = kv_head
-            merges[slot, 2] = start
-            merges[slot, 3] = sequences
-            merges[slot, 4] = rows
+            for i in range(MERGE_FIELDS):
+                merges[slot, i] = fields[i]
         # All threads arrive: what each of them wrote of the partial is then visible to the merging warp.
         mbarrier_arrive(Address(full + slot * MBARRIER_BYTES))
         return next_slot(slot, parity)
@@ -300,7 +384,7 @@ def output_functions(config):
 
     @device_function
     def write_out(registers, item, batch, out, lse, q_tile, row_result, valid_rows, reciprocal, at):
-        """Write the out of a whole sequence, by way of the memory of q, so that 16 bytes are stored at once."""
+        """Write the out of a whole sequence, through the memory of q, so that 16 bytes are stored at once."""
         inverse, words = registers.rescale, cuda.local.array(4, np.int32)
         for i in range(columns):
             inverse[i] = f32(1.0) / registers.row_sum[i]
@@ -408,14 +492,13 @@ def consumer_function(config):
                     mbarrier_arrive(Address(q_empty + slot * MBARRIER_BYTES))
                     named_barrier_sync(EXCHANGED, WARPGROUP)
                     write_partial(registers, item, batch, partials, row_result, valid_rows, reciprocal, at)
-                    merge_slot, merge_parity = enqueue(
-                        queues.merges, base, merge_slot, merge_parity, item.sequence, item.kv_head, item.start,
-                        sequences, i32(valid_rows // sequences), thread,
-                    )  # fmt: skip
+                    fields = item.sequence, item.kv_head, item.start, sequences, i32(valid_rows // sequences)
+                    merge_slot, merge_parity = enqueue(queues.merges, base, merge_slot, merge_parity, fields, thread)
             elif item.tiles == 0:
                 write_zeros(item, batch, out, thread)
                 mbarrier_arrive(Address(q_empty + slot * MBARRIER_BYTES))
             slot, q_parity = next_slot(slot, q_parity)
-        enqueue(queues.merges, base, merge_slot, merge_parity, i32(-1), i32(0), i32(0), i32(0), i32(0), thread)
+        end = i32(-1), i32(0), i32(0), i32(0), i32(0)
+        enqueue(queues.merges, base, merge_slot, merge_parity, end, thread)
 
     return consume

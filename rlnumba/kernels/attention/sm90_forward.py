@@ -178,10 +178,7 @@ def load_functions(config):
 
     @device_function
     def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
-        """Load a work item's tiles of K or of V in ascending order; returns (stage, parity) of the ring.
-
-        source: tensor map; target: the ring; row: of the first key, if packed; pages: (block_tables, block_size).
-        """
+        """Load a work item's tiles of K or V; row: of the first key, if packed; pages: block_tables, block_size."""
         block_tables, block_size = pages
         # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile)
@@ -284,10 +281,7 @@ def producer_function(config):
 
 @functools.cache
 def accumulator_functions(head_dim):
-    """(scale, keep, merge): the device functions for a thread's accumulators of O, four for each eight columns.
-
-    Between segments, a thread's merged accumulators lie in shared memory from its `address` on.
-    """
+    """(scale, keep, merge): of a thread's accumulators of O; merged ones lie in shared memory from `address` on."""
     blocks = head_dim // 8
 
     @device_function
@@ -330,43 +324,6 @@ def accumulator_functions(head_dim):
     return scale, keep, merge
 
 
-@functools.cache
-def score_functions(head_dim, element, in_registers):
-    """(load_q, start, wait_all_but_latest, wait_all) of S = Q K^T.
-
-    load_q(q, q_tile, warp, lane) gives the operand Q: the local array q with its elements, or q_tile's descriptor.
-    start: as wgmma_async makes it; the waits take (scores, Q).
-    """
-    steps = -(-head_dim // 16)
-    start = wgmma_async(TILE_KEYS, element, steps, "registers" if in_registers else "k")
-    waits = (wgmma_wait_group(TILE_KEYS // 2, pending, 4 * steps * in_registers) for pending in (1, 0))
-    wait_all_but_latest, wait_all = waits
-
-    @device_function
-    def load_q(q, q_tile, warp, lane):
-        for step in range(steps):
-            words = ldmatrix_x4(Address(matrix_address(q_tile, step, warp, lane)))
-            for i in range(4):
-                q[4 * step + i] = words[i]
-        return q
-
-    @device_function
-    def describe_q(q, q_tile, warp, lane):
-        return smem_descriptor(q_tile)
-
-    @device_function
-    def wait_all_but_latest_shared(scores, q):
-        wait_all_but_latest(scores)
-
-    @device_function
-    def wait_all_shared(scores, q):
-        wait_all(scores)
-
-    if in_registers:
-        return load_q, start, wait_all_but_latest, wait_all
-    return describe_q, start, wait_all_but_latest_shared, wait_all_shared
-
-
 # Shared memory addresses of a consumer: its tile of q, its merged accumulators, the rings, the barriers.
 ConsumerMemory = namedtuple("ConsumerMemory", "q merged k v q_full q_empty k_full k_empty v_full v_empty")
 # A consumer's part of a work item, see ITEM_FIELDS.
@@ -380,11 +337,35 @@ def mainloop_function(config):
     """The device function of a consumer's loop over the tiles of K and V of a work item."""
     head_dim, element, _, stages, _, _, _, segment = config
     tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // TILE_KEYS, config.q_in_registers
-    load_q, start_scores, wait_scores, wait_only_scores = score_functions(head_dim, element, in_registers)
+    q_steps = -(-head_dim // 16)
+    start_scores = wgmma_async(TILE_KEYS, element, q_steps, "registers" if in_registers else "k")
+    wait_all_but_latest, wait_all = (
+        wgmma_wait_group(TILE_KEYS // 2, pending, 4 * q_steps * in_registers) for pending in (1, 0)
+    )
     start_values = wgmma_async(head_dim, element, TILE_KEYS // 16, "registers", "mn")
     wait_values = wgmma_wait_group(head_dim // 2, 0, TILE_KEYS // 4)
     scale, keep, merge = accumulator_functions(head_dim)
     zero_rows, cvt_pair, (_, advance) = zero_function(config.boxes), cvt_pack(element), ring(stages)
+
+    @device_function
+    def load_q(q, q_tile, warp, lane):
+        """The operand Q of S = Q K^T: the local array q with its elements, or q_tile's descriptor."""
+        if in_registers:
+            for step in range(q_steps):
+                words = ldmatrix_x4(Address(matrix_address(q_tile, step, warp, lane)))
+                for i in range(4):
+                    q[4 * step + i] = words[i]
+            return q
+        else:
+            return smem_descriptor(q_tile)
+
+    @device_function
+    def wait_scores(wait, scores, q):
+        """Wait for S; its operand stays in place until then if it is in registers."""
+        if in_registers:
+            wait(scores, q)
+        else:
+            wait(scores)
 
     @device_function
     def round_probabilities(p, scores):
@@ -407,10 +388,7 @@ def mainloop_function(config):
 
     @device_function
     def mainloop(registers, memory, item, mask_offset, ring_state, c, consumer, thread):
-        """Leave (M, L, A) of the work item in merged_max, merged_sum and acc; returns the rings' (stage, parity) twice.
-
-        mask_offset: the position of this thread's first row less its first column; thread: of the consumer.
-        """
+        """(M, L, A) to merged_max, merged_sum, acc. mask_offset: position of the thread's first row less its column."""
         _, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
         k_stage, k_parity, v_stage, v_parity = ring_state
         merged = Address(memory.merged + thread * 16)
@@ -422,7 +400,7 @@ def mainloop_function(config):
         # The first tile's probabilities.
         mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
         start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
-        wait_only_scores(scores, q)
+        wait_scores(wait_all, scores, q)
         k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
         if item.position < TILE_KEYS - 1:
             apply_causal_mask(scores, mask_offset)
@@ -437,7 +415,7 @@ def mainloop_function(config):
             start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
             mbarrier_wait(Address(memory.v_full + v_stage * MBARRIER_BYTES), v_parity)
             start_values(acc, p, smem_descriptor(Address(memory.v + v_stage * tile_bytes)), accumulate)
-            wait_scores(scores, q)
+            wait_scores(wait_all_but_latest, scores, q)
             k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
             new_segment = (index & i32(segment_tiles - 1)) == 0
             if new_segment:
@@ -651,10 +629,7 @@ def attention_sm90_kernel(config):
 
 
 def is_supported(element, head_dim, gqa_ratio):
-    """Whether the sm90 kernels compute attention of such heads: 16-bit, of 16, 24, ... or 256 columns.
-
-    gqa_ratio: query heads of a key head, at most MAX_DECODE_ROWS.
-    """
+    """Whether the sm90 kernels take such heads: 16-bit, of 16, 24, ... or 256 columns, not too many a KV head."""
     return element in PTX_TYPES and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, LISTING_THREADS, list_work_items_kernel
 from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_decode_config import THREADS, DecodeConfig, decode_config
+from rlnumba.kernels.attention.sm90_decode_consumer import THREADS, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace, no_array
@@ -32,10 +32,7 @@ def chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q):
 
 
 def supported_group_sizes(gqa_ratio):
-    """What max_group_size may be so that no row of a work item is padding, ascending; the last one is the limit.
-
-    gqa_ratio: query heads of a key head. Empty where a work item has no rows for two sequences.
-    """
+    """Values of max_group_size without padding rows, ascending; the last is the limit; () if there is none."""
     return tuple(rows // gqa_ratio for rows in (8, 16, MAX_DECODE_ROWS) if rows // gqa_ratio > 1)
 
 
@@ -47,11 +44,7 @@ def partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_cont
 
 
 def reserve(element, kv_heads, gqa_ratio, head_dim, box, calls):
-    """Give the current context a workspace from which all `calls` are served, and return its bytes.
-
-    box: tokens of a cache block, at most 64; calls: of each (sequences, max_seqlen_q, max_context_len), as bounds.
-    Declared groups need no more. Earlier arrays stay, since captured graphs may hold their addresses.
-    """
+    """As paged.reserve_workspace, which calls this. Declared groups need no more. box: of decode_config."""
     config, floats, counters, items = decode_config(head_dim, element, gqa_ratio, box), 0, 0, 0
     for sequences, max_seqlen_q, max_context_len in calls:
         splits, slots, rows = partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len)
@@ -124,14 +117,10 @@ def paged_attention_sm90(
 ):  # fmt: skip
     """As the operator paged_attention, for heads that sm90_forward.is_supported accepts and scale > 0.
 
-    Groups of neighbouring sequences with a common prefix, one query token each, may be declared: shared_prefix_lens
-    (B,) int32, how many tokens, fewer than its context has, a sequence shares with its group, in the same blocks;
-    group_sizes (B,) int32, at a group's first sequence how many there are, at the others 0; max_group_size: at least
-    any of them. plan: of plan_decode for these arrays; made here if not given. lse (H, N) float32 is written if given,
-    but not where context_lens is 0.
-    config, prefill_config, blocks, max_leading: instead of decode_config, chunk_config, the grid that fills the GPU
-    and plan_decode's own choice; of no effect with a plan but for prefill_config. Raises ValueError for a block size
-    that is neither a multiple of 64 nor 16 or 32, for groups that are too large, and for a plan of another call.
+    lse (H, N) float32 is written if given, but not where context_lens is 0. config, prefill_config, blocks,
+    max_leading: instead of decode_config, chunk_config, the grid that fills the GPU and plan_decode's own choice; of no
+    effect with a plan but for prefill_config. Raises ValueError for a block size that is neither a multiple of 64 nor
+    16 or 32, for groups that are too large, and for a plan of another call.
     """
     tokens, heads, head_dim = q.shape
     cache_blocks, block_size, kv_heads, _ = k_cache.shape

@@ -75,10 +75,7 @@ def log_sum_exp(row_max, row_sum):
 
 @device_function
 def apply_causal_mask(scores, mask_offset):
-    """Set scores beyond the diagonal to -inf. mask_offset: the position of scores[0]'s row less its key.
-
-    scores: a thread's 32 accumulators of a 64 x 64 wgmma, keys along its columns.
-    """
+    """Of a thread's accumulators of a 64 x 64 wgmma. mask_offset: the position of scores[0]'s row less its key."""
     for i in range(TILE_KEYS // 2):
         if i // 4 * 8 + i % 2 - i % 4 // 2 * 8 > mask_offset:
             scores[i] = MINUS_INFINITY
@@ -86,10 +83,7 @@ def apply_causal_mask(scores, mask_offset):
 
 @device_function
 def online_softmax_step(scores, row_max, sums, rescale, c):
-    """Turn a tile's scores into probabilities, in place, and update row_max, sums and rescale of a thread's two rows.
-
-    scores: as in apply_causal_mask. sums (16,): eight partial sums of each row, see row_sum.
-    """
+    """Scores become probabilities; update row_max, rescale and sums (16,), eight for each of a thread's two rows."""
     for half in range(2):
         largest = scores[2 * half]
         for block in range(TILE_KEYS // 8):
@@ -118,10 +112,7 @@ def row_sum(sums, half):
 
 @functools.cache
 def zero_function(boxes):
-    """The device function that zeroes the rows of a tile of V from valid_rows on, by 128 threads.
-
-    They may hold infinities or NaNs, and 0 times those is not 0.
-    """
+    """The device function that zeroes rows of V from valid_rows on, by 128 threads: 0 times NaN is not 0."""
 
     @device_function
     def zero_rows(values, valid_rows, thread):

@@ -116,10 +116,7 @@ def partial_merge(head_dim, element, prefetch):
 
     @device_function
     def merge_partials(partials, first, count, rows, gqa_ratio, out, heads, lse, token, head, lane):
-        """Write `rows` rows of out: of gqa_ratio heads from `head` on, and tokens from `token` on.
-
-        first: the slot of the first of `count` partials. A warp's lanes compute four columns each at a time.
-        """
+        """Write rows of out, from `head` and `token` on; first: the slot of the first of `count` partials."""
         loaded = cuda.local.array(loaded_count, np.float32)
         row_max, row_sum = cuda.local.array(prefetch, np.float32), cuda.local.array(prefetch, np.float32)
         total = cuda.local.array(4, np.float32)

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +28,6 @@ STATE = "trainer_state.json"
 ARRAYS = "trainer_state.safetensors"
 # In trainer_state.json, an object with this key alone is a reference to the array of that name.
 ARRAY_KEY = "__array__"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was read: its folder (also the model's), its step, and the trainer's state as saved."""
-
-    folder: Path
-    step: int
-    trainer_state: dict
 
 
 def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
@@ -121,13 +111,9 @@ def verify(folder):
 
 
 def load(folder):
-    """The Checkpoint in a folder returned by latest_readable; its model is read by load_model(folder).
-
-    Raises UserError for a damaged trainer_state.
-    """
-    folder = Path(folder)
-    body = _body(folder)
-    return Checkpoint(folder, body["step"], _join(body["state"], open_tensors(folder / ARRAYS)))
+    """(step, trainer_state) of a checkpoint folder, which is also the model's. Raises UserError for a damaged one."""
+    body = _body(Path(folder))
+    return body["step"], _join(body["state"], open_tensors(Path(folder) / ARRAYS))
 
 
 def _body(folder):

@@ -123,8 +123,8 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     if kind == "grpo":
         # Completions are kept where the next step goes on with them: all but every fourth step.
         states = {step: checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{step}") for step in range(1, 7)}
-        kept = [step for step, each in states.items() if each.trainer_state["data"]["rollouts"] is not None]
-        assert kept == [1, 2, 3, 5, 6] and [each.step for each in states.values()] == [1, 2, 3, 4, 5, 6]
+        kept = [step for step, (_, state) in states.items() if state["data"]["rollouts"] is not None]
+        assert kept == [1, 2, 3, 5, 6] and [step for step, _ in states.values()] == [1, 2, 3, 4, 5, 6]
     for step in range(5, 0, -2):
         folder = tmp_path / "run" / "checkpoints"
         for later in range(step + 1, 7):
@@ -279,13 +279,13 @@ def test_a_step_is_saved_once(tmp_path):
     folder.save(0, model, None, {"a": 1})
     folder.save(0, model, None, {"a": 2})
     path = tmp_path / "run" / "checkpoints" / "step-0"
-    assert folder.model_folder == path and checkpoint.load(path).trainer_state == {"trainer": "sft", "a": 1}
+    assert folder.model_folder == path and checkpoint.load(path)[1] == {"trainer": "sft", "a": 1}
     folder.save(1, model, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
     again = RunFolder("sft", run, True)
     assert (again.step, again.state, again.step_chosen) == (1, {"trainer": "sft", "a": 3}, False)
     again.save(1, model, None, {"a": 4})
-    assert checkpoint.load(again.model_folder).trainer_state["a"] == 3
+    assert checkpoint.load(again.model_folder)[1]["a"] == 3
     chosen = RunFolder("sft", run, 1)
     assert chosen.step_chosen and chosen.model_folder == again.model_folder
 

@@ -295,7 +295,7 @@ def generate(model, prompts, output, dtype, **options):
         try:
             outputs = llm.generate(ids, params, progress.generated)
         except PromptError as error:
-            raise UserError(f"{rows.locations[error.request_id]}: {error.reason}") from error
+            raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
         for result in outputs:
             completions = [
                 {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}

@@ -1,7 +1,5 @@
 """Rows to prompts: templates, chat prompts, token ids.
 
-    file -> read_rows -> prompt_examples -> load_prompts
-
 A tokenizer is passed in: an object with encode, apply_chat_template, assistant_mask, chat_template and eos_token_id
 (model/tokenizer.py). Prompts that are dropped are counted.
 """
@@ -18,13 +16,6 @@ GSM8K_TEMPLATE = '{question} Let\'s think step by step and output the final answ
 QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt from a template: one user message if the tokenizer has a chat template, else the text itself."""
-
-    text: str
-
-
 def _fill(template, row, where):
     """The template with {column} replaced by the row's values; braces that name no column stay as they are."""
     names = [name for name in re.findall(r"\{(\w+)\}", template) if name in row]
@@ -37,25 +28,21 @@ def is_gsm8k(row):
     return isinstance(row.get("answer"), str) and "####" in row["answer"]
 
 
-def templated_question(row, data, where, column):
+def templated_question(row, data, tokenizer, where, column):
+    """The prompt that a template makes of a question: one user message where there is a chat template, else a str."""
     text = column_value(row, column, where)
     if not isinstance(text, str) or not text:
         raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
     template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
-    return Question(_fill(template, {**row, "question": text}, where))
+    prompt = _fill(template, {**row, "question": text}, where)
+    chat = tokenizer.chat_template is not None if data.apply_chat_template is None else data.apply_chat_template
+    return [{"role": "user", "content": prompt.strip()}] if chat else prompt
 
 
-def as_prompt(prompt, data, tokenizer):
-    """A prompt as the engine and the rewards get it: a string that is used verbatim, or a message list.
-
-    prompt: str, message list or Question. data: DataConfig; its system_prompt precedes chat prompts that have none.
-    """
-    apply = data.apply_chat_template
-    if isinstance(prompt, Question):
-        chat = tokenizer.chat_template is not None if apply is None else apply
-        prompt = [{"role": "user", "content": prompt.text.strip()}] if chat else prompt.text
-    elif isinstance(prompt, str) and apply:
-        prompt = [{"role": "user", "content": prompt}]
+def as_prompt(prompt, data):
+    """A str or message list as the engine and the rewards get it: a str is used verbatim. data: DataConfig."""
+    if data.apply_chat_template:
+        prompt = as_messages(prompt, "user")
     if isinstance(prompt, list) and data.system_prompt is not None and prompt[0]["role"] != "system":
         prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
     return prompt
@@ -91,42 +78,8 @@ def encode_pair(tokenizer, prompt, completion, **template):
     return both, start
 
 
-@dataclass(frozen=True)
-class PromptExample:
-    """One row for RL: its prompt, the columns that rewards get, and its file and line."""
-
-    where: str
-    prompt: str | list | Question
-    columns: dict
-
-
-def prompt_examples(rows, data):
-    """Rows to a list of PromptExample; the first row's columns decide for all. data: DataConfig.
-
-    Every column but the prompt is passed to the rewards, with two additions: `ground_truth` from verl's reward_model,
-    `solution` from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file and line.
-    """
-    seen = rows.rows[0]
-    column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
-    if column not in seen:
-        wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
-        raise UserError(
-            f"{rows.locations[0]}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}"
-        )
-    from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
-
-    def make(row, where):
-        if from_template:
-            return templated_question(row, data, where, column)
-        prompt = column_value(row, column, where)
-        check_prompt(prompt, f"{where}: {column!r}")
-        return prompt
-
-    return [PromptExample(where, make(row, where), _reward_columns(row, data, where, column)) for row, where in rows]
-
-
 def _reward_columns(row, data, where, prompt_column):
-    excluded = ("prompt", "completion") if prompt_column == "question" else (prompt_column, "prompt", "completion")
+    excluded = {prompt_column, "prompt", "completion"} - {"question"}
     columns = {name: value for name, value in row.items() if name not in excluded}
     if data.answer_column is not None:
         columns["solution"] = column_value(row, data.answer_column, where)
@@ -162,30 +115,45 @@ class PromptData:
 
 
 def load_prompts(path, data, tokenizer, model_limit, vocab_size):
-    """The prompts of a file: PromptData.
+    """The prompts of a file: PromptData. The first row's columns decide for all.
 
-    model_limit: the model's longest sequence in tokens, prompt and completion. Prompts longer than
+    data: DataConfig. model_limit: the model's longest sequence in tokens, prompt and completion. Prompts longer than
     data.max_prompt_length are dropped and counted; one that leaves no room for a completion is a UserError unless
-    max_prompt_length is set. Raises UserError naming file and line.
+    max_prompt_length is set. Every column but the prompt is passed to the rewards, with two additions: `ground_truth`
+    from verl's reward_model, `solution` from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file
+    and line.
     """
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
+    rows = read_rows(path)
+    seen, where = rows[0]
+    column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
+    if column not in seen:
+        wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
+        raise UserError(f"{where}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}")
+    from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
     kept, dropped = [], 0
-    for example in prompt_examples(read_rows(path), data):
-        prompt = as_prompt(example.prompt, data, tokenizer)
+    for row, where in rows:
+        if from_template:
+            prompt = templated_question(row, data, tokenizer, where, column)
+        else:
+            prompt = column_value(row, column, where)
+            check_prompt(prompt, f"{where}: {column!r}")
+        prompt = as_prompt(prompt, data)
+        columns = _reward_columns(row, data, where, column)
         try:
             ids = list(encode_prompt(tokenizer, prompt, **data.chat_template_kwargs))
         except UserError as error:
-            raise UserError(f"{example.where}: {error}") from error
+            raise UserError(f"{where}: {error}") from error
         if not ids:
-            raise UserError(f"{example.where}: the prompt has no tokens")
-        check_ids(ids, vocab_size, example.where)
+            raise UserError(f"{where}: the prompt has no tokens")
+        check_ids(ids, vocab_size, where)
         if len(ids) <= longest:
-            kept.append(Prompt(prompt, ids, example.columns, example.where))
+            kept.append(Prompt(prompt, ids, columns, where))
         elif data.max_prompt_length is None:
             raise UserError(
-                f"{example.where}: a prompt of {len(ids)} tokens leaves no room for a completion in the model's "
+                f"{where}: a prompt of {len(ids)} tokens leaves no room for a completion in the model's "
                 f"{model_limit}; set data.max_prompt_length to drop longer ones"
             )
         else:

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +28,6 @@ STATE = "trainer_state.json"
 ARRAYS = "trainer_state.safetensors"
 # In trainer_state.json, an object with this key alone is a reference to the array of that name.
 ARRAY_KEY = "__array__"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was read: its folder (also the model's), its step, and the trainer's state as saved."""
-
-    folder: Path
-    step: int
-    trainer_state: dict
 
 
 def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
@@ -79,19 +69,17 @@ def existing(output_dir):
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def latest_readable(output_dir, warn=None):
+def latest_readable(output_dir):
     """The folder of the newest undamaged checkpoint, or None if the run has none at all.
 
-    warn: called with one line for each damaged one that is skipped (default: printed on stderr).
-    Raises UserError if there are checkpoints and none of them is readable.
+    Prints a line on stderr for each damaged one that is skipped. Raises UserError if none of them is readable.
     """
-    warn = warn or _print_warning
     folders = existing(output_dir)
     for folder in folders:
         try:
             verify(folder)
         except UserError as error:
-            warn(f"checkpoint {folder} is damaged and passed over: {error}")
+            print(f"rlnumba: warning: checkpoint {folder} is damaged and passed over: {error}", file=sys.stderr)
         else:
             return folder
     if folders:
@@ -123,13 +111,9 @@ def verify(folder):
 
 
 def load(folder):
-    """The Checkpoint in a folder returned by latest_readable; its model is read by load_model(folder).
-
-    Raises UserError for a damaged trainer_state.
-    """
-    folder = Path(folder)
-    body = _body(folder)
-    return Checkpoint(folder, body["step"], _join(body["state"], open_tensors(folder / ARRAYS)))
+    """(step, trainer_state) of a checkpoint folder, which is also the model's. Raises UserError for a damaged one."""
+    body = _body(Path(folder))
+    return body["step"], _join(body["state"], open_tensors(Path(folder) / ARRAYS))
 
 
 def _body(folder):
@@ -185,7 +169,3 @@ def _flush(folder):
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _print_warning(message):
-    print(f"rlnumba: warning: {message}", file=sys.stderr)

@@ -7,6 +7,7 @@ imports are inside the commands, so that --help and a wrong option are answered 
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -20,7 +21,15 @@ import click
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.runtime import device
 
-DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+POSITIVE = click.IntRange(min=1)
+# Options of several commands.
+MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id.")
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Default: the checkpoint's on a GPU, float32 on the cpu device.",
+)
+SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 
 # The signal that ends the command, once one has arrived, and the exception that it raised.
 _signal = _signal_error = None
@@ -105,7 +114,7 @@ def _fail(error, message, code, arguments):
     return code
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True})
 @click.version_option(package_name="rlnumba", message="rlnumba %(version)s")
 @click.option(
     "--device",
@@ -174,20 +183,28 @@ def _open(model):
     return folder, ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
 
 
-def _check_row(row, where, column, text):
-    """A row has token ids in `column`, or a prompt; `text` names the columns of the second form, for the error."""
-    from rlnumba.data import check_prompt
+def _read_rows(path, column, completion=False):
+    """The Rows of a file, each with token ids in `column`, or with a prompt and, if asked for, a completion."""
+    from rlnumba.data import check_messages, check_prompt, read_rows
 
-    if (column in row) == ("prompt" in row):
-        raise UserError(f"{where}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
-    if "prompt" in row:
+    rows = read_rows(path)
+    for row, where in rows:
+        if (column in row) == ("prompt" in row):
+            text = "'prompt' and 'completion'" if completion else "'prompt'"
+            raise UserError(f"{where}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
+        if column in row:
+            ids = row[column]
+            if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise UserError(f"{where}: {column!r} must be a list of integers")
+            if not ids:
+                raise UserError(f"{where}: {column!r} is empty")
+            continue
         check_prompt(row["prompt"], f"{where}: 'prompt'")
-        return
-    ids = row[column]
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise UserError(f"{where}: {column!r} must be a list of integers")
-    if not ids:
-        raise UserError(f"{where}: {column!r} is empty")
+        if completion and isinstance(row.get("completion"), list):
+            check_messages(row["completion"], f"{where}: 'completion'")
+        elif completion and not isinstance(row.get("completion"), str):
+            raise UserError(f"{where}: 'completion' must be a string or a list of messages")
+    return rows
 
 
 def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
@@ -218,45 +235,31 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 
 
 @cli.command()
-@click.option("--model", required=True, help="Hugging Face folder or hub id.")
+@MODEL
 @click.option("--prompts", required=True, help='JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.')
 @click.option("--output", required=True, help="JSONL, a line for each prompt in the same order.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens of a completion."
-)
-@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(min=-1), default=0, show_default=True, help="0 and -1 are off.")
-@click.option(
-    "--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, show_default=True, help="1 is off."
-)
-@click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True, help="0 is off.")
+@click.option("--max-tokens", type=POSITIVE, default=128, help="Most tokens of a completion.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(min=-1), default=0, help="0 and -1 are off.")
+@click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, help="1 is off.")
+@click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, help="0 is off.")
 @click.option(
     "--repetition-penalty",
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
-    show_default=True,
     help="Above 1, tokens that occurred become less likely.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--n", type=click.IntRange(min=1), default=1, show_default=True, help="Completions of each prompt.")
-@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
+@SEED
+@click.option("--n", type=POSITIVE, default=1, help="Completions of each prompt.")
+@DTYPE
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
-@click.option(
-    "--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True, help="Most sequences in a step."
-)
-@click.option(
-    "--max-num-batched-tokens",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Most tokens in a step.",
-)
+@click.option("--max-num-seqs", type=POSITIVE, default=256, help="Most sequences in a step.")
+@click.option("--max-num-batched-tokens", type=POSITIVE, default=8192, help="Most tokens in a step.")
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
 @click.option(
     "--gpu-memory-utilization",
     type=click.FloatRange(min=0, min_open=True, max=1),
     default=0.9,
-    show_default=True,
     help="Share of the GPU's memory for weights, activations, KV cache and attention's partial results.",
 )
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
@@ -268,28 +271,27 @@ def generate(model, prompts, output, dtype, **options):
     generation_config.json are not read.
     """
     from rlnumba.config import EngineConfig
-    from rlnumba.data import encode_prompt, read_rows
+    from rlnumba.data import encode_prompt
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
     _log_device()
-    engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
-    engine |= {name: options.pop(name) for name in ("gpu_memory_utilization", "enforce_eager")}
-    engine, params = EngineConfig(**engine), SamplingParams(**options)
+    names = {f.name for f in dataclasses.fields(EngineConfig)} & set(options)
+    engine = EngineConfig(**{name: options.pop(name) for name in names})
+    params = SamplingParams(**options)
     with replacing(output) as file:
-        rows = read_rows(prompts)
-        for row, where in rows:
-            _check_row(row, where, "prompt_token_ids", "'prompt'")
+        rows = _read_rows(prompts, "prompt_token_ids")
         from rlnumba.engine.core import PromptError, longest_sequence
         from rlnumba.engine.llm import LLM
         from rlnumba.model.transformer import load_model
 
         folder, config, tokenizer = _open(model)
         limit = longest_sequence(config, engine)
-        ids = _token_ids(
-            rows, "prompt_token_ids", lambda row: encode_prompt(tokenizer, row["prompt"]),
-            tokenizer, config.vocab_size, limit,
-        )  # fmt: skip
+
+        def encode(row):
+            return encode_prompt(tokenizer, row["prompt"])
+
+        ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
         llm = LLM(load_model(folder, dtype), tokenizer, engine)
         progress = _Progress()
         try:
@@ -297,10 +299,8 @@ def generate(model, prompts, output, dtype, **options):
         except PromptError as error:
             raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
         for result in outputs:
-            completions = [
-                {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
-                for c in result.completions
-            ]
+            names = ("text", "token_ids", "logprobs", "finish_reason")
+            completions = [{name: getattr(c, name) for name in names} for c in result.completions]
             file.write(to_line({"prompt_token_ids": result.prompt_token_ids, "completions": completions}))
     tokens = sum(len(c.token_ids) for result in outputs for c in result.completions)
     seconds = time.monotonic() - progress.started
@@ -308,15 +308,14 @@ def generate(model, prompts, output, dtype, **options):
 
 
 @cli.command()
-@click.option("--model", required=True, help="Hugging Face folder or hub id.")
+@MODEL
 @click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
-@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
+@DTYPE
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     default=1.0,
-    show_default=True,
     help="Divides the logits; 0 as in `generate --temperature 0`, whose log-probs are those of temperature 1.",
 )
 def score(model, source, output, dtype, temperature):
@@ -324,23 +323,23 @@ def score(model, source, output, dtype, temperature):
 
     Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
     """
-    from rlnumba.data import encode_pair, read_rows
+    from rlnumba.data import encode_pair
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
     _log_device()
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     with replacing(output) as file:
-        rows = read_rows(source)
-        for row, where in rows:
-            _check_score_row(row, where)
+        rows = _read_rows(source, "token_ids", completion=True)
         from rlnumba.model.transformer import load_model
 
         folder, config, tokenizer = _open(model)
-        sequences = _token_ids(
-            rows, "token_ids", lambda row: encode_pair(tokenizer, row["prompt"], row["completion"])[0],
-            tokenizer, config.vocab_size, config.max_position_embeddings,
-        )  # fmt: skip
+
+        def encode(row):
+            return encode_pair(tokenizer, row["prompt"], row["completion"])[0]
+
+        limit = config.max_position_embeddings
+        sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
         transformer = load_model(folder, dtype)
         progress = _Progress()
         scored = _score_all(transformer, sequences, temperature or 1.0, progress)
@@ -350,54 +349,34 @@ def score(model, source, output, dtype, temperature):
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
 
-def _check_score_row(row, where):
-    from rlnumba.data import check_messages
-
-    _check_row(row, where, "token_ids", "'prompt' and 'completion'")
-    if "token_ids" in row:
-        return
-    completion = row.get("completion")
-    if isinstance(completion, list):
-        check_messages(completion, f"{where}: 'completion'")
-    elif not isinstance(completion, str):
-        raise UserError(f"{where}: 'completion' must be a string or a list of messages")
-
-
 def _score_all(model, sequences, temperature, progress, max_tokens=32768):
     """The log-probs of each sequence, (S,) float32 each, max_tokens tokens at a time."""
     import numpy as np
 
-    from rlnumba.model.transformer import check_finite, pack
-    from rlnumba.model.transformer import score as score_batch
+    from rlnumba.model import transformer
 
-    results, first = [], 0
-    while first < len(sequences):
-        last, tokens = first, 0
-        while last < len(sequences) and (last == first or tokens + len(sequences[last]) <= max_tokens):
-            tokens += len(sequences[last])
-            last += 1
-        batch = pack(sequences[first:last])
-        logprobs = device.to_host(score_batch(model, batch, temperature).logprobs)
-        check_finite(logprobs)
+    results = []
+    for part in transformer.whole_sequences(list(map(len, sequences)), max_tokens):
+        batch = transformer.pack(sequences[part])
+        logprobs = device.to_host(transformer.score(model, batch, temperature).logprobs)
+        transformer.check_finite(logprobs)
         results += np.split(logprobs, np.cumsum(batch.lengths)[:-1])
-        first = last
-        progress(f"{first}/{len(sequences)} sequences")
+        progress(f"{part.stop}/{len(sequences)} sequences")
     return results
-
-
-TRAINER_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def _trainer(kind, doc):
     """Adds the command of a trainer: a TOML file, and any of its keys as an option."""
 
-    @cli.command(kind, help=doc, context_settings=TRAINER_SETTINGS, options_metavar="--config RUN.toml [OPTIONS]")
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @cli.command(kind, help=doc, context_settings=settings, options_metavar="--config RUN.toml [OPTIONS]")
     @click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
     @click.option("--resume", is_flag=True, help="Resume from the newest readable checkpoint in output_dir.")
     @click.option(
         "--resume.step",
         "resume_step",
-        type=click.IntRange(min=1),
+        type=POSITIVE,
         help="Resume from checkpoints/step-N in output_dir; newer ones are moved to earlier-M.",
         metavar="N",
     )
@@ -411,17 +390,11 @@ def _trainer(kind, doc):
             click.echo(to_toml(run), nl=False)
             return
         _log_device()
-        resume = resume_step or resume
         if kind == "sft":
-            from rlnumba.trainers.sft import run_sft
-
-            run_sft(run, resume=resume)
+            from rlnumba.trainers.sft import run_sft as train
         else:
-            from rlnumba.trainers.grpo import run_grpo
-
-            run_grpo(run, resume=resume)
-
-    return command
+            from rlnumba.trainers.grpo import run_grpo as train
+        train(run, resume_step or resume)
 
 
 _trainer(
@@ -465,19 +438,11 @@ def parse_overrides(arguments):
 
 
 @cli.command()
-@click.option("--model", required=True, help="Hugging Face folder or hub id.")
-@click.option("--dtype", type=DTYPES, help="Default: the checkpoint's on a GPU, float32 on the cpu device.")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0.0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Divides the logits.",
-)
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Most tokens of a completion."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@MODEL
+@DTYPE
+@click.option("--temperature", type=click.FloatRange(min=0.0, min_open=True), default=1.0, help="Divides the logits.")
+@click.option("--max-tokens", type=POSITIVE, default=48, help="Most tokens of a completion.")
+@SEED
 def check(model, dtype, temperature, max_tokens, seed):
     """Compare rollout log-probs with training log-probs of a model, and name the first operator that differs.
 

@@ -7,7 +7,6 @@ gradient is not finite is skipped and counted.
 
 import math
 import weakref
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,14 +15,6 @@ from rlnumba.kernels.adamw import adamw, adamw_scalars
 from rlnumba.kernels.nn.elementwise import cast, fill
 from rlnumba.kernels.nn.reduce import sum_of_squares
 from rlnumba.runtime import device, memory
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """The gradient's Euclidean norm before clipping, and whether the step was skipped."""
-
-    grad_norm: float
-    skipped: bool
 
 
 class Optimizer:
@@ -62,22 +53,22 @@ class Optimizer:
         fill(0.0, self.grads.flat)
 
     def step(self, learning_rate):
-        """Update the weights from the gradients, which are left as they are; return a StepInfo.
+        """Update the weights from the gradients, which are left as they are; return their Euclidean norm: float.
 
         The gradient is multiplied by min(1, max_grad_norm / (norm + 1e-6)), as torch's clip_grad_norm_.
-        If the norm is not finite, weights, moments and `steps` stay as they were.
+        If the norm is not finite, the step is skipped: weights, moments and `steps` stay as they were.
         """
         sum_of_squares(self.grads.flat, self._sum)
         grad_norm = math.sqrt(float(device.to_host(self._sum)[0]))
         if not math.isfinite(grad_norm):
             self.skipped_steps += 1
-            return StepInfo(grad_norm, skipped=True)
+            return grad_norm
         grad_scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
         self.steps += 1
         scalars = adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, self.steps, grad_scale)
         weights = self.weights
         adamw(weights.flat, self.master, self.grads.flat, self.m, self.v, device.asarray(scalars), weights.decay_end)
-        return StepInfo(grad_norm, skipped=False)
+        return grad_norm
 
     def state_dict(self):
         """What a resumed run restores: NumPy float32 arrays m, v and, of a 16-bit model, master; the counters."""
@@ -94,12 +85,9 @@ class Optimizer:
         Raises UserError if an array is missing, not expected, or not of this model's size.
         """
         arrays = self._arrays()
-        expected = {*arrays, "steps", "skipped_steps"}
-        if set(state) != expected:
-            raise UserError(
-                f"optimizer state: expected {', '.join(sorted(expected))}, got {', '.join(sorted(state))}; "
-                "was it saved with another train.dtype?"
-            )
+        expected, got = (", ".join(sorted(names)) for names in ({*arrays, "steps", "skipped_steps"}, state))
+        if got != expected:
+            raise UserError(f"optimizer state: expected {expected}, got {got}; was it saved with another train.dtype?")
         for key, array in arrays.items():
             if state[key].shape != array.shape:
                 raise UserError(f"optimizer state: {key} must be {array.shape}, got {state[key].shape}")
@@ -118,14 +106,13 @@ def learning_rate_at(train, step, total_steps):
     total_steps, rounded up), so the first of several warm-up steps has rate 0. Then it stays ("constant",
     "constant_with_warmup"), or falls to 0 at total_steps on a line ("linear") or half a cosine ("cosine").
     """
-    warmup = train.warmup_steps
+    warmup, peak = train.warmup_steps, train.learning_rate
     warmup_steps = int(warmup) if warmup >= 1 else math.ceil(warmup * total_steps)
-    peak, schedule = train.learning_rate, train.lr_scheduler_type
     if step < warmup_steps:
         return peak * step / warmup_steps
-    if schedule in ("constant", "constant_with_warmup"):
-        return peak
     decay_steps = max(1, total_steps - warmup_steps)
-    if schedule == "linear":
+    if train.lr_scheduler_type == "linear":
         return peak * max(0.0, (total_steps - step) / decay_steps)
-    return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / decay_steps)))
+    if train.lr_scheduler_type == "cosine":
+        return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / decay_steps)))
+    return peak

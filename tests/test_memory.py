@@ -23,9 +23,6 @@ def test_arrays_of_open_scopes_do_not_overlap_and_bytes_are_counted():
             assert device.to_host(a).sum() == 1000
     # 4,000 and 840 bytes, each rounded up to 256; the last 20 bytes reuse the memory of the 840.
     assert memory.report()["test arrays"] == 4096 + 1024
-    arena.release()
-    memory.reset_peaks()
-    assert memory.report()["test arrays"] == 0
 
 
 def test_an_array_needs_a_scope():

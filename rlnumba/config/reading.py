@@ -194,14 +194,11 @@ def _read_toml(path):
 
 
 def load_run(kind, path, overrides=()):
-    """Reads the run of a trainer.
+    """The SFTRun or GRPORun of a trainer, "sft" or "grpo".
 
-    kind: "sft" or "grpo". path: a TOML file, or a list of them, of which later ones win key by key.
-    overrides: (key, text) pairs from the command line, such as ("train.learning_rate", "1e-5"); dashes stand for
-    underscores, the text "None" for None, and a text of None for a bare flag.
-
-    Returns an SFTRun or GRPORun. Raises ConfigError: unknown key or section (with the nearest name), wrong type,
-    value out of range, missing key, keys that exclude one another.
+    path: a TOML file, or a list of them, of which later ones win key by key. overrides: (key, text) pairs from the
+    command line, such as ("train.learning_rate", "1e-5"); dashes stand for underscores, the text "None" for None, and a
+    text of None for a bare flag. Raises ConfigError.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     values = _Values(kind)

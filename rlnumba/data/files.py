@@ -78,6 +78,13 @@ def column_value(row, column, where):
     return row[column]
 
 
+def text_value(row, column, where):
+    text = column_value(row, column, where)
+    if not isinstance(text, str) or not text:
+        raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
+    return text
+
+
 def check_messages(messages, where):
     """Raises UserError unless `messages` is a non-empty list of {"role": str, "content": ...}; `where` begins it."""
     if not isinstance(messages, list) or not messages:

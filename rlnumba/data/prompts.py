@@ -7,7 +7,7 @@ A tokenizer is passed in: an object with encode, apply_chat_template, assistant_
 import re
 from dataclasses import dataclass
 
-from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_rows
+from rlnumba.data.files import check_ids, check_prompt, column_value, read_rows, text_value
 from rlnumba.errors import ConfigError, UserError
 
 # Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's.
@@ -16,27 +16,22 @@ GSM8K_TEMPLATE = '{question} Let\'s think step by step and output the final answ
 QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
 
 
-def _fill(template, row, where):
-    """The template with {column} replaced by the row's values; braces that name no column stay as they are."""
-    names = [name for name in re.findall(r"\{(\w+)\}", template) if name in row]
-    if not names:
-        raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
-    return re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
-
-
 def is_gsm8k(row):
     return isinstance(row.get("answer"), str) and "####" in row["answer"]
 
 
-def templated_question(row, data, tokenizer, where, column):
-    """The prompt that a template makes of a question: one user message where there is a chat template, else a str."""
-    text = column_value(row, column, where)
-    if not isinstance(text, str) or not text:
-        raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
+def question_prompt(row, data, tokenizer, where, column):
+    """The prompt that data.prompt_template, or a default, makes of a row; {name} of no column stays as it is.
+
+    One user message if the tokenizer has a chat template, else the text itself; data.apply_chat_template decides first.
+    """
+    row = {**row, "question": text_value(row, column, where)}
     template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
-    prompt = _fill(template, {**row, "question": text}, where)
+    if not any(name in row for name in re.findall(r"\{(\w+)\}", template)):
+        raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
+    text = re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
     chat = tokenizer.chat_template is not None if data.apply_chat_template is None else data.apply_chat_template
-    return [{"role": "user", "content": prompt.strip()}] if chat else prompt
+    return as_messages(text.strip(), "user") if chat else text
 
 
 def as_prompt(prompt, data):
@@ -136,7 +131,7 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size):
     kept, dropped = [], 0
     for row, where in rows:
         if from_template:
-            prompt = templated_question(row, data, tokenizer, where, column)
+            prompt = question_prompt(row, data, tokenizer, where, column)
         else:
             prompt = column_value(row, column, where)
             check_prompt(prompt, f"{where}: {column!r}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.data.files import check_ids, check_messages, check_prompt, column_value, kind_of, read_rows
+from rlnumba.data.files import check_ids, check_messages, check_prompt, column_value, kind_of, read_rows, text_value
 from rlnumba.data.packing import TokenSequence, pack_sequences
-from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, templated_question
+from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, question_prompt
 from rlnumba.errors import UserError
 
 
@@ -40,7 +40,7 @@ def row_parser(first, data, tokenizer):
         answer = column_value(row, "answer", where)
         if not isinstance(answer, str):
             raise UserError(f"{where}: 'answer' must be a string, got {kind_of(answer)}")
-        return templated_question(row, data, tokenizer, where, question_column), answer, {}
+        return question_prompt(row, data, tokenizer, where, question_column), answer, {}
 
     if "messages" in seen:
         return _parse_conversation
@@ -49,7 +49,7 @@ def row_parser(first, data, tokenizer):
     if question_column in seen and is_gsm8k(seen):
         return parse_gsm8k
     if "text" in seen:
-        return _parse_text
+        return lambda row, where: (None, text_value(row, "text", where), {})
     raise UserError(
         f"{where}: sft needs the columns messages, or {prompt_column} and {completion_column}, or "
         f"question and answer, or text; its columns are {', '.join(seen) or 'none'}"
@@ -68,13 +68,6 @@ def _parse_conversation(row, where):
     if not isinstance(tools, list | None):
         raise UserError(f"{where}: 'tools' must be a list, got {kind_of(tools)}")
     return None, messages, {"tools": tools}
-
-
-def _parse_text(row, where):
-    text = column_value(row, "text", where)
-    if not isinstance(text, str) or not text:
-        raise UserError(f"{where}: 'text' must be a non-empty string, got {kind_of(text)}")
-    return None, text, {}
 
 
 @dataclass

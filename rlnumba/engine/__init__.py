@@ -15,5 +15,3 @@ check.py          do rollout and training agree, bit by bit
 from rlnumba.engine.core import Engine, PromptError, StepOutput
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams
-
-__all__ = ["LLM", "Completion", "Engine", "PromptError", "RequestOutput", "SamplingParams", "StepOutput"]

@@ -47,15 +47,11 @@ class BlockManager:
         return len(self.free)
 
     def match(self, hashes, token_ids):
-        """The blocks of the longest cached prefix of full blocks with these hashes; their ref_count does not change.
-
-        token_ids: int32, at least len(hashes) * block_size of them.
-        """
-        matched = []
+        """The blocks of the longest cached prefix of full blocks with these hashes; their ref_count does not change."""
+        matched, size = [], self.block_size
         for i, wanted in enumerate(hashes):
             block = self.block_of_hash.get(wanted)
-            expected = token_ids[i * self.block_size : (i + 1) * self.block_size]
-            if block is None or not np.array_equal(self.token_ids[block], expected):
+            if block is None or not np.array_equal(self.token_ids[block], token_ids[i * size : (i + 1) * size]):
                 break
             matched.append(block)
         return matched

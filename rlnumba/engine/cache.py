@@ -24,7 +24,6 @@ class KVCache:
         self.dtype = np.dtype(dtype)
         self.k = self.v = None
         self.mapping = MappedMemory(self.nbytes) if device.name() == "cuda" else None
-        self.untrack = None
 
     @property
     def num_blocks(self):
@@ -36,7 +35,7 @@ class KVCache:
 
     def take(self):
         """Allocate the memory; its content is undefined."""
-        if self.untrack is not None:
+        if self.k is not None:
             return
         if self.mapping is None:
             # Pages of zeros take no physical memory until they are written.
@@ -50,13 +49,12 @@ class KVCache:
 
     def give_back(self):
         """Free the memory; the addresses stay reserved."""
-        if self.untrack is None:
+        if self.k is None:
             return
         self.k = self.v = None
         if self.mapping is not None:
             self.mapping.give_back()
         self.untrack()
-        self.untrack = None
 
     def grow(self, num_blocks):
         """Have num_blocks blocks, with the content of those there are. Not on the GPU, where addresses are fixed."""
@@ -91,7 +89,6 @@ class MappedMemory:
         )
         self.nbytes = -(-nbytes // granularity) * granularity
         self.address = int(self._call(driver.cuMemAddressReserve, self.nbytes, 0, 0, 0))
-        self.unmap = None
         # Not at exit: the driver cleans up itself, and may be gone by then.
         weakref.finalize(self, driver.cuMemAddressFree, self.address, self.nbytes).atexit = False
 

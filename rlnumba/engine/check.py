@@ -23,9 +23,8 @@ PROMPT_LENGTHS = (1, 5, 17, 48, 5, 130)  # below, at and above a block of the ca
 
 @dataclass(frozen=True)
 class Agreement:
-    """tokens: how many were compared; equal: how many of them have the same bits; largest: difference of log-probs, in
-    nats; operator: the first operator that differs and where, or None.
-    """
+    """tokens compared, of which `equal` have the same bits; largest: difference of log-probs, in nats; operator: the
+    first operator that differs and where, or None."""
 
     tokens: int
     equal: int
@@ -48,14 +47,13 @@ def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, 
     pairs = [(output.prompt_token_ids, c) for output in outputs for c in output.completions]
     batch = pack([prompt + c.token_ids for prompt, c in pairs])
     scored = np.split(device.to_host(score(model, batch, temperature).logprobs), np.cumsum(batch.lengths)[:-1])
-    differences = []
-    for (prompt, c), logprobs in zip(pairs, scored, strict=True):
-        differences.append(np.abs(np.array(c.logprobs, np.float32).astype(np.float64) - logprobs[len(prompt) :]))
-    flat = np.concatenate(differences)
-    operator = None
+    differences = [
+        np.abs(np.array(c.logprobs, np.float32).astype(np.float64) - logprobs[len(prompt) :])
+        for (prompt, c), logprobs in zip(pairs, scored, strict=True)
+    ]
+    flat, operator = np.concatenate(differences), None
     if flat.any():
-        worst = int(np.argmax([d.max() for d in differences]))
-        prompt, completion = pairs[worst]
+        prompt, completion = pairs[int(np.argmax([d.max() for d in differences]))]
         llm.sleep()
         operator = first_difference(model, prompt + completion.token_ids, len(prompt), len(pairs))
     return Agreement(len(flat), int((flat == 0).sum()), float(flat.max()), operator)
@@ -132,8 +130,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
     cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype)
     cache.take()
     tables = np.arange(blocks * copies, dtype=np.int32).reshape(copies, blocks)
-    steps = []
-    start = 0
+    steps, start = [], 0
     for end in [prompt_length, *range(prompt_length + 1, len(token_ids) + 1)]:
         positions = np.arange(start, end, dtype=np.int32)
         slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -9,15 +9,15 @@ Requests are added and aborted at any time between steps. A sampled token depend
 index, position) and the weights alone: not on other requests, their order, the step's composition, preemption or the
 content of the prefix cache.
 
-Weights are read in place. Each token is counted from the policy version that it was sampled from: whoever writes the
-weights calls `update_weights` with the new version before the next step.
+Weights are read in place: whoever writes them calls `update_weights` with the new policy version before the next step.
 
 All device work runs in the engine's own Context, on its own stream. `step` returns after all work on that stream has
-ended, because it copies the results to the host, so between steps the weights may be written on any stream. In the
-other direction, `update_weights` and `wake` make the engine's stream wait for what was launched in the caller's current
-context by then: call them in the context that wrote the weights.
+ended, so between steps the weights may be written on any stream. In the other direction, `update_weights` and `wake`
+make the engine's stream wait for what the caller's current context has launched: call them in the one that wrote the
+weights.
 """
 
+import math
 from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
@@ -125,9 +125,7 @@ def has_stop_string(tokenizer, sequence, token_ids):
 class Engine:
     """Continuous batching of requests over one model.
 
-    model: a Transformer; tokenizer: None leaves the texts empty, and prompts are token ids. config: max_num_seqs
-    sequences and max_num_batched_tokens tokens a step, max_model_len (None: the model's max_position_embeddings), the
-    share of the GPU's memory that weights, activations and KV cache may fill.
+    model: a Transformer; tokenizer: None leaves the texts empty, and prompts are token ids. config: EngineConfig.
     Raises ConfigError if max_model_len is more than the model has positions.
     """
 
@@ -191,21 +189,17 @@ class Engine:
         # A prompt as long as the limit still gets the token that its last position predicts.
         limit = max(min(len(prompt) + params.max_tokens, self.max_model_len), len(prompt) + 1)
         num_blocks = blocks_needed(limit, BLOCK_SIZE)
-        capacity = self._capacity()
-        if capacity is not None and num_blocks > capacity:
+        if num_blocks > (capacity := self._capacity()):
             raise PromptError(
                 request_id,
                 f"prompt and completion need {limit} tokens of KV cache, which holds {capacity * BLOCK_SIZE}; "
                 "lower max_tokens or raise gpu_memory_utilization",
             )
         eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
-        philox_key, prompt_key = noise_key(params.seed, prompt), prompt.tobytes()
-        sequences = [
-            Sequence(request_id, index, prompt, params, philox_key, limit, eos + params.stop_token_ids, prompt_key)
-            for index in range(params.n)
-        ]
-        self.requests[request_id] = dict(enumerate(sequences))
-        for sequence in sequences:
+        philox_key, self.requests[request_id] = noise_key(params.seed, prompt), {}
+        for index in range(params.n):
+            sequence = Sequence(request_id, index, prompt, params, philox_key, limit, eos + params.stop_token_ids)
+            self.requests[request_id][index] = sequence
             self.scheduler.add(sequence)
         self.blocks_wanted += params.n * (num_blocks + 1)
         self.most_blocks = max(self.most_blocks, num_blocks)
@@ -240,11 +234,10 @@ class Engine:
         self._start(BlockManager(self.blocks.num_blocks, BLOCK_SIZE), self.policy_version)
 
     def update_weights(self, version):
-        """Count the tokens sampled next from policy version `version`: the weights have been changed in place.
+        """The weights have been changed in place: tokens sampled next are of policy version `version`.
 
         K and V of the old weights are dropped. Running sequences keep their tokens and compute them again, so that the
-        next ones are those of an engine that never had other weights. The engine's stream waits for what was launched
-        in the current context.
+        next ones are those of an engine that never had other weights.
         """
         self.context.wait_for(current())
         self.scheduler.preempt_all()
@@ -252,20 +245,14 @@ class Engine:
         self.scheduler.policy_version = version
 
     def sleep(self):
-        """Give the memory of the KV cache back, with its content; `wake` or the next step takes it again.
-
-        Unfinished requests stay; those that ran are computed again.
-        """
+        """Give the memory of the KV cache back, with its content; unfinished requests stay and are computed again."""
         self.scheduler.preempt_all()
         self.blocks.forget_hashes()
         self.runner.release()
         self.is_asleep = True
 
     def wake(self):
-        """Take the KV cache's memory; only on the GPU, since elsewhere its size follows the requests.
-
-        The engine's stream waits for what was launched in the current context.
-        """
+        """Take the KV cache's memory, as `step` does; only on the GPU: elsewhere its size follows the requests."""
         if device.name() == "cuda" and self.is_asleep:
             self._take_cache()
 
@@ -303,14 +290,12 @@ class Engine:
         self.blocks_wanted -= blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1
 
     def _capacity(self):
-        """How many blocks the cache can have at most; None where it grows with the requests."""
+        """How many blocks the cache can have at most: inf where it grows with the requests."""
         if self.config.num_gpu_blocks_override is not None:
             return self.config.num_gpu_blocks_override
-        if device.name() != "cuda":
-            return None
-        if self.runner.cache is None:
+        if device.name() == "cuda" and self.runner.cache is None:
             self._take_cache()
-        return self.blocks.num_blocks
+        return self.blocks.num_blocks if device.name() == "cuda" else math.inf
 
     def _blocks_to_have(self):
         """How many blocks the cache must have for the next step; on the CPU as many as can be used by it and later."""
@@ -340,12 +325,11 @@ class Engine:
         Attention's workspace grows with the longest sequence that the cache can hold, so it is allocated first.
         """
         num_blocks = self.config.num_gpu_blocks_override
-        if num_blocks is None:
-            self.runner.reserve_activations()
-            num_blocks = self._blocks_beside(0)
-        workspace = self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
-        if self.config.num_gpu_blocks_override is not None:
+        if num_blocks is not None:
+            self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
             return num_blocks
+        self.runner.reserve_activations()
+        workspace = self.runner.reserve_workspace(self._blocks_beside(0) * BLOCK_SIZE)
         most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
         return min(self._blocks_beside(workspace), most)
 

@@ -11,9 +11,8 @@ from rlnumba.model.transformer import find_model, load_model
 class LLM:
     """A model that generates, offline: all prompts of a call are given at once.
 
-    model: a Transformer, or a Hugging Face folder or hub id, whose tokenizer is then the default. tokenizer, config: as
-    Engine takes them. Raises ConfigError if max_model_len is more than the model has positions.
-    Weights are read in place: call `update_weights` after training.
+    model: a Transformer, or a Hugging Face folder or hub id, whose tokenizer is then the default. The other arguments
+    are Engine's, and so are update_weights, needed after every change of the weights, sleep and wake.
     """
 
     def __init__(self, model, tokenizer=None, config=None):
@@ -23,6 +22,15 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len
+
+    def update_weights(self, version):
+        self.engine.update_weights(version)
+
+    def sleep(self):
+        self.engine.sleep()
+
+    def wake(self):
+        self.engine.wake()
 
     def generate(self, prompts, params=None, progress=None):
         """The completions of each prompt, in the order of the prompts.
@@ -39,38 +47,21 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(params)} SamplingParams")
+        total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
         try:
             outputs = [
                 RequestOutput(engine.add_request(index, prompt, p).tolist(), [None] * p.n)
                 for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
             ]
-            self._run(outputs, progress)
+            while engine.has_unfinished:
+                step = engine.step()
+                for request_id, index, completion in step.finished:
+                    outputs[request_id].completions[index] = completion
+                num_finished += len(step.finished)
+                num_tokens += len(step.token_ids)
+                if progress is not None:
+                    progress(num_finished, total, num_tokens)
         except BaseException:
             engine.reset()
             raise
         return outputs
-
-    def _run(self, outputs, progress):
-        """Step until all completions have finished, and write them to the outputs."""
-        total = sum(len(output.completions) for output in outputs)
-        num_finished = num_tokens = 0
-        while self.engine.has_unfinished:
-            step = self.engine.step()
-            for request_id, index, completion in step.finished:
-                outputs[request_id].completions[index] = completion
-            num_finished += len(step.finished)
-            num_tokens += len(step.token_ids)
-            if progress is not None:
-                progress(num_finished, total, num_tokens)
-
-    def update_weights(self, version):
-        """As Engine.update_weights: needed after every change of the weights."""
-        self.engine.update_weights(version)
-
-    def sleep(self):
-        """As Engine.sleep: give the memory of the KV cache back."""
-        self.engine.sleep()
-
-    def wake(self):
-        """As Engine.wake: take it again, which the next `generate` does as well."""
-        self.engine.wake()

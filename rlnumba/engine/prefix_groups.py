@@ -35,7 +35,7 @@ def shared_segments(block_tables, num_segments, blocks_per_segment):
     """
     depths = []
     sequences = np.arange(len(num_segments))
-    ids = np.zeros(len(num_segments), np.int64)
+    ids = np.zeros(len(num_segments), np.int32)
     while True:
         depth = len(depths)
         longer = num_segments[sequences] > depth
@@ -43,10 +43,9 @@ def shared_segments(block_tables, num_segments, blocks_per_segment):
         if len(sequences) < 2:
             return depths
         # Compared as bytes: the id so far, then the blocks of the next segment.
-        prefixes = np.empty((len(sequences), 1 + blocks_per_segment), np.int32)
-        prefixes[:, 0] = ids
-        prefixes[:, 1:] = block_tables[sequences, depth * blocks_per_segment : (depth + 1) * blocks_per_segment]
-        prefixes = prefixes.view(np.dtype((np.void, prefixes.itemsize * (1 + blocks_per_segment))))[:, 0]
+        blocks = block_tables[sequences, depth * blocks_per_segment : (depth + 1) * blocks_per_segment]
+        prefixes = np.ascontiguousarray(np.column_stack([ids.astype(np.int32), blocks]))
+        prefixes = prefixes.view(np.dtype((np.void, prefixes.strides[0])))[:, 0]
         _, ids, counts = np.unique(prefixes, return_inverse=True, return_counts=True)
         shared = counts[ids] > 1
         sequences, ids = sequences[shared], ids[shared]

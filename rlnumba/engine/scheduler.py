@@ -90,51 +90,36 @@ class Scheduler:
         """Queue a sequence. The cache must be able to hold it alone by the time it is admitted."""
         self.waiting.append(sequence)
 
-    @property
-    def num_unfinished(self):
-        return len(self.waiting) + len(self.running) + sum(map(len, self.waiting_on_prefix.values()))
-
     def schedule(self):
         """The next SchedulerOutput; None when nothing is left to do.
 
         Raises ValueError if the next sequence to be admitted does not fit into the cache even alone.
         """
-        preempted = self._allocate_decode_blocks()
-        budget = self.max_num_batched_tokens
-        missing = self.table.length[self.running] - self.table.num_computed[self.running]
-        decode = self.running[missing == 1]
-        # What the step computes besides decode.
-        rows, counts = [], []
-        budget -= len(decode)
-        if len(decode) < len(self.running):
-            prefill = missing > 1
-            for row, count in zip(self.running[prefill].tolist(), missing[prefill].tolist(), strict=True):
-                if budget == 0:
-                    break
-                rows.append(row)
-                counts.append(min(count, budget))
-                budget -= counts[-1]
+        table, preempted = self.table, self._allocate_decode_blocks()
+        # Only the sequence admitted last may lack more than one token: the next one is admitted after its last chunk.
+        counts = table.length[self.running] - table.num_computed[self.running]
+        counts = np.minimum(counts, self.max_num_batched_tokens - len(counts) + 1)
+        budget = self.max_num_batched_tokens - int(counts.sum())
         # After a preemption nothing is admitted: it would be the sequence that was just preempted.
         while budget and self.waiting and self.free_rows and not preempted:
-            if self._wait_on_prefix():
+            sequence = self.waiting[0]
+            if sequence.prompt_key in self.waiting_on_prefix and not sequence.is_prefix_leader:
+                self.waiting_on_prefix[sequence.prompt_key].append(self.waiting.popleft())
                 continue
             row = self._admit()
             if row is None:
                 break
-            rows.append(row)
-            counts.append(min(int(self.table.length[row] - self.table.num_computed[row]), budget))
-            budget -= counts[-1]
-        tokens = self.max_num_batched_tokens - budget
-        if not tokens:
+            count = min(int(table.length[row] - table.num_computed[row]), budget)
+            counts = np.append(counts, count)
+            budget -= count
+        if not len(counts):
             return None
-        ones = np.ones_like(decode)
-        rows, counts = (np.append(decode, rows), np.append(ones, counts)) if rows else (decode, ones)
-        groups = None
-        if self.sharing and tokens == len(rows) == len(self.running):
+        rows, groups = self.running, None
+        if self.sharing and counts.max() == 1:
             groups = self._running_prefix_groups()
-            rows = rows if groups is None else self.running[groups.order]
-        starts = self.table.num_computed[rows]
-        return SchedulerOutput(rows, starts, counts, starts + counts == self.table.length[rows], groups)
+            rows = rows if groups is None else rows[groups.order]
+        starts = table.num_computed[rows]
+        return SchedulerOutput(rows, starts, counts, starts + counts == table.length[rows], groups)
 
     def update(self, step, token_ids, logprobs):
         """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that sample.
@@ -226,14 +211,6 @@ class Scheduler:
             table.num_blocks[rows] += 1
         return preempted
 
-    def _wait_on_prefix(self):
-        """Set the first waiting sequence aside if another one is computing its prompt; whether it is so."""
-        sequence = self.waiting[0]
-        if sequence.is_prefix_leader or sequence.prompt_key not in self.waiting_on_prefix:
-            return False
-        self.waiting_on_prefix[sequence.prompt_key].append(self.waiting.popleft())
-        return True
-
     def _admit(self):
         """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
         sequence, table, blocks = self.waiting[0], self.table, self.blocks
@@ -256,8 +233,8 @@ class Scheduler:
         table.put(row, sequence)
         table.block_tables[row, : len(owned)] = owned
         table.num_blocks[row] = len(owned)
-        table.hashes[row, :num_full] = hashes
-        table.num_hashed[row] = num_full
+        table.num_registered[row] = len(matched)
+        table.last_hash[row] = hashes[len(matched) - 1] if matched else self.policy_version
         table.num_computed[row] = len(matched) * size
         self.running = np.append(self.running, row)
         # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
@@ -279,15 +256,12 @@ class Scheduler:
     def _register(self, row):
         """Record the hashes of a row's blocks that are full and computed."""
         table, size = self.table, self.blocks.block_size
-        full = int(table.num_computed[row]) // size
-        token_ids = table.token_ids[row, : full * size].reshape(full, size)
-        for i in range(int(table.num_hashed[row]), full):
-            parent = table.hashes[row, i - 1] if i else self.policy_version
-            table.hashes[row, i] = block_hash(parent, token_ids[i])
-            table.num_hashed[row] = i + 1
+        full, new_hash = int(table.num_computed[row]) // size, table.last_hash[row]
         for i in range(int(table.num_registered[row]), full):
-            self.blocks.register(int(table.block_tables[row, i]), int(table.hashes[row, i]), token_ids[i])
-        table.num_registered[row] = full
+            token_ids = table.token_ids[row, i * size : (i + 1) * size]
+            new_hash = block_hash(new_hash, token_ids)
+            self.blocks.register(int(table.block_tables[row, i]), new_hash, token_ids)
+        table.num_registered[row], table.last_hash[row] = full, new_hash
 
     def _vacate(self, row):
         """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""

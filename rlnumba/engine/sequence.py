@@ -116,15 +116,9 @@ class Sequence:
     it leaves the row. is_prefix_leader: whether the sequences of the same prompt wait until it has computed the prompt.
     """
 
-    __slots__ = (
-        "request_id", "index", "prompt", "prompt_key", "params", "philox_key", "length_limit", "stop_ids",
-        "token_ids", "logprobs", "policy_versions", "finish_reason", "is_prefix_leader", "row",
-    )  # fmt: skip
-
-    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), prompt_key=None):
+    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=()):
         self.request_id, self.index = request_id, index
-        self.prompt, self.params, self.philox_key = prompt, params, philox_key
-        self.prompt_key = prompt.tobytes() if prompt_key is None else prompt_key
+        self.prompt, self.prompt_key, self.params, self.philox_key = prompt, prompt.tobytes(), params, philox_key
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt
         self.logprobs = np.zeros(len(prompt), np.float32)
@@ -145,9 +139,9 @@ class SequenceTable:
     """The running sequences, one a row: R = num_rows rows of max_length tokens, which grow with what is put into them.
 
     token_ids, logprobs: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K and V are in
-    the cache. block_tables (R, W): its num_blocks blocks of the cache; hashes (R, W): of its full blocks, num_hashed of
-    them computed, num_registered of them in the block manager. sequences (R,): Sequence or None. The rest: what the
-    sampler and the end of a sequence need.
+    the cache. block_tables (R, W): its num_blocks blocks of the cache, the first num_registered of which the block
+    manager can match; last_hash: of the last of these. sequences (R,): Sequence or None. The rest: what the sampler and
+    the end of a sequence need.
     """
 
     def __init__(self, num_rows, block_size, max_length=0):
@@ -158,11 +152,11 @@ class SequenceTable:
         self.token_ids = np.empty((R, max_length), np.int32)
         self.logprobs = np.empty((R, max_length), np.float32)
         self.block_tables = np.zeros((R, width), np.int32)
-        self.hashes = np.zeros((R, width), np.uint64)
+        self.last_hash = np.zeros(R, np.uint64)
         self.stop_ids = np.full((R, 0), -1, np.int32)
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
-        counters = "prompt_length length length_limit num_computed num_blocks num_hashed num_registered"
+        counters = "prompt_length length length_limit num_computed num_blocks num_registered"
         for name in counters.split():
             setattr(self, name, np.zeros(R, np.int64))
         for name in ("sample_index", "top_k"):
@@ -174,14 +168,13 @@ class SequenceTable:
     def _reserve(self, length, num_stop_ids):
         """Widen the arrays to hold rows of `length` tokens and num_stop_ids stop ids."""
         if length > self.max_length:
-            old = self.token_ids, self.logprobs, self.block_tables, self.hashes
             # At least twice as long, so that requests of rising lengths copy the table a few times only.
             wide = SequenceTable(self.num_rows, self.block_size, max(length, 2 * self.max_length))
-            new = wide.token_ids, wide.logprobs, wide.block_tables, wide.hashes
-            for old_array, new_array in zip(old, new, strict=True):
-                new_array[:, : old_array.shape[1]] = old_array
+            for name in ("token_ids", "logprobs", "block_tables"):
+                old, new = getattr(self, name), getattr(wide, name)
+                new[:, : old.shape[1]] = old
+                setattr(self, name, new)
             self.max_length = wide.max_length
-            self.token_ids, self.logprobs, self.block_tables, self.hashes = new
         if num_stop_ids > self.stop_ids.shape[1]:
             added = np.full((self.num_rows, num_stop_ids - self.stop_ids.shape[1]), -1, np.int32)
             self.stop_ids = np.concatenate([self.stop_ids, added], axis=1)
@@ -199,13 +192,10 @@ class SequenceTable:
         self.prompt_length[row] = len(sequence.prompt)
         self.length[row] = length
         self.length_limit[row] = sequence.length_limit
-        self.num_computed[row] = self.num_blocks[row] = self.num_hashed[row] = self.num_registered[row] = 0
+        self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
         self.sample_index[row] = sequence.index
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.repetition_penalty[row] = params.repetition_penalty
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            getattr(self, name)[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
 
     def take(self, row, policy_version):

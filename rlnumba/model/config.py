@@ -17,14 +17,12 @@ from rlnumba.runtime import device
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-SCALING_FIELDS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
+# Of RopeScaling, but for its first field, rope_type.
+SCALING_FIELDS = tuple(field.name for field in fields(RopeScaling))[1:]
+# Keys of config.json that are fields under the same name, in the order in which they are written.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 
 _REQUIRED = object()
@@ -88,11 +86,12 @@ class ModelConfig:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
         _refuse_unsupported(raw, model_type, source)
-        heads = _count(raw, "num_attention_heads", source)
-        hidden = _count(raw, "hidden_size", source)
+        sizes = {name: _count(raw, name, source) for name in SIZES[:5]}
+        heads = sizes["num_attention_heads"]
         # Where a key is absent, the default of transformers' own class for this model type applies.
         kv_heads = _count(raw, "num_key_value_heads", source, heads if model_type == "llama" else _REQUIRED)
-        head_dim = _count(raw, "head_dim", source, 128 if model_type == "qwen3" else hidden // heads)
+        default = 128 if model_type == "qwen3" else sizes["hidden_size"] // heads
+        head_dim = _count(raw, "head_dim", source, default)
         if heads % kv_heads:
             raise UserError(
                 f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -106,11 +105,7 @@ class ModelConfig:
             raise UserError(f"{source}: dtype {dtype!r} is not supported (supported: {', '.join(device.DTYPES)})")
         return cls(
             model_type=model_type,
-            vocab_size=_count(raw, "vocab_size", source),
-            hidden_size=hidden,
-            intermediate_size=_count(raw, "intermediate_size", source),
-            num_hidden_layers=_count(raw, "num_hidden_layers", source),
-            num_attention_heads=heads,
+            **sizes,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=_positive(raw, "rms_norm_eps", source),
@@ -133,17 +128,15 @@ class ModelConfig:
 
         The rotary settings are written in both styles: rope_theta with rope_scaling, and rope_parameters.
         """
-        scaling = None if self.rope_scaling is None else _scaling_dict(self.rope_scaling)
+        scaling = self.rope_scaling
+        if scaling is not None:
+            # Its type, and the values that are not the type's defaults.
+            values = {field: getattr(scaling, field.name) for field in fields(scaling)}
+            scaling = {field.name: value for field, value in values.items() if value != field.default}
         raw = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            **{name: getattr(self, name) for name in SIZES},
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
@@ -280,10 +273,3 @@ def _rope(raw, source):
         return theta, RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
     except ValueError as error:
         raise UserError(f"{where}: {str(error).removeprefix('rope_scaling: ')}") from None
-
-
-def _scaling_dict(scaling):
-    """A RopeScaling as in config.json: its type, and the values that are not the type's defaults."""
-    values = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
-    defaults = {field.name: field.default for field in fields(scaling)}
-    return {name: value for name, value in values.items() if value != defaults[name]}

@@ -85,6 +85,16 @@ class PackedAttention:
         )
 
 
+def _linear_backward(dy, x, w, dw, dbias, empty):
+    """dx (N, K), from dy (N, M), of y = x w^T + bias; adds to dw and, where there is a bias, to dbias."""
+    linear_backward_weight(dy, x, dw)
+    if dbias is not None:
+        bias_backward(dy, dbias)
+    dx = empty(x.shape, x.dtype)
+    linear_backward_input(dy, w, dx)
+    return dx
+
+
 def attention_block(layer, x, w, ctx, h):
     """h = x + o_proj(attention(...rmsnorm(x)...)).
 
@@ -109,24 +119,15 @@ def attention_block_backward(layer, dx, w, grads, ctx, saved):
     """dx: (N, D), the gradient of h on entry and of x on return. Adds to grads, the layer's LayerWeights."""
     x, normed, rstd, qkv, q, k, v, head_rstd, attended = saved
     empty = ctx.memory.empty
-    flat = attended.reshape(x.shape[0], -1)
-    linear_backward_weight(dx, flat, grads.o)
-    if w.o_bias is not None:
-        bias_backward(dx, grads.o_bias)
-    dattended = empty(attended.shape, x.dtype)
-    linear_backward_input(dx, w.o, dattended.reshape(flat.shape))
+    dflat = _linear_backward(dx, attended.reshape(x.shape[0], -1), w.o, grads.o, grads.o_bias, empty)
     dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
-    ctx.attention.backward(layer, dattended, q, k, v, attended, dq, dk, dv)
+    ctx.attention.backward(layer, dflat.reshape(attended.shape), q, k, v, attended, dq, dk, dv)
     dqkv = empty(qkv.shape, x.dtype)
     cos, sin = ctx.rope
     qkv_split_backward(
         dq, dk, dv, qkv, w.q_norm, w.k_norm, cos, sin, ctx.position_ids, head_rstd, dqkv, grads.q_norm, grads.k_norm
     )
-    linear_backward_weight(dqkv, normed, grads.qkv)
-    if w.qkv_bias is not None:
-        bias_backward(dqkv, grads.qkv_bias)
-    dnormed = empty(x.shape, x.dtype)
-    linear_backward_input(dqkv, w.qkv, dnormed)
+    dnormed = _linear_backward(dqkv, normed, w.qkv, grads.qkv, grads.qkv_bias, empty)
     rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
 
 
@@ -153,16 +154,8 @@ def mlp_block_backward(dx, w, grads, ctx, saved):
     """dx: (N, D), the gradient of y on entry and of h on return. Adds to grads, the layer's LayerWeights."""
     h, normed, rstd, gate_up, activated = saved
     empty = ctx.memory.empty
-    linear_backward_weight(dx, activated, grads.down)
-    if w.down_bias is not None:
-        bias_backward(dx, grads.down_bias)
-    dactivated = empty(activated.shape, h.dtype)
-    linear_backward_input(dx, w.down, dactivated)
+    dactivated = _linear_backward(dx, activated, w.down, grads.down, grads.down_bias, empty)
     dgate_up = empty(gate_up.shape, h.dtype)
     swiglu_backward(dactivated, gate_up, dgate_up)
-    linear_backward_weight(dgate_up, normed, grads.gate_up)
-    if w.gate_up_bias is not None:
-        bias_backward(dgate_up, grads.gate_up_bias)
-    dnormed = empty(h.shape, h.dtype)
-    linear_backward_input(dgate_up, w.gate_up, dnormed)
+    dnormed = _linear_backward(dgate_up, normed, w.gate_up, grads.gate_up, grads.gate_up_bias, empty)
     rmsnorm_backward(dnormed, h, w.post_norm, rstd, dx, grads.post_norm, accumulate=True)

@@ -22,15 +22,8 @@ from rlnumba.model.config import read_json
 
 # What a tokenizer consists of on disk; `save` copies those that exist.
 FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 TEMPLATE_FOLDER = "additional_chat_templates"
 ADDED_TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
@@ -74,15 +67,12 @@ class Tokenizer:
         self._clean_up = settings.get("clean_up_tokenization_spaces") and not isinstance(
             self.backend.model, tokenizers.models.BPE
         )
-        self.files = self._files()
         self._compiled = {}
 
     @classmethod
-    def from_folder(cls, folder, required=False):
-        """The Tokenizer of a folder; without a tokenizer.json there, None, or UserError if it is required."""
-        if not required and not (Path(folder) / "tokenizer.json").exists():
-            return None
-        return cls(folder)
+    def from_folder(cls, folder):
+        """The Tokenizer of a folder, or None without a tokenizer.json there."""
+        return cls(folder) if (Path(folder) / "tokenizer.json").exists() else None
 
     def _special_tokens(self, settings):
         legacy = self.folder / "special_tokens_map.json"
@@ -138,24 +128,14 @@ class Tokenizer:
         except (TypeError, KeyError):
             raise UserError(f"{path}: chat_template must be a string or a list of {{name, template}}") from None
 
-    def _files(self):
-        """The files in the folder that make up this tokenizer, as paths relative to it."""
-        named = sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja"))
-        present = [self.folder / name for name in FILES if (self.folder / name).exists()]
-        return [file.relative_to(self.folder) for file in present + named]
-
     def save(self, folder):
-        """Copy the files that this tokenizer was read from to a folder; those that are there already stay."""
-        folder = Path(folder)
-        for file in self.files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        """Copy the files that make up this tokenizer to a folder; those that are there already stay."""
+        present = [self.folder / name for name in FILES if (self.folder / name).exists()]
+        for file in present + sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja")):
+            target = Path(folder) / file.relative_to(self.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(shutil.SameFileError):
-                shutil.copyfile(self.folder / file, folder / file)
-
-    @property
-    def vocab_size(self):
-        """The number of ids, added tokens included."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
+                shutil.copyfile(file, target)
 
     @property
     def chat_template(self):
@@ -168,10 +148,6 @@ class Tokenizer:
     def eos_token_id(self):
         """The id of eos_token, or None; what ends generation is the model config's eos_token_ids."""
         return self._id("eos_token")
-
-    @property
-    def bos_token_id(self):
-        return self._id("bos_token")
 
     @property
     def pad_token_id(self):
@@ -266,14 +242,8 @@ class Tokenizer:
             template = self._compiled[source]
             blocks = template.environment.extensions[GenerationBlocks.identifier]
             blocks.rendered, blocks.spans = ([], []) if track else (None, None)
-            names = dict(
-                self.special_tokens,
-                messages=[_message(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-            names.update(variables)
+            names = {**self.special_tokens, "messages": [_message(message) for message in messages]}
+            names |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
             pieces = blocks.rendered if track else []
             for piece in template.generate(names):
                 pieces.append(piece)

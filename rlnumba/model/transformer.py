@@ -185,6 +185,18 @@ class Score(NamedTuple):
     top1: object
 
 
+def whole_sequences(lengths, max_tokens):
+    """Slices of neighbouring sequences of at most max_tokens tokens together, or of a single longer one: iterator."""
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > start and tokens + length > max_tokens:
+            yield slice(start, index)
+            start, tokens = index, 0
+        tokens += length
+    if lengths:
+        yield slice(start, len(lengths))
+
+
 def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
     """The Score of a Batch, from the training forward, of logits divided by `temperature`.
 
@@ -196,17 +208,13 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
         raise UserError(f"a sequence of {batch.max_seqlen} tokens is longer than max_position_embeddings {limit}")
     xp, N = device.xp(), int(batch.input_ids.shape[0])
     result = Score(xp.zeros(N, np.float32), xp.zeros(N, np.float32), xp.full(N, -1, np.int32))
-    memory = arena or HeapAllocator()
-    first = start = 0
-    while first < len(batch.lengths):
-        count = tokens = 0
-        for length in batch.lengths[first:]:
-            if count and tokens + length > max_tokens:
-                break
-            count, tokens = count + 1, tokens + length
+    memory, end = arena or HeapAllocator(), 0
+    for part in whole_sequences(batch.lengths, max_tokens):
+        lengths = batch.lengths[part]
+        tokens, start = sum(lengths), end
         end = start + tokens
-        cu_seqlens = batch.cu_seqlens[first : first + count + 1] - np.int32(start)
-        attention = PackedAttention(cu_seqlens, max(batch.lengths[first : first + count]), model.config.scale, arena)
+        cu_seqlens = batch.cu_seqlens[part.start : part.stop + 1] - np.int32(start)
+        attention = PackedAttention(cu_seqlens, max(lengths), model.config.scale, arena)
         with memory.scope():
             hidden = model.forward(batch.input_ids[start:end], batch.position_ids[start:end], attention, arena=arena)
             logprobs, lse, entropy = (memory.empty((tokens,), F32) for _ in range(3))
@@ -216,7 +224,6 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
             # The row before a sequence's start has target -100, which gave 0, 0 and -1.
             for shifted, values in zip(result, (logprobs, entropy, top1), strict=True):
                 shifted[start + 1 : end] = values[:-1]
-        first, start = first + count, end
     return result
 
 
@@ -276,11 +283,7 @@ def save_model(model, folder, tokenizer=None, dtype=None):
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(model.config, dtype=dtype or model.dtype.name)
     write_json(folder / "config.json", config.to_dict())
-    ids = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kept = {key: value for key, value in ids.items() if value is not None}
     write_json(folder / "generation_config.json", {**model.generation_config, **kept})
     if tokenizer is not None:

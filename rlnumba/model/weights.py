@@ -13,7 +13,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,7 @@ def parameters(config):
         found.append(Parameter("lm_head", (V, D), True, (("lm_head.weight", V),)))
     placed, offset = [], 0
     for parameter in sorted(found, key=lambda p: not p.decays):
-        placed.append(Parameter(parameter.name, parameter.shape, parameter.decays, parameter.rows, offset))
+        placed.append(replace(parameter, offset=offset))
         offset += -(-parameter.size // ALIGNMENT) * ALIGNMENT
     return placed
 
@@ -108,9 +108,8 @@ def parameters(config):
 class Weights:
     """One flat array of `dtype` on the device, zeros at first, and its views: weights["model.layers.0.qkv"].
 
-    flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies; the rest are
-    biases and norm weights. layers[i]: the LayerWeights of layer i. lm_head: (V, D), the embedding if tied.
-    region: under which the bytes appear in memory.report().
+    flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies. layers[i]: the
+    LayerWeights of layer i. lm_head: (V, D), the embedding if tied. region: of memory.report().
     """
 
     def __init__(self, config, dtype="float32", region="weights"):
@@ -136,6 +135,14 @@ class Weights:
     def __getitem__(self, name):
         return self.views[name]
 
+    def tensors(self):
+        """(name in a checkpoint, view) of every tensor, in the order of the flat buffer."""
+        for p in self.parameters:
+            start = 0
+            for source, rows in p.rows:
+                yield source, self[p.name][start : start + rows]
+                start += rows
+
     def grads(self):
         """Gradients: zeros of float32 in the same layout, with the same names."""
         return Weights(self.config, "float32", region="grads")
@@ -148,8 +155,7 @@ class Weights:
         generator = np.random.default_rng(seed)
         for p in weights.parameters:
             if p.decays:
-                values = 0.02 * generator.standard_normal(p.shape, dtype=np.float32)
-                _assign(weights[p.name], values)
+                _assign(weights[p.name], 0.02 * generator.standard_normal(p.shape, dtype=np.float32))
             elif p.name.endswith("norm"):
                 weights[p.name].fill(1)
         return weights
@@ -172,11 +178,7 @@ def load_weights(folder, config, dtype=None):
     """
     folder = Path(folder)
     files = _open_checkpoint(folder)
-    names = {p.name: p for p in parameters(config)}
-    expected = {}
-    for p in names.values():
-        for source, rows in p.rows:
-            expected[source] = (rows, *p.shape[1:])
+    expected = {source: (rows, *p.shape[1:]) for p in parameters(config) for source, rows in p.rows}
     if config.tie_word_embeddings and "lm_head.weight" in files:
         _drop_tied_head(files)
     # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
@@ -195,11 +197,8 @@ def load_weights(folder, config, dtype=None):
     for name in expected:
         _check_dtype(name, files[name])
     weights = Weights(config, dtype or config.dtype)
-    for p in weights.parameters:
-        start = 0
-        for source, rows in p.rows:
-            _assign(weights[p.name][start : start + rows], files[source].read())
-            start += rows
+    for source, view in weights.tensors():
+        _assign(view, files[source].read())
     return weights
 
 
@@ -252,26 +251,20 @@ def _listed(items, limit=16):
 def save_weights(weights, folder, dtype=None):
     """Write `weights` as *.safetensors under Hugging Face's names, in `dtype` (that of the weights).
 
-    One file, or several of at most SHARD_BYTES with an index. One shard at a time is on the host; every file gets
-    its name only when it is complete, and weight files of an earlier save that are not among them go. Raises
-    UserError if a file cannot be written.
+    One file, or several of at most SHARD_BYTES with an index. One shard at a time is on the host. Weight files of an
+    earlier save that are not among them go. Raises UserError if a file cannot be written.
     """
     folder = Path(folder)
     target = device.dtype(dtype) if dtype else weights.dtype
     shards, bytes_left = [{}], SHARD_BYTES
-    for p in weights.parameters:
-        start = 0
-        for source, rows in p.rows:
-            view = weights[p.name][start : start + rows]
-            start += rows
-            if view.size * target.itemsize > bytes_left and shards[-1]:
-                shards.append({})
-                bytes_left = SHARD_BYTES
-            shards[-1][source] = view
-            bytes_left -= view.size * target.itemsize
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for source, view in weights.tensors():
+        if view.size * target.itemsize > bytes_left and shards[-1]:
+            shards.append({})
+            bytes_left = SHARD_BYTES
+        shards[-1][source] = view
+        bytes_left -= view.size * target.itemsize
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE]
     before = {p.name for p in folder.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
     for name, shard in zip(names, shards, strict=True):
         arrays = ((source, device.to_host(view).astype(target, copy=False)) for source, view in shard.items())
@@ -298,8 +291,7 @@ class Stored:
 def open_tensors(path):
     """{name: Stored} of a safetensors file, which stays mapped while one of them is referenced.
 
-    The library checks the whole layout against the file's length here. Raises UserError naming the file and what
-    is wrong with it.
+    Raises UserError naming the file and what is wrong with it, as the library finds its layout and length.
     """
     path = Path(path)
     try:
@@ -319,10 +311,9 @@ def open_tensors(path):
 
 
 def write_tensors(path, arrays, metadata=None):
-    """Write a safetensors file under a temporary name, flush it to the disk, and rename it into place.
+    """Write {name: NumPy array} as a safetensors file under a temporary name, flush it, and rename it into place.
 
-    arrays: {name: NumPy array}. metadata: dict of str, or None. Raises UserError naming the file if it cannot be
-    written or NumPy's dtype is none of the format's.
+    metadata: dict of str, or None. Raises UserError naming the file if it cannot be written.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")

@@ -31,35 +31,26 @@ def replacing(path):
 
     Of a symbolic link, the target is replaced. Raises UserError naming the path if it cannot be written.
     """
-    path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        # A device or a pipe, such as /dev/null, is written to instead.
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                yield file
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-        return
+    path, temporary = Path(path), None
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        target = Path(os.path.realpath(path))
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-    done = False
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        if path.is_file() or not path.exists():
+            target = Path(os.path.realpath(path))
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        # A device or a pipe, such as /dev/null, is written to instead.
+        with open(path if temporary is None else handle, "w", encoding="utf-8") as file:
             yield file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-        done = True
+        if temporary is not None:
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, target)
+            temporary = None
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
-        if not done:
+        if temporary is not None:
             os.unlink(temporary)
 
 

@@ -24,9 +24,9 @@ SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
 class MetricsWriter:
     """Writes the metrics and completions of a run, step by step; a context manager.
 
-    output_dir: the run's folder. total_steps: optimizer steps of the whole run. start_step: steps already done, 0 or
-    the checkpoint's: files are truncated to it. logging_steps: steps between two lines on a console that is not live.
-    log_completions: whether to print completions (num_to_print of them, None: all) and write them as parquet.
+    total_steps: optimizer steps of the whole run. start_step: steps already done, 0 or the checkpoint's: files are
+    truncated to it. logging_steps: steps between two lines on a console that is not live. log_completions: whether to
+    print completions (num_to_print of them, None: all) and write them as parquet.
     """
 
     def __init__(
@@ -121,10 +121,8 @@ def _write_parquet(path, rows):
         except (pyarrow.ArrowException, UnicodeEncodeError):  # mixed types, or text that has no UTF-8
             return pyarrow.array([json.dumps(value) for value in values])
 
-    rows = [
-        {**row, "prompt": row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])}
-        for row in rows
-    ]
+    prompts = [row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"]) for row in rows]
+    rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row)
     pyarrow.parquet.write_table(pyarrow.table({name: column(name) for name in names}), path)
 

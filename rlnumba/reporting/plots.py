@@ -26,24 +26,14 @@ PANELS = (
 # Drawn with an axis from 0 to 1 if all values are in it.
 SHARES = ("reward", "eval_reward", "mean_token_accuracy", "frac_reward_zero_std")
 
-COLORS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)  # Okabe and Ito: distinguishable with colour blindness
+# Okabe and Ito: distinguishable with colour blindness.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def smooth(values, window):
     """Centred moving average of a (n,) array over `window` (odd) neighbours, fewer at the ends, NaN left out."""
-    finite = np.isfinite(values)
-    kernel = np.ones(window)
-    total = np.convolve(np.where(finite, values, 0.0), kernel, mode="full")
-    count = np.convolve(finite.astype(float), kernel, mode="full")
-    half = window // 2
+    finite, half = np.isfinite(values), window // 2
+    total, count = (np.convolve(x, np.ones(window), mode="full") for x in (np.where(finite, values, 0.0), finite * 1.0))
     with np.errstate(invalid="ignore"):
         return (total / np.where(count > 0, count, np.nan))[half : half + len(values)]
 
@@ -56,10 +46,9 @@ def _series(rows, name):
 
 
 def plot(run_dirs, output):
-    """Draws the metrics of one or several runs to a PNG: raw values light, and their moving average.
+    """Draws the metrics of one or several run folders to a PNG: raw values light, and their moving average.
 
-    run_dirs: folders with a metrics.jsonl. output: the path of the PNG. Raises UserError naming a missing or damaged
-    file, or an output that cannot be written.
+    Raises UserError naming a missing or damaged file, or an output that cannot be written.
     """
     runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in run_dirs]
     panels = [p for p in PANELS if any(np.isfinite(_series(rows, p[0])[1]).any() for _, rows in runs)][:6]
@@ -110,10 +99,8 @@ def _draw(axis, runs, name, logarithmic):
         # A twelfth of the run smooths the noise of single batches.
         window = 2 * min(len(values) // 25, 25) + 1
         noisy = window > 1
-        axis.plot(
-            steps, values, color=color, alpha=0.3 if noisy else 1.0, linewidth=1.0 if noisy else 1.6,
-            marker="o" if len(values) < 12 else None, markersize=3, label=None if noisy else label,
-        )  # fmt: skip
+        style = {"alpha": 0.3, "linewidth": 1.0} if noisy else {"linewidth": 1.6, "label": label}
+        axis.plot(steps, values, color=color, marker="o" if len(values) < 12 else None, markersize=3, **style)
         if noisy:
             trend = np.exp(smooth(np.log(values), window)) if logarithmic else smooth(values, window)
             axis.plot(steps, trend, color=color, linewidth=2.0, label=label)

@@ -2,5 +2,3 @@
 
 from rlnumba.rewards.calling import RewardError, Rewards
 from rlnumba.rewards.loading import load_rewards, resolve
-
-__all__ = ["RewardError", "Rewards", "load_rewards", "resolve"]

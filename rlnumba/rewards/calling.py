@@ -69,22 +69,24 @@ class Rewards:
         prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int. columns: {name: B
         values}. Raises RewardError naming the function, unless errors are skipped.
         """
-        completions = [
-            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        scores = Scores(np.full((len(texts), len(self.functions)), np.nan))
-        metrics = {}
+        scores, metrics = Scores(np.full((len(texts), len(self.functions)), np.nan)), {}
+
+        def log_extra(column, values):
+            scores.extra[column] = values = list(values)
+            if len(values) != len(texts):
+                raise UserError(f"log_extra({column!r}) needs {len(texts)} values, one a completion, got {len(values)}")
+
         keywords = {
             **columns,
             # A copy: the dataset's prompts are used again, and a function may modify its arguments.
             "prompts": [copy.deepcopy(prompt) for prompt in prompts],
-            "completions": completions,
+            "completions": [
+                [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
+                for prompt, text in zip(prompts, texts, strict=True)
+            ],
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
-            "log_extra": lambda column, values: scores.extra.update(
-                {column: _extra_column(column, values, len(texts))}
-            ),
+            "log_extra": log_extra,
             "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
         }
         results = self._call_all(keywords)
@@ -102,16 +104,13 @@ class Rewards:
 
     def _call_all(self, keywords):
         """The functions' results in order, an exception in place of a result where one was raised."""
-        results = [None] * len(self.functions)
-        coroutines = [k for k, function in enumerate(self.functions) if _is_async(function)]
+        results = {}
+        coroutines = [function for function in self.functions if _is_async(function)]
         for k, function in enumerate(self.functions):
-            if k not in coroutines:
+            if function not in coroutines:
                 results[k] = _call_with_timeout(lambda f=function: f(**_accepted_keywords(f, keywords)), self.timeout_s)
-        if coroutines:
-            functions = [self.functions[k] for k in coroutines]
-            for k, result in zip(coroutines, self._await_all(functions, keywords), strict=True):
-                results[k] = result
-        return results
+        awaited = iter(self._await_all(coroutines, keywords) if coroutines else ())
+        return [results[k] if k in results else next(awaited) for k in range(len(self.functions))]
 
     def _await_all(self, functions, keywords):
         """The results of coroutine functions that are awaited together, or exceptions: list."""
@@ -121,11 +120,11 @@ class Rewards:
             return await asyncio.gather(*calls, return_exceptions=True)
 
         def run():
-            with contextlib.ExitStack() as on_error:
-                on_error.callback(self._runner.close)
-                results = self._runner.run(gather())
-                on_error.pop_all()
-            return results
+            try:
+                return self._runner.run(gather())
+            except BaseException:
+                self._runner.close()
+                raise
 
         # The timeouts in the loop expire first; the outer one is for a coroutine that blocks the loop.
         results = _call_with_timeout(run, self.timeout_s + 1, in_thread=_in_event_loop())
@@ -133,13 +132,6 @@ class Rewards:
             self._runner = asyncio.Runner()
             return [results] * len(functions)
         return results
-
-
-def _extra_column(column, values, count):
-    values = list(values)
-    if len(values) != count:
-        raise UserError(f"log_extra({column!r}) needs {count} values, one a completion, got {len(values)}")
-    return values
 
 
 def _is_async(function):
@@ -252,11 +244,7 @@ def _as_values(name, result, count):
         raise RewardError(f"reward {name} must return a list of {count} values, got {type(result).__name__}")
     if len(result) != count:
         raise RewardError(f"reward {name} must return {count} values, one a completion, got {len(result)}")
-    values = np.full(count, np.nan)
     for i, value in enumerate(result):
-        if value is None:
-            continue
-        if not isinstance(value, numbers.Real | np.bool_) or math.isinf(value):
+        if value is not None and (not isinstance(value, numbers.Real | np.bool_) or math.isinf(value)):
             raise RewardError(f"reward {name} must return finite numbers or None, got {value!r} for completion {i}")
-        values[i] = float(value)
-    return values
+    return np.array([np.nan if value is None else float(value) for value in result])

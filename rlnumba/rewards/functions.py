@@ -1,5 +1,6 @@
 """The built-in reward functions."""
 
+import contextlib
 import logging
 import math
 import re
@@ -15,15 +16,14 @@ def texts_of(completions):
 
 ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "final_answer")
 
-KEYWORDS = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
-
 
 def reference_answers(columns):
     """The first answer column: list. Raises UserError naming the columns if there is none."""
     for name in ANSWER_COLUMNS:
         if name in columns:
             return columns[name]
-    seen = ", ".join(name for name in columns if name not in KEYWORDS) or "none"
+    keywords = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    seen = ", ".join(name for name in columns if name not in keywords) or "none"
     raise UserError(f"needs a column {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}; the data has: {seen}")
 
 
@@ -66,11 +66,8 @@ def accuracy_reward(completions, **columns):
     values = []
     for text, gold in zip(texts_of(completions), reference_answers(columns), strict=True):
         gold = str(gold).rpartition("####")[2].strip()
-        if not in_main_thread():
-            values.append(compare(text, gold))
-            continue
         try:
-            with time_limit(SECONDS_PER_ANSWER):
+            with time_limit(SECONDS_PER_ANSWER) if in_main_thread() else contextlib.nullcontext():
                 values.append(compare(text, gold))
         except TimeUp:
             values.append(0.0)
@@ -99,18 +96,12 @@ def gsm8k_reward(completions, **columns):
     """
     values = []
     for text, gold in zip(texts_of(completions), reference_answers(columns), strict=True):
-        gold = gsm8k_answer(str(gold)) or str(gold).strip().replace(",", "")
-        values.append(1.0 if _same_number(gsm8k_answer(text), gold) else 0.0)
+        answer, gold = gsm8k_answer(text), gsm8k_answer(str(gold)) or str(gold).strip().replace(",", "")
+        try:
+            values.append(float(answer is not None and float(answer) == float(gold)))
+        except ValueError:
+            values.append(float(answer == gold))
     return values
-
-
-def _same_number(answer, gold):
-    if answer is None:
-        return False
-    try:
-        return float(answer) == float(gold)
-    except ValueError:
-        return answer == gold
 
 
 def get_cosine_scaled_reward(
@@ -173,11 +164,7 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
 
 
 # Names for rewards.funcs.
-BUILT_IN = {
-    "accuracy_reward": accuracy_reward,
-    "think_format_reward": think_format_reward,
-    "gsm8k_reward": gsm8k_reward,
-}
+BUILT_IN = {function.__name__: function for function in (accuracy_reward, think_format_reward, gsm8k_reward)}
 
 # Names with arguments, which may be omitted where all have defaults.
 FACTORIES = {

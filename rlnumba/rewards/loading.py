@@ -11,15 +11,9 @@ import traceback
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.rewards import functions as built_in
 from rlnumba.rewards.calling import RewardError, Rewards
-from rlnumba.rewards.functions import (
-    BUILT_IN,
-    FACTORIES,
-    accuracy_reward,
-    import_math_verify,
-    reference_answers,
-    texts_of,
-)
+from rlnumba.rewards.functions import BUILT_IN, FACTORIES, reference_answers, texts_of
 
 
 class PerSample:
@@ -67,8 +61,8 @@ def resolve(spec):
             function = _call_factory(spec, function, call)
     if not callable(function):
         raise ConfigError(f"rewards.funcs: {spec} is a {type(function).__name__}, not a function")
-    if function is accuracy_reward:
-        import_math_verify()
+    if function is built_in.accuracy_reward:
+        built_in.import_math_verify()
     if "solution_str" in inspect.signature(function).parameters:
         function = PerSample(function)
     return function
@@ -91,11 +85,8 @@ def _call_factory(spec, factory, call):
 def _find(path):
     if path in BUILT_IN:
         return BUILT_IN[path]
-    if ":" in path:
-        source, _, name = path.rpartition(":")
-    elif "." in path:
-        source, _, name = path.rpartition(".")
-    else:
+    source, _, name = path.rpartition(":" if ":" in path else ".")
+    if not source:
         near = difflib.get_close_matches(path, [*BUILT_IN, *FACTORIES], n=1, cutoff=0)[0]
         raise ConfigError(
             f"rewards.funcs: no built-in reward is called {path!r}; did you mean {near}? Your own are written "

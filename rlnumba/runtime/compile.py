@@ -2,8 +2,7 @@
 
 The cache (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) names a file by a hash of the kernel's source file and of every
 module of this package that it imports, directly or through others; of the kernel's name, the values it closes over and
-its argument types; of the architecture and the versions of the compilers. A file gets its final name when it is
-complete, so processes may fill the cache at the same time.
+its argument types; of the architecture and the versions of the compilers. Processes may fill it at the same time.
 """
 
 import ast
@@ -54,12 +53,13 @@ def load(kernel, type_names):
     cupy.cuda.Device().use()
     from numba.cuda.api import get_current_device
 
-    capability = get_current_device().compute_capability
-    path = _cache_folder() / f"{cache_key(kernel, type_names, capability)}.cubin"
+    folder = pathlib.Path(os.environ.get("RLNUMBA_CACHE_DIR") or pathlib.Path.home() / ".cache" / "rlnumba")
+    path = folder / f"{cache_key(kernel, type_names, get_current_device().compute_capability)}.cubin"
     try:
         entry, code = path.read_bytes().split(b"\0", 1)
     except FileNotFoundError:
-        entry, code = _compile(kernel, type_names)
+        compiled = kernel.compile(tuple(parse_type(name) for name in type_names))
+        entry, code = compiled.entry_name.encode(), bytes(compiled.library.get_cubin().code)
         _write_once(path, entry + b"\0" + code)
     error, library = driver.cuLibraryLoadData(code, [], [], 0, [], [], 0)
     if error == driver.CUresult.CUDA_SUCCESS:
@@ -70,16 +70,6 @@ def load(kernel, type_names):
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"kernel {kernel.py_func.__name__}: its machine code does not load ({error.name})")
     return handle
-
-
-def _compile(kernel, type_names):
-    compiled = kernel.compile(tuple(parse_type(name) for name in type_names))
-    return compiled.entry_name.encode(), bytes(compiled.library.get_cubin().code)
-
-
-def _cache_folder():
-    folder = os.environ.get("RLNUMBA_CACHE_DIR")
-    return pathlib.Path(folder) if folder else pathlib.Path.home() / ".cache" / "rlnumba"
 
 
 def _write_once(path, content):
@@ -97,15 +87,11 @@ def cache_key(kernel, type_names, capability):
     """Hash of all that a kernel's machine code follows from: str."""
     code = kernel.py_func.__code__
     has_file = os.path.isfile(code.co_filename)
-    parts = [
-        None if has_file else marshal.dumps(code).hex(),
-        sources_digest(code.co_filename if has_file else __file__),
-        _identity(kernel),
-        list(type_names),
-        list(capability),
-        sorted((key, repr(value)) for key, value in kernel.targetoptions.items()),
-        [version(package) for package in ("numba", "numba-cuda", "llvmlite")],
-    ]
+    options = sorted((key, repr(value)) for key, value in kernel.targetoptions.items())
+    versions = [version(package) for package in ("numba", "numba-cuda", "llvmlite")]
+    sources = sources_digest(code.co_filename if has_file else __file__)
+    parts = [None if has_file else marshal.dumps(code).hex(), sources, _identity(kernel)]
+    parts += [list(type_names), list(capability), options, versions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -116,10 +102,7 @@ def sources_digest(file_name):
     while new:
         sources |= new
         new = {file for source in new for file in imported_files(source)} - sources
-    digest = hashlib.sha256()
-    for source in sorted(sources):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()
 
 
 @functools.cache

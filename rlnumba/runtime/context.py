@@ -52,7 +52,7 @@ class Context:
 
         The host does not wait. An array allocated in `other` that kernels launched here use must stay referenced until
         `other` has waited for this context, or the device was synchronized: CuPy's memory pool reuses freed memory on
-        the stream that allocated it. Without a GPU a launch has finished when it returns, and this does nothing.
+        the stream that allocated it.
         """
         if device.name() == "cuda":
             import cupy

@@ -26,11 +26,7 @@ ALIASES = {"numpy": "cpu"}
 
 _chosen = None
 
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def _simulator_enabled():
@@ -51,8 +47,7 @@ def select(requested="auto"):
     """Choose the device of this process and return its name: "cuda", "sim" or "cpu".
 
     `auto` is the simulator if NUMBA_ENABLE_CUDASIM=1 is set, else a GPU if there is one, else the CPU. Raises
-    ConfigError for an unknown name, and DeviceError for a device that is not available, or if another one was chosen
-    before. Never falls back to another device than the one asked for.
+    ConfigError for an unknown name, and DeviceError for a device that is not available, or after another choice.
     """
     global _chosen
     requested = ALIASES.get(requested, requested)
@@ -64,10 +59,8 @@ def select(requested="auto"):
         return _chosen
     if requested == "auto":
         requested = "sim" if _simulator_enabled() else "cuda" if _gpu_problem() is None else "cpu"
-    elif requested == "cuda":
-        problem = _gpu_problem()
-        if problem is not None:
-            raise DeviceError(f"device cuda: {problem}")
+    elif requested == "cuda" and (problem := _gpu_problem()) is not None:
+        raise DeviceError(f"device cuda: {problem}")
     elif requested == "sim" and not _simulator_enabled():
         if "numba.cuda" in sys.modules:
             raise DeviceError("device sim: set NUMBA_ENABLE_CUDASIM=1 before Python starts")

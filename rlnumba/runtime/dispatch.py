@@ -16,54 +16,31 @@ RLNUMBA_KERNELS, or `force`, overrides the table: one family for all operators t
 import functools
 import os
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from rlnumba.errors import ConfigError
 from rlnumba.runtime import device
 
 VARIABLE = "RLNUMBA_KERNELS"
-OFFERED = {
-    "gemm": ("sm90", "sm80", "simt"),
-    "attention": ("sm90", "sm80", "simt"),
-    "logprob": ("sm90", "simt"),
+# The compute capabilities on which a family's kernels run: from, to.
+RUNS_ON = {"sm90": ((9, 0), (9, 0)), "sm80": ((8, 0), (99, 9)), "simt": ((0, 0), (99, 9))}
+FAMILIES = tuple(RUNS_ON)
+# The families of each operator and why each is preferred to those after it: the first that the GPU runs is taken.
+# Numbers: bench/results/h200.md; python bench/kernels/attention.py, sm80.py, logprob.py.
+TABLE = {
+    "gemm": {
+        "sm90": "0.95 to 1.04 of cuBLAS's speed at 16,384 rows on an H200",
+        "sm80": "never measured; simt has no tensor cores",
+        "simt": None,
+    },
+    "attention": {
+        "sm90": "forward 509 to 564, backward 438 to 542 TFLOP/s on an H200",
+        "sm80": "forward 268 to 326, backward 171 to 201 TFLOP/s on an H200; never measured on other GPUs",
+        "simt": None,
+    },
+    "logprob": {"sm90": "forward + backward 35 ms where chunks with cuBLAS take 46, on an H200", "simt": None},
 }
-FAMILIES = ("sm90", "sm80", "simt")
 # Former names that stay accepted.
 ALIASES = {"hopper": "sm90", "tensor_core": "sm80", "simple": "simt", "product": "gemm"}
-# The compute capabilities on which a family's kernels run: from, to.
-NEWEST = (99, 9)
-RUNS_ON = {"sm90": ((9, 0), (9, 0)), "sm80": ((8, 0), NEWEST), "simt": ((0, 0), NEWEST)}
-
-
-class Row(NamedTuple):
-    """`operator` is of `family` on compute capabilities `since` .. `until`, because of `why`."""
-
-    operator: str
-    since: tuple
-    until: tuple
-    family: str
-    why: str
-
-
-# The first row that matches counts; without one, an operator is simt.
-TABLE = (
-    # Measured: bench/results/h200.md.
-    Row("gemm", (9, 0), (9, 0), "sm90", "0.95 to 1.04 of cuBLAS's speed at 16,384 rows on an H200"),
-    # Never measured; without tensor cores the peak is an order of magnitude lower.
-    Row("gemm", (8, 0), NEWEST, "sm80", "never measured; simt has no tensor cores"),
-    # python bench/kernels/attention.py, attention/backward.py.
-    Row("attention", (9, 0), (9, 0), "sm90", "forward 509 to 564, backward 438 to 542 TFLOP/s on an H200"),
-    # python bench/kernels/sm80.py, on a GPU of compute capability 9.0.
-    Row(
-        "attention",
-        (8, 0),
-        NEWEST,
-        "sm80",
-        "forward 268 to 326, backward 171 to 201 TFLOP/s on an H200; never measured on other GPUs",
-    ),
-    # python bench/kernels/logprob.py.
-    Row("logprob", (9, 0), (9, 0), "sm90", "forward + backward 35 ms where chunks with cuBLAS take 46, on an H200"),
-)
 
 # {operator: family} that override the table; None before RLNUMBA_KERNELS was read.
 _forced = None
@@ -107,25 +84,25 @@ def _parse(names, source):
     for part in names.split(","):
         operator, equals, family = (word.strip() for word in part.rpartition("="))
         operator, family = ALIASES.get(operator, operator), ALIASES.get(family, family)
-        if equals and operator not in OFFERED:
-            raise ConfigError(f"{source}: operator must be one of {', '.join(OFFERED)}, got {operator!r}")
-        offered = OFFERED[operator] if equals else FAMILIES
+        if equals and operator not in TABLE:
+            raise ConfigError(f"{source}: operator must be one of {', '.join(TABLE)}, got {operator!r}")
+        offered = TABLE[operator] if equals else FAMILIES
         if family not in offered:
             what = f"{operator} must be one of" if equals else "must be auto, operator=family or one of"
             raise ConfigError(f"{source}: {what} {', '.join(offered)}, got {family!r}")
-        _check_runs(family, source)
-        for each in [operator] if equals else OFFERED:
-            forced[each] = family if family in OFFERED[each] else "simt"
+        if device.name() == "cpu":
+            raise ConfigError(f"{source}: {family} needs a GPU or the simulator, not device cpu")
+        if architecture() is not None and not _runs(family, architecture()):
+            have = ".".join(map(str, architecture()))
+            raise ConfigError(f"{source}: this GPU, of compute capability {have}, does not run {family} kernels")
+        for each in [operator] if equals else TABLE:
+            forced[each] = family if family in TABLE[each] else "simt"
     return forced
 
 
-def _check_runs(family, source):
-    if device.name() == "cpu":
-        raise ConfigError(f"{source}: {family} needs a GPU or the simulator, not device cpu")
+def _runs(family, capability):
     since, until = RUNS_ON[family]
-    if architecture() is not None and not since <= architecture() <= until:
-        have = ".".join(map(str, architecture()))
-        raise ConfigError(f"{source}: this GPU, of compute capability {have}, does not run {family} kernels")
+    return since <= capability <= until
 
 
 def _overrides():
@@ -135,26 +112,18 @@ def _overrides():
     return _forced
 
 
-def is_forced(operator):
-    """Whether the environment or `force` chose the operator's family."""
-    return operator in _overrides()
-
-
 @functools.cache
-def _row(operator, capability):
-    """The row of TABLE for an operator on a GPU, or None."""
-    if capability is None:
-        return None
-    return next((row for row in TABLE if row.operator == operator and row.since <= capability <= row.until), None)
+def _first(operator, capability):
+    """The first family of TABLE that runs on a GPU."""
+    return next(family for family in TABLE[operator] if _runs(family, capability))
 
 
 def family(operator):
     """The family of an operator: "sm90", "sm80" or "simt". Raises ConfigError for a bad RLNUMBA_KERNELS."""
     forced = _overrides().get(operator)
-    if forced is not None:
-        return forced
-    row = _row(operator, architecture())
-    return row.family if row else "simt"
+    if forced is not None or architecture() is None:
+        return forced or "simt"
+    return _first(operator, architecture())
 
 
 def select(operator, is_supported, *constants):
@@ -169,10 +138,9 @@ def select(operator, is_supported, *constants):
 
 def describe(operator):
     """The operator's family and the reason, as one line: str."""
+    forced = operator in _overrides()
     if device.name() == "cpu":
-        _overrides()
         return "cpu"
-    if is_forced(operator):
-        return f"{family(operator)} (forced)"
-    row = _row(operator, architecture())
-    return f"{family(operator)} ({row.why})" if row else "simt"
+    chosen = family(operator)
+    why = "forced" if forced else TABLE[operator][chosen]
+    return f"{chosen} ({why})" if why else chosen

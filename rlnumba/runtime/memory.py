@@ -48,14 +48,10 @@ class Arena:
     """Short-lived arrays of one region, for one stream. An array is valid until the scope it was made in ends."""
 
     def __init__(self, region):
-        self.region = region
-        self.chunks = []
+        self.region, self.chunks = region, []
         # The next array's chunk, and its offset there.
-        self.chunk = 0
-        self.offset = 0
-        self.used = 0
-        self.peak = 0
-        self.depth = 0
+        self.chunk = self.offset = 0
+        self.used = self.peak = self.depth = 0
 
     def empty(self, shape, dtype):
         """An array of the device with undefined content, to be used inside the innermost open scope."""
@@ -91,20 +87,7 @@ class Arena:
             self.depth -= 1
             self.chunk, self.offset, self.used = start
             if not self.depth and len(self.chunks) > 1:
-                self._merge()
-
-    def _merge(self):
-        """Replace all chunks, none of which is in use, by one of the peak size."""
-        import cupy
-
-        self.chunks.clear()
-        cupy.get_default_memory_pool().free_all_blocks()
-        self.chunks.append(cupy.empty(self.peak, np.uint8))
-
-    def release(self):
-        """Free all memory; only outside of scopes."""
-        if self.depth:
-            raise ValueError(f"arena {self.region}: release() inside a scope")
-        self.chunks.clear()
-        track(self.region, -self.peak)
-        self.peak = 0
+                # One of the peak size replaces them.
+                self.chunks.clear()
+                device.xp().get_default_memory_pool().free_all_blocks()
+                self.chunks.append(device.xp().empty(self.peak, np.uint8))

@@ -11,12 +11,13 @@ A trainer is its loop and its loss on one page; the rest is here:
     policy.step(learning_rate)                                     gradients -> weights
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import add, scale
-from rlnumba.model.heads import SavedHead, lm_head_backward, lm_head_forward, lm_head_forward_backward
+from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device
@@ -45,21 +46,11 @@ class TargetBatch:
 
         No target may be the first token of its sequence. Raises ValueError for an empty sequence.
         """
-        position_ids, cu_seqlens = packed_positions(lengths)
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
-        token_ids, position_ids, cu_seqlens = map(device.asarray, (token_ids, position_ids, cu_seqlens))
-        max_seqlen = int(np.max(lengths, initial=0))
+        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
         return TargetBatch(
-            token_ids, position_ids, cu_seqlens, max_seqlen, device.asarray(rows), device.asarray(target_ids)
+            *sequences, int(np.max(lengths, initial=0)), device.asarray(rows), device.asarray(target_ids)
         )
-
-
-@dataclass
-class Forward:
-    """What Policy.backward reads of a Policy.forward."""
-
-    tape: Tape
-    head: SavedHead
 
 
 class Policy:
@@ -72,14 +63,9 @@ class Policy:
     def __init__(self, model, train, reference=None, temperature=1.0):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.grads = model.weights.grads()
+        moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         self.optimizer = Optimizer(
-            model.weights,
-            self.grads,
-            beta1=train.adam_beta1,
-            beta2=train.adam_beta2,
-            epsilon=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-            max_grad_norm=train.max_grad_norm,
+            model.weights, self.grads, **moments, weight_decay=train.weight_decay, max_grad_norm=train.max_grad_norm
         )
         self.arena = Arena("activations")
         self.context = Context()
@@ -102,19 +88,20 @@ class Policy:
             )
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
-        """As `logprobs`, but the Forward that is returned can be handed to `backward` inside the same scope."""
+        """As `logprobs`; returns what `backward` reads, inside the same scope."""
         tape = Tape(self.train.gradient_checkpointing)
         hidden = self._hidden(self.model, batch, tape)
         head = lm_head_forward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
         )
-        return Forward(tape, head)
+        return tape, head
 
     def backward(self, forward, dlogprobs):
         """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""
-        dhidden = lm_head_backward(self.model, forward.head, dlogprobs, self.grads, self.arena)
+        tape, head = forward
+        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena)
         self._head_grad_is_zero = False
-        self.model.backward(dhidden, forward.tape, self.grads)
+        self.model.backward(dhidden, tape, self.grads)
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
@@ -142,8 +129,7 @@ class Policy:
         It may return before the weights are written. A reader on another stream, such as the engine, has to wait for
         this one: at the end of a Clock phase the device is synchronised.
         """
-        info = self.optimizer.step(learning_rate)
-        metrics = {"grad_norm": info.grad_norm, "learning_rate": learning_rate}
+        metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
         return metrics
@@ -158,8 +144,19 @@ class Policy:
             add(part, moved, moved)
 
 
-def epochs_done(step, gradient_accumulation_steps, micro_steps_per_epoch):
-    """The epochs that `step` optimizer steps make, the last step of an epoch being shorter: float. As transformers."""
-    steps_per_epoch = -(-micro_steps_per_epoch // gradient_accumulation_steps)
-    epochs, rest = divmod(step, steps_per_epoch)
-    return epochs + rest * gradient_accumulation_steps / micro_steps_per_epoch
+class Schedule:
+    """The optimizer steps of a run, as transformers counts them: the last one of an epoch may be shorter.
+
+    micro_steps_per_epoch: forward and backward passes, train.gradient_accumulation_steps of them an optimizer step.
+    """
+
+    def __init__(self, train, micro_steps_per_epoch):
+        self.accumulation, self.micro_steps_per_epoch = train.gradient_accumulation_steps, micro_steps_per_epoch
+        self.steps_per_epoch = -(-micro_steps_per_epoch // self.accumulation)
+        epochs = math.ceil(train.num_train_epochs * self.steps_per_epoch)
+        self.total_steps = train.max_steps if train.max_steps > 0 else epochs
+
+    def epochs_done(self, step):
+        """The epochs that `step` optimizer steps make: float."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return epochs + rest * self.accumulation / self.micro_steps_per_epoch

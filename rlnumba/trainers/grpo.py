@@ -30,7 +30,7 @@ from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device
-from rlnumba.trainers.core import Policy, epochs_done
+from rlnumba.trainers.core import Policy, Schedule
 from rlnumba.trainers.rollout import (
     PromptOrder,
     Rollouts,
@@ -70,6 +70,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     if folder.state is not None:
         load_policy(policy, folder.state["learner"])
         state.load_state_dict(folder.state["data"], train)
+        llm.update_weights(folder.step)
 
     def save(step, data_state):
         folder.save(step, model, tokenizer, {"learner": policy_state(policy), "data": data_state})
@@ -95,9 +96,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
                     state.begin(rollouts, generations, rewards.names, train)
                     num_generated += sum(each.num_generated for each in generations)
                     writer.completions(step + 1, [row for each in generations for row in each.rows(rewards.names)])
-                micro_batches.append(
-                    state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
-                )
+                part = state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
+                micro_batches.append(part)
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
                 metrics = train_step(policy, micro_batches, learning_rate_at(train, step, schedule.total_steps))
@@ -195,10 +195,9 @@ def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
     found = []
     for part in parts:
-        logprobs = device.xp().empty(len(part.loss_mask), np.float32)
-        policy.logprobs(part.to_device().targets, logprobs, model=model)
-        found.append(np.array(device.to_host(logprobs)))
-    return np.concatenate(found)
+        found.append(device.xp().empty(len(part.loss_mask), np.float32))
+        policy.logprobs(part.to_device().targets, found[-1], model=model)
+    return np.concatenate([device.to_host(logprobs) for logprobs in found])
 
 
 def train_step(policy, micro_batches, learning_rate):
@@ -248,21 +247,9 @@ def train_step(policy, micro_batches, learning_rate):
 
 def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats):
     """policy_loss of a RolloutBatch: loss is added to, dlogprobs and stats (METRICS,) are written."""
-    policy_loss(
-        logprobs,
-        old_logprobs,
-        batch.ref_logprobs,
-        batch.rollout_logprobs,
-        batch.advantages,
-        batch.loss_mask,
-        batch.cu_seqlens,
-        policy.train,
-        scale,
-        loss,
-        dlogprobs,
-        policy.arena.empty((batch.advantages.shape[0], METRICS), np.float32),
-        stats,
-    )
+    of_batch = (batch.ref_logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
+    of_sequences = policy.arena.empty((batch.advantages.shape[0], METRICS), np.float32)
+    policy_loss(logprobs, old_logprobs, *of_batch, policy.train, scale, loss, dlogprobs, of_sequences, stats)
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):
@@ -277,16 +264,9 @@ def evaluate(llm, rewards, prompts, run, trainer_state):
 
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
-    return SamplingParams(
-        temperature=train.temperature,
-        top_p=train.top_p,
-        top_k=train.top_k,
-        min_p=train.min_p,
-        repetition_penalty=train.repetition_penalty,
-        max_tokens=train.max_completion_length,
-        seed=seed,
-        n=n,
-    )
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    settings = {name: getattr(train, name) for name in names}
+    return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
@@ -332,12 +312,11 @@ class MicroStep:
     on_policy: bool
 
 
-class MicroBatchSchedule:
+class MicroBatchSchedule(Schedule):
     """Which micro-batches make up which optimizer step.
 
-    micro_steps_per_generation micro-steps take their sequences from one generation. An epoch ends with a shorter
-    optimizer step if gradient_accumulation_steps does not divide its micro-steps, and without the prompts that do not
-    fill a generation.
+    micro_steps_per_generation micro-steps take their sequences from one generation. An epoch ends without the prompts
+    that do not fill a generation.
     """
 
     def __init__(self, train, path, num_prompts):
@@ -346,12 +325,9 @@ class MicroBatchSchedule:
                 f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
                 f"(train.per_device_train_batch_size x steps_per_generation / num_generations)"
             )
-        self.train, self.accumulation = train, train.gradient_accumulation_steps
+        self.train = train
         self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
-        self.micro_steps_per_epoch = num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation
-        self.steps_per_epoch = -(-self.micro_steps_per_epoch // self.accumulation)
-        epochs = math.ceil(train.num_train_epochs * self.steps_per_epoch)
-        self.total_steps = train.max_steps if train.max_steps > 0 else epochs
+        super().__init__(train, num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation)
 
     def micro_steps(self, step):
         """The MicroSteps of an optimizer step: list."""
@@ -366,10 +342,6 @@ class MicroBatchSchedule:
     def within_generation(self, step):
         """Whether optimizer step `step` begins with completions that an earlier one has generated."""
         return not self.micro_steps(step)[0].begins_generation
-
-    def epochs_done(self, step):
-        """The epochs that `step` optimizer steps make: float."""
-        return epochs_done(step, self.accumulation, self.micro_steps_per_epoch)
 
     @property
     def on_policy(self):
@@ -410,7 +382,7 @@ class DataState:
         self.num_tokens = state["num_tokens"]
         if state["rollouts"] is None:
             return
-        rollouts = Rollouts.from_state(state["rollouts"])
+        rollouts = Rollouts(**state["rollouts"])
         has_reference = len(rollouts.ref_logprobs) > 0
         if len(rollouts.advantages) == train.rollout_batch_size and (has_reference or not train.beta):
             self.rollouts, self.metrics = rollouts, state["metrics"]

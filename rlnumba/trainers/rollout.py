@@ -9,7 +9,7 @@ once, in Rollouts.of. Only the hidden states that predict a completion token rea
 of the loss have T entries, not N.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -238,13 +238,6 @@ def _std(values):
     return float(known.std(ddof=1)) if len(known) > 1 else float("nan")
 
 
-# What a checkpoint keeps of Rollouts.
-ROLLOUT_ARRAYS = (
-    *("token_ids", "prompt_lengths", "completion_lengths", "loss_mask"),
-    *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"),
-)
-
-
 @dataclass
 class Rollouts:
     """One generation on the host, in the order in which it is trained on, or a part of it.
@@ -287,35 +280,25 @@ class Rollouts:
     def part(self, first, count, on_policy=False):
         """Sequences [first, first + count), sharing memory with these."""
 
-        def cut(values, lengths):
+        def tokens(lengths):
             begin = int(lengths[:first].sum())
-            return values[begin : begin + int(lengths[first : first + count].sum())]
+            return slice(begin, begin + int(lengths[first : first + count].sum()))
 
-        lengths, rows = self.completion_lengths, slice(first, first + count)
-        return replace(
-            self,
-            token_ids=cut(self.token_ids, self.prompt_lengths + lengths),
-            prompt_lengths=self.prompt_lengths[rows],
-            completion_lengths=lengths[rows],
-            loss_mask=cut(self.loss_mask, lengths),
-            rollout_logprobs=cut(self.rollout_logprobs, lengths),
-            advantages=self.advantages[rows],
-            old_logprobs=cut(self.old_logprobs, lengths),
-            ref_logprobs=cut(self.ref_logprobs, lengths),
-            on_policy=on_policy,
-        )
+        sequences, targets = slice(first, first + count), tokens(self.completion_lengths)
+        parts = {"token_ids": self.token_ids[tokens(self.prompt_lengths + self.completion_lengths)]}
+        for name in ("prompt_lengths", "completion_lengths", "advantages"):
+            parts[name] = getattr(self, name)[sequences]
+        for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+            parts[name] = getattr(self, name)[targets]
+        return Rollouts(**parts, on_policy=on_policy)
 
     def parts(self, size, on_policy=False):
         """All sequences, `size` at a time: list of Rollouts."""
         return [self.part(first, size, on_policy) for first in range(0, len(self.advantages), size)]
 
     def state(self):
-        """The arrays that a checkpoint keeps: dict for from_state."""
-        return {name: getattr(self, name) for name in ROLLOUT_ARRAYS}
-
-    @staticmethod
-    def from_state(state):
-        return Rollouts(**{name: state[name] for name in ROLLOUT_ARRAYS})
+        """The arrays that a checkpoint keeps: dict, the arguments of Rollouts."""
+        return {name: value for name, value in vars(self).items() if name != "on_policy"}
 
     @property
     def num_active(self):
@@ -328,15 +311,11 @@ class Rollouts:
         cu_seqlens = np.concatenate([[0], np.cumsum(self.completion_lengths)]).astype(np.int32)
         # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
-        return RolloutBatch(
-            targets=TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1])),
-            cu_seqlens=device.asarray(cu_seqlens),
-            loss_mask=device.asarray(self.loss_mask),
-            rollout_logprobs=device.asarray(self.rollout_logprobs),
-            old_logprobs=device.asarray(self.old_logprobs) if len(self.old_logprobs) else None,
-            ref_logprobs=device.asarray(self.ref_logprobs) if len(self.ref_logprobs) else None,
-            advantages=device.asarray(self.advantages),
-        )
+        targets = TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1]))
+        names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+        arrays = {name: getattr(self, name) for name in names}
+        arrays = {name: device.asarray(array) if len(array) else None for name, array in arrays.items()}
+        return RolloutBatch(targets, device.asarray(cu_seqlens), **arrays)
 
 
 @dataclass

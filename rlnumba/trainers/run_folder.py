@@ -1,5 +1,6 @@
 """A run's folder and its resumption, the clock of a step's phases, and lines on the console."""
 
+import itertools
 import os
 import shutil
 import sys
@@ -43,8 +44,7 @@ class RunFolder:
             self.model_folder = checkpoint.latest_readable(self.path)
         self.step, self.state = 0, None
         if self.model_folder is not None:
-            found = checkpoint.load(self.model_folder)
-            self.step, self.state = found.step, found.trainer_state
+            self.step, self.state = checkpoint.load(self.model_folder)
             if self.state["trainer"] != trainer:
                 raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {trainer}")
         elif resume:
@@ -58,14 +58,8 @@ class RunFolder:
             self._archive_later_steps()
         write_config(self.run, environment())
         train = self.run.train
-        return MetricsWriter(
-            self.path,
-            total_steps,
-            self.step,
-            train.logging_steps,
-            train.log_completions,
-            train.num_completions_to_print,
-        )
+        printed = train.log_completions, train.num_completions_to_print
+        return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed)
 
     def _archive_earlier_run(self):
         """Move what an earlier run wrote here to earlier-N, so that nothing is lost or mixed with the new run's."""
@@ -93,18 +87,12 @@ class RunFolder:
                 shutil.copy(self.path / name, target / name)
         if (self.path / "completions").exists():
             shutil.copytree(self.path / "completions", target / "completions")
-        for path in later:
-            os.rename(path, target / "checkpoints" / path.name)
-        if (self.path / "final").exists():
-            os.rename(self.path / "final", target / "final")
+        for path in [*later, *self.path.glob("final")]:
+            os.rename(path, target / path.relative_to(self.path))
         log(f"{self.path}: what came after step {self.step} is now in {target}")
 
     def _archive_folder(self):
-        """A new folder earlier-N."""
-        number = 1
-        while (self.path / f"earlier-{number}").exists():
-            number += 1
-        target = self.path / f"earlier-{number}"
+        target = next(path for n in itertools.count(1) if not (path := self.path / f"earlier-{n}").exists())
         target.mkdir()
         return target
 
@@ -112,8 +100,7 @@ class RunFolder:
         """Write checkpoints/step-N, unless it exists: a step's state is always the same."""
         if step == self.step and self.model_folder is not None:
             return
-        state = {"trainer": self.trainer, **state}
-        keep_last = self.run.train.save_total_limit
+        state, keep_last = {"trainer": self.trainer, **state}, self.run.train.save_total_limit
         self.model_folder = checkpoint.save(self.path, step, model, tokenizer, state, keep_last)
         self.step = step
 

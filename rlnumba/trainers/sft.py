@@ -7,8 +7,6 @@ A micro-batch is per_device_train_batch_size rows (a row is a sequence, or a pac
 padding: sequences do not attend to one another, so packing changes which tokens make up a step and nothing else.
 """
 
-import math
-
 import numpy as np
 
 from rlnumba.data import load_sft
@@ -18,7 +16,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device
-from rlnumba.trainers.core import Policy, TargetBatch, epochs_done
+from rlnumba.trainers.core import Policy, Schedule, TargetBatch
 from rlnumba.trainers.rollout import epoch_order
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memory_metrics
 
@@ -39,27 +37,24 @@ def run_sft(run, resume=False):
     rows = load_rows(run.data.train, run, model, tokenizer)
     eval_data = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None
     rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps
-    steps_per_epoch = -(-len(rows) // rows_per_step)
-    micro_batches = -(-len(rows) // train.per_device_train_batch_size)
-    total_steps = train.max_steps if train.max_steps > 0 else math.ceil(train.num_train_epochs * steps_per_epoch)
+    schedule = Schedule(train, -(-len(rows) // train.per_device_train_batch_size))
     policy = Policy(model, train)
     num_tokens = 0
     if folder.state is not None:
         policy.optimizer.load_state_dict(folder.state["optimizer"])
         num_tokens = folder.state["num_tokens"]
     clock = Clock()
-    with policy.context.use(), folder.writer(total_steps) as writer:
-        for step in range(folder.step, total_steps):
-            epoch, step_of_epoch = divmod(step, steps_per_epoch)
+    with policy.context.use(), folder.writer(schedule.total_steps) as writer:
+        for step in range(folder.step, schedule.total_steps):
+            epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
             order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
             chosen = [rows[i] for i in order[step_of_epoch * rows_per_step : (step_of_epoch + 1) * rows_per_step]]
             with clock.phase("train"):
-                metrics = train_step(policy, chosen, learning_rate_at(train, step, total_steps))
+                metrics = train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
             step_tokens = sum(len(sequence) for row in chosen for sequence in row)
             num_tokens += step_tokens
-            metrics["epoch"] = epochs_done(step + 1, train.gradient_accumulation_steps, micro_batches)
-            metrics["num_tokens"] = num_tokens
-            last = step + 1 == total_steps
+            metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
+            last = step + 1 == schedule.total_steps
             if eval_data and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
                 with clock.phase("eval"):
                     metrics |= evaluate(policy, eval_data)
@@ -109,7 +104,7 @@ def train_step(policy, rows, learning_rate):
 
 
 def evaluate(policy, rows):
-    """The loss and the token accuracy on held-out rows: {"eval_loss": ..., "eval_mean_token_accuracy": ..., ...}."""
+    """Metrics of held-out rows: {"eval_loss": ..., "eval_mean_token_accuracy": ..., ...}."""
     sums = TargetSums(rows)
     for sequences in micro_batches_of(rows, policy.train):
         batch = target_batch(sequences)
@@ -138,9 +133,8 @@ class TargetSums:
 
     def __init__(self, rows):
         self.count = sum(sequence.num_trained for row in rows for sequence in row)
-        xp = device.xp()
-        self.logprobs, self.entropy = xp.empty(self.count, np.float32), xp.empty(self.count, np.float32)
-        self.top1, self.target_ids = xp.empty(self.count, np.int32), xp.empty(self.count, np.int32)
+        self.logprobs, self.entropy = device.xp().empty((2, self.count), np.float32)
+        self.top1, self.target_ids = device.xp().empty((2, self.count), np.int32)
         self.used = 0
 
     def next(self, target_ids):

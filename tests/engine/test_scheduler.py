@@ -92,7 +92,7 @@ def run(sequences, rows=8, budget=16, num_blocks=64, **options):
             assert s.completion_logprobs.tolist() == [-0.5 * t for t in s.completion_ids]
         steps += 1
         assert steps < 5000
-    assert scheduler.num_unfinished == 0 and len(results) == len(sequences)
+    assert not scheduler.waiting and not len(scheduler.running) and len(results) == len(sequences)
     assert blocks.num_free == blocks.num_blocks and not any(blocks.ref_count)
     assert sorted(scheduler.free_rows) == list(range(rows)) and not scheduler.waiting_on_prefix
     return results, scheduler, model

@@ -99,11 +99,11 @@ def test_shapes_of_a_table():
     for max_length, blocks in ((1, 1), (16, 1), (17, 2), (40, 3)):
         table = SequenceTable(num_rows=2, max_length=max_length, block_size=16)
         assert table.token_ids.shape == table.logprobs.shape == (2, max_length)
-        assert table.block_tables.shape == table.hashes.shape == (2, blocks)
+        assert table.block_tables.shape == (2, blocks)
         assert table.stop_ids.shape == (2, 0) and table.philox_key.shape == (2, 2)
         assert table.sequences.tolist() == [None, None]
     kinds = {"token_ids": np.int32, "block_tables": np.int32, "stop_ids": np.int32, "top_k": np.int32}
-    kinds |= {"sample_index": np.int32, "hashes": np.uint64, "philox_key": np.uint32, "logprobs": np.float32}
+    kinds |= {"sample_index": np.int32, "last_hash": np.uint64, "philox_key": np.uint32, "logprobs": np.float32}
     kinds |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), np.float32)
     assert {name: getattr(table, name).dtype for name in kinds} == kinds
 
@@ -129,10 +129,10 @@ def test_table_grows_with_what_is_put_into_it():
     short = Sequence(0, 0, np.arange(5, dtype=np.int32), SamplingParams(), (1, 2), 20, (9,))
     long = Sequence(1, 0, np.arange(100, dtype=np.int32), SamplingParams(), (1, 2), 130, (3, 4, 5))
     table.put(1, short)
-    table.block_tables[1], table.hashes[1] = [6, 7], [60, 70]
+    table.block_tables[1], table.last_hash[1] = [6, 7], 70
     assert table.max_length == 20
     table.put(0, long)
-    assert table.max_length == 130 and table.block_tables.shape == table.hashes.shape == (2, 9)
-    assert table.block_tables[1].tolist() == [6, 7, *[0] * 7] and table.hashes[1, :2].tolist() == [60, 70]
+    assert table.max_length == 130 and table.block_tables.shape == (2, 9)
+    assert table.block_tables[1].tolist() == [6, 7, *[0] * 7] and table.last_hash[1] == 70
     assert table.stop_ids.tolist() == [[3, 4, 5], [9, -1, -1]]
     assert table.take(1, 0).token_ids.tolist() == [0, 1, 2, 3, 4] and table.take(0, 0).token_ids[99] == 99

@@ -13,6 +13,7 @@ import pytest
 
 from rlnumba import checkpoint
 from rlnumba.config import to_toml
+from rlnumba.engine.llm import LLM
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -122,8 +123,8 @@ def test_C05_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     if kind == "grpo":
         # Completions are kept where the next step goes on with them: all but every fourth step.
         states = {step: checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{step}") for step in range(1, 7)}
-        kept = [step for step, each in states.items() if each.trainer_state["data"]["rollouts"] is not None]
-        assert kept == [1, 2, 3, 5, 6] and [each.step for each in states.values()] == [1, 2, 3, 4, 5, 6]
+        kept = [step for step, (_, state) in states.items() if state["data"]["rollouts"] is not None]
+        assert kept == [1, 2, 3, 5, 6] and [step for step, _ in states.values()] == [1, 2, 3, 4, 5, 6]
     for step in range(5, 0, -2):
         folder = tmp_path / "run" / "checkpoints"
         for later in range(step + 1, 7):
@@ -171,6 +172,22 @@ def test_a_run_goes_on_from_a_chosen_step(tmp_path, capsys, kind):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == code and said in errors
     assert hash_of(run) == expected
+
+
+def test_policy_versions_continue_after_a_resume(tmp_path, monkeypatch):
+    """A completion's policy version is the number of optimizer steps before it, also in a resumed run."""
+    versions, generate = [], LLM.generate
+
+    def recording(*arguments):
+        outputs = generate(*arguments)
+        versions.append({v for output in outputs for c in output.completions for v in c.policy_versions})
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", recording)
+    run_grpo(grpo_run(tmp_path / "run", max_steps=2))
+    run_grpo(grpo_run(tmp_path / "run", max_steps=4), resume=True)
+    # The last one of each run is the report on samples.
+    assert versions == [{0}, {1}, {2}, {2}, {3}, {4}]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
@@ -262,13 +279,13 @@ def test_a_step_is_saved_once(tmp_path):
     folder.save(0, model, None, {"a": 1})
     folder.save(0, model, None, {"a": 2})
     path = tmp_path / "run" / "checkpoints" / "step-0"
-    assert folder.model_folder == path and checkpoint.load(path).trainer_state == {"trainer": "sft", "a": 1}
+    assert folder.model_folder == path and checkpoint.load(path)[1] == {"trainer": "sft", "a": 1}
     folder.save(1, model, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
     again = RunFolder("sft", run, True)
     assert (again.step, again.state, again.step_chosen) == (1, {"trainer": "sft", "a": 3}, False)
     again.save(1, model, None, {"a": 4})
-    assert checkpoint.load(again.model_folder).trainer_state["a"] == 3
+    assert checkpoint.load(again.model_folder)[1]["a"] == 3
     chosen = RunFolder("sft", run, 1)
     assert chosen.step_chosen and chosen.model_folder == again.model_folder
 

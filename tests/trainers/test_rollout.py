@@ -189,7 +189,7 @@ def test_parts_share_out_every_array():
     assert parts[1].token_ids.tolist() == [3, 4, 10, 11, 12, 13, 14]
     assert parts[1].ref_logprobs.tolist() == [4, 5, 6, 7, 8]
     assert len(parts[1].old_logprobs) == 0 and parts[1].on_policy and not rollouts.on_policy
-    again = Rollouts.from_state(rollouts.state())
+    again = Rollouts(**rollouts.state())
     assert_same_bits(again.token_ids, rollouts.token_ids)
 
 

@@ -72,9 +72,10 @@ class Rewards:
         scores, metrics = Scores(np.full((len(texts), len(self.functions)), np.nan)), {}
 
         def log_extra(column, values):
-            scores.extra[column] = values = list(values)
+            values = list(values)
             if len(values) != len(texts):
                 raise UserError(f"log_extra({column!r}) needs {len(texts)} values, one a completion, got {len(values)}")
+            scores.extra[column] = values
 
         keywords = {
             **columns,

@@ -4,19 +4,10 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from rlnumba.config import (
-    ALIASES,
-    DataConfig,
-    EngineConfig,
-    GRPOConfig,
-    RewardsConfig,
-    Run,
-    SFTConfig,
-    TrainConfig,
-    keys_of,
-    split_optional,
-    toml_value,
-)
+from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, RewardsConfig, Run, SFTConfig, TrainConfig
+from rlnumba.config.reading import ALIASES
+from rlnumba.config.schema import LIMITS, keys_of, split_optional
+from rlnumba.config.writing import toml_value
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -111,8 +102,7 @@ def _shown_default(f):
 def _shown_limits(metadata):
     if "choices" in metadata:
         return " One of " + ", ".join(f"`{c}`" for c in metadata["choices"]) + "."
-    words = {"above": "above", "minimum": "at least", "below": "below", "maximum": "at most"}
-    limits = [f"{word} {metadata[name]}" for name, word in words.items() if name in metadata]
+    limits = [f"{word} {metadata[name]}" for name, (word, _) in LIMITS.items() if name in metadata]
     return f" {' and '.join(limits).capitalize()}." if limits else ""
 
 
@@ -125,13 +115,12 @@ def reference():
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
-        hints = typing.get_type_hints(section_class)
         inherited = keys_of(TrainConfig) if section_class in (SFTConfig, GRPOConfig) else {}
-        for f in dataclasses.fields(section_class):
-            if f.metadata.get("section") or (f.name in inherited and f.name not in section_class.__annotations__):
+        for f in keys_of(section_class).values():
+            if f.name in inherited and f.name not in section_class.__annotations__:
                 continue
             doc = (f.metadata["doc"] + _shown_limits(f.metadata)).replace("|", "\\|")
-            parts.append(f"| `{f.name}` | {_shown_type(hints[f.name])} | {_shown_default(f)} | {doc} |")
+            parts.append(f"| `{f.name}` | {_shown_type(f.type)} | {_shown_default(f)} | {doc} |")
     named = {("train", "batch_size"): ("train", "generation_batch_size` (grpo), `train.per_device_train_batch_size")}
     rows = [
         f"| `{'.'.join(filter(None, written))}` | `{'.'.join(filter(None, ours))}` |"

@@ -297,7 +297,7 @@ def generate(model, prompts, output, dtype, **options):
         try:
             outputs = llm.generate(ids, params, progress.generated)
         except PromptError as error:
-            raise UserError(f"{rows.locations[error.request_id]}: {error.reason}") from error
+            raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
         for result in outputs:
             names = ("text", "token_ids", "logprobs", "finish_reason")
             completions = [{name: getattr(c, name) for name in names} for c in result.completions]

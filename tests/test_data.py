@@ -9,7 +9,7 @@ import pytest
 
 from rlnumba import data
 from rlnumba.config import DataConfig, SFTConfig
-from rlnumba.data import TokenSequence, best_fit_decreasing, load_prompts, load_sft, pack, read_rows
+from rlnumba.data import TokenSequence, best_fit_decreasing, load_prompts, load_sft, pack_sequences, read_rows
 from rlnumba.errors import ConfigError, UserError
 
 EOS = 1
@@ -114,7 +114,7 @@ def test_parquet(tmp_path):
     assert loaded.prompts[0].prompt == verl["prompt"]
     assert loaded.columns([0, 1])["ground_truth"] == ["2", "2"]
     assert loaded.columns([1])["extra_info"] == [verl["extra_info"]]
-    assert read_rows(path).locations == [f"{path}: row 1", f"{path}: row 2"]
+    assert [where for _, where in read_rows(path)] == [f"{path}: row 1", f"{path}: row 2"]
     path.write_bytes(b"PAR1 nothing")
     with pytest.raises(UserError, match="rows.parquet: not a readable parquet file"):
         read_rows(path)
@@ -375,10 +375,10 @@ def ids(rows):
 
 def test_packing():
     four = sequences([1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11])
-    assert ids(pack(four, 4)) == [[[1, 2, 3, 4]], [[8, 9, 10], [11]], [[6, 7]]]
-    assert ids(pack(four, 4, "bfd_split")) == [[[1, 2, 3, 4]], [[8, 9, 10], [5]], [[6, 7], [11]]]
-    assert ids(pack(four, 4, "wrapped")) == [[[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9, 10, 11]]]
-    assert ids(pack(four, 4, limit=3)) == [[[1, 2, 3], [11]], [[8, 9, 10]], [[6, 7]]]
+    assert ids(pack_sequences(four, 4)) == [[[1, 2, 3, 4]], [[8, 9, 10], [11]], [[6, 7]]]
+    assert ids(pack_sequences(four, 4, "bfd_split")) == [[[1, 2, 3, 4]], [[8, 9, 10], [5]], [[6, 7], [11]]]
+    assert ids(pack_sequences(four, 4, "wrapped")) == [[[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9, 10, 11]]]
+    assert ids(pack_sequences(four, 4, limit=3)) == [[[1, 2, 3], [11]], [[8, 9, 10]], [[6, 7]]]
 
 
 def test_equal_lengths_and_spaces_are_first_in_first_out():

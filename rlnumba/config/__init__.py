@@ -1,6 +1,6 @@
 """A run's keys: `schema` has them, `reading` makes a Run of TOML files and command-line overrides, `writing` TOML."""
 
-from rlnumba.config.reading import ALIASES, load_run
+from rlnumba.config.reading import load_run
 from rlnumba.config.schema import (
     DataConfig,
     EngineConfig,
@@ -13,7 +13,5 @@ from rlnumba.config.schema import (
     SFTRun,
     TrainConfig,
     key,
-    keys_of,
-    split_optional,
 )
-from rlnumba.config.writing import to_toml, toml_value
+from rlnumba.config.writing import to_toml

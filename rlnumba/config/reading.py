@@ -4,14 +4,13 @@ Keys are strict: an unknown section or key, a wrong type or a value out of range
 the file, the key and what would be valid (for an unknown key the nearest one).
 """
 
-import dataclasses
 import difflib
 import json
 import tomllib
 import typing
 from pathlib import Path
 
-from rlnumba.config.schema import RUNS, keys_of, range_problem, sections_of, split_optional
+from rlnumba.config.schema import REQUIRED, RUNS, keys_of, range_problem, sections_of, split_optional
 from rlnumba.errors import ConfigError
 
 # (section, key) of other tools -> the key here. Sources: TRL [train], prime-rl, verl, RL.cu.
@@ -64,9 +63,9 @@ def from_toml(value, hint):
     kind = typing.get_origin(hint) or hint
     if kind is float and type(value) is int:
         return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError
-    return [from_toml(item, typing.get_args(hint)[0]) for item in value] if kind is list else value
+    return [from_toml(item, *typing.get_args(hint)) for item in value] if kind is list else value
 
 
 def split_at_commas(text):
@@ -90,12 +89,10 @@ def from_text(text, hint):
         return text.lower() == "true"
     if hint in (int, float):
         return hint(text)
-    if typing.get_origin(hint) is list:
-        if text.lstrip().startswith("["):
-            return from_toml(_toml_value(text), hint)
+    if typing.get_origin(hint) is list and not text.lstrip().startswith("["):
         return [from_text(part, typing.get_args(hint)[0]) for part in split_at_commas(text) if part]
     try:
-        value = _toml_value(text)
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = json.loads(text)
     return from_toml(value, hint)
@@ -105,8 +102,8 @@ def _nearest(name, valid):
     return difflib.get_close_matches(name, valid, n=1, cutoff=0)[0]
 
 
-def _toml_value(text):
-    return tomllib.loads(f"value = {text}")["value"]
+def _dotted(section, name):
+    return f"{section}.{name}" if section else name
 
 
 class _Values:
@@ -120,7 +117,7 @@ class _Values:
 
     def set(self, section, name, value, convert, where, seen):
         """Sets one key. `where` starts the message of an error; `seen` holds the keys that this source has set."""
-        typed = f"{section}.{name}" if section else name
+        typed = _dotted(section, name)
         section, name = self.aliases.get((section, name), (section, name))
         shown = typed if typed.endswith(name) else f"{typed} ({section}.{name})"
         if name not in self.keys.get(section, {}):
@@ -128,8 +125,8 @@ class _Values:
         if (section, name) in seen:
             raise ConfigError(f"{where}{shown} is given twice, as {seen[section, name]} and {typed}")
         seen[section, name] = typed
-        hint, metadata = self.keys[section][name]
-        hint, optional = split_optional(hint)
+        metadata = self.keys[section][name].metadata
+        hint, optional = split_optional(self.keys[section][name].type)
         if optional and value in ("None", "none", "null"):
             self.given[section][name] = None
             return
@@ -138,7 +135,7 @@ class _Values:
             value = metadata["words"][word]
         try:
             value = convert(value, hint)
-        except (ValueError, tomllib.TOMLDecodeError) as error:
+        except ValueError as error:
             expected = TYPE_NAMES[hint] + (' or "None"' if optional else "")
             raise ConfigError(f"{where}{shown} must be {expected}, got {value!r}") from error
         problem = range_problem(metadata, value)
@@ -149,7 +146,7 @@ class _Values:
     def _advice(self, section, name):
         if name in INSTEAD:
             return INSTEAD[name]
-        everywhere = [f"{s}.{k}" if s else k for s, keys in self.keys.items() for k in keys]
+        everywhere = [_dotted(s, k) for s, keys in self.keys.items() for k in keys]
         elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
         if elsewhere:
             return f"did you mean {elsewhere[0]}?"
@@ -177,9 +174,10 @@ class _Values:
     def override(self, option, text, seen):
         section, _, name = option.lstrip("-").replace("-", "_").rpartition(".")
         if text is None:
-            keys, text = self.keys.get(section, {}), "true"
-            if name in keys and split_optional(keys[name][0])[0] is not bool:
-                raise ConfigError(f"--{section}.{name} needs a value".replace("--.", "--"))
+            f = self.keys.get(section, {}).get(name)
+            if f and split_optional(f.type)[0] is not bool:
+                raise ConfigError(f"--{_dotted(section, name)} needs a value")
+            text = "true"
         self.set(section, name, text, from_text, "command line: ", seen)
 
 
@@ -210,11 +208,10 @@ def load_run(kind, path, overrides=()):
     for option, text in overrides:
         values.override(option, text, seen)
     source = ", ".join(map(str, paths)) or "command line"
-    for section, section_class in values.sections.items():
-        for f in dataclasses.fields(section_class):
-            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            if required and not f.metadata.get("section") and f.name not in values.given[section]:
-                raise ConfigError(f"{source}: missing key {section}.{f.name}".replace(" .", " "))
+    for section, keys in values.keys.items():
+        for name, f in keys.items():
+            if f.default is f.default_factory is REQUIRED and name not in values.given[section]:
+                raise ConfigError(f"{source}: missing key {_dotted(section, name)}")
     try:
         named = {s: c(**values.given[s]) for s, c in values.sections.items() if s}
         return RUNS[kind](**values.given[""], **named)

@@ -4,34 +4,65 @@ Key names and defaults are TRL's for [train] and vLLM's for [engine], unless a k
 range is a ConfigError that names the key. docs/make_configuration.py writes docs/configuration.md from this file.
 """
 
-import dataclasses
 import math
 import operator
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 from rlnumba.errors import ConfigError
 
-REQUIRED = dataclasses.MISSING
+# Limits of a key: how a message names each, and whether a value meets it.
+LIMITS = {
+    "above": ("above", operator.gt),
+    "minimum": ("at least", operator.ge),
+    "below": ("below", operator.lt),
+    "maximum": ("at most", operator.le),
+}
+REQUIRED = MISSING
 
 
 def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
-    limits: `choices` (tuple), `minimum`, `above`, `maximum`, `below` (numbers), `nonempty` (bool), `words` (dict of
-    other spellings, in lower case).
+    limits: those of LIMITS, `choices` (tuple), `nonempty` (bool), `words` (dict of other spellings, in lower case).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def range_problem(metadata, value):
+    """The limit that a value violates, as the end of a sentence: str, or None."""
+    if value == "" and "nonempty" in metadata:
+        return "must not be empty"
+    if "choices" in metadata and value not in metadata["choices"]:
+        return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"must be a finite number, got {value}"
+    limits = [(word, is_met, metadata[name]) for name, (word, is_met) in LIMITS.items() if name in metadata]
+    if all(is_met(value, limit) for _, is_met, limit in limits):
+        return None
+    return f"must be {' and '.join(f'{word} {limit}' for word, _, limit in limits)}, got {value}"
+
+
+class Section:
+    """A section of a run, whose values are checked when it is made; `section` is its name."""
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            problem = None if value is None else range_problem(f.metadata, value)
+            if problem:
+                raise ConfigError(f"{self.section}.{f.name} {problem}")
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """The files of rows, and how a row becomes a prompt."""
 
+    section = "data"
     train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
@@ -57,29 +88,22 @@ class DataConfig:
         {}, "Further variables of the chat template, such as {enable_thinking = false}. TRL keeps it in [train]."
     )
     max_prompt_length: int | None = key(
-        None,
-        "Longer prompts are dropped, and counted as dropped_prompts. None: only the model's limit applies, and a "
-        "longer prompt is an error.",
-        minimum=1,
+        None, "Longer prompts are dropped, and counted (dropped_prompts); None: one too long is an error.", minimum=1
     )
-
-    def __post_init__(self):
-        check_values("data", self)
 
 
 @dataclass(frozen=True)
-class RewardsConfig:
+class RewardsConfig(Section):
     """The reward functions of a run. A completion's reward is the weighted sum of their values that are not None."""
 
+    section = "rewards"
     funcs: list[str] = key(
         [],
         "Built-in names (docs/writing-a-reward.md has them), `file.py:function` or `package.module:function`. Some "
         'built-in ones take arguments: "soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)".',
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
-    timeout: float = key(
-        30.0, "Seconds that one call of a function (a whole batch of completions) may take; not in TRL.", above=0
-    )
+    timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
     reward_errors: str = key(
         "raise",
         "When a function raises, times out or returns the wrong number of values: `raise` ends the run with a "
@@ -88,7 +112,7 @@ class RewardsConfig:
     )
 
     def __post_init__(self):
-        check_values("rewards", self)
+        super().__post_init__()
         if self.weights is not None and len(self.weights) != len(self.funcs):
             raise ConfigError(
                 f"rewards.weights must have one weight for each of the {len(self.funcs)} funcs, got {len(self.weights)}"
@@ -96,13 +120,12 @@ class RewardsConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Section):
     """The inference engine, with vLLM's names."""
 
+    section = "engine"
     max_num_seqs: int = key(256, "Most sequences in one step.", minimum=1)
-    max_num_batched_tokens: int = key(
-        8192, "Most tokens in one step; longer prompts are prefilled in chunks.", minimum=1
-    )
+    max_num_batched_tokens: int = key(8192, "Most tokens in one step; longer prompts are split.", minimum=1)
     gpu_memory_utilization: float = key(
         0.3,
         "Share of the GPU's memory for the engine's weights, activations, KV cache and split-KV partials: 0.3 beside "
@@ -115,38 +138,28 @@ class EngineConfig:
     )
     enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
-    num_gpu_blocks_override: int | None = key(
-        None, "Number of KV blocks of 16 tokens; None: as many as fit in memory.", minimum=1
-    )
-
-    def __post_init__(self):
-        check_values("engine", self)
+    num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
 
+    section = "train"
     learning_rate: float = key(2e-5, "Highest learning rate of AdamW.", minimum=0)
     lr_scheduler_type: str = key(
         "linear",
-        "What the rate does after the warm-up: `linear` or `cosine` fall to 0, `constant` (the same as "
-        "`constant_with_warmup`) stays.",
+        "After the warm-up: `linear` or `cosine` fall to 0, `constant`, also `constant_with_warmup`, stays.",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
     )
     warmup_steps: float = key(
-        0.0,
-        "Optimizer steps over which the rate rises linearly from 0; the first of them has rate 0. Below 1: a share of "
-        "all steps.",
-        minimum=0,
+        0.0, "Optimizer steps in which the rate rises linearly from 0. Below 1: a share of all steps.", minimum=0
     )
     weight_decay: float = key(0.0, "Decoupled weight decay; biases and norms do not decay.", minimum=0)
     adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
     adam_beta2: float = key(0.999, "Decay of AdamW's second moment.", minimum=0, below=1)
     adam_epsilon: float = key(1e-8, "Added to the root of the second moment.", above=0)
-    max_grad_norm: float = key(
-        1.0, "The gradient is scaled down to this global norm when it is longer; 0 turns clipping off.", minimum=0
-    )
+    max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(
         8, "Sequences (GRPO: completions; SFT with packing: packs) in one forward and backward pass.", minimum=1
     )
@@ -163,23 +176,19 @@ class TrainConfig:
         True, "Keep only each layer's input and run the layer again in the backward pass: less memory, more time."
     )
     shuffle_dataset: bool = key(
-        True,
-        "A new order of the rows every epoch, drawn from the seed; false: file order. TRL's SFT default is false, but "
-        "its sampler shuffles all the same.",
+        True, "A new order of the rows every epoch, drawn from the seed; false: the file's. TRL's SFT shuffles, too."
     )
     logging_steps: int = key(
         10, "Steps between two lines on a console that is not live; metrics.jsonl has a line for every step.", minimum=1
     )
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
-    eval_steps: int | None = key(
-        None, "Steps between two evaluations on `data.eval`; None: only after the last step.", minimum=1
-    )
+    eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
 
     def __post_init__(self):
-        check_values("train", self)
+        super().__post_init__()
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 
@@ -188,9 +197,7 @@ class TrainConfig:
 class SFTConfig(TrainConfig):
     """[train] of `rlnumba sft`."""
 
-    max_length: int | None = key(
-        1024, "Tokens of a sequence, and of a pack; longer sequences lose their end. None: no limit.", minimum=2
-    )
+    max_length: int | None = key(1024, "Tokens of a sequence, cut if longer, and of a pack; None: no limit.", minimum=2)
     packing: bool = key(False, "Fill rows of max_length tokens with several sequences, which do not see one another.")
     packing_strategy: str = key(
         "bfd",
@@ -217,9 +224,10 @@ class SFTConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Section):
     """The options of the policy losses (kernels/rl/policy_loss.py); trainers that use them inherit from it."""
 
+    section = "train"
     loss_type: str = key(
         "dapo",
         "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
@@ -230,18 +238,13 @@ class PolicyLossConfig:
     )
     epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
     epsilon_high: float | None = key(
-        None,
-        "The ratio is clipped above 1 + epsilon_high; None: epsilon; DAPO 0.28. For `cispo` it is the cap of the ratio "
-        "itself; ScaleRL 5.0.",
-        minimum=0,
+        None, "Clip above 1 + epsilon_high; None: epsilon; DAPO 0.28. `cispo`: the ratio's cap; ScaleRL 5.0.", minimum=0
     )
     delta: float | None = key(
         None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
     )
     beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
-    use_bias_correction_kl: bool = key(
-        False, "Multiply the KL by the importance ratio (arXiv 2512.02556). TRL since 1.16: true."
-    )
+    use_bias_correction_kl: bool = key(False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.")
     max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
     sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
     sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
@@ -250,8 +253,7 @@ class PolicyLossConfig:
     vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
     vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
     vllm_importance_sampling_correction: bool = key(
-        True,
-        "Weight the loss by the ratio of training to sampling probabilities. It is 1 where both agree bit for bit.",
+        True, "Weight the loss by the ratio of training to sampling probabilities, 1 where both agree bit for bit."
     )
     vllm_importance_sampling_mode: str = key(
         "sequence_mask",
@@ -278,7 +280,7 @@ class PolicyLossConfig:
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
 
     def __post_init__(self):
-        check_values("train", self)
+        super().__post_init__()
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(
@@ -299,16 +301,10 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
     num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
     generation_batch_size: int | None = key(
-        None,
-        "Completions of one generation; None: per_device_train_batch_size x steps_per_generation. Not together with "
-        "steps_per_generation.",
-        minimum=2,
+        None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
     )
     steps_per_generation: int | None = key(
-        None,
-        "Passes of per_device_train_batch_size completions that one generation feeds; None: "
-        "gradient_accumulation_steps.",
-        minimum=1,
+        None, "Forward and backward passes that one generation feeds; None: gradient_accumulation_steps.", minimum=1
     )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
@@ -317,13 +313,9 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     min_p: float | None = key(
         None, "Sample from tokens at least this share as likely as the likeliest; None is off.", minimum=0, maximum=1
     )
-    repetition_penalty: float = key(
-        1.0, "Above 1: tokens of the prompt and of the text so far become less likely; 1 is off.", above=0
-    )
+    repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
-    ref_model_mixup_alpha: float = key(
-        0.6, "Share of the policy in the reference model at each such move.", minimum=0, maximum=1
-    )
+    ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
     scale_rewards: str = key(
         "group",
@@ -339,12 +331,8 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
-    dynamic_sampling: bool = key(
-        False, "Replace groups whose rewards are all equal by groups of further prompts (DAPO; not in TRL)."
-    )
-    max_gen_batches: int = key(
-        10, "Most generations that dynamic_sampling spends on one batch; verl's DAPO recipe: 10.", minimum=1
-    )
+    dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
+    max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
 
     @property
     def rollout_steps(self):
@@ -364,21 +352,21 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         return self.rollout_batch_size // self.num_generations
 
     def __post_init__(self):
-        TrainConfig.__post_init__(self)
-        PolicyLossConfig.__post_init__(self)
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
-        if self.generation_batch_size is not None and self.generation_batch_size % self.per_device_train_batch_size:
-            raise ConfigError(
-                f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
-                f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
-            )
+        super().__post_init__()
+        size_key = "train.per_device_train_batch_size x steps_per_generation"
+        if self.generation_batch_size is not None:
+            size_key = "train.generation_batch_size"
+            if self.steps_per_generation is not None:
+                raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
+            if self.generation_batch_size % self.per_device_train_batch_size:
+                raise ConfigError(
+                    f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
+                    f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
+                )
         if self.rollout_batch_size % self.num_generations:
-            how = "train.per_device_train_batch_size x steps_per_generation"
-            if self.generation_batch_size is not None:
-                how = "train.generation_batch_size"
             raise ConfigError(
-                f"{how} ({self.rollout_batch_size}) must be divisible by train.num_generations ({self.num_generations})"
+                f"{size_key} ({self.rollout_batch_size}) must be divisible by "
+                f"train.num_generations ({self.num_generations})"
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
@@ -398,24 +386,24 @@ class Run:
         "`auto`, which is `native`. `numba` is a former name of `native`.",
         choices=("auto", "native", "cublas", "numba"),
     )
-    data: DataConfig = field(metadata={"section": True})
-    train: TrainConfig = field(metadata={"section": True}, default_factory=TrainConfig)
-    engine: EngineConfig = field(metadata={"section": True}, default_factory=EngineConfig)
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRun(Run):
     """A file of `rlnumba sft`."""
 
-    train: SFTConfig = field(metadata={"section": True}, default_factory=SFTConfig)
+    train: SFTConfig = SFTConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPORun(Run):
     """A file of `rlnumba grpo`."""
 
-    rewards: RewardsConfig = field(metadata={"section": True})
-    train: GRPOConfig = field(metadata={"section": True}, default_factory=GRPOConfig)
+    rewards: RewardsConfig
+    train: GRPOConfig = GRPOConfig()
 
     def __post_init__(self):
         if not self.rewards.funcs:
@@ -423,55 +411,25 @@ class GRPORun(Run):
 
 
 RUNS = {"sft": SFTRun, "grpo": GRPORun}
-LIMITS = {
-    "above": ("above", operator.gt),
-    "minimum": ("at least", operator.ge),
-    "below": ("below", operator.lt),
-    "maximum": ("at most", operator.le),
-}
 
 
-def range_problem(metadata, value):
-    """The limit that a value violates, as the end of a sentence: str, or None."""
-    if value == "" and "nonempty" in metadata:
-        return "must not be empty"
-    if "choices" in metadata and value not in metadata["choices"]:
-        return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"must be a finite number, got {value}"
-    limits = [(word, metadata[name], is_met) for name, (word, is_met) in LIMITS.items() if name in metadata]
-    if all(is_met(value, limit) for _, limit, is_met in limits):
-        return None
-    return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}, got {value}"
-
-
-def check_values(section, config):
-    """Raises ConfigError if a field of the dataclass is out of the range that its metadata states."""
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        problem = None if value is None else range_problem(f.metadata, value)
-        if problem:
-            raise ConfigError(f"{section}.{f.name} {problem}")
+def _is_section(f):
+    return isinstance(f.type, type) and issubclass(f.type, Section)
 
 
 def sections_of(run_class):
     """{section name: dataclass}, with "" for the keys above all sections: dict."""
-    hints = typing.get_type_hints(run_class)
-    named = {f.name: hints[f.name] for f in dataclasses.fields(run_class) if f.metadata.get("section")}
-    return {"": run_class, **named}
+    return {"": run_class} | {f.name: f.type for f in fields(run_class) if _is_section(f)}
 
 
 def keys_of(section_class):
-    """{key: (type, metadata)} of one section: dict."""
-    hints = typing.get_type_hints(section_class)
-    return {
-        f.name: (hints[f.name], f.metadata) for f in dataclasses.fields(section_class) if not f.metadata.get("section")
-    }
+    """{name: dataclass field} of the keys of one section: dict."""
+    return {f.name: f for f in fields(section_class) if not _is_section(f)}
 
 
 def split_optional(hint):
     """(the type without None, whether None is allowed)."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    if isinstance(hint, types.UnionType):
         (inner,) = [a for a in typing.get_args(hint) if a is not type(None)]
         return inner, True
     return hint, False

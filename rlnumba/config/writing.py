@@ -1,9 +1,8 @@
 """A Run as TOML, for output_dir/config.toml and `--dry-run`."""
 
-import dataclasses
 import json
 
-from rlnumba.config.schema import sections_of
+from rlnumba.config.schema import keys_of, sections_of
 
 
 def toml_value(value):
@@ -28,10 +27,8 @@ def to_toml(run):
         values = getattr(run, section) if section else run
         if section:
             lines += ["", f"[{section}]"]
-        for f in dataclasses.fields(section_class):
-            if f.metadata.get("section"):
-                continue
-            value = getattr(values, f.name)
+        for name, f in keys_of(section_class).items():
+            value = getattr(values, name)
             unset = value is None and f.default is None
-            lines.append(f"# {f.name} is not set" if unset else f"{f.name} = {toml_value(value)}")
+            lines.append(f"# {name} is not set" if unset else f"{name} = {toml_value(value)}")
     return "\n".join(lines) + "\n"

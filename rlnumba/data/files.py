@@ -1,7 +1,6 @@
 """Rows of a .jsonl or .parquet file, and checks of their values. Every error names the file and the line."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,20 +8,8 @@ import numpy as np
 from rlnumba.errors import UserError
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one file: dicts, and the file and line of each ("train.jsonl:7")."""
-
-    path: str
-    rows: list[dict]
-    locations: list[str]
-
-    def __iter__(self):
-        return zip(self.rows, self.locations, strict=True)
-
-
 def read_rows(path):
-    """The rows of a .jsonl or .parquet file, all of them objects: Rows.
+    """The rows of a .jsonl or .parquet file, each with its file and line ("train.jsonl:7"): list of (dict, str).
 
     Raises UserError for a missing or empty file, and for the first line that is not a JSON object.
     """
@@ -31,20 +18,21 @@ def read_rows(path):
         raise UserError(f"{path}: is a folder, not a .jsonl or .parquet file")
     if not path.exists():
         raise UserError(f"{path}: no such file")
-    rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
-    if not rows.rows:
+    rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+    if not rows:
         raise UserError(f"{path}: holds no rows")
     return rows
 
 
-def _read_jsonl(path):
-    rows, locations = [], []
+def _jsonl_rows(path):
+    """Yields (row, where) for each line that is not blank."""
     try:
         # Lines end at \n alone: a text may contain U+2028 and other line ends of Unicode.
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
         if not line.strip():
             continue
         try:
@@ -53,22 +41,20 @@ def _read_jsonl(path):
                 # An escape may be half of a surrogate pair, which has no UTF-8 and no tokens.
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8: {error.reason}") from error
+            raise UserError(f"{where}: not UTF-8: {error.reason}") from error
         except UnicodeEncodeError as error:
             half = error.object[error.start].encode("ascii", "backslashreplace").decode()
-            raise UserError(f"{path}:{number}: {half} is half of a character") from error
+            raise UserError(f"{where}: {half} is half of a character") from error
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error.msg} (column {error.colno})") from error
+            raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list in 5,000 lists
-            raise UserError(f"{path}:{number}: not JSON that can be read: {error}") from error
+            raise UserError(f"{where}: not JSON that can be read: {error}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: must be a JSON object, got {kind_of(row)}")
-        rows.append(row)
-        locations.append(f"{path}:{number}")
-    return Rows(str(path), rows, locations)
+            raise UserError(f"{where}: must be a JSON object, got {kind_of(row)}")
+        yield row, where
 
 
-def _read_parquet(path):
+def _parquet_rows(path):
     try:
         import pyarrow
         import pyarrow.parquet
@@ -78,7 +64,7 @@ def _read_parquet(path):
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from error
-    return Rows(str(path), rows, [f"{path}: row {number}" for number in range(1, len(rows) + 1)])
+    return ((row, f"{path}: row {number}") for number, row in enumerate(rows, start=1))
 
 
 def kind_of(value):
@@ -100,7 +86,7 @@ def text_value(row, column, where):
 
 
 def check_messages(messages, where):
-    """Raises UserError unless `messages` is a non-empty list of {"role": str, "content": ...}. where: "file:line"."""
+    """Raises UserError unless `messages` is a non-empty list of {"role": str, "content": ...}; `where` begins it."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where} must be a non-empty list of messages, got {kind_of(messages)}")
     for message in messages:

@@ -55,7 +55,7 @@ def best_fit_decreasing(lengths, size):
     return bins
 
 
-def pack(sequences, size, strategy="bfd", limit=None):
+def pack_sequences(sequences, size, strategy="bfd", limit=None):
     """Sequences in rows of at most `size` tokens: list of lists of TokenSequence.
 
     "bfd": sequences are truncated to `size`. "bfd_split": the rest becomes further sequences. "wrapped": all tokens in

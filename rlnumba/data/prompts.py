@@ -20,7 +20,7 @@ def is_gsm8k(row):
     return isinstance(row.get("answer"), str) and "####" in row["answer"]
 
 
-def question_prompt(row, data, where, column, tokenizer):
+def question_prompt(row, data, tokenizer, where, column):
     """The prompt that data.prompt_template, or a default, makes of a row; {name} of no column stays as it is.
 
     One user message if the tokenizer has a chat template, else the text itself; data.apply_chat_template decides first.
@@ -31,18 +31,15 @@ def question_prompt(row, data, where, column, tokenizer):
         raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
     text = re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
     chat = tokenizer.chat_template is not None if data.apply_chat_template is None else data.apply_chat_template
-    return with_system_prompt(as_messages(text.strip(), "user") if chat else text, data)
+    return as_messages(text.strip(), "user") if chat else text
 
 
 def as_prompt(prompt, data):
-    """A string or message list as the engine and the rewards get it: a string that is used verbatim, or messages."""
-    return with_system_prompt(as_messages(prompt, "user") if data.apply_chat_template else prompt, data)
-
-
-def with_system_prompt(prompt, data):
-    """The prompt, with data.system_prompt before a message list that has none."""
+    """A str or message list as the engine and the rewards get it: a str is used verbatim. data: DataConfig."""
+    if data.apply_chat_template:
+        prompt = as_messages(prompt, "user")
     if isinstance(prompt, list) and data.system_prompt is not None and prompt[0]["role"] != "system":
-        return [{"role": "system", "content": data.system_prompt}, *prompt]
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
     return prompt
 
 
@@ -76,22 +73,8 @@ def encode_pair(tokenizer, prompt, completion, **template):
     return both, start
 
 
-def _prompt_column(rows, data):
-    """The column of the prompts: the first row's columns decide for all."""
-    seen = rows.rows[0]
-    column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
-    if column not in seen:
-        wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
-        raise UserError(
-            f"{rows.locations[0]}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}"
-        )
-    return column
-
-
 def _reward_columns(row, data, where, prompt_column):
-    """Every column but the prompt, with `ground_truth` from verl's reward_model, or `solution` from GSM8K's `#### n` or
-    from data.answer_column."""
-    excluded = ("prompt", "completion") if prompt_column == "question" else (prompt_column, "prompt", "completion")
+    excluded = {prompt_column, "prompt", "completion"} - {"question"}
     columns = {name: value for name, value in row.items() if name not in excluded}
     if data.answer_column is not None:
         columns["solution"] = column_value(row, data.answer_column, where)
@@ -127,27 +110,32 @@ class PromptData:
 
 
 def load_prompts(path, data, tokenizer, model_limit, vocab_size):
-    """The prompts of a file: PromptData.
+    """The prompts of a file: PromptData. The first row's columns decide for all.
 
-    model_limit: the model's longest sequence in tokens, prompt and completion. Prompts longer than
+    data: DataConfig. model_limit: the model's longest sequence in tokens, prompt and completion. Prompts longer than
     data.max_prompt_length are dropped and counted; one that leaves no room for a completion is a UserError unless
-    max_prompt_length is set. Raises UserError naming file and line.
+    max_prompt_length is set. Every column but the prompt is passed to the rewards, with two additions: `ground_truth`
+    from verl's reward_model, `solution` from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file
+    and line.
     """
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
     rows = read_rows(path)
-    column = _prompt_column(rows, data)
-    from_template = column == "question" or data.prompt_template is not None
-    from_template = from_template and isinstance(rows.rows[0][column], str)
+    seen, where = rows[0]
+    column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
+    if column not in seen:
+        wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
+        raise UserError(f"{where}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}")
+    from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
     kept, dropped = [], 0
     for row, where in rows:
         if from_template:
-            prompt = question_prompt(row, data, where, column, tokenizer)
+            prompt = question_prompt(row, data, tokenizer, where, column)
         else:
             prompt = column_value(row, column, where)
             check_prompt(prompt, f"{where}: {column!r}")
-            prompt = as_prompt(prompt, data)
+        prompt = as_prompt(prompt, data)
         columns = _reward_columns(row, data, where, column)
         try:
             ids = list(encode_prompt(tokenizer, prompt, **data.chat_template_kwargs))

@@ -43,7 +43,7 @@ class MetricsWriter:
                 path.unlink()
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
         self._completions = None
-        self._tensorboard = _Tensorboard(self.folder / "tensorboard", start_step)
+        self._tensorboard = _tensorboard_writer(self.folder / "tensorboard", start_step)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
         self._plotted_at = time.monotonic()
 
@@ -59,7 +59,10 @@ class MetricsWriter:
         """Writes the metrics of optimizer step `step` (1-based): {name: number}."""
         self._metrics.write(to_line({"step": step} | metrics | {"step": step}))
         self._metrics.flush()
-        self._tensorboard.log(step, metrics)
+        if self._tensorboard:
+            for name, value in metrics.items():
+                if isinstance(value, int | float | np.number):
+                    self._tensorboard.add_scalar(name, float(value), step)
         self._console.show(step, metrics)
         if time.monotonic() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
             self._plot()
@@ -99,9 +102,9 @@ class MetricsWriter:
         """Ends the console line, closes the files and draws curves.png."""
         self._console.close()
         self._metrics.close()
-        if self._completions is not None:
-            self._completions.close()
-        self._tensorboard.close()
+        for writer in (self._completions, self._tensorboard):
+            if writer is not None:
+                writer.close()
         if draw and read_metrics(self.folder):
             self._plot()
 
@@ -127,29 +130,15 @@ def _write_parquet(path, rows):
     pyarrow.parquet.write_table(pyarrow.table({name: column(name) for name in names}), path)
 
 
-class _Tensorboard:
-    """A scalar writer of tensorboardX or of tensorboard itself, whichever is installed; neither is no error."""
+def _tensorboard_writer(folder, start_step):
+    """A scalar writer of tensorboardX, or of tensorboard itself; None where neither is installed."""
+    with contextlib.suppress(ImportError):
+        from tensorboardX import SummaryWriter
 
-    def __init__(self, folder, start_step):
-        self.writer = None
-        with contextlib.suppress(ImportError):
-            from tensorboardX import SummaryWriter
+        # TensorBoard hides the former values of steps that a resumed run repeats.
+        return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+    with contextlib.suppress(ImportError):
+        from tensorboard.summary import Writer
 
-            # TensorBoard hides the former values of steps that a resumed run repeats.
-            self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
-            return
-        with contextlib.suppress(ImportError):
-            from tensorboard.summary import Writer
-
-            self.writer = Writer(str(folder))
-
-    def log(self, step, metrics):
-        if self.writer is None:
-            return
-        for name, value in metrics.items():
-            if isinstance(value, int | float | np.number):
-                self.writer.add_scalar(name, float(value), step)
-
-    def close(self):
-        if self.writer is not None:
-            self.writer.close()
+        return Writer(str(folder))
+    return None

@@ -72,9 +72,10 @@ class Rewards:
         scores, metrics = Scores(np.full((len(texts), len(self.functions)), np.nan)), {}
 
         def log_extra(column, values):
-            scores.extra[column] = values = list(values)
+            values = list(values)
             if len(values) != len(texts):
                 raise UserError(f"log_extra({column!r}) needs {len(texts)} values, one a completion, got {len(values)}")
+            scores.extra[column] = values
 
         keywords = {
             **columns,
@@ -200,26 +201,22 @@ def _call_with_timeout(call, seconds, in_thread=False):
 
     in_thread: call in a thread of its own, which is left running if it never returns.
     """
-    if in_main_thread() and not in_thread:
-        try:
-            with time_limit(seconds):
-                return call()
-        except TimeUp:
-            return TimeoutError()
-        except (Exception, SystemExit) as error:  # a user's code: any error is reported under the function's name
-            return error
     results = []
 
     def work():
         try:
             results.append(call())
-        except (Exception, SystemExit) as error:  # as above
+        except (Exception, SystemExit) as error:  # a user's code: any error is reported under the function's name
             results.append(error)
 
-    # A daemon thread does not keep the process alive if it never returns.
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    if in_main_thread() and not in_thread:
+        with contextlib.suppress(TimeUp), time_limit(seconds):
+            work()
+    else:
+        # A daemon thread does not keep the process alive if it never returns.
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(seconds)
     return results[0] if results else TimeoutError()
 
 

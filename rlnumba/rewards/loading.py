@@ -16,22 +16,21 @@ from rlnumba.rewards.calling import RewardError, Rewards
 from rlnumba.rewards.functions import BUILT_IN, FACTORIES, reference_answers, texts_of
 
 
-class PerSample:
+def _per_sample(compute_score):
     """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)` as a reward function."""
 
-    def __init__(self, function):
-        self.function = function
-        self.__name__ = function.__name__
-
-    def __call__(self, completions, **columns):
+    def reward(completions, **columns):
         gold = reference_answers(columns)
         sources = columns.get("data_source", [None] * len(gold))
         extras = columns.get("extra_info", [None] * len(gold))
         results = [
-            self.function(data_source=source, solution_str=text, ground_truth=answer, extra_info=extra)
+            compute_score(data_source=source, solution_str=text, ground_truth=answer, extra_info=extra)
             for source, text, answer, extra in zip(sources, texts_of(completions), gold, extras, strict=True)
         ]
         return [result["score"] if isinstance(result, dict) else result for result in results]
+
+    reward.__name__ = compute_score.__name__
+    return reward
 
 
 def load_rewards(config, functions=()):
@@ -52,19 +51,16 @@ def resolve(spec):
     if match is None:
         raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
     path, call = match.groups()
-    short = path.removeprefix("get_")
-    if short in FACTORIES:
-        function = _call_factory(spec, FACTORIES[short], call or "()")
-    else:
-        function = _find(path)
-        if call:
-            function = _call_factory(spec, function, call)
+    factory = FACTORIES.get(path.removeprefix("get_"))
+    function = factory or _find(path)
+    if factory or call:
+        function = _call_factory(spec, function, call or "()")
     if not callable(function):
         raise ConfigError(f"rewards.funcs: {spec} is a {type(function).__name__}, not a function")
     if function is built_in.accuracy_reward:
         built_in.import_math_verify()
     if "solution_str" in inspect.signature(function).parameters:
-        function = PerSample(function)
+        function = _per_sample(function)
     return function
 
 

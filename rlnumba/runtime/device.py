@@ -115,27 +115,19 @@ def asarray(array):
 
 def to_host(array):
     """An array of the device (or of NumPy already) as a NumPy array; synchronizes with the device."""
-    if name() == "cuda":
-        import cupy
-
-        return cupy.asnumpy(array)
-    return np.asarray(array)
+    return xp().asnumpy(array) if name() == "cuda" else np.asarray(array)
 
 
 def synchronize():
     """Wait for all work submitted to the current stream."""
     if name() == "cuda":
-        import cupy
-
-        cupy.cuda.get_current_stream().synchronize()
+        xp().cuda.get_current_stream().synchronize()
 
 
 def memory_info():
     """(free, total) bytes of the device's memory; of the machine's on cpu and sim."""
     if name() == "cuda":
-        import cupy
-
-        return cupy.cuda.runtime.memGetInfo()
+        return xp().cuda.runtime.memGetInfo()
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
@@ -155,9 +147,8 @@ def max_shared_bytes():
 def describe():
     """The device's name and memory, as one line: str."""
     if name() == "cuda":
-        import cupy
-
-        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        runtime = xp().cuda.runtime
+        properties = runtime.getDeviceProperties(runtime.getDevice())
         return f"cuda: {properties['name'].decode()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
     if name() == "sim":
         return "sim: kernels run in Numba's CUDA simulator, thread by thread"

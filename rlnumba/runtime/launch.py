@@ -16,6 +16,7 @@ bytes of its arguments, and the share of a plain copy's bandwidth that this make
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import struct
 
@@ -27,8 +28,6 @@ from rlnumba.runtime.compile import load, type_name
 from rlnumba.runtime.context import current
 
 DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0)
-# The driver must be asked once before a block gets more dynamic shared memory than this.
-DEFAULT_SHARED_LIMIT = 48 * 1024
 
 _SCALARS = frozenset((int, bool, float, np.int32, np.uint32, np.int64, np.float32))
 
@@ -36,8 +35,6 @@ _SCALARS = frozenset((int, bool, float, np.int32, np.uint32, np.int64, np.float3
 # that the operators use, and compile each for real GPUs without one.
 observers = []
 
-# Only kernels that call this function by name are launched with PDL.
-WAIT = "griddepcontrol_wait"
 # For launch(pdl=): outside of `pdl_scope`, too.
 ALWAYS = "always"
 
@@ -47,8 +44,8 @@ def pdl_scope():
     """Launches inside use PDL, if the kernel calls griddepcontrol_wait.
 
     What such a kernel reads before its griddepcontrol_wait, such as weights, must not be written by any kernel launched
-    inside, unless that one is launched with serialize_next. Meant for the capture of graphs of many short kernels.
-    Before compute capability 9.0 kernels run one after the other, as outside.
+    inside, unless that one is launched with serialize_next. Before compute capability 9.0 kernels run one after the
+    other, as outside.
     """
     context = current()
     before, context.pdl = context.pdl, True
@@ -81,8 +78,10 @@ class Compiled:
         self.name = kernel.py_func.__name__
         self.handle = load(kernel, type_names)
         self.address = int(self.handle)
-        self.supports_pdl = WAIT in kernel.py_func.__code__.co_names + kernel.py_func.__code__.co_freevars
-        self.shared_limit = DEFAULT_SHARED_LIMIT
+        code = kernel.py_func.__code__
+        self.supports_pdl = "griddepcontrol_wait" in code.co_names + code.co_freevars
+        # The driver must be asked once before a block gets more dynamic shared memory than this.
+        self.shared_limit = 48 * 1024
 
     def allow_shared(self, nbytes):
         from cuda.bindings import driver
@@ -110,38 +109,33 @@ class Parameters:
     FORMATS = {"float32": "f4x", "int32": "i4x", "uint32": "I4x", "int64": "q"}
 
     def __init__(self, arguments):
-        scalars = [argument for argument in arguments if type(argument) in _SCALARS]
-        arrays = len(arguments) - len(scalars)
-        formats = [self.FORMATS[type_name(scalar)] for scalar in scalars]
-        self.write = struct.Struct("".join([f"{arrays}Q", *formats])).pack_into
+        formats = [self.FORMATS[type_name(argument)] for argument in arguments if type(argument) in _SCALARS]
+        num_arrays = len(arguments) - len(formats)
+        self.write = struct.Struct("".join([f"{num_arrays}Q", *formats])).pack_into
         # The slots' contents, and the slot of each of the driver's parameters.
-        words, slots, next_array, next_scalar = [0] * len(arguments), [], 0, arrays
+        words, slots = [0] * len(arguments), []
+        array_slots, scalar_slots = itertools.count(), itertools.count(num_arrays)
         for argument in arguments:
             if type(argument) in _SCALARS:
-                slots.append(next_scalar)
-                next_scalar += 1
-            else:
-                before, after = (0, 0, argument.size, argument.itemsize), (*argument.shape, *argument.strides)
-                end = len(words) + len(before)
-                slots += [*range(len(words), end), next_array, *range(end, end + len(after))]
-                words += before + after
-                next_array += 1
+                slots.append(next(scalar_slots))
+                continue
+            fixed = (0, 0, argument.size, argument.itemsize, *argument.shape, *argument.strides)
+            first, end = len(words), len(words) + len(fixed)
+            slots += [*range(first, first + 4), next(array_slots), *range(first + 4, end)]
+            words += fixed
         self.slots = (ctypes.c_int64 * max(len(words), 1))(*words)
         base = ctypes.addressof(self.slots)
         self.pointers = (ctypes.c_void_p * max(len(slots), 1))(*(base + 8 * slot for slot in slots))
         self.address = ctypes.addressof(self.pointers)
 
 
-# Context.prepared: (kernel, shapes and types) -> (Compiled, Parameters), emptied when it has MOST_PARAMETERS entries.
-MOST_PARAMETERS = 1 << 14
-
-
 def _prepare(prepared, key, kernel, arguments):
+    """Add an entry to Context.prepared, (kernel, shapes and types) -> (Compiled, Parameters), and return it."""
     types = (kernel, *map(type_name, arguments))
     compiled = _compiled.get(types)
     if compiled is None:
         compiled = _compiled[types] = Compiled(kernel, types[1:])
-    if len(prepared) == MOST_PARAMETERS:
+    if len(prepared) == 1 << 14:
         prepared.clear()
     entry = prepared[key] = compiled, Parameters(arguments)
     return entry
@@ -176,8 +170,7 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
             key.append(argument.dtype)
             addresses.append(argument.data.ptr)
     key, context = tuple(key), current()
-    entry = context.prepared.get(key)
-    compiled, parameters = _prepare(context.prepared, key, kernel, arguments) if entry is None else entry
+    compiled, parameters = context.prepared.get(key) or _prepare(context.prepared, key, kernel, arguments)
     parameters.write(parameters.slots, 0, *addresses, *scalars)
     if shared > compiled.shared_limit:
         compiled.allow_shared(shared)
@@ -187,14 +180,14 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
         # A stream that captures a graph cannot be synchronized.
         timed = DEBUG and not stream.is_capturing()
         if timed:
-            begin = _record_event(stream)
+            begin = stream.record()
         if pdl and compiled.supports_pdl and (context.pdl or pdl is ALWAYS) and not context.serialize_next:
             _launch_with_pdl(context, compiled, parameters, grid, block, shared, stream)
         else:
             launch_kernel(compiled.address, *grid, *block, shared, stream.ptr, parameters.address, 0)
         context.serialize_next = serialize_next
         if timed:
-            end = _record_event(stream)
+            end = stream.record()
             stream.synchronize()
             if DEBUG > 1:
                 _print_time(compiled.name, begin, end, arguments)
@@ -239,14 +232,6 @@ def _launch_with_pdl(context, compiled, parameters, grid, block, shared, stream)
         raise driver_error(int(error))
 
 
-def _record_event(stream):
-    import cupy
-
-    event = cupy.cuda.Event()
-    event.record(stream)
-    return event
-
-
 def _print_time(name, begin, end, arguments):
     """Print a kernel's time between two events, its arguments' bytes, and their share of a copy's bandwidth."""
     import cupy
@@ -267,20 +252,20 @@ def _copy_gbs():
 
     source = cupy.zeros(1 << 28, np.uint8)
     target = cupy.empty_like(source)
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    stream = cupy.cuda.get_current_stream()
     cupy.copyto(target, source)
-    begin.record()
+    begin = stream.record()
     cupy.copyto(target, source)
-    end.record()
+    end = stream.record()
     end.synchronize()
     return 2 * source.nbytes / (cupy.cuda.get_elapsed_time(begin, end) * 1e6)
 
 
 def _simulate(kernel, grid, block, arguments, shared):
-    for observer in observers:
-        observer(kernel, tuple(type_name(a) for a in arguments))
     from rlnumba.runtime import simulator
 
+    for observer in observers:
+        observer(kernel, tuple(map(type_name, arguments)))
     visible = []
     for a in arguments:
         if isinstance(a, np.ndarray) and a.dtype.name == "bfloat16":

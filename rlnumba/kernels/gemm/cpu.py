@@ -1,17 +1,13 @@
 """GEMM of the cpu device, exact whatever else is in the batch.
 
-Rollout and training must compute the same bits (a token's value may not depend on the rows around it), and
-no BLAS promises that. So the order of every sum is written down here, in vector code that the compiler may
-not reorder:
+Rollout and training must compute the same bits (a token's value may not depend on the rows around it), and no BLAS
+promises that. So the order of every sum is written down here, in LLVM's vector operations (kernels/simd.py), which the
+compiler may not reorder. `product`, out[m, n]: 16 partial sums, number l over k = l, l + 16, l + 32, ... in ascending
+order, each step one fused multiply-add; then the halves are added, 16 -> 8 -> 4 -> 2 -> 1.
 
-    product      out[m, n]: 16 partial sums, number l over k = l, l + 16, l + 32, ... in ascending order, each
-                 step one fused multiply-add; then the halves are added, 16 -> 8 -> 4 -> 2 -> 1
-
-The product's vectors lie along K, which both operands hold contiguously: nothing is packed or transposed, so
-one row (decode) and a thousand (training) run the same instructions on each output. `outer_product` serves
-the gradients, whose operands lie the other way; its vectors lie along the columns of the result.
-
-The functions are Numba intrinsics that emit LLVM's vector operations (kernels/simd.py).
+Its vectors lie along K, which both operands hold contiguously: nothing is packed or transposed, so one row (decode) and
+a thousand (training) run the same instructions on each output. `outer_product` serves the gradients, whose operands lie
+the other way; its vectors lie along the columns of the result.
 """
 
 import os
@@ -135,10 +131,7 @@ def _product_part(x, w, out, m_start, m_stop, n_start, n_stop):
 
 @numba.njit(cache=True, parallel=True)
 def product(x, w, out):
-    """out = x w^T in the order of the module's docstring: x (M, K), w (N, K), out (M, N) float32, C-contiguous.
-
-    An output's bits depend on its row of x and its row of w alone, not on M, N, position or threads.
-    """
+    """out = x w^T: x (M, K), w (N, K), out (M, N) float32, C-contiguous."""
     m_total, k = x.shape
     n_total = w.shape[0]
     if m_total * n_total * k < SERIAL_BELOW:
@@ -228,10 +221,7 @@ def outer_product(a, a_row, a_step, steps, b, out, accumulate):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """out = A B (+ bias + residual), or out += A B if `add`.
-
-    a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn, without bias and residual; residual may be out itself.
-    """
+    """As ops.BACKENDS says; bias and residual only without b_mn."""
     if b_mn:
         steps = a.shape[0] if a_mn else a.shape[1]
         if steps:

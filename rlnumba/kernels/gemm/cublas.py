@@ -25,17 +25,6 @@ CUDA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, device.DTYPES["b
 COMPUTE_32F = 68
 ALGORITHM_DEFAULT = -1
 DISALLOW_REDUCED_PRECISION_REDUCTION = 16
-STATUS = {
-    1: "NOT_INITIALIZED",
-    3: "ALLOC_FAILED",
-    7: "INVALID_VALUE",
-    8: "ARCH_MISMATCH",
-    11: "MAPPING_ERROR",
-    13: "EXECUTION_FAILED",
-    14: "INTERNAL_ERROR",
-    15: "NOT_SUPPORTED",
-    16: "LICENSE_ERROR",
-}
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 _SIGNATURES = {
@@ -70,9 +59,8 @@ class Cublas:
         self._call("cublasSetMathMode", self.handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
 
     def gemm(self, a, a_transposed, b, b_transposed, out, accumulate):
-        """out = (or += if accumulate) op(a) op(b), with op(a) = a^T if a_transposed else a, likewise b.
+        """out = (or += if accumulate) op(a) op(b), with op(a) = a^T if a_transposed else a, likewise b; no side zero.
 
-        a, b: matrices of one dtype, out: of that dtype or float32; C-contiguous CuPy arrays, no side zero.
         Sums are float32. Raises DeviceError with the name of the call that failed.
         """
         m, n = out.shape
@@ -98,7 +86,8 @@ class Cublas:
     def _call(self, name, *arguments):
         status = getattr(self.library, name)(*arguments)
         if status:
-            raise DeviceError(f"{name} failed: {STATUS.get(status, 'unknown status')} ({status})")
+            self.library.cublasGetStatusName.restype = ctypes.c_char_p
+            raise DeviceError(f"{name} failed: {self.library.cublasGetStatusName(status).decode()} ({status})")
 
 
 @cuda.jit
@@ -115,10 +104,9 @@ def addends_kernel(bias, residual, out):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """out = A B (+ bias + residual), or out += A B if `add`; bias + residual is rounded to out's dtype first.
+    """As ops.BACKENDS says; bias + residual is rounded to out's dtype first.
 
-    a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; residual may be out itself. K may be 0. The first call
-    in a context makes its handle: before a capture begins.
+    The first call in a context makes its handle: before a capture begins.
     """
     if bias is not None or residual is not None:
         add = True

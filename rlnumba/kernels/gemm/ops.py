@@ -29,7 +29,8 @@ from rlnumba.runtime import device, dispatch
 
 # By device; the first is the default.
 OFFERED = {"cpu": ("cpu",), "sim": ("native",), "cuda": ("native", "cublas")}
-# gemm(a, b, out, a_mn, b_mn, add, bias, residual) of each.
+# gemm(a, b, out, a_mn, b_mn, add, bias, residual) of each: out = A B (+ bias + residual), or out += A B if `add`.
+# a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N); bias (N,); residual (M, N), or out itself.
 BACKENDS = {"cpu": cpu.gemm, "cublas": cublas.gemm}
 FAMILIES = {"sm90": gemm_sm90.gemm, "sm80": gemm_sm80.gemm}
 # Former names that stay accepted.
@@ -41,8 +42,7 @@ _backend = "auto"
 def set_backend(name):
     """Choose the GEMM backend: "native" (our kernels) or "cublas" on a GPU, or "auto", which is native.
 
-    With cuBLAS, a row's bits depend on the number of rows, so rollout and training log-probs differ. "numba" is the
-    former name of "native". Raises ConfigError for a name that the device does not offer.
+    With cuBLAS rollout and training log-probs differ. Raises ConfigError for a name that the device does not offer.
     """
     global _backend
     name = ALIASES.get(name, name)

@@ -77,11 +77,7 @@ def bias_backward_kernel(dout, dbias):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """out = A B (+ bias + residual), or out += A B if `add`.
-
-    a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N), bias (N,), residual (M, N) or out itself,
-    all floating. K may be 0.
-    """
+    """As ops.BACKENDS says."""
     rows, columns = out.shape
     steps = a.shape[0] if a_mn else a.shape[1]
     flat_a = a.reshape(-1)
@@ -101,5 +97,5 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
 
 
 def bias_backward(dout, dbias):
-    """dbias (N,) float32 += the column sums of dout (M, N). The order of the sum depends on M alone."""
+    """As ops.bias_backward."""
     launch(bias_backward_kernel, -(-dout.shape[1] // COLUMNS), (COLUMNS, ROW_LANES), dout, dbias)

@@ -1,10 +1,7 @@
 """GEMM on every GPU since Ampere (sm_80): C = A B^T, C = A B and C += A^T B by mma.sync, one order over K.
 
-    linear                  Y (M, N)  = X (M, K) W (N, K)^T     reduction over K: A and B K-major
-    linear_backward_input   dX (M, K) = dY (M, N) W (N, K)      reduction over N: B MN-major
-    linear_backward_weight  dW (N, K) += dY (M, N)^T X (M, K)   reduction over M: A and B MN-major
-
-Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32.
+Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32. For linear A and B lie K-major,
+for linear_backward_input B lies MN-major, for linear_backward_weight both do.
 
 A block owns a tile of C, each of its warps a part of it, in registers. cp.async copies the next `step` values of the
 reduction for all rows and columns of the tile, `stages` - 1 ahead; what lies outside the matrices becomes zero. A warp
@@ -222,20 +219,15 @@ def epilogue_function(config):
     pack_two, unpack_two = cvt_pack(config.element), cvt_unpack(config.element)
 
     @device_function
-    def stage_float32(target, first, second):
+    def stage_pair(target, first, second):
         if has_addend:
-            addend, next_addend = load_pair(target)
+            addend, next_addend = load_pair(target) if wide else unpack_two(load_word(target))
             first += addend
             second += next_addend
-        store_pair(target, first, second)
-
-    @device_function
-    def stage_16_bit(target, first, second):
-        if has_addend:
-            addend, next_addend = unpack_two(load_word(target))
-            first += addend
-            second += next_addend
-        store_word(target, pack_two(first, second))
+        if wide:
+            store_pair(target, first, second)
+        else:
+            store_word(target, pack_two(first, second))
 
     @device_function
     def stage_part(acc, p, part, bias, column, n, lane):
@@ -252,14 +244,11 @@ def epilogue_function(config):
                     if has_bias:
                         first += low
                         second += high
-                    target = part + line * i32(line_bytes)
+                    chunk, offset = i32(block), (lane & i32(3)) << i32(2)
                     if wide:
-                        chunk = i32(i32(2 * block) + ((lane & i32(3)) >> i32(1)))
-                        target += chunk_offset(chunk, line, line_bytes) + ((lane & i32(1)) << i32(3))
-                        stage_float32(target, first, second)
-                    else:
-                        target += chunk_offset(i32(block), line, line_bytes) + ((lane & i32(3)) << i32(2))
-                        stage_16_bit(target, first, second)
+                        chunk, offset = i32(i32(2 * block) + ((lane & i32(3)) >> i32(1))), (lane & i32(1)) << i32(3)
+                    target = part + line * i32(line_bytes) + chunk_offset(chunk, line, line_bytes) + offset
+                    stage_pair(target, first, second)
 
     @device_function
     def epilogue(acc, p, part, c, addend, bias, row, column, n, valid_rows, lane):
@@ -347,10 +336,7 @@ def gemm_sm80_kernel(config):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """out = A B (+ bias + residual), or out += A B if `add`, with the config that best_config chooses.
-
-    Matrices as in gemm_with_config.
-    """
+    """As ops.BACKENDS says, with the config that best_config chooses."""
     config = best_config(
         *kind_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count(), device.max_shared_bytes()
     )
@@ -358,11 +344,7 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
 
 
 def gemm_with_config(config, a, b, out, bias=None, residual=None):
-    """out = A B (+ bias + residual), or += where the config says "add", by the kernel of `config`.
-
-    a: (M, K), or (K, M) if config.a_mn; b: (N, K), or (K, N) if config.b_mn; out (M, N); bias (N,), residual
-    (M, N) of a's dtype; may be out itself. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0.
-    """
+    """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0."""
     m, n = out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
     launch(

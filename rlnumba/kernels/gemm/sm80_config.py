@@ -74,13 +74,9 @@ class Sm80GemmConfig(NamedTuple):
         return (self.rows + self.columns) * self.step * 2
 
     @property
-    def all_parts_bytes(self):
-        return self.threads // 32 * self.part_bytes
-
-    @property
     def shared_bytes(self):
-        stages = self.stages * self.stage_bytes
-        return stages + self.all_parts_bytes if self.prefetch else max(stages, self.all_parts_bytes)
+        stages, parts = self.stages * self.stage_bytes, self.threads // 32 * self.part_bytes
+        return stages + parts if self.prefetch else max(stages, parts)
 
     @property
     def blocks_per_sm(self):
@@ -118,14 +114,12 @@ def configs_for(element, a_mn, b_mn, output, bias, residual, limit):
         config = Sm80GemmConfig(rows, columns, down, across, step, most_stages, *kinds)
         for blocks in range(min(most_blocks, config.blocks_per_sm), 0, -1):
             available = min((limit + SYSTEM_BYTES) // blocks - SYSTEM_BYTES, limit)
-            fitting = [
-                candidate
-                for prefetch in [False] + [True] * residual
-                for candidate in (
-                    config._replace(stages=n, prefetch=prefetch) for n in range(FEWEST_STAGES, most_stages + 1)
-                )
-                if candidate.shared_bytes <= available
+            candidates = [
+                config._replace(stages=stages, prefetch=prefetch)
+                for prefetch in ([False, True] if residual else [False])
+                for stages in range(FEWEST_STAGES, most_stages + 1)
             ]
+            fitting = [candidate for candidate in candidates if candidate.shared_bytes <= available]
             if fitting:
                 found.append((fitting[-1], blocks))
                 break

@@ -1,11 +1,7 @@
 """GEMM on sm_90: C = A B^T, C = A B and C += A^T B, warp-specialised, persistent, one order over K.
 
-    linear                  Y (M, N)  = X (M, K) W (N, K)^T     reduction over K: A and B K-major
-    linear_backward_input   dX (M, K) = dY (M, N) W (N, K)      reduction over N: B MN-major
-    linear_backward_weight  dW (N, K) += dY (M, N)^T X (M, K)   reduction over M: A and B MN-major
-    linear_swiglu           Y (M, 2 F) = X W^T, and silu(gate) * up (M, F) of its halves
-
-Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32.
+Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32. For linear A and B lie K-major,
+for linear_backward_input B lies MN-major, for linear_backward_weight both do.
 
 A block computes one tile of C at a time, 64 rows for each of its consumer warpgroups by `columns`, and loops over
 tiles. Two producer warps load the next steps of A and of B by TMA, `stages` ahead. Consumers multiply (main loop) and
@@ -82,18 +78,19 @@ def load_functions(config):
 
     @device_function
     def load_b(target, b, tile_row, tile_column, step, full, n):
+        first_column = tile_column * tile_columns
         if b_mn:
             for box in range(columns // 64):
-                tma_load_2d(target + box * BOX_BYTES, b, tile_column * columns + box * 64, step, full)
+                tma_load_2d(target + box * BOX_BYTES, b, first_column + box * 64, step, full)
         elif swiglu:
             for panel in range(panels):
                 box, first_step = target + panel * columns * LINE, step + panel * STEPS
-                tma_load_2d(box, b, first_step, tile_column * tile_columns, full)
-                tma_load_2d(box + tile_columns * LINE, b, first_step, n + tile_column * tile_columns, full)
+                tma_load_2d(box, b, first_step, first_column, full)
+                tma_load_2d(box + tile_columns * LINE, b, first_step, n + first_column, full)
         elif panels > 1:
-            tma_load_3d(target, b, 0, tile_column * tile_columns, udiv(step, i32(STEPS)), full)
+            tma_load_3d(target, b, 0, first_column, udiv(step, i32(STEPS)), full)
         else:
-            tma_load_2d(target, b, step, tile_column * tile_columns, full)
+            tma_load_2d(target, b, step, first_column, full)
 
     return load_a, load_b
 
@@ -286,44 +283,32 @@ def gemm_sm90_kernel(config):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """out = A B (+ bias + residual), or out += A B if `add`, with the config that best_config chooses.
-
-    Matrices as in gemm_with_config.
-    """
+    """As ops.BACKENDS says, with the config that best_config chooses."""
     config = best_config(*kind_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count())
     gemm_with_config(config, a, b, out, bias, residual)
 
 
 def gemm_swiglu(x, weight, gate_up, out):
-    """gate_up = X W^T and out = silu(gate) * up, with the config that best_config chooses: the bits of gemm and swiglu.
+    """gate_up = X W^T and out = silu(gate) * up: the bits of gemm and swiglu.
 
-    x (M, K), weight (2 F, K), gate_up (M, 2 F) and out (M, F) of one 16-bit type; the rows of all are multiples of 16
-    bytes long. M, F and K > 0.
+    x (M, K), weight (2 F, K), gate_up (M, 2 F) and out (M, F) as gemm_with_config takes them.
     """
-    (m, k), n = x.shape, out.shape[1]
-    config = best_config(m, n, k, x.dtype.name, False, False, "same", False, False, device.sm_count(), True)
-    gemm_with_config(config, x, weight, gate_up, residual=out)
+    kind = kind_of(x, out, False, False, False, None, None)
+    gemm_with_config(best_config(*kind, device.sm_count(), True), x, weight, gate_up, residual=out)
 
 
 def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
-    """out = A B (+ bias + residual), or += where the config says "add", by the kernel of `config`.
+    """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long.
 
-    a: (M, K), or (K, M) if config.a_mn; b: (N, K), or (K, N) if config.b_mn; out (M, N); bias (N,), residual
-    (M, N) of a's dtype. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0; M <= 8 if
-    config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is written.
-    blocks: of the grid; by default as many as the SMs hold at a time.
+    M, N and K > 0; M <= 8 if config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is
+    written. blocks: of the grid; by default as many as the SMs hold at a time.
     """
     m, n = residual.shape if config.swiglu else out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
     a_rows = ROWS if config.a_mn else min(config.rows, -(-m // 8) * 8)
-    if config.eight_rows and config.panels > 1:
-        a_map = tensor_map(a, config.panels, a_rows, 64)
-    else:
-        a_map = tensor_map(a, a_rows, 64)
-    if config.panels > 1 and not config.swiglu:
-        b_map = tensor_map(b, config.panels, config.tile_columns, 64)
-    else:
-        b_map = tensor_map(b, 64 if config.b_mn else config.tile_columns, 64)
+    panels = (config.panels,) if config.panels > 1 else ()
+    a_map = tensor_map(a, *(panels if config.eight_rows else ()), a_rows, 64)
+    b_map = tensor_map(b, *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64)
     staged = config.staged_columns > 0
     tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     # TMA loads the residual, or stores SwiGLU's output.

@@ -50,11 +50,6 @@ class Sm90GemmConfig(NamedTuple):
         return ROWS * self.consumers
 
     @property
-    def a_lines(self):
-        """Of A's box."""
-        return 8 if self.eight_rows else self.rows
-
-    @property
     def tile_columns(self):
         """Columns by which tiles of C advance: those of a box of B."""
         return self.columns // 2 if self.swiglu else self.columns
@@ -87,7 +82,7 @@ class Sm90GemmConfig(NamedTuple):
     @property
     def a_bytes(self):
         """Of A in a stage."""
-        return self.panels * self.a_lines * LINE
+        return self.panels * (8 if self.eight_rows else self.rows) * LINE
 
     @property
     def b_bytes(self):

@@ -26,12 +26,19 @@ CHUNK_SUMS = 1 << 23
 CHUNK_TILE = 128
 
 
+@device_function
+def store_terms(row, row_logp, row_lse, row_entropy, row_top1, logp, lse, entropy, top1):
+    """entropy and top1 without elements are not written."""
+    logp[row], lse[row] = row_logp, row_lse
+    if entropy.shape[0] > 0:
+        entropy[row] = row_entropy
+    if top1.shape[0] > 0:
+        top1[row] = row_top1
+
+
 @cuda.jit
 def logp_kernel(logits, ids, temperature, logp, lse, entropy, top1):
-    """A block owns a row of logits and reads it once.
-
-    entropy and top1 without elements are not written. An id outside the vocabulary gives NaN.
-    """
+    """A block owns a row of logits and reads it once. An id outside the vocabulary gives NaN."""
     scratch = cuda.shared.array(32, np.float32)
     groups = cuda.shared.array((GROUPS, 3), np.float32)
     row = cuda.blockIdx.x
@@ -43,12 +50,7 @@ def logp_kernel(logits, ids, temperature, logp, lse, entropy, top1):
         if 0 <= token < logits.shape[1]:
             value = widen(logits[row, token]) / temperature - row_lse
     if cuda.threadIdx.x == 0:
-        logp[row] = value
-        lse[row] = row_lse
-        if entropy.shape[0] > 0:
-            entropy[row] = row_entropy
-        if top1.shape[0] > 0:
-            top1[row] = top
+        store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
 
 
 @specialize

@@ -41,11 +41,11 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
         return
     implementation = logprob_sm90 if fused else chunked
 
-    def run(hidden, ids, _, outputs, __):
+    def run(hidden, ids, *outputs):
         implementation.linear_logp(hidden, weight, ids, temperature, *outputs)
 
     rows_at_once = logprob_sm90.forward_rows(vocabulary) if fused else rows
-    _run_on_rows(run, ids != IGNORED, hidden, ids, (), outputs, None, rows_at_once)
+    _run_on_rows(run, ids != IGNORED, (hidden, ids), outputs, rows_at_once)
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
@@ -64,12 +64,11 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         return
     implementation = logprob_sm90 if fused else chunked
 
-    def run(hidden, ids, inputs, _, dhidden):
-        implementation.linear_logp_backward(hidden, weight, ids, temperature, *inputs, dhidden, dweight)
+    def run(hidden, ids, lse, dlogp, dhidden):
+        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
 
     rows_at_once = logprob_sm90.backward_rows(hidden.shape[1]) if fused else rows
-    selected = (ids != IGNORED) & (dlogp != 0)
-    _run_on_rows(run, selected, hidden, ids, (lse, dlogp), (), dhidden, rows_at_once)
+    _run_on_rows(run, (ids != IGNORED) & (dlogp != 0), (hidden, ids, lse, dlogp), (dhidden,), rows_at_once)
 
 
 def linear_logp_with_gradient(
@@ -96,25 +95,24 @@ def linear_logp_with_gradient(
         linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
         return
 
-    def forward(hidden, ids, _, outputs, __):
+    def forward(hidden, ids, *outputs):
         logprob_sm90.linear_logp(hidden, weight, ids, temperature, *outputs)
 
-    def one_pass(hidden, ids, inputs, outputs, dhidden):
+    def one_pass(hidden, ids, dlogp, logp, lse, entropy, top1, dhidden):
         nonlocal accumulate
-        logp, lse, entropy, top1 = outputs
         logprob_sm90.linear_logp_with_gradient(
-            hidden, weight, ids, temperature, *inputs, logp, lse, dhidden, dweight, entropy, top1, accumulate
+            hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1, accumulate
         )
         accumulate = True
 
     has_id, has_gradient = ids != IGNORED, dlogp != 0
     # The form that allocates more runs first, so that the pool can reuse its memory for the other.
     rows_at_once, _ = logprob_sm90.one_pass_shape(hidden.shape[1], vocabulary)
-    _run_on_rows(one_pass, has_id & has_gradient, hidden, ids, (dlogp,), outputs, dhidden, rows_at_once)
+    _run_on_rows(one_pass, has_id & has_gradient, (hidden, ids, dlogp), (*outputs, dhidden), rows_at_once)
     if not accumulate:
         fill(0.0, dweight)
     rows_at_once = logprob_sm90.forward_rows(vocabulary)
-    _run_on_rows(forward, has_id & ~has_gradient, hidden, ids, (), outputs, None, rows_at_once, clear=False)
+    _run_on_rows(forward, has_id & ~has_gradient, (hidden, ids), outputs, rows_at_once, clear=False)
 
 
 def _uses_sm90(hidden, weight):
@@ -125,39 +123,39 @@ def _uses_sm90(hidden, weight):
     return gemm_is_sm90 and logprob_sm90.is_supported(hidden, weight)
 
 
-def _run_on_rows(run, selected, hidden, ids, inputs, outputs, dhidden, rows_at_once, clear=True):
-    """run(hidden, ids, inputs, outputs, dhidden) on the rows that are `selected`; others get 0, in int32 arrays -1.
+def _run_on_rows(run, selected, inputs, outputs, rows_at_once, clear=True):
+    """run(*inputs, *outputs) on the rows that are `selected`; outputs of others become 0, in int32 arrays -1.
 
-    selected: (N,) bool; inputs and outputs: (N,) arrays, an output also None; dhidden (N, D) or None. rows_at_once:
-    rows that run takes at a time where not all are selected, since these are copied. clear: whether outputs and dhidden
-    of the other rows are written. On a GPU it waits for the device, once.
+    selected: (N,) bool; inputs, outputs: arrays of N rows, an output also None. rows_at_once: rows that run takes at a
+    time where not all are selected, since these are copied. clear: whether outputs of the other rows are written. On a
+    GPU it waits for the device, once.
     """
     kept = device.xp().flatnonzero(selected).astype(np.int32)
-    if kept.shape[0] == ids.shape[0]:
-        run(hidden, ids, inputs, outputs, dhidden)
+    if len(kept) == len(selected):
+        run(*inputs, *outputs)
         return
     for array in outputs if clear else ():
         if array is not None:
             array.fill(-1 if array.dtype == np.int32 else 0)
-    if dhidden is not None:
-        dhidden.fill(0)
-    for first in range(0, kept.shape[0], rows_at_once):
-        _run_on_copies(run, kept[first : first + rows_at_once], hidden, ids, inputs, outputs, dhidden)
+    for first in range(0, len(kept), rows_at_once):
+        _run_on_copies(run, kept[first : first + rows_at_once], inputs, outputs)
 
 
-def _run_on_copies(run, rows, hidden, ids, inputs, outputs, dhidden):
+def _run_on_copies(run, rows, inputs, outputs):
     """_run_on_rows of the given `rows` (M,) int32, gathered before and scattered after."""
-    xp = device.xp()
-    gathered = xp.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
+
+    def empty(array):
+        return None if array is None else device.xp().empty((len(rows), *array.shape[1:]), array.dtype)
+
+    hidden, *others = inputs
+    gathered, results = empty(hidden), [empty(array) for array in outputs]
     gather_rows(hidden, rows, gathered)
-    results = [None if array is None else xp.empty(rows.shape, array.dtype) for array in outputs]
-    gradient = None if dhidden is None else xp.empty(gathered.shape, dhidden.dtype)
-    run(gathered, ids[rows], [array[rows] for array in inputs], results, gradient)
+    run(gathered, *(array[rows] for array in others), *results)
     for array, result in zip(outputs, results, strict=True):
-        if array is not None:
+        if array is not None and array.ndim == 2:
+            scatter_rows(result, rows, array)
+        elif array is not None:
             array[rows] = result
-    if dhidden is not None:
-        scatter_rows(gradient, rows, dhidden)
 
 
 def _check_linear(op, hidden, weight, ids, temperature):

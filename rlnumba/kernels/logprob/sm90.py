@@ -25,7 +25,7 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.checks import CHUNK, is_16_byte_aligned
+from rlnumba.kernels.checks import CHUNK, is_16_byte_aligned, unused
 from rlnumba.kernels.gemm.sm90 import gemm
 from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, RESULTS, LogprobConfig, can_stagger, logprob_kernel
 from rlnumba.kernels.logprob.sm90_rows import (
@@ -43,7 +43,6 @@ from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP
 from rlnumba.runtime import device
-from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import ALWAYS, launch
 
 # Bytes that the gradient and the one-pass form may use beside their arguments. The gradient of the hidden states in
@@ -63,13 +62,6 @@ def is_supported(hidden, weight):
     return hidden.dtype != np.float32 and hidden.size > 0 and rows_aligned and is_16_byte_aligned(hidden, weight)
 
 
-class Unused:
-    """Arrays of one element that stand for arguments left out."""
-
-    def __init__(self):
-        self.int32, self.float32 = (device.xp().zeros(1, dtype) for dtype in (np.int32, np.float32))
-
-
 def _launch(
     config, a, b, out=None, ids=None, lse=None, dlogp=None, temperature=1.0, results=None, target_logits=None,
     first_id=0, split_rounds=0,
@@ -87,18 +79,17 @@ def _launch(
         shortest = rounds - (splits - 1) * split_rounds
     if not can_stagger(config, shortest):
         config = config._replace(stagger=0)
-    unused = current().own(Unused)
     launch(
         logprob_kernel(config),
         min(tiles, device.sm_count()),
         (config.consumers + 1) * WARPGROUP,
         tensor_map(a, a_rows, 64),
         tensor_map(b, 64 if split_k else TILE_COLUMNS, 64),
-        unused.int32 if out is None else tensor_map(out, ROWS, config.box_columns),
-        unused.int32 if ids is None else ids,
-        *(unused.float32 if array is None else array for array in (lse, dlogp)),
+        unused() if out is None else tensor_map(out, ROWS, config.box_columns),
+        unused() if ids is None else ids,
+        *(unused(1, np.float32) if array is None else array for array in (lse, dlogp)),
         float(temperature),
-        *(unused.float32 if array is None else array for array in (results, target_logits)),
+        *(unused(1, np.float32) if array is None else array for array in (results, target_logits)),
         m,
         n,
         k,
@@ -235,25 +226,6 @@ def split_k_rounds(rounds, tiles, splits):
     return length, longest
 
 
-class _OnePassMemory:
-    """What a block of `step` rows of the one-pass form needs; `most_partials`: rows of partial gradients."""
-
-    def __init__(self, step, most_partials, vocabulary, width, dtype):
-        xp = device.xp()
-        self.tiles, self.pitch, self.width = -(-vocabulary // TILE_COLUMNS), vocabulary + -vocabulary % 8, width
-        self.results = xp.empty(step * self.tiles * RESULTS, np.float32)
-        self.exponentials = xp.empty(step * self.pitch, dtype)
-        self.partials = xp.empty(most_partials * width, np.float32)
-        self.scaled_hidden = xp.empty((step, width), dtype)
-        self.row_factors = xp.empty(step, np.float32)
-
-    def of_rows(self, count):
-        """results, exponentials, scaled_hidden and row_factors of so many rows."""
-        exponentials = self.exponentials[: count * self.pitch].reshape(count, self.pitch)
-        results = self.results[: count * self.tiles * RESULTS]
-        return results, exponentials, self.scaled_hidden[:count], self.row_factors[:count]
-
-
 def linear_logp_with_gradient(
     hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
     config=None, shape=None, split_config=None,
@@ -272,8 +244,12 @@ def linear_logp_with_gradient(
     step, splits = shape or one_pass_shape(width, vocabulary)
     most_partials = splits * step
     step = min(step, -(-hidden.shape[0] // config.rows) * config.rows)
-    memory = _OnePassMemory(step, most_partials, vocabulary, width, hidden.dtype)
-    rounds = -(-memory.pitch // STEPS)
+    tiles_across, pitch = -(-vocabulary // TILE_COLUMNS), vocabulary + -vocabulary % 8
+    rounds = -(-pitch // STEPS)
+    all_results = xp.empty(step * tiles_across * RESULTS, np.float32)
+    exponentials = xp.empty(step * pitch, hidden.dtype)
+    all_partials = xp.empty(most_partials * width, np.float32)
+    scaled_hidden, row_factors = xp.empty((step, width), hidden.dtype), xp.empty(step, np.float32)
     reference_logits, target_logits = xp.empty(ids.shape, np.float32), xp.full(ids.shape, math.nan, np.float32)
     launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference_logits)
     end = 0
@@ -282,20 +258,24 @@ def linear_logp_with_gradient(
         count = (hidden.shape[0] - end) % step or step
         rows, end = slice(end, end + count), end + count
         h, targets, references = hidden[rows], ids[rows], reference_logits[rows]
-        results, dz, scaled_hidden, row_factors = memory.of_rows(count)
-        chosen = target_logits[rows]
+        results, chosen = all_results[: count * tiles_across * RESULTS], target_logits[rows]
+        dz, scaled, factors = (
+            exponentials[: count * pitch].reshape(count, pitch),
+            scaled_hidden[:count],
+            row_factors[:count],
+        )
         _launch(config, h, weight, dz, targets, references, None, temperature, results, chosen)
         outputs = _outputs(rows, logp, lse, entropy, top1, ids)
         scalars = float(temperature), MAX_EXPONENT[config.element]
         inputs = dz, results, chosen, references, targets, *scalars, dlogp[rows], h
-        outputs = *outputs, scaled_hidden, row_factors
+        outputs = *outputs, scaled, factors
         launch(finish_exponentials_kernel, count, ROW_THREADS, *inputs, *outputs, pdl=ALWAYS)
         padded = -(-count // config.rows) * config.rows
         # A block that is shorter than others has as many tiles, in more splits.
         tiles = padded // config.rows * -(-width // TILE_COLUMNS)
         split_rounds, _ = split_k_rounds(rounds, tiles, most_partials // padded)
         height = -(-rounds // split_rounds) * padded
-        partials = memory.partials[: height * width].reshape(height, width)
+        partials = all_partials[: height * width].reshape(height, width)
         _launch(split_config, dz, weight, partials, split_rounds=split_rounds)
-        launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, row_factors, dhidden[rows], pdl=ALWAYS)
-        gemm(dz, scaled_hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)
+        launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, factors, dhidden[rows], pdl=ALWAYS)
+        gemm(dz, scaled, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

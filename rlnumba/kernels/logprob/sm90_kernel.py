@@ -210,47 +210,29 @@ def producer_function(config):
     return produce
 
 
-# What follows works on a thread's accumulators of one row, sixteen at a time (a part): acc[begin + 4 b + c], b < 8,
-# c < 2, are the columns 8 b + c of the part for this lane. Loops over parts are written out, for an index that the
-# compiler does not know would put the accumulators into memory.
-
-
-@device_function
-def mask_part(acc, begin, column, n):
-    """-inf for the columns from n on; column: that of acc[begin]."""
-    for b in range(8):
-        for c in range(2):
-            if column + i32(8 * b + c) >= n:
-                acc[begin + 4 * b + c] = np.float32(-math.inf)
+# What follows works on a thread's accumulators of one row of a tile, acc[begin + 4 b + c], b < 32, c < 2: columns
+# 8 b + c from this lane's first; or on sixteen of them, b < 8 (a part). Loops over parts are written out, for an index
+# that the compiler does not know would put the accumulators into memory.
 
 
 @device_function
 def mask_columns(acc, column, n):
-    """-inf for the columns of a tile from n on; column: that of acc[0]."""
-    for half in range(0, 4, 2):
-        mask_part(acc, half, column, n)
-        mask_part(acc, half + 32, column + 64, n)
-        mask_part(acc, half + 64, column + 128, n)
-        mask_part(acc, half + 96, column + 192, n)
-
-
-@device_function
-def logit_of_part(acc, begin, target, otherwise):
-    """The logit of column `target` of a part, if that is a column of this lane; else `otherwise`."""
-    for b in range(8):
+    """-inf for the columns of a tile from n on, of both rows of a thread; column: that of acc[0]."""
+    for i in range(0, TILE_COLUMNS // 2, 2):
         for c in range(2):
-            if target == 8 * b + c:
-                otherwise = acc[begin + 4 * b + c]
-    return otherwise
+            if column + i32(i // 4 * 8 + c) >= n:
+                acc[i + c] = np.float32(-math.inf)
 
 
 @device_function
 def logit_of_column(acc, begin, target):
     """The logit of column `target`, counted from this lane's first, of a row of a tile; 0 if it is another lane's."""
-    logit = logit_of_part(acc, begin, target, np.float32(0.0))
-    logit = logit_of_part(acc, begin + 32, i32(target - 64), logit)
-    logit = logit_of_part(acc, begin + 64, i32(target - 128), logit)
-    return logit_of_part(acc, begin + 96, i32(target - 192), logit)
+    logit = np.float32(0.0)
+    for b in range(TILE_COLUMNS // 8):
+        for c in range(2):
+            if target == 8 * b + c:
+                logit = acc[begin + 4 * b + c]
+    return logit
 
 
 @device_function
@@ -264,13 +246,6 @@ def differentiate_part(acc, begin, target, factor, shift, scale):
             for c in range(2):
                 if target == 8 * b + c:
                     acc[begin + 4 * b + c] += scale
-
-
-@device_function
-def scale_part(acc, begin, factor):
-    for b in range(8):
-        for c in range(2):
-            acc[begin + 4 * b + c] *= factor
 
 
 @device_function
@@ -311,7 +286,10 @@ def fold_functions(entropy, top1, exponentials):
                 top = part_top
         total, weighted = exponentials_of_sixteen(acc, begin, 4, largest, factor, entropy)
         if exponentials:
-            scale_part(acc, begin, exp2((largest - base) * factor))
+            scale = exp2((largest - base) * factor)
+            for b in range(8):
+                for c in range(2):
+                    acc[begin + 4 * b + c] *= scale
         largest, total, weighted = join(sums[0], sums[1], sums[2], largest, total, weighted, factor)
         return largest, total, weighted, top
 
@@ -390,13 +368,14 @@ def forward_epilogue(config):
     _, store_columns = store_functions(config)
 
     @device_function
-    def fold_rows(acc, part, largest, base, factor, sums):
+    def fold_rows(acc, part, largest, base, factor, sums, output):
         """A part of both rows of a thread."""
         begin = 32 * part
-        return (
-            fold_part(acc, begin, part, largest[part], base[0], factor, sums[0]),
-            fold_part(acc, begin + 2, part, largest[part + 4], base[1], factor, sums[1]),
-        )
+        first = fold_part(acc, begin, part, largest[part], base[0], factor, sums[0])
+        second = fold_part(acc, begin + 2, part, largest[part + 4], base[1], factor, sums[1])
+        if exponentials:
+            store_columns(acc, part, output)
+        return first, second
 
     @device_function
     def epilogue(
@@ -423,18 +402,10 @@ def forward_epilogue(config):
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
                 bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)
         none = NONE, np.float32(0.0), np.float32(0.0), i32(0)
-        sums = fold_rows(acc, 0, largest, bases, factor, (none, none))
-        if exponentials:
-            store_columns(acc, 0, output)
-        sums = fold_rows(acc, 1, largest, bases, factor, sums)
-        if exponentials:
-            store_columns(acc, 1, output)
-        sums = fold_rows(acc, 2, largest, bases, factor, sums)
-        if exponentials:
-            store_columns(acc, 2, output)
-        sums = fold_rows(acc, 3, largest, bases, factor, sums)
-        if exponentials:
-            store_columns(acc, 3, output)
+        sums = fold_rows(acc, 0, largest, bases, factor, (none, none), output)
+        sums = fold_rows(acc, 1, largest, bases, factor, sums, output)
+        sums = fold_rows(acc, 2, largest, bases, factor, sums, output)
+        sums = fold_rows(acc, 3, largest, bases, factor, sums, output)
         store_result(sums[0], start_column, quad_lane, factor, results, at[0])
         store_result(sums[1], start_column, quad_lane, factor, results, at[1])
 

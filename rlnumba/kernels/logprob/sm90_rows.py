@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from rlnumba.kernels.logprob.chunked import store_terms
 from rlnumba.kernels.logprob.sm90_kernel import ARCHITECTURES as ARCHITECTURES
 from rlnumba.kernels.logprob.sm90_kernel import RESULTS, exponent_base
 from rlnumba.kernels.nn.row_sum import (
@@ -45,11 +46,13 @@ load_eight, store_eight = vector_access(EIGHT, EIGHT)
 
 
 @device_function
-def join_tiles(results, tiles, row, factor, scratch, groups):
+def join_tiles(results, tiles, row, factor):
     """(largest, total, weighted, top) of a row, the same in all ROW_THREADS threads: the last steps of row_sum.py.
 
     results (N, tiles, 4), flat. CLASS_THREADS threads own a class of tiles.
     """
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
     values = cuda.local.array(RESULTS, np.float32)
     largest, total, weighted, top = NONE, np.float32(0.0), np.float32(0.0), i32(0)
     for tile in range(cuda.threadIdx.x // CLASS_THREADS, tiles, CLASSES):
@@ -65,21 +68,15 @@ def join_tiles(results, tiles, row, factor, scratch, groups):
 @cuda.jit
 def join_tiles_kernel(results, target_logits, temperature, logp, lse, entropy, top1):
     """A block owns a row. entropy and top1 without elements are left out. An id outside the vocabulary gives NaN."""
-    scratch = cuda.shared.array(32, np.float32)
-    groups = cuda.shared.array((GROUPS, 3), np.float32)
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
     tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
-    largest, total, weighted, top = join_tiles(results, tiles, row, LOG2_E / temperature, scratch, groups)
+    largest, total, weighted, top = join_tiles(results, tiles, row, LOG2_E / temperature)
     if cuda.threadIdx.x == 0:
         row_lse, row_entropy = row_results(largest, total, weighted, temperature)
-        logp[row] = target_logits[row] / temperature - row_lse
-        lse[row] = row_lse
-        if entropy.shape[0] > 0:
-            entropy[row] = row_entropy
-        if top1.shape[0] > 0:
-            top1[row] = top
+        value = target_logits[row] / temperature - row_lse
+        store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
 
 
 @cuda.jit
@@ -126,10 +123,10 @@ def gradient_of_row(line, results, row, tiles, reference, factor, shift, scale, 
         clamped = second if second < pitch else first
         load_eight(line, first, values, 0)
         load_eight(line, clamped, values, EIGHT)
-        base = exponent_base(results[first_result + first // TILE_COLUMNS * RESULTS], reference, factor, max_exponent)
-        other = exponent_base(
-            results[first_result + clamped // TILE_COLUMNS * RESULTS], reference, factor, max_exponent
-        )
+        largest = results[first_result + first // TILE_COLUMNS * RESULTS]
+        base = exponent_base(largest, reference, factor, max_exponent)
+        largest = results[first_result + clamped // TILE_COLUMNS * RESULTS]
+        other = exponent_base(largest, reference, factor, max_exponent)
         p, other_p = exp2(cuda.fma(base, factor, shift)), exp2(cuda.fma(other, factor, shift))
         gradient_of_eight(values, 0, first, scale * p, target, scale * rest)
         gradient_of_eight(values, EIGHT, clamped, scale * other_p, target, scale * rest)
@@ -153,15 +150,13 @@ def finish_exponentials_kernel(
     gradient. Columns from the vocabulary's end on stay 0. A block owns a row, a thread twice EIGHT neighbouring
     elements at a time, both loads in flight.
     """
-    scratch = cuda.shared.array(32, np.float32)
-    groups = cuda.shared.array((GROUPS, 3), np.float32)
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
     pitch, width = exponentials.shape[1], hidden.shape[1]
     tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
     factor = LOG2_E / temperature
-    largest, total, weighted, top = join_tiles(results, tiles, row, factor, scratch, groups)
+    largest, total, weighted, top = join_tiles(results, tiles, row, factor)
     row_lse, row_entropy = row_results(largest, total, weighted, temperature)
     shift = -row_lse * LOG2_E
     scale = dlogp[row] / temperature
@@ -181,12 +176,8 @@ def finish_exponentials_kernel(
         if one_base and 0 <= target < pitch:
             exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
         row_factors[row] = row_factor
-        logp[row] = target_logits[row] / temperature - row_lse
-        lse[row] = row_lse
-        if entropy.shape[0] > 0:
-            entropy[row] = row_entropy
-        if top1.shape[0] > 0:
-            top1[row] = top
+        value = target_logits[row] / temperature - row_lse
+        store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
     for column in range(EIGHT * cuda.threadIdx.x, width, EIGHT * ROW_THREADS):
         values = cuda.local.array(EIGHT, np.float32)
         load_eight(hidden[row], column, values, 0)

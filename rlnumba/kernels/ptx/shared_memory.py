@@ -67,20 +67,24 @@ def write_shared(address, values):
 
 
 class AsyncRead:
-    """Shared memory that TMA or the tensor cores read while the program goes on."""
+    """What TMA or the tensor cores read while the program goes on."""
 
-    def __init__(self, address, nbytes):
-        for thread in this_thread().block.threads:
-            unfenced = thread.notes.get("unfenced")
-            if unfenced and not unfenced.isdisjoint(_units(address, nbytes)):
-                raise RuntimeError(f"thread {thread.index} wrote what is read here, without fence_proxy_async")
-        self.memory = memory(address, nbytes)
-        self.content = self.memory.copy()
+    def __init__(self, array, trouble="registers were written to while a product still read them"):
+        self.array, self.content, self.trouble = array, array.copy(), trouble
 
     def check(self):
         """Raise if it has changed since."""
-        if not np.array_equal(self.memory, self.content):
-            raise RuntimeError("shared memory was written to while a copy or a product still read it")
+        if not np.array_equal(self.array, self.content):
+            raise RuntimeError(self.trouble)
+
+
+def read_shared(address, nbytes):
+    """An AsyncRead of shared memory."""
+    for thread in this_thread().block.threads:
+        unfenced = thread.notes.get("unfenced")
+        if unfenced and not unfenced.isdisjoint(_units(address, nbytes)):
+            raise RuntimeError(f"thread {thread.index} wrote what is read here, without fence_proxy_async")
+    return AsyncRead(memory(address, nbytes), "shared memory was written to while a copy or a product still read it")
 
 
 def swizzled_units(lines):

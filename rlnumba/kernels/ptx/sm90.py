@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.ptx.instruction import SIMULATED, address_of, instruction
-from rlnumba.kernels.ptx.shared_memory import LINE, AsyncRead, memory, swizzled_units
+from rlnumba.kernels.ptx.shared_memory import LINE, memory, read_shared, swizzled_units
 from rlnumba.kernels.ptx.warp import device_function
 
 if SIMULATED:
@@ -174,8 +174,7 @@ class BulkStore:
     """The simulator's copy from shared to global memory: write(content) when it is waited for, or at the end."""
 
     def __init__(self, source, nbytes, write):
-        self.source = AsyncRead(source, nbytes)
-        self.write = write
+        self.source, self.write, self.reading = read_shared(source, nbytes), write, True
         thread = this_thread()
         thread.notes.setdefault("stores", []).append(self)
         thread.last_checks.append(self.check_read)
@@ -183,19 +182,18 @@ class BulkStore:
 
     def check_read(self):
         """Raise if the block's shared memory is still read when it is given to another block."""
-        if self.source:
+        if self.reading:
             raise RuntimeError("returned without waiting for its bulk stores")
 
     def finish_reading(self):
-        if self.source:
+        if self.reading:
             self.source.check()
-            self.content, self.source = self.source.content, None
+            self.reading = False
 
     def finish(self):
         """Write, unless that was done."""
         if self.write:
-            content = self.source.content if self.source else self.content
-            self.write(content)
+            self.write(self.source.content)
             self.write = None
 
 

@@ -7,19 +7,16 @@ nearest even into the element type of an array. `narrow` of a float64 does not c
 untyped literal that slipped into the arithmetic.
 
 Warps. `shuffle*` exchange a value among the 32 lanes; `warp_sum` and `warp_max` reduce by a butterfly
-(lane distance 16, 8, 4, 2, 1) and give every lane the same bits; `block_sum` and `block_max` add the
+(lane distance 16, 8, 4, 2, 1) and give every lane the same bits; `block_sum` and `block_max` combine the
 warps' results in the order of the warps. All lanes of a warp, or all threads of a block, must call them.
 
-Kernels one after the other. On Hopper and later a kernel that `launch` starts inside `pdl_scope` may begin while
-the one before it still runs: `griddepcontrol_wait` waits for the end of all earlier ones and for what they wrote.
-`griddepcontrol_launch_dependents` allows the next one to begin, which happens once all blocks have called it or
-ended. What a kernel reads before it waits must be older than all pdl_scope kernels, as a model's weights are in decode.
+PDL (runtime/launch.py). `griddepcontrol_wait` waits for the end of all earlier kernels and for what they wrote;
+`griddepcontrol_launch_dependents` allows the next kernel to begin, once all blocks have called it or ended. What a
+kernel reads before it waits must be older than all pdl_scope kernels, as a model's weights are in decode.
 
-Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time. A kernel gives
-each thread `count` neighbouring elements at a time; `vector_access(count, access)` makes the load and the store
-for that, which move up to `access` of them at once. What a thread owns, and so the order of its sums, depends on
-`count`; `access` follows from where the arrays lie (`access_length`) and changes no bits. Two float32 are rounded
-to 16 bits by one instruction, of compute capability 8.0.
+Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time: `vector_access`.
+What a thread owns, and so the order of its sums, depends on `count`; `access` follows from where the arrays lie
+(`access_length`) and changes no bits. Two float32 are rounded to 16 bits by one instruction, of compute capability 8.0.
 """
 
 import functools
@@ -73,12 +70,10 @@ if SIMULATED:
         """(load, store) of `count` neighbouring elements of an array with one axis.
 
         load(array, index, values, at): values[at + i] = array[index + i], widened.
-        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values
-        keep what was stored. values: a local array of float32, or of the array's own type, integers that keep
-        their bits.
+        store(array, index, values, at): array[index + i] = values[at + i], rounded to nearest even; values keep what
+        was stored. values: a local array of float32, or of the array's own type, integers that keep their bits.
         access: elements moved at once, up to 16 bytes; index and the array's address are multiples of it.
-        bounded: what lies beyond the end of the array reads as zero and is not written; the array's length is
-        a multiple of access.
+        bounded: what lies beyond the array reads as zero and is not written; its length is a multiple of access.
         """
 
         def existing(array, index):

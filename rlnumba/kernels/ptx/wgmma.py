@@ -19,7 +19,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.ptx.instruction import SIMULATED
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, AsyncRead, swizzled_units
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, AsyncRead, read_shared, swizzled_units
 from rlnumba.kernels.ptx.warp import PTX_TYPES
 from rlnumba.runtime import device
 
@@ -36,18 +36,6 @@ def _box_bytes(major, rows):
 
 if SIMULATED:
     from rlnumba.runtime.simulator import of_block, this_thread, warpgroup_wide
-
-    class Registers:
-        """Registers that the tensor cores read while the program goes on."""
-
-        def __init__(self, words):
-            self.words = words
-            self.content = words.copy()
-
-        def check(self):
-            """Raise if they have changed since."""
-            if not np.array_equal(self.words, self.content):
-                raise RuntimeError("registers were written to while a product still read them")
 
     class Product:
         """What a thread has of a product under way: accumulators that hold NaN until it is waited for."""
@@ -93,7 +81,7 @@ if SIMULATED:
         """(rows, k) of an operand in shared memory; rows are A's rows or B's columns. Its AsyncReads join `reads`."""
 
         def lines(start, count):
-            reads.append(AsyncRead(start, count * LINE))
+            reads.append(read_shared(start, count * LINE))
             chunks = reads[-1].content.reshape(-1, 16)[swizzled_units(count)]
             return np.ascontiguousarray(chunks).view(dtype).reshape(count, 64)
 
@@ -150,7 +138,7 @@ if SIMULATED:
             accumulators = [acc[:count] for acc, *_ in threads]
             if a == "registers":
                 words = [words[: 4 * steps] for _, words, *_ in threads]
-                reads += map(Registers, words)
+                reads += map(AsyncRead, words)
                 left = np.zeros((ROWS, k), dtype)
                 left[word_row, word_column] = np.stack(words).view(dtype)
             left = np.tile(left, (8, 1)) if broadcast else left

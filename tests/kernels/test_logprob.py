@@ -271,7 +271,7 @@ def test_exponential_is_accurate():
     row = np.append(np.float32(0), x)[None]
     out = np.empty_like(row)
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    logp_backward_rows(row, np.int32([0]), np.float32(1), zero, -one, out)
+    logp_backward_rows(row, np.int32([0]), 0, np.float32(1), zero, -one, out)
     exact = np.exp(x.astype(np.float64))
     relative = np.abs(out[0, 1:] - exact) / exact
     assert relative[x > -87].max() < 2**-23

@@ -258,7 +258,7 @@ def test_memory_of_the_operators(monkeypatch, left_out):
     if device.name() != "cpu":
         pytest.skip("the memory of NumPy arrays is counted")
     rows, vocabulary, width = QWEN3_06B
-    monkeypatch.setattr(logprob, "_uses_sm90", lambda *arrays: True)
+    monkeypatch.setattr(logprob, "_implementation", lambda *arrays: logprob_sm90)
     monkeypatch.setattr(device, "sm_count", lambda: 132)
     for name in ("launch", "cast"):
         monkeypatch.setattr(logprob_sm90, name, lambda *arguments, **options: None)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.logprob import IGNORED, cpu
+from rlnumba.kernels.logprob import IGNORED, cpu, kernel_outputs, slices
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms
 from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen
@@ -101,18 +101,13 @@ def logp_backward_kernel(access):
 
 def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None):
     """logp, lse, entropy, top1 of linear_logp for logits (N, V) of a floating dtype; entropy and top1 may be None."""
-    if device.name() != "cpu":
-        entropy, top1 = logp[:0] if entropy is None else entropy, ids[:0] if top1 is None else top1
-        arguments = logits, ids, float(temperature), logp, lse, entropy, top1
-        launch(logp_kernel, ids.shape[0], ROW_THREADS, *arguments)
+    if device.name() == "cpu":
+        entropy = np.empty(ids.shape, np.float32) if entropy is None else entropy
+        top1 = np.empty(ids.shape, np.int32) if top1 is None else top1
+        cpu.logp_rows(logits, ids, np.float32(temperature), logp, lse, entropy, top1)
         return
-    entropy = np.empty(ids.shape, np.float32) if entropy is None else entropy
-    top1 = np.empty(ids.shape, np.int32) if top1 is None else top1
-    ignored = ids == IGNORED
-    # Ignored rows are computed for token 0 and overwritten; linear_logp leaves them out beforehand.
-    cpu.logp_rows(logits, np.where(ignored, 0, ids), np.float32(temperature), logp, lse, entropy, top1)
-    for array, value in ((logp, 0), (lse, 0), (entropy, 0), (top1, -1)):
-        array[ignored] = value
+    outputs = kernel_outputs(logp, lse, entropy, top1, ids)
+    launch(logp_kernel, ids.shape[0], ROW_THREADS, logits, ids, float(temperature), *outputs)
 
 
 def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first_id=0):
@@ -120,52 +115,51 @@ def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first
 
     logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,).
     """
-    if device.name() != "cpu":
-        arguments = ids, first_id, float(temperature), lse, dlogp, dlogits
-        access = 4 if logits.shape[1] % 4 == 0 else 1
-        launch(logp_backward_kernel(access), ids.shape[0], ROW_THREADS, logits, *arguments)
+    if device.name() == "cpu":
+        cpu.logp_backward_rows(logits, ids, first_id, np.float32(temperature), lse, dlogp, dlogits)
         return
-    ignored = ids == IGNORED
-    cpu.logp_backward_rows(logits, ids - np.int32(first_id), np.float32(temperature), lse, dlogp, dlogits)
-    dlogits[ignored] = 0
+    kernel = logp_backward_kernel(4 if logits.shape[1] % 4 == 0 else 1)
+    launch(kernel, ids.shape[0], ROW_THREADS, logits, ids, first_id, float(temperature), lse, dlogp, dlogits)
 
 
-def _tile_multiple(count, tile):
-    """count, or the largest multiple of `tile` that is not more."""
-    return count - count % tile if count > tile else count
+def _whole_tiles(count):
+    """The largest multiple of CHUNK_TILE that is not more than count; below one tile count, or 1."""
+    return count - count % CHUNK_TILE if count > CHUNK_TILE else max(count, 1)
 
 
-def _slices(count, step):
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+def forward_rows(vocabulary):
+    """Rows whose logits the forward makes at one time."""
+    return _whole_tiles(CHUNK_LOGITS // max(vocabulary, 1))
 
 
-def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1):
+def backward_rows(width):
+    """Rows whose gradient the backward adds up at one time."""
+    return _whole_tiles(CHUNK_SUMS // max(width, 1))
+
+
+def linear_logp(hidden, weight, ids, temperature, *outputs):
     """ops.linear_logp of checked arrays, by chunks of rows."""
-    rows, vocabulary = hidden.shape[0], weight.shape[0]
-    step = min(rows, _tile_multiple(max(1, CHUNK_LOGITS // max(vocabulary, 1)), CHUNK_TILE))
-    memory = device.xp().empty((step, vocabulary), np.float32)
-    for chunk in _slices(rows, max(step, 1)):
-        logits = memory[: chunk.stop - chunk.start]
-        linear(hidden[chunk], weight, logits)
-        outputs = [None if array is None else array[chunk] for array in (logp, lse, entropy, top1)]
-        logp_of_logits(logits, ids[chunk], temperature, *outputs)
+    step = forward_rows(weight.shape[0])
+    memory = device.xp().empty((min(step, hidden.shape[0]), weight.shape[0]), np.float32)
+    for rows, count in slices(hidden.shape[0], step):
+        linear(hidden[rows], weight, memory[:count])
+        written = (None if array is None else array[rows] for array in outputs)
+        logp_of_logits(memory[:count], ids[rows], temperature, *written)
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
     """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
-    row_step = min(rows, _tile_multiple(max(1, CHUNK_SUMS // max(width, 1)), CHUNK_TILE))
-    step = min(vocabulary, _tile_multiple(max(1, CHUNK_LOGITS // 2 // max(row_step, 1)), CHUNK_TILE))
+    row_step = min(rows, backward_rows(width))
+    step = min(vocabulary, _whole_tiles(CHUNK_LOGITS // 2 // max(row_step, 1)))
     is_float32 = hidden.dtype == np.float32
     memory = xp.empty(row_step * step, np.float32)
     narrow_memory = memory if is_float32 else xp.empty(memory.shape, hidden.dtype)
-    sums_memory = None if is_float32 else xp.empty((row_step, width), np.float32)
-    for batch in _slices(rows, max(row_step, 1)):
-        h, count = hidden[batch], batch.stop - batch.start
-        sums = dhidden[batch] if is_float32 else sums_memory[:count]
+    all_sums = None if is_float32 else xp.empty((row_step, width), np.float32)
+    for batch, count in slices(rows, row_step):
+        h, sums = hidden[batch], dhidden[batch] if is_float32 else all_sums[:count]
         sums.fill(0)
-        for chunk in _slices(vocabulary, max(step, 1)):
-            columns = chunk.stop - chunk.start
+        for chunk, columns in slices(vocabulary, step):
             logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
             linear(h, weight[chunk], logits)
             logp_of_logits_backward(logits, ids[batch], temperature, lse[batch], dlogp[batch], dlogits, chunk.start)

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check
 from rlnumba.kernels.gemm.ops import backend
-from rlnumba.kernels.logprob import IGNORED, chunked
+from rlnumba.kernels.logprob import IGNORED, chunked, slices
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.runtime import device, dispatch
@@ -35,17 +35,13 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     rows, vocabulary = _check_linear("linear_logp", hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
     _check_outputs("linear_logp", rows, *outputs)
-    fused = _uses_sm90(hidden, weight)
-    if not fused and device.name() != "cpu":
-        chunked.linear_logp(hidden, weight, ids, temperature, *outputs)
-        return
-    implementation = logprob_sm90 if fused else chunked
+    implementation = _implementation(hidden, weight)
 
     def run(hidden, ids, *outputs):
         implementation.linear_logp(hidden, weight, ids, temperature, *outputs)
 
-    rows_at_once = logprob_sm90.forward_rows(vocabulary) if fused else rows
-    _run_on_rows(run, ids != IGNORED, (hidden, ids), outputs, rows_at_once)
+    selected = ids != IGNORED if _selects_rows(implementation) else None
+    _run_on_rows(run, selected, (hidden, ids), outputs, implementation.forward_rows(vocabulary))
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
@@ -58,17 +54,14 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
     _check_gradients("linear_logp_backward", hidden, weight, dlogp, dhidden, dweight)
-    fused = _uses_sm90(hidden, weight)
-    if not fused and device.name() != "cpu":
-        chunked.linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
-        return
-    implementation = logprob_sm90 if fused else chunked
+    implementation = _implementation(hidden, weight)
 
     def run(hidden, ids, lse, dlogp, dhidden):
         implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
 
-    rows_at_once = logprob_sm90.backward_rows(hidden.shape[1]) if fused else rows
-    _run_on_rows(run, (ids != IGNORED) & (dlogp != 0), (hidden, ids, lse, dlogp), (dhidden,), rows_at_once)
+    selected = (ids != IGNORED) & (dlogp != 0) if _selects_rows(implementation) else None
+    rows_at_once = implementation.backward_rows(hidden.shape[1])
+    _run_on_rows(run, selected, (hidden, ids, lse, dlogp), (dhidden,), rows_at_once)
 
 
 def linear_logp_with_gradient(
@@ -88,7 +81,7 @@ def linear_logp_with_gradient(
     outputs = logp, lse, entropy, top1
     _check_outputs(op, rows, *outputs)
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
-    if not _uses_sm90(hidden, weight):
+    if _implementation(hidden, weight) is chunked:
         linear_logp(hidden, weight, ids, temperature, *outputs)
         if not accumulate:
             fill(0.0, dweight)
@@ -115,34 +108,38 @@ def linear_logp_with_gradient(
     _run_on_rows(forward, has_id & ~has_gradient, (hidden, ids), outputs, rows_at_once, clear=False)
 
 
-def _uses_sm90(hidden, weight):
-    """Whether logprob/sm90.py computes the log-probs of these arrays."""
+def _implementation(hidden, weight):
+    """The module that computes the log-probs of these arrays."""
     if device.name() == "cpu" or dispatch.family("logprob") != "sm90":
-        return False
+        return chunked
     gemm_is_sm90 = backend() == "native" and dispatch.family("gemm") == "sm90"
-    return gemm_is_sm90 and logprob_sm90.is_supported(hidden, weight)
+    return logprob_sm90 if gemm_is_sm90 and logprob_sm90.is_supported(hidden, weight) else chunked
+
+
+def _selects_rows(implementation):
+    """Whether rows without a result are left out, which on a GPU waits for the device, once."""
+    return implementation is logprob_sm90 or device.name() == "cpu"
 
 
 def _run_on_rows(run, selected, inputs, outputs, rows_at_once, clear=True):
-    """run(*inputs, *outputs) on the rows that are `selected`; outputs of others become 0, in int32 arrays -1.
+    """run(*inputs, *outputs) on the rows that are `selected`, (N,) bool or None for all of them.
 
-    selected: (N,) bool; inputs, outputs: arrays of N rows, an output also None. rows_at_once: rows that run takes at a
-    time where not all are selected, since these are copied. clear: whether outputs of the other rows are written. On a
-    GPU it waits for the device, once.
+    inputs and outputs: arrays of N rows, an output also None. rows_at_once: rows that run takes at a time where not all
+    are selected, since these are copied. clear: whether outputs of the other rows become 0, int32 ones -1.
     """
-    kept = device.xp().flatnonzero(selected).astype(np.int32)
-    if len(kept) == len(selected):
+    kept = None if selected is None else device.xp().flatnonzero(selected).astype(np.int32)
+    if kept is None or kept.shape == selected.shape:
         run(*inputs, *outputs)
         return
     for array in outputs if clear else ():
         if array is not None:
             array.fill(-1 if array.dtype == np.int32 else 0)
-    for first in range(0, len(kept), rows_at_once):
-        _run_on_copies(run, kept[first : first + rows_at_once], inputs, outputs)
+    for part, _ in slices(kept.shape[0], rows_at_once):
+        _run_on_copies(run, kept[part], inputs, outputs)
 
 
 def _run_on_copies(run, rows, inputs, outputs):
-    """_run_on_rows of the given `rows` (M,) int32, gathered before and scattered after."""
+    """run on copies of the given `rows` (M,) int32. The first input is the hidden states."""
 
     def empty(array):
         return None if array is None else device.xp().empty((len(rows), *array.shape[1:]), array.dtype)

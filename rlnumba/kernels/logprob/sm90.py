@@ -27,6 +27,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import CHUNK, is_16_byte_aligned, unused
 from rlnumba.kernels.gemm.sm90 import gemm
+from rlnumba.kernels.logprob import kernel_outputs, slices
 from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, RESULTS, LogprobConfig, can_stagger, logprob_kernel
 from rlnumba.kernels.logprob.sm90_rows import (
     REFERENCE_ROWS,
@@ -51,6 +52,8 @@ EXTRA_BYTES = 256 << 20
 QUARTER = EXTRA_BYTES // 4
 # Bytes an element of the hidden states: where rows are left out, the others are copied, and so is their gradient.
 COPIES = 4
+# Rows of a tile with the configs that the operators choose.
+TILE_ROWS = 128
 
 
 def is_supported(hidden, weight):
@@ -63,7 +66,7 @@ def is_supported(hidden, weight):
 
 
 def _launch(
-    config, a, b, out=None, ids=None, lse=None, dlogp=None, temperature=1.0, results=None, target_logits=None,
+    config, a, b, out=None, temperature=1.0, ids=None, lse=None, dlogp=None, results=None, target_logits=None,
     first_id=0, split_rounds=0,
 ):  # fmt: skip
     """Launch logprob_kernel; None for what the mode does not use."""
@@ -79,38 +82,22 @@ def _launch(
         shortest = rounds - (splits - 1) * split_rounds
     if not can_stagger(config, shortest):
         config = config._replace(stagger=0)
+    out_map = unused() if out is None else tensor_map(out, ROWS, config.box_columns)
+    ids = unused() if ids is None else ids
+    floats = (unused(dtype=np.float32) if array is None else array for array in (lse, dlogp, results, target_logits))
+    lse, dlogp, results, target_logits = floats
     launch(
-        logprob_kernel(config),
-        min(tiles, device.sm_count()),
-        (config.consumers + 1) * WARPGROUP,
-        tensor_map(a, a_rows, 64),
-        tensor_map(b, 64 if split_k else TILE_COLUMNS, 64),
-        unused() if out is None else tensor_map(out, ROWS, config.box_columns),
-        unused() if ids is None else ids,
-        *(unused(1, np.float32) if array is None else array for array in (lse, dlogp)),
-        float(temperature),
-        *(unused(1, np.float32) if array is None else array for array in (results, target_logits)),
-        m,
-        n,
-        k,
-        first_id,
-        split_rounds,
-        (a_rows + TILE_COLUMNS) * LINE,
-        shared=config.layout.nbytes,
-        pdl=ALWAYS,
-    )
+        logprob_kernel(config), min(tiles, device.sm_count()), (config.consumers + 1) * WARPGROUP,
+        tensor_map(a, a_rows, 64), tensor_map(b, 64 if split_k else TILE_COLUMNS, 64), out_map, ids, lse, dlogp,
+        float(temperature), results, target_logits, m, n, k, first_id, split_rounds, (a_rows + TILE_COLUMNS) * LINE,
+        shared=config.layout.nbytes, pdl=ALWAYS,
+    )  # fmt: skip
 
 
-def _outputs(rows, logp, lse, entropy, top1, ids):
-    """Rows of the outputs as kernels take them: an array without elements for what is left out."""
-    entropy = logp[:0] if entropy is None else entropy[rows]
-    return logp[rows], lse[rows], entropy, ids[:0] if top1 is None else top1[rows]
-
-
-def forward_rows(vocabulary, tile_rows=128):
+def forward_rows(vocabulary):
     """Rows of which the forward keeps tile results at one time."""
     tiles = -(-vocabulary // TILE_COLUMNS)
-    return max(1, QUARTER // (4 * RESULTS * tiles) // tile_rows) * tile_rows
+    return max(1, QUARTER // (4 * RESULTS * tiles) // TILE_ROWS) * TILE_ROWS
 
 
 def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, config=None):
@@ -119,28 +106,26 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     config: a LogprobConfig of mode "forward" instead of the best.
     """
     config = config or LogprobConfig(hidden.dtype.name, "forward", entropy=entropy is not None, top1=top1 is not None)
-    xp = device.xp()
-    tiles = -(-weight.shape[0] // TILE_COLUMNS)
-    step = forward_rows(weight.shape[0], config.rows)
-    memory = xp.empty(min(step, hidden.shape[0]) * tiles * RESULTS, np.float32)
+    xp, tiles = device.xp(), -(-weight.shape[0] // TILE_COLUMNS)
+    step = min(forward_rows(weight.shape[0]), hidden.shape[0])
+    all_results = xp.empty((step, tiles * RESULTS), np.float32)
     all_target_logits = xp.full(ids.shape, math.nan, np.float32)
-    for first in range(0, hidden.shape[0], step):
-        rows = slice(first, min(first + step, hidden.shape[0]))
-        count = rows.stop - first
-        results, target_logits = memory[: count * tiles * RESULTS], all_target_logits[rows]
-        arrays = {"ids": ids[rows], "results": results, "target_logits": target_logits}
-        _launch(config, hidden[rows], weight, temperature=temperature, **arrays)
-        outputs = _outputs(rows, logp, lse, entropy, top1, ids)
+    outputs = kernel_outputs(logp, lse, entropy, top1, ids)
+    for rows, count in slices(hidden.shape[0], step):
+        results, target_logits = all_results[:count].reshape(-1), all_target_logits[rows]
+        _launch(
+            config, hidden[rows], weight, None, temperature, ids[rows], results=results, target_logits=target_logits
+        )
         inputs = results, target_logits, float(temperature)
-        launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *outputs, pdl=ALWAYS)
+        launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *(array[rows] for array in outputs), pdl=ALWAYS)
 
 
-def backward_rows(width, tile_rows=128):
+def backward_rows(width):
     """Rows whose gradient the backward adds up in float32 at one time."""
-    return max(1, QUARTER // (4 * width) // tile_rows) * tile_rows
+    return max(1, QUARTER // (4 * width) // TILE_ROWS) * TILE_ROWS
 
 
-def chunk_columns(rows, width, vocabulary, tile_rows=128, tile_columns=256):
+def chunk_columns(rows, width, vocabulary):
     """Columns of a chunk of dz: what fits into EXTRA_BYTES, and fills the SMs best in dweight's GEMM.
 
     Beside dz are the float32 gradient of the rows, and copies of the rows and of their gradient where the caller leaves
@@ -149,13 +134,18 @@ def chunk_columns(rows, width, vocabulary, tile_rows=128, tile_columns=256):
     most = max(1, (EXTRA_BYTES - (4 + COPIES) * rows * width) // (2 * rows * TILE_COLUMNS)) * TILE_COLUMNS
     if most >= vocabulary:
         return vocabulary
-    best = None
-    for columns in range(TILE_COLUMNS * -(-most // (2 * TILE_COLUMNS)), most + 1, TILE_COLUMNS):
-        tiles = -(-columns // tile_rows) * -(-width // tile_columns)
-        filled = tiles / (-(-tiles // device.sm_count()) * device.sm_count())
-        if best is None or filled >= best[0]:
-            best = filled, columns
-    return best[1]
+
+    def busy(columns):
+        """Tiles in proportion to those of as many full waves."""
+        tiles = -(-columns // TILE_ROWS) * -(-width // TILE_COLUMNS)
+        return tiles / (-(-tiles // device.sm_count()) * device.sm_count())
+
+    return max(range(most, most // 2 - 1, -TILE_COLUMNS), key=busy)
+
+
+def _padded(columns):
+    """Elements of a row of 16-bit elements that begins, as all rows of its matrix, at a multiple of 16 bytes."""
+    return columns + -columns % 8
 
 
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, config=None, columns=None):
@@ -165,46 +155,36 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     config: a LogprobConfig of mode "dlogits", columns: of a chunk, instead of the best.
     """
     config = config or LogprobConfig(hidden.dtype.name, "dlogits")
-    xp = device.xp()
-    vocabulary, width = weight.shape
-    step = min(backward_rows(width, config.rows), hidden.shape[0])
+    xp, (vocabulary, width) = device.xp(), weight.shape
+    step = min(backward_rows(width), hidden.shape[0])
     columns = columns or chunk_columns(step, width, vocabulary)
-    memory = xp.empty(step * (columns + -columns % 8), hidden.dtype)
-    sums_memory = xp.empty((step, width), np.float32)
-    for first_row in range(0, hidden.shape[0], step):
-        rows = slice(first_row, min(first_row + step, hidden.shape[0]))
-        count = rows.stop - first_row
-        h, sums = hidden[rows], sums_memory[:count]
-        for first in range(0, vocabulary, columns):
-            chunk = slice(first, min(first + columns, vocabulary))
-            part = weight[chunk]
-            pitch = part.shape[0] + -part.shape[0] % 8
+    memory, all_sums = xp.empty(step * _padded(columns), hidden.dtype), xp.empty((step, width), np.float32)
+    for rows, count in slices(hidden.shape[0], step):
+        h, sums = hidden[rows], all_sums[:count]
+        for chunk, chunk_width in slices(vocabulary, columns):
+            part, pitch = weight[chunk], _padded(chunk_width)
             dz = memory[: count * pitch].reshape(count, pitch)
-            _launch(config, h, part, dz, ids[rows], lse[rows], dlogp[rows], temperature, first_id=first)
-            gemm(dz, part, sums, b_mn=True, add=first > 0)
+            _launch(config, h, part, dz, temperature, ids[rows], lse[rows], dlogp[rows], first_id=chunk.start)
+            gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
             gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
         cast(sums, dhidden[rows])
 
 
-def one_pass_shape(width, vocabulary, tile_rows=128):
+def one_pass_shape(width, vocabulary):
     """(rows, splits) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, splits that fill the SMs.
 
     A row has its exponentials, its tile results, its scaled hidden state, a partial gradient in each split, and the
     copies.
     """
-    pitch = vocabulary + -vocabulary % 8
+    pitch, costs = _padded(vocabulary), {}
     row_bytes = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS) + (2 + COPIES) * width
-    best = None
     for splits in range(1, 17):
-        rows = EXTRA_BYTES // (row_bytes + 4 * splits * width) // tile_rows * tile_rows
-        rows = max(rows, tile_rows)
-        rounds, tiles = -(-pitch // STEPS), rows // tile_rows * -(-width // TILE_COLUMNS)
+        rows = max(1, EXTRA_BYTES // (row_bytes + 4 * splits * width) // TILE_ROWS) * TILE_ROWS
+        rounds, tiles = -(-pitch // STEPS), rows // TILE_ROWS * -(-width // TILE_COLUMNS)
         _, longest = split_k_rounds(rounds, tiles, splits)
         # dweight's traffic grows with the number of blocks, dhidden's time with the share of idle SMs.
-        cost = longest * device.sm_count() / (tiles * rounds) + 0.5 * 768 / rows
-        if best is None or cost < best[0]:
-            best = cost, rows, splits
-    return best[1:]
+        costs[rows, splits] = longest * device.sm_count() / (tiles * rounds) + 0.5 * 768 / rows
+    return min(costs, key=costs.get)
 
 
 def split_k_rounds(rounds, tiles, splits):
@@ -235,47 +215,38 @@ def linear_logp_with_gradient(
     config: a LogprobConfig of mode "exponentials", split_config: of "split_k", shape: (rows, splits) of a block,
     instead of the best.
     """
-    config = config or LogprobConfig(
-        hidden.dtype.name, "exponentials", entropy=entropy is not None, top1=top1 is not None
-    )
+    options = {"entropy": entropy is not None, "top1": top1 is not None}
+    config = config or LogprobConfig(hidden.dtype.name, "exponentials", **options)
     split_config = split_config or config._replace(mode="split_k", entropy=False, top1=False)
-    xp = device.xp()
-    vocabulary, width = weight.shape
+    xp, (vocabulary, width), outputs = device.xp(), weight.shape, kernel_outputs(logp, lse, entropy, top1, ids)
     step, splits = shape or one_pass_shape(width, vocabulary)
-    most_partials = splits * step
+    all_partials = xp.empty((splits * step, width), np.float32)
     step = min(step, -(-hidden.shape[0] // config.rows) * config.rows)
-    tiles_across, pitch = -(-vocabulary // TILE_COLUMNS), vocabulary + -vocabulary % 8
-    rounds = -(-pitch // STEPS)
-    all_results = xp.empty(step * tiles_across * RESULTS, np.float32)
-    exponentials = xp.empty(step * pitch, hidden.dtype)
-    all_partials = xp.empty(most_partials * width, np.float32)
-    scaled_hidden, row_factors = xp.empty((step, width), hidden.dtype), xp.empty(step, np.float32)
-    reference_logits, target_logits = xp.empty(ids.shape, np.float32), xp.full(ids.shape, math.nan, np.float32)
-    launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, reference_logits)
-    end = 0
+    all_results = xp.empty((step, -(-vocabulary // TILE_COLUMNS) * RESULTS), np.float32)
+    exponentials = xp.empty((step, _padded(vocabulary)), hidden.dtype)
+    all_scaled_hidden, all_row_factors = xp.empty((step, width), hidden.dtype), xp.empty(step, np.float32)
+    all_references, all_target_logits = xp.empty(ids.shape, np.float32), xp.full(ids.shape, math.nan, np.float32)
+    launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, all_references)
+    rounds, end = -(-exponentials.shape[1] // STEPS), 0
     while end < hidden.shape[0]:
         # The remainder first.
         count = (hidden.shape[0] - end) % step or step
         rows, end = slice(end, end + count), end + count
-        h, targets, references = hidden[rows], ids[rows], reference_logits[rows]
-        results, chosen = all_results[: count * tiles_across * RESULTS], target_logits[rows]
-        dz, scaled, factors = (
-            exponentials[: count * pitch].reshape(count, pitch),
-            scaled_hidden[:count],
-            row_factors[:count],
-        )
-        _launch(config, h, weight, dz, targets, references, None, temperature, results, chosen)
-        outputs = _outputs(rows, logp, lse, entropy, top1, ids)
-        scalars = float(temperature), MAX_EXPONENT[config.element]
-        inputs = dz, results, chosen, references, targets, *scalars, dlogp[rows], h
-        outputs = *outputs, scaled, factors
-        launch(finish_exponentials_kernel, count, ROW_THREADS, *inputs, *outputs, pdl=ALWAYS)
+        h, targets = hidden[rows], ids[rows]
+        references, target_logits = all_references[rows], all_target_logits[rows]
+        results, dz = all_results[:count].reshape(-1), exponentials[:count]
+        scaled_hidden, row_factors = all_scaled_hidden[:count], all_row_factors[:count]
+        _launch(config, h, weight, dz, temperature, targets, references, None, results, target_logits)
+        launch(
+            finish_exponentials_kernel, count, ROW_THREADS, dz, results, target_logits, references, targets,
+            float(temperature), MAX_EXPONENT[config.element], dlogp[rows], h, *(array[rows] for array in outputs),
+            scaled_hidden, row_factors, pdl=ALWAYS,
+        )  # fmt: skip
         padded = -(-count // config.rows) * config.rows
         # A block that is shorter than others has as many tiles, in more splits.
         tiles = padded // config.rows * -(-width // TILE_COLUMNS)
-        split_rounds, _ = split_k_rounds(rounds, tiles, most_partials // padded)
-        height = -(-rounds // split_rounds) * padded
-        partials = all_partials[: height * width].reshape(height, width)
+        split_rounds, _ = split_k_rounds(rounds, tiles, len(all_partials) // padded)
+        partials = all_partials[: -(-rounds // split_rounds) * padded]
         _launch(split_config, dz, weight, partials, split_rounds=split_rounds)
-        launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, factors, dhidden[rows], pdl=ALWAYS)
-        gemm(dz, scaled, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)
+        launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, row_factors, dhidden[rows], pdl=ALWAYS)
+        gemm(dz, scaled_hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

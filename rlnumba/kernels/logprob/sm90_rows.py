@@ -46,14 +46,15 @@ load_eight, store_eight = vector_access(EIGHT, EIGHT)
 
 
 @device_function
-def join_tiles(results, tiles, row, factor):
-    """(largest, total, weighted, top) of a row, the same in all ROW_THREADS threads: the last steps of row_sum.py.
+def joined_terms(results, tiles, row, temperature):
+    """(lse, entropy, top) of a row, the same in all ROW_THREADS threads: the last steps of row_sum.py.
 
     results (N, tiles, 4), flat. CLASS_THREADS threads own a class of tiles.
     """
     scratch = cuda.shared.array(32, np.float32)
     groups = cuda.shared.array((GROUPS, 3), np.float32)
     values = cuda.local.array(RESULTS, np.float32)
+    factor = LOG2_E / temperature
     largest, total, weighted, top = NONE, np.float32(0.0), np.float32(0.0), i32(0)
     for tile in range(cuda.threadIdx.x // CLASS_THREADS, tiles, CLASSES):
         load_four(results, (np.int64(row) * tiles + tile) * RESULTS, values, 0)
@@ -62,21 +63,21 @@ def join_tiles(results, tiles, row, factor):
         largest, total, weighted = join(largest, total, weighted, values[0], values[1], values[2], factor)
     _, top = lowest_of_best(largest, top, scratch)
     largest, total, weighted = join_classes(largest, total, weighted, CLASS_THREADS, factor, groups)
-    return largest, total, weighted, top
+    lse, entropy = row_results(largest, total, weighted, temperature)
+    return lse, entropy, top
 
 
 @cuda.jit
 def join_tiles_kernel(results, target_logits, temperature, logp, lse, entropy, top1):
-    """A block owns a row. entropy and top1 without elements are left out. An id outside the vocabulary gives NaN."""
+    """A block owns a row. An id outside the vocabulary, whose target logit is NaN, gives NaN."""
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
     tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
-    largest, total, weighted, top = join_tiles(results, tiles, row, LOG2_E / temperature)
+    row_lse, row_entropy, top = joined_terms(results, tiles, row, temperature)
     if cuda.threadIdx.x == 0:
-        row_lse, row_entropy = row_results(largest, total, weighted, temperature)
-        value = target_logits[row] / temperature - row_lse
-        store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
+        row_logp = target_logits[row] / temperature - row_lse
+        store_terms(row, row_logp, row_lse, row_entropy, top, logp, lse, entropy, top1)
 
 
 @cuda.jit
@@ -102,20 +103,13 @@ def reference_kernel(hidden, weight, ids, reference_logits):
 
 
 @device_function
-def gradient_of_eight(values, at, first, p, target, target_gradient):
-    """values[at + i], exponentials of columns first + i, become -p times them; the target's its own gradient."""
-    for i in range(EIGHT):
-        values[at + i] *= -p
-        if first + i == target:
-            values[at + i] = target_gradient
+def gradient_of_row(line, results, first_result, reference, factor, shift, scale, max_exponent, target, rest):
+    """line, the exponentials of a row whose tiles have different bases, becomes dz; rest: 1 - p of the target.
 
-
-@device_function
-def gradient_of_row(line, results, row, tiles, reference, factor, shift, scale, max_exponent, target, rest):
-    """line, the exponentials of a row whose tiles have different bases, becomes dz; rest: 1 - p of the target."""
+    A thread has two loads in flight.
+    """
     pitch = line.shape[0]
     values = cuda.local.array(SIXTEEN, np.float32)
-    first_result = np.int64(row) * tiles * RESULTS
     stride = EIGHT * ROW_THREADS
     for first in range(EIGHT * cuda.threadIdx.x, pitch, 2 * stride):
         second = first + stride
@@ -124,12 +118,16 @@ def gradient_of_row(line, results, row, tiles, reference, factor, shift, scale, 
         load_eight(line, first, values, 0)
         load_eight(line, clamped, values, EIGHT)
         largest = results[first_result + first // TILE_COLUMNS * RESULTS]
-        base = exponent_base(largest, reference, factor, max_exponent)
-        largest = results[first_result + clamped // TILE_COLUMNS * RESULTS]
-        other = exponent_base(largest, reference, factor, max_exponent)
-        p, other_p = exp2(cuda.fma(base, factor, shift)), exp2(cuda.fma(other, factor, shift))
-        gradient_of_eight(values, 0, first, scale * p, target, scale * rest)
-        gradient_of_eight(values, EIGHT, clamped, scale * other_p, target, scale * rest)
+        other_largest = results[first_result + clamped // TILE_COLUMNS * RESULTS]
+        p = exp2(cuda.fma(exponent_base(largest, reference, factor, max_exponent), factor, shift))
+        other_p = exp2(cuda.fma(exponent_base(other_largest, reference, factor, max_exponent), factor, shift))
+        for i in range(EIGHT):
+            values[i] *= -(scale * p)
+            values[EIGHT + i] *= -(scale * other_p)
+            if first + i == target:
+                values[i] = scale * rest
+            if clamped + i == target:
+                values[EIGHT + i] = scale * rest
         store_eight(line, first, values, 0)
         if second < pitch:
             store_eight(line, second, values, EIGHT)
@@ -147,18 +145,16 @@ def finish_exponentials_kernel(
     factor - lse log2(e)), and the factor c goes to row_factors[row] and to scaled_hidden[row] = c hidden[row]; only the
     target's element becomes e - 1 / p. In any other row they become dz, scaled_hidden[row] = hidden[row] and
     row_factors[row] = 1. The target's comes from its own float32 logit, so that a probability near 1 leaves an exact
-    gradient. Columns from the vocabulary's end on stay 0. A block owns a row, a thread twice EIGHT neighbouring
-    elements at a time, both loads in flight.
+    gradient. Columns from the vocabulary's end on stay 0. A block owns a row, a thread EIGHT neighbouring elements at a
+    time.
     """
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
     pitch, width = exponentials.shape[1], hidden.shape[1]
     tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
-    factor = LOG2_E / temperature
-    largest, total, weighted, top = join_tiles(results, tiles, row, factor)
-    row_lse, row_entropy = row_results(largest, total, weighted, temperature)
-    shift = -row_lse * LOG2_E
+    row_lse, row_entropy, top = joined_terms(results, tiles, row, temperature)
+    factor, shift = LOG2_E / temperature, -row_lse * LOG2_E
     scale = dlogp[row] / temperature
     target = ids[row]
     rest = np.float32(1.0) - exp2(cuda.fma(target_logits[row], factor, shift))
@@ -170,14 +166,16 @@ def finish_exponentials_kernel(
     if one_base:
         row_factor = -scale * exp2(-above)
     else:
-        line = exponentials[row]
-        gradient_of_row(line, results, row, tiles, reference, factor, shift, scale, max_exponent, target, rest)
+        first_result = np.int64(row) * tiles * RESULTS
+        gradient_of_row(
+            exponentials[row], results, first_result, reference, factor, shift, scale, max_exponent, target, rest
+        )
     if cuda.threadIdx.x == 0:
         if one_base and 0 <= target < pitch:
             exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
         row_factors[row] = row_factor
-        value = target_logits[row] / temperature - row_lse
-        store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
+        row_logp = target_logits[row] / temperature - row_lse
+        store_terms(row, row_logp, row_lse, row_entropy, top, logp, lse, entropy, top1)
     for column in range(EIGHT * cuda.threadIdx.x, width, EIGHT * ROW_THREADS):
         values = cuda.local.array(EIGHT, np.float32)
         load_eight(hidden[row], column, values, 0)

@@ -6,8 +6,8 @@
     p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
 
 p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded; grads, m, v (n,) float32.
-One pass over memory: 30 bytes an element with a 16-bit copy, 28 without. What changes from step to step is read from
-the device, so that a captured graph stays valid.
+One pass over memory: 30 bytes an element with a 16-bit copy, 28 without. What changes from step to step is
+read from the device, so that a captured graph stays valid.
 """
 
 import math

@@ -1,9 +1,8 @@
 """qkv_split and its backward on the cpu device: one pass over memory, compiled by numba.njit.
 
-The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs as much as
-the GEMMs next to it. A head is computed from its own values in one order, whatever else is in the
-batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Where there is no norm, the
-weights, their gradients and rstd are empty arrays; rstd is empty in inference, too.
+The formulas are in qkv.py. NumPy would take twenty passes, which cost as much as the GEMMs next to it. A head is
+computed from its own values in one order, whatever else is in the batch; without fastmath every operation rounds as
+IEEE 754 says, vectorised or not. Without norm, weights, their gradients and rstd are empty; in inference rstd is, too.
 """
 
 import numba

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, 2020): the gate of a transformer's feed-forward block, forward and backward.
+"""SwiGLU (Shazeer 2020, eq. 5): the gate of a transformer's feed-forward block, forward and backward.
 
     out = silu(gate) * up                   silu(z) = z * s(z),  s(z) = 1 / (1 + exp(-z))
 
@@ -116,8 +116,7 @@ def _launch(kernel_of, *arrays):
 def swiglu(gate_up, out):
     """out = silu(gate) * up, where gate and up are the halves of a row of gate_up.
 
-    gate_up (N, 2F) of a floating dtype; out (N, F) of the same is written. Raises ValueError for other
-    shapes, dtypes or layouts. Source: Shazeer 2020, eq. 5.
+    gate_up (N, 2F) of a floating dtype; out (N, F) of the same is written. Raises ValueError for other arrays.
     """
     rows, columns = check("swiglu", "out", out, (None, None), FLOATS)
     check("swiglu", "gate_up", gate_up, (rows, 2 * columns), (out.dtype,))
@@ -131,8 +130,7 @@ def swiglu(gate_up, out):
 def swiglu_backward(dout, gate_up, dgate_up):
     """The gradient of swiglu: dgate_up, whose halves are dgate and dup.
 
-    dout (N, F), gate_up (N, 2F) of one floating dtype; dgate_up (N, 2F) is written and may be gate_up.
-    Raises ValueError for other shapes, dtypes or layouts.
+    dout (N, F), gate_up, dgate_up (N, 2F) of one floating dtype; dgate_up may be gate_up. ValueError for other arrays.
     """
     rows, columns = check("swiglu_backward", "dout", dout, (None, None), FLOATS)
     check_all("swiglu_backward", (rows, 2 * columns), (dout.dtype,), gate_up=gate_up, dgate_up=dgate_up)

@@ -1,7 +1,6 @@
 """The policy losses of GRPO and its relatives, and their derivative with respect to the log-probs.
 
-With lp = logprobs, old = old_logprobs, ref = ref_logprobs, roll = rollout_logprobs, mask m, advantage A of the
-sequence, and c the importance ratio,
+With lp, old, ref and roll the log-probs of these names, mask m, advantage A of the sequence, importance ratio c,
 
     c = exp(lp - old)                                    importance_sampling_level "token"
     c = exp(sum(m (lp - old)) / max(sum m, 1))           "sequence": one ratio for all tokens (GSPO)
@@ -21,10 +20,9 @@ sequence, and c the importance ratio,
 grpo, bnpo, dr_grpo, dapo and luspo differ in the weight of a token: the table is in policy_loss_scale. Masked
 tokens are skipped before any exp, so their log-probs may be arbitrary.
 
-All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is
-float32, reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO),
-Yu et al. 2025 (DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Schulman 2020
-(the estimator of the KL divergence, "k3").
+All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is float32,
+reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO), Yu et al. 2025
+(DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Schulman 2020 (KL divergence, "k3").
 """
 
 import math
@@ -65,8 +63,7 @@ class LossTerms(NamedTuple):
 
     ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
     set. if_positive, if_negative: (temperature, 0) of sapo or (k, lambda) of vespo, by the sign of the advantage.
-    correction_level: "token", "sequence" or "" for none; correction_truncates: whether it is clamped to
-    correction_range or 0 outside.
+    correction_level: "token", "sequence" or "" for none; correction_truncates: clamped to correction_range, or 0.
     """
 
     form: int
@@ -426,13 +423,12 @@ def policy_loss(
 ):  # fmt: skip
     """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
 
-    logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's
-    log-probs) (N,) float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,)
-    float32; loss_mask (N,) float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a
-    PolicyLossConfig; scale from policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32,
-    sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima that
-    policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for
-    other shapes or dtypes, and where config needs log-probs that are None.
+    logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
+    float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,) float32; loss_mask (N,)
+    float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale from
+    policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics
+    (METRICS,) float32 are written: the sums, maxima and minima that policy_metrics turns into named numbers, for each
+    sequence and for the micro-batch. Raises ValueError for other arrays, and where config needs those that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)

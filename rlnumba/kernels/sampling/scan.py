@@ -36,8 +36,7 @@ QUAD_COLUMNS = 64
 # Lanes' sums of a part in shared memory, padded so that the banks of four parts differ.
 PADDED_LANES = 36
 SUMS_OF_LANES = SCAN_WARPS * 4 * PADDED_LANES
-# Candidates that a row's list holds, and how many it is meant to get: fewer where a top-k of at most FEW or a min-p is
-# on.
+# Candidates that a row's list holds, and how many it is meant to get, fewer with a top-k of at most FEW or a min-p.
 LIST = 8192
 EXPECTED, EXPECTED_IF_FEW, FEW = 4096, 1024, 128
 # Maxima of sixteen logits each, from which a row's candidate bound is guessed, and bisections for it.
@@ -139,9 +138,8 @@ def list_candidates(bits, line, first, row, lane, counts, candidates, candidate_
 def join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, factor, sums):
     """Join the lanes' sums of up to four parts to those of two tiles each, and write them.
 
-    part: the number of the latest, which begins at column `at`; the one before it, `stride` columns before. Lane
-    (t, k, i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and
-    totals.
+    part: the number of the latest, which begins at column `at`; the one before it, `stride` columns before. Lane (t, k,
+    i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and totals.
     """
     largest, total, nothing = NONE, np.float32(0.0), np.float32(0.0)
     first = i32(warp_sums + ((lane >> 2) & 3) * PADDED_LANES + (lane & 16) + (lane & 3))
@@ -183,8 +181,7 @@ def scan_kernel(access):
 
         Written: sums (rows, 2 tiles), of each tile the largest and the sum of 2^((z - largest) factor); of rows with
         filters bounds (rows,), counts (rows,), how many tokens reach the bound, and LIST of these at most in candidates
-        and candidate_ids (rows, LIST), in any order. flat: the logits with one axis. rank, rank_if_few: of
-        candidate_bound.
+        and candidate_ids (rows, LIST), in any order. flat: the logits with one axis. rank...: of candidate_bound.
         """
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()

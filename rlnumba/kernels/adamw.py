@@ -37,10 +37,8 @@ def adamw_kernel(access, bounded, has_master):
     def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
         """A thread owns VECTOR elements, and loads all it needs of them before it computes."""
         start = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VECTOR
-        gradient = cuda.local.array(VECTOR, np.float32)
-        first = cuda.local.array(VECTOR, np.float32)
-        second = cuda.local.array(VECTOR, np.float32)
-        value = cuda.local.array(VECTOR, np.float32)
+        gradient, value = cuda.local.array(VECTOR, np.float32), cuda.local.array(VECTOR, np.float32)
+        first, second = cuda.local.array(VECTOR, np.float32), cuda.local.array(VECTOR, np.float32)
         load(grads, start, gradient, 0)
         load(m, start, first, 0)
         load(v, start, second, 0)

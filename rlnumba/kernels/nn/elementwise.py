@@ -31,8 +31,7 @@ def elementwise_kernel(op, vector, access, bounded):
     def elementwise_kernel(x, y, value, out):
         """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector."""
         first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(vector, np.float32)
-        others = cuda.local.array(vector, np.float32)
+        values, others = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         if not fills:
             load(x, first, values, 0)
         if adds:

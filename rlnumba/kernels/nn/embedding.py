@@ -238,8 +238,7 @@ def list_tokens_kernel(buckets, access):
         its first position; then it collects its tokens in shared memory, a tile of all tokens at a time, and writes
         them to their positions, 32 in a warp, the warps in order.
         """
-        memory = cuda.shared.array(0, np.int32)
-        sums = cuda.shared.array((3, 32), np.int32)
+        memory, sums = cuda.shared.array(0, np.int32), cuda.shared.array((3, 32), np.int32)
         entry = cuda.local.array(4, np.int32)
         thread, bucket = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
         lane, warp = thread % i32(32), thread // i32(32)
@@ -311,10 +310,8 @@ def embedding_backward_kernel(access, bounded):
         """
         number = cuda.shared.array(1, np.int32)
         entry = cuda.local.array(4, np.int32)
-        total = cuda.local.array(VECTOR, np.float32)
-        rows = cuda.local.array(rows_count, np.float32)
-        following = cuda.local.array(parts_count, np.float32)
-        before = cuda.local.array(VECTOR, np.float32)
+        total, before = cuda.local.array(VECTOR, np.float32), cuda.local.array(VECTOR, np.float32)
+        rows, following = cuda.local.array(rows_count, np.float32), cuda.local.array(parts_count, np.float32)
         griddepcontrol_wait()
         token = cuda.blockIdx.x
         first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR

@@ -72,11 +72,6 @@ class RowLayout(NamedTuple):
     def full(self):
         return self.columns == self.chunks * self.vector * self.threads
 
-    @property
-    def values(self):
-        """Columns that a thread owns."""
-        return self.chunks * self.vector
-
     def resident(self, lines):
         """Blocks of `lines` rows that an SM shall have at a time: fewer where bounds checks need registers, too."""
         threads = RESIDENT_THREADS if self.full else RESIDENT_THREADS * 3 // 4
@@ -102,7 +97,7 @@ def rmsnorm_kernel(layout, few_rows):
     With 16,384 rows this order costs 3 us.
     """
     columns, vector, access, threads = layout
-    chunks, values_count, warps = layout.chunks, layout.values, threads // 32
+    chunks, values_count, warps = layout.chunks, layout.chunks * vector, threads // 32
     load, store = vector_access(vector, access, not layout.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
     resident = max(RESIDENT_THREADS // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
@@ -119,8 +114,7 @@ def rmsnorm_kernel(layout, few_rows):
             return
         first = cuda.threadIdx.x * vector
         x_row, out_row = x[row], out[row]
-        values = cuda.local.array(values_count, np.float32)
-        weights = cuda.local.array(values_count, np.float32)
+        values, weights = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
         chunk_squares = cuda.local.array(chunks, np.float32)
         if few_rows:
             # No kernel that may still run writes the weight.
@@ -163,7 +157,7 @@ def rmsnorm_kernel(layout, few_rows):
 def rmsnorm_backward_kernel(layout, lines):
     """The kernel for rows of a RowLayout, of which a block has `lines` at a time."""
     columns, vector, access, threads = layout
-    chunks, values_count, warps = layout.chunks, layout.values, threads // 32
+    chunks, values_count, warps = layout.chunks, layout.chunks * vector, threads // 32
     exchange_threads = max((lines - 1) * threads, 1)
     load, store = vector_access(vector, access, not layout.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
@@ -183,10 +177,8 @@ def rmsnorm_backward_kernel(layout, lines):
         # Indices of 32 bits, and unsigned rows: no check for a negative index.
         thread, line, rows = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y), i32(x.shape[0])
         first = i32(thread * vector)
-        weights = cuda.local.array(values_count, np.float32)
-        dweight = cuda.local.array(values_count, np.float32)
-        upstream = cuda.local.array(values_count, np.float32)
-        values = cuda.local.array(values_count, np.float32)
+        weights, dweight = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
+        upstream, values = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
         before = cuda.local.array(values_count, np.float32)
         for i in range(values_count):
             dweight[i] = np.float32(0.0)

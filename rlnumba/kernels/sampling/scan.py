@@ -52,16 +52,6 @@ def is_filtered(temperature, top_k, top_p, min_p, columns):
 
 
 @device_function
-def load_bounded(line, first, values):
-    """A lane's sixteen logits one by one, -inf for those outside the row."""
-    for b in range(8):
-        for c in range(2):
-            values[2 * b + c] = np.float32(-math.inf)
-            if i32(first + 8 * b + c) < i32(line.shape[0]):
-                load_one(line, first + (8 * b + c), values, 2 * b + c)
-
-
-@device_function
 def candidate_bound(line, temperature, rank, maxima):
     """A logit that about as many of the row's tokens reach as its list is meant to get, in every thread.
 
@@ -97,16 +87,6 @@ def candidate_bound(line, temperature, rank, maxima):
         else:
             high = middle
     return low
-
-
-@device_function
-def candidate_bits(values, bound):
-    """A bit for each of a lane's sixteen logits that reaches the bound."""
-    bits = i32(0)
-    for i in range(16):
-        if values[i] >= bound:
-            bits = i32(bits | (1 << i))
-    return bits
 
 
 @device_function
@@ -161,12 +141,20 @@ def scan_kernel(access):
 
     @device_function
     def load_part(flat, offset, line, at, lane_column, values):
-        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[offset] is the first."""
+        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[offset] is the first.
+
+        -inf for those outside the row, whose last part is loaded one by one.
+        """
         if i32((at | (PART_COLUMNS - 1)) + 1) <= i32(line.shape[0]):
             for b in range(8):
                 load_two(flat, offset + 8 * b, values, 2 * b)
         else:
-            load_bounded(line, i32(at + lane_column), values)
+            first = i32(at + lane_column)
+            for b in range(8):
+                for c in range(2):
+                    values[2 * b + c] = np.float32(-math.inf)
+                    if i32(first + 8 * b + c) < i32(line.shape[0]):
+                        load_one(line, first + (8 * b + c), values, 2 * b + c)
 
     # With access 1, sixteen loads keep more registers in use than eight resident blocks leave.
     @cuda.jit(launch_bounds=(SCAN_THREADS, SCAN_BLOCKS if access == 2 else SCAN_BLOCKS - 2))
@@ -213,7 +201,10 @@ def scan_kernel(access):
         while at < width:
             bits, lane_sum = i32(0), warp_sums + part * PADDED_LANES + lane
             if filtered:
-                bits = candidate_bits(values, bound)
+                # Of a lane's sixteen logits those that reach the bound.
+                for i in range(16):
+                    if values[i] >= bound:
+                        bits = i32(bits | (1 << i))
             largests[lane_sum], totals[lane_sum], _ = fold_sixteen(values, 0, 2, factor, False)
             next_at = i32(at + stride)
             offset += stride

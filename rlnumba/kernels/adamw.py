@@ -6,8 +6,8 @@
     p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
 
 p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded; grads, m, v (n,) float32.
-One pass over memory: 30 bytes an element with a 16-bit copy, 28 without. What changes from step to step is read from
-the device, so that a captured graph stays valid.
+One pass over memory: 30 bytes an element with a 16-bit copy, 28 without. What changes from step to step is
+read from the device, so that a captured graph stays valid.
 """
 
 import math
@@ -37,10 +37,8 @@ def adamw_kernel(access, bounded, has_master):
     def adamw_kernel(weights, master, grads, m, v, scalars, decay_end):
         """A thread owns VECTOR elements, and loads all it needs of them before it computes."""
         start = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VECTOR
-        gradient = cuda.local.array(VECTOR, np.float32)
-        first = cuda.local.array(VECTOR, np.float32)
-        second = cuda.local.array(VECTOR, np.float32)
-        value = cuda.local.array(VECTOR, np.float32)
+        gradient, value = cuda.local.array(VECTOR, np.float32), cuda.local.array(VECTOR, np.float32)
+        first, second = cuda.local.array(VECTOR, np.float32), cuda.local.array(VECTOR, np.float32)
         load(grads, start, gradient, 0)
         load(m, start, first, 0)
         load(v, start, second, 0)

@@ -62,8 +62,7 @@ philox_cpu, uniform_cpu = numba.njit(_make_philox(numba.njit(_multiply_wide))), 
 def noise_key(seed, prompt_token_ids):
     """The Philox key, (2,) uint32 on the host, of a seed (int, taken modulo 2^64) and a prompt (ints).
 
-    BLAKE2b of the seed as eight little-endian bytes and the ids as int64: equal prompts get equal noise
-    under one seed, and nothing else about a request matters.
+    BLAKE2b of the seed as eight little-endian bytes and the ids as int64: only seed and prompt matter.
     """
     digest = hashlib.blake2b((int(seed) % 2**64).to_bytes(8, "little"), digest_size=8)
     digest.update(np.asarray(prompt_token_ids, "<i8").tobytes())

@@ -1,7 +1,6 @@
 """Vector code for the CPU: pieces from which Numba intrinsics emit LLVM's vector operations, in an order that is fixed.
 
-The compiler may reorder neither these operations nor their sums. <16 x float> is one AVX-512 register, or two of AVX2,
-with the same results.
+The compiler may reorder neither these operations nor their sums. <16 x float> is one AVX-512 register or two of AVX2.
 """
 
 import numpy as np

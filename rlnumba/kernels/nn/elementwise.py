@@ -1,7 +1,7 @@
 """Plain arithmetic on arrays, element by element, and the packed copies of rows.
 
 Arrays of any shape in float32, float16 or bfloat16; arithmetic float32, one rounding; one pass over memory.
-gather_rows and scatter_rows move whole rows bit for bit.
+gather_rows and scatter_rows move rows bit for bit.
 """
 
 import numpy as np
@@ -31,8 +31,7 @@ def elementwise_kernel(op, vector, access, bounded):
     def elementwise_kernel(x, y, value, out):
         """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector."""
         first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
-        values = cuda.local.array(vector, np.float32)
-        others = cuda.local.array(vector, np.float32)
+        values, others = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         if not fills:
             load(x, first, values, 0)
         if adds:
@@ -65,8 +64,7 @@ def _launch(op, x, y, value, out):
 def add(x, y, out):
     """out = x + y.
 
-    x, y, out of one shape and one floating dtype; out is written and may be x or y. Raises ValueError for
-    other shapes, dtypes or layouts.
+    x, y, out of one shape and one floating dtype; out is written and may be x or y. Raises ValueError for other arrays.
     """
     check("add", "x", x, x.shape, FLOATS)
     check("add", "y", y, x.shape, (x.dtype,))
@@ -80,8 +78,8 @@ def add(x, y, out):
 def scale(x, factor, out):
     """out = x * factor.
 
-    x, out of one shape and one floating dtype; factor a Python float; out is written and may be x. Raises
-    ValueError for other shapes, dtypes or layouts.
+    x, out of one shape and floating dtype; factor a float; out is written and may be x. Raises ValueError for other
+    arrays.
     """
     check("scale", "x", x, x.shape, FLOATS)
     check("scale", "out", out, x.shape, (x.dtype,))
@@ -94,8 +92,7 @@ def scale(x, factor, out):
 def cast(x, out):
     """out = x, rounded to nearest even into out's dtype.
 
-    x, out of one shape, each of a floating dtype; out is written. Raises ValueError for other shapes,
-    dtypes or layouts.
+    x, out of one shape, each of a floating dtype; out is written. Raises ValueError for other arrays.
     """
     check("cast", "x", x, x.shape, FLOATS)
     check("cast", "out", out, x.shape, FLOATS)
@@ -108,8 +105,7 @@ def cast(x, out):
 def fill(value, out):
     """out = value everywhere.
 
-    value: a Python float, rounded into out's dtype; out of any shape and a floating dtype is written.
-    Raises ValueError for other dtypes or layouts.
+    value: a float, rounded to out's dtype; out of any shape and a floating dtype. Raises ValueError for other arrays.
     """
     check("fill", "out", out, out.shape, FLOATS)
     if device.name() == "cpu":
@@ -121,9 +117,8 @@ def fill(value, out):
 def gather_rows(x, rows, out):
     """out[m] = x[rows[m]], bit for bit.
 
-    x (N, D) of a floating dtype; rows (M,) int32 in [0, N); out (M, D) of x's dtype is written. A row
-    number outside [0, N) raises ValueError on the cpu device and gives a row of NaN elsewhere. Raises
-    ValueError for other shapes, dtypes or layouts.
+    x (N, D) of a floating dtype; rows (M,) int32 in [0, N); out (M, D) of x's dtype is written. A row number outside
+    [0, N) raises ValueError on the cpu device and gives a row of NaN elsewhere. Raises ValueError for other arrays.
     """
     gather("gather_rows", "x", x, "rows", rows, out)
 
@@ -131,9 +126,8 @@ def gather_rows(x, rows, out):
 def scatter_rows(x, rows, out):
     """out[rows[m]] = x[m], bit for bit; other rows of out keep their values.
 
-    x (M, D) of a floating dtype; rows (M,) int32 in [0, N), no row twice; out (N, D) of x's dtype is
-    written. A row number outside [0, N) raises ValueError on the cpu device and is skipped elsewhere.
-    Raises ValueError for other shapes, dtypes or layouts.
+    x (M, D) of a floating dtype; rows (M,) int32 in [0, N), no row twice; out (N, D) of x's dtype is written. A row
+    number outside [0, N) raises ValueError on the cpu device and is skipped elsewhere. ValueError for other arrays.
     """
     count, columns = check("scatter_rows", "x", x, (None, None), FLOATS)
     check("scatter_rows", "rows", rows, (count,), I32)

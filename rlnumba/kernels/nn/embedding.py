@@ -7,8 +7,7 @@ sum runs in float32 over the tokens in their order; with atomic additions its la
 Two kernels: the first lists the tokens so that those of one id, its run, are neighbours, in their order. In the second
 a block adds up a part of a run, PART tokens, and the block that finishes the last part of a longer run adds the parts
 in order, so that an id that fills half of the batch does not serialise the rest. The list needs nothing but the ids:
-`list_tokens` makes it during the forward's GEMMs, on a stream of its own, since it takes 9 us of latency and hardly any
-memory traffic or arithmetic.
+`list_tokens` makes it during the forward's GEMMs, on a stream of its own: it is 9 us of latency and hardly any work.
 """
 
 import contextlib
@@ -61,8 +60,7 @@ ROWS_AT_ONCE, PARTS_AT_ONCE = 2, 4
 def copy_rows_kernel(element, access, bounded, scatter, parts, many):
     """The kernel that copies rows of integers of type `element`: out[n] = x[rows[n]], or out[rows[n]] = x[n].
 
-    bounded: the last block of a row has columns beyond the end. parts: blocks of a row. many: rows of a thread, whose
-    loads are in flight together.
+    bounded: the last block of a row has columns beyond the end. parts: blocks of a row. many: rows of a thread.
     """
     vector = 16 // np.dtype(element).itemsize
     ones, values_count = element(np.iinfo(element).max), vector * many
@@ -72,8 +70,7 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
     def copy_rows_kernel(x, rows, out):
         """A thread owns a vector of `many` rows, a block blockDim.x neighbouring ones of many * blockDim.y rows.
 
-        A row number outside the array is skipped when scattering; when gathering it gives a row of ones in
-        every bit: NaN, whatever the floating dtype.
+        A row number outside is skipped when scattering, and gathers a row of ones in every bit: NaN of any dtype.
         """
         top = cuda.blockIdx.x // parts * (many * cuda.blockDim.y) + cuda.threadIdx.y
         first = (cuda.blockIdx.x % parts * cuda.blockDim.x + cuda.threadIdx.x) * vector
@@ -236,14 +233,12 @@ def list_tokens_kernel(buckets, access):
     def list_tokens_kernel(input_ids, vocabulary, padding_idx, counters, entries, order, arrived):
         """order: the tokens by (id modulo buckets, id, token), so that those of an id, its run, are neighbours.
 
-        entries[token] = position in this list, id (-1 for what adds to no row), position in its run, length of its run.
-        arrived = 0. A block owns the ids of a bucket. It counts them, and the ids of lower buckets, which gives each
-        id its first position; then it collects its tokens in shared memory, a tile of all tokens at a time, and writes
+        entries[token] = position in this list, id (-1 for what adds to no row), position in its run, length of its run;
+        arrived = 0. A block owns the ids of a bucket. It counts them, and the ids of lower buckets, which gives each id
+        its first position; then it collects its tokens in shared memory, a tile of all tokens at a time, and writes
         them to their positions, 32 in a warp, the warps in order.
-        Dynamic shared memory: twice `counters` + 1 and TILE int32.
         """
-        memory = cuda.shared.array(0, np.int32)
-        sums = cuda.shared.array((3, 32), np.int32)
+        memory, sums = cuda.shared.array(0, np.int32), cuda.shared.array((3, 32), np.int32)
         entry = cuda.local.array(4, np.int32)
         thread, bucket = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
         lane, warp = thread % i32(32), thread // i32(32)
@@ -315,10 +310,8 @@ def embedding_backward_kernel(access, bounded):
         """
         number = cuda.shared.array(1, np.int32)
         entry = cuda.local.array(4, np.int32)
-        total = cuda.local.array(VECTOR, np.float32)
-        rows = cuda.local.array(rows_count, np.float32)
-        following = cuda.local.array(parts_count, np.float32)
-        before = cuda.local.array(VECTOR, np.float32)
+        total, before = cuda.local.array(VECTOR, np.float32), cuda.local.array(VECTOR, np.float32)
+        rows, following = cuda.local.array(rows_count, np.float32), cuda.local.array(parts_count, np.float32)
         griddepcontrol_wait()
         token = cuda.blockIdx.x
         first = (cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * VECTOR
@@ -401,9 +394,8 @@ def gather(op, x_name, x, rows_name, rows, out):
 def embedding(input_ids, weight, out):
     """out[n] = weight[input_ids[n]].
 
-    input_ids (N,) int32 in [0, V); weight (V, D) of a floating dtype; out (N, D) of the same is written. An
-    id outside [0, V) raises ValueError on the cpu device; kernels, which cannot raise, write a row of NaN.
-    Raises ValueError for other shapes, dtypes or layouts.
+    input_ids (N,) int32 in [0, V); weight (V, D) of a floating dtype; out (N, D) of the same is written. An id outside
+    [0, V) raises ValueError on the cpu device; kernels write a row of NaN. Raises ValueError for other arrays.
     """
     gather("embedding", "weight", weight, "input_ids", input_ids, out)
 
@@ -473,10 +465,9 @@ def _list(input_ids, shape, padding_idx, stream=None):
 def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
     """dweight[input_ids[n]] += dout[n], the tokens of one id added up in their order.
 
-    input_ids (N,) int32; dout (N, D) of a floating dtype; dweight (V, D) float32 is added to, but for the row
-    padding_idx (torch.nn.Embedding's). listed: the TokenList of the same, which may be used once. Ids outside [0, V)
-    raise ValueError on the cpu device and contribute nothing elsewhere. Raises ValueError for other shapes, dtypes or
-    layouts.
+    input_ids (N,) int32; dout (N, D) of a floating dtype; dweight (V, D) float32 is added to, but for row padding_idx.
+    listed: the TokenList of the same, to be used once. Ids outside [0, V) raise ValueError on the cpu device and
+    contribute nothing elsewhere. Raises ValueError for other arrays.
     """
     tokens, columns = check("embedding_backward", "dout", dout, (None, None), FLOATS)
     check("embedding_backward", "input_ids", input_ids, (tokens,), I32)

@@ -10,8 +10,7 @@ and for a value head out = x. Without norm weights y = x. Backward, with g = rop
 
 qkv, q, k, v in float32, float16 or bfloat16; arithmetic float32, one rounding at the end; rstd (N, H + HK) and dweight
 (E,) float32. One pass over memory. A group of lanes shares a head as in rope.py; a head's sum is a lane's, over its
-part of either half in its order, then a butterfly of the group. In inference k and v go to their slots of the block
-cache.
+part of either half in its order, then a butterfly of the group. In inference k and v go to a block cache.
 """
 
 import functools
@@ -39,14 +38,13 @@ i32 = np.int32
 
 # For absent weights, and rstd, on the cpu device.
 _EMPTY, _EMPTY_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-# Warps of a block of qkv_split, and resident blocks of an SM; heads that a group of lanes owns at most, and one where
-# that makes no more than FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us
-# with two heads, 74.0 with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2 us. To a cache 72.6 us with
-# 12 blocks an SM and 74.3 with ten; not to a cache 72.4 and 70.6.
+# Warps of a block of qkv_split, and resident blocks of an SM; heads of a group of lanes at most, and one where that
+# makes at most FEW_SPLIT_WARPS, 16 for each of 132 SMs. H200, 16,384 tokens of Qwen3-0.6B: 70.6 us with two heads, 74.0
+# with four, 76.1 with one; 64 tokens: 2.5, 2.9, 2.2. To a cache 72.6 us with 12 blocks an SM, 74.3 with ten; else 72.4
+# and 70.6.
 SPLIT_WARPS, SPLIT_RESIDENT, CACHE_RESIDENT = 2, 10, 12
 SPLIT_HEADS, FEW_SPLIT_WARPS = 2, 2112
-# Warps of a block of the backward, which share nothing without norm; then one where there are too few for WARPS on each
-# of 132 SMs.
+# Warps of a block of the backward, which share nothing without norm; then one if there are at most FEW_WARPS.
 WARPS, FEW_WARPS = 4, 528
 # Resident blocks of the backward with norm on an SM, which leaves 96 registers a thread; and its blocks at most, each
 # with a partial sum of dweight: RESIDENT for each of 132 SMs. Fixes the order of the sum.
@@ -372,11 +370,10 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
 def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
     """Split qkv into heads, normalise query and key heads if weights are given, and rotate them.
 
-    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads]; q_weight, k_weight (E,) of the same dtype, or
-    both None (then eps and rstd are not used, and rstd may be None); cos, sin (P, E/2) float32;
-    position_ids (N,) int32 in [0, P). q (N, H, E), k, v (N, HK, E) of qkv's dtype and rstd (N, H + HK)
-    float32 are written. E is even and at most 256. Raises ValueError for other shapes, dtypes or layouts.
-    Source: Qwen3's q_norm and k_norm (transformers, Qwen3Attention), rope as rope.py.
+    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads]; q_weight, k_weight (E,) of the same dtype, or both None
+    (then eps and rstd are not used, and rstd may be None); cos, sin (P, E/2) float32; position_ids (N,) int32 in [0,
+    P). q (N, H, E), k, v (N, HK, E) of qkv's dtype and rstd (N, H + HK) float32 are written. E is even and at most 256.
+    Raises ValueError for other arrays. Source: q_norm and k_norm of transformers' Qwen3Attention, rope as rope.py.
     """
     op = "qkv_split"
     rows, heads, width = check(op, "q", q, (None, None, None), FLOATS)
@@ -410,8 +407,7 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     """The gradient of qkv_split: dqkv =, and if there are weights dq_weight, dk_weight +=.
 
     dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E), weights (E,) of one dtype; rstd as the
-    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are. Raises
-    ValueError for other shapes, dtypes or layouts.
+    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are. Raises ValueError for other arrays.
     """
     op = "qkv_split_backward"
     rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)

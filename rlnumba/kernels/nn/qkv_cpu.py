@@ -1,16 +1,14 @@
 """qkv_split and its backward on the cpu device: one pass over memory, compiled by numba.njit.
 
-The formulas are in qkv.py. NumPy would take twenty passes and as many temporary arrays, which costs as much as
-the GEMMs next to it. A head is computed from its own values in one order, whatever else is in the
-batch; without fastmath every operation rounds as IEEE 754 says, vectorised or not. Where there is no norm, the
-weights, their gradients and rstd are empty arrays; rstd is empty in inference, too.
+The formulas are in qkv.py. NumPy would take twenty passes, which cost as much as the GEMMs next to it. A head is
+computed from its own values in one order, whatever else is in the batch; without fastmath every operation rounds as
+IEEE 754 says, vectorised or not. Without norm, weights, their gradients and rstd are empty; in inference rstd is, too.
 """
 
 import numba
 import numpy as np
 
-_ONE = np.float32(1.0)
-_ZERO = np.float32(0.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 @numba.njit(cache=True, error_model="numpy")
@@ -20,8 +18,7 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, 
     rstd may be empty. Raises ValueError for a position beyond the tables, or a slot beyond k and v.
     """
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
-    half = width // 2
-    normed = q_weight.shape[0] > 0
+    half, normed = width // 2, q_weight.shape[0] > 0
     for row in range(qkv.shape[0]):
         position, slot = position_ids[row], slots[row]
         if position < 0 or position >= cos.shape[0]:
@@ -49,20 +46,15 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, 
                 out[e] = first * cos[position, e] - second * sin[position, e]
                 out[half + e] = second * cos[position, e] + first * sin[position, e]
         if slot >= 0:
-            column = (heads + kv_heads) * width
-            for head in range(kv_heads):
-                for e in range(width):
-                    v[slot, head, e] = qkv[row, column + head * width + e]
+            v[slot] = qkv[row, (heads + kv_heads) * width :].reshape((kv_heads, width))
 
 
 @numba.njit(cache=True, error_model="numpy")
 def split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
     """dqkv =, dq_weight and dk_weight += of qkv_split_backward."""
     heads, kv_heads, width = dq.shape[1], dk.shape[1], dq.shape[2]
-    half = width // 2
-    normed = q_weight.shape[0] > 0
-    g = np.empty(width, np.float32)
-    dweight = np.zeros((2, width), np.float32)
+    half, normed = width // 2, q_weight.shape[0] > 0
+    g, dweight = np.empty(width, np.float32), np.zeros((2, width), np.float32)
     for row in range(qkv.shape[0]):
         position = position_ids[row]
         for head in range(heads + kv_heads):
@@ -87,11 +79,7 @@ def split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, 
                 normalised = x[e] * scale
                 dx[e] = scale * (g[e] * weight[e] - normalised * projection)
                 dweight[is_key, e] += g[e] * normalised
-        column = (heads + kv_heads) * width
-        for head in range(kv_heads):
-            for e in range(width):
-                dqkv[row, column + head * width + e] = dv[row, head, e]
+        dqkv[row, (heads + kv_heads) * width :] = dv[row].reshape(kv_heads * width)
     if normed:
-        for e in range(width):
-            dq_weight[e] += dweight[0, e]
-            dk_weight[e] += dweight[1, e]
+        dq_weight += dweight[0]
+        dk_weight += dweight[1]

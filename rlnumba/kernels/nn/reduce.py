@@ -19,8 +19,7 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 THREADS = 256
-# Blocks of the first stage at most: four for each of 132 SMs, so that all are resident at once. This and the next two
-# fix the order of the sum.
+# Blocks of the first stage at most: four for each of 132 SMs. This and the next two fix the order of the sum.
 MAX_BLOCKS = 528
 # Elements of a vector of sum_of_squares, 16 bytes, and vectors that a thread loads before it adds the first.
 VECTOR, UNROLL = 4, 4
@@ -133,8 +132,7 @@ def group_mean_std_kernel(x, mean, std):
 def sum_of_squares(x, out):
     """out[0] = the sum of x^2.
 
-    x (n,), out (1,) float32; out is written, with infinity if the sum is beyond float32. Raises ValueError for
-    other shapes, dtypes or layouts.
+    x (n,), out (1,) float32; out is written, infinity if the sum is beyond float32. Raises ValueError for other arrays.
     """
     (size,) = check("sum_of_squares", "x", x, (None,), F32)
     check("sum_of_squares", "out", out, (1,), F32)
@@ -153,7 +151,7 @@ def masked_whiten(x, mask, out, shift_mean=True):
     """out = (x - mean) / sqrt(var + 1e-8) over the set elements, plus mean unless shift_mean; 0 elsewhere.
 
     var is divided by n - 1. x (N,) float32; mask (N,) float32, int32 or uint8; out (N,) float32 is written
-    and may be x. Raises ValueError for other shapes, dtypes or layouts. Source: masked_whiten of TRL.
+    and may be x. Raises ValueError for other arrays. Source: masked_whiten of TRL.
     """
     (size,) = check("masked_whiten", "x", x, (None,), F32)
     check("masked_whiten", "mask", mask, (size,), MASKS)
@@ -168,8 +166,7 @@ def group_mean_std(x, mean, std):
     """mean[g] and std[g] of the members of group g that are not NaN; 0 where too few are left.
 
     x (G, members), mean and std (G,) float32; mean and std are written. std divides by the number of members
-    less 1, but at least by 1. Raises ValueError for other shapes, dtypes or layouts. Source: nanmean and nanstd
-    of TRL's GRPO advantages.
+    less 1, but at least by 1. Raises ValueError for other arrays. Source: TRL's GRPO advantages.
     """
     groups, _ = check("group_mean_std", "x", x, (None, None), F32)
     check_all("group_mean_std", (groups,), F32, mean=mean, std=std)

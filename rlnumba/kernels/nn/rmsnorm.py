@@ -6,8 +6,7 @@
     dx = rstd * (g - x^ * mean(g * x^))     dweight = sum over rows of dout * x^
 
 x, out, dout, dx (N, D) and weight (D,) in float32, float16 or bfloat16; rstd (N,) and dweight (D,) float32, as is all
-arithmetic. A row's sum of squares is taken by the same threads in the same order whatever N is, so a row's result does
-not depend on the other rows.
+arithmetic. A row's sum of squares has one order whatever N is, so a row's result does not depend on the other rows.
 
 Every array is read or written once: a row stays in the registers of its threads between the sum and the output. The
 gradient of the weight is added up in two stages: a partial sum a block, then the blocks in a fixed order.
@@ -41,17 +40,14 @@ i32, u32 = np.int32, np.uint32
 FORWARD, BACKWARD = (16, 1024), (8, 1024)
 # In the backward 16 columns a thread, twice what fits into registers.
 MAX_COLUMNS = 16_384
-# Threads of a block where a row needs fewer: the block then has several rows. In the forward only beyond FEW_ROWS, so
-# that few rows spread over many SMs.
+# Threads of a block where a row needs fewer: the block then has several rows; in the forward only beyond FEW_ROWS.
 FORWARD_BLOCK, BACKWARD_BLOCK, FEW_ROWS = 128, 256, 1024
 # Threads that an SM shall have at a time, which leaves each 64 registers.
 RESIDENT_THREADS = 1024
 # SMs of an H100 or H200: all blocks of the backward, each with a partial sum of dweight, are resident at once. Fixes
-# the order of the sum, so it does not depend on the GPU. H200, 16,384 x 1,024: 39.6 us with 528 blocks, 51.9 where only
-# 396 of them are resident.
+# the order of the sum on all GPUs. H200, 16,384 x 1,024: 39.6 us with 528 blocks, 51.9 where only 396 are resident.
 PROCESSORS = 132
-# Columns of a block that adds partial sums, 32 bytes of a row; its warps, each with four rows at a time; and rows that
-# a thread loads before it adds the first.
+# Columns of a block that adds partial sums, 32 bytes of a row; its warps; rows that a thread loads before it adds.
 PARTIAL_COLUMNS, PARTIAL_WARPS, PARTIAL_LOADS = 8, 32, 5
 # The backward counts rows, and columns of partial sums, in 32 bits; element offsets have 64.
 MOST_ROWS = 1 << 31
@@ -75,11 +71,6 @@ class RowLayout(NamedTuple):
     @property
     def full(self):
         return self.columns == self.chunks * self.vector * self.threads
-
-    @property
-    def values(self):
-        """Columns that a thread owns."""
-        return self.chunks * self.vector
 
     def resident(self, lines):
         """Blocks of `lines` rows that an SM shall have at a time: fewer where bounds checks need registers, too."""
@@ -106,7 +97,7 @@ def rmsnorm_kernel(layout, few_rows):
     With 16,384 rows this order costs 3 us.
     """
     columns, vector, access, threads = layout
-    chunks, values_count, warps = layout.chunks, layout.values, threads // 32
+    chunks, values_count, warps = layout.chunks, layout.chunks * vector, threads // 32
     load, store = vector_access(vector, access, not layout.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
     resident = max(RESIDENT_THREADS // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
@@ -115,8 +106,7 @@ def rmsnorm_kernel(layout, few_rows):
     def rmsnorm_kernel(x, weight, eps, out, rstd):
         """`threads` threads own a row, which they read once. A block owns blockDim.y rows.
 
-        Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then a butterfly
-        within each warp; then the warps in order.
+        Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then as in the backward.
         """
         sums = cuda.shared.array(32, np.float32)
         row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -124,8 +114,7 @@ def rmsnorm_kernel(layout, few_rows):
             return
         first = cuda.threadIdx.x * vector
         x_row, out_row = x[row], out[row]
-        values = cuda.local.array(values_count, np.float32)
-        weights = cuda.local.array(values_count, np.float32)
+        values, weights = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
         chunk_squares = cuda.local.array(chunks, np.float32)
         if few_rows:
             # No kernel that may still run writes the weight.
@@ -168,7 +157,7 @@ def rmsnorm_kernel(layout, few_rows):
 def rmsnorm_backward_kernel(layout, lines):
     """The kernel for rows of a RowLayout, of which a block has `lines` at a time."""
     columns, vector, access, threads = layout
-    chunks, values_count, warps = layout.chunks, layout.values, threads // 32
+    chunks, values_count, warps = layout.chunks, layout.chunks * vector, threads // 32
     exchange_threads = max((lines - 1) * threads, 1)
     load, store = vector_access(vector, access, not layout.full)
     # Narrow accesses need more registers for addresses, and are slow anyway.
@@ -188,10 +177,8 @@ def rmsnorm_backward_kernel(layout, lines):
         # Indices of 32 bits, and unsigned rows: no check for a negative index.
         thread, line, rows = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y), i32(x.shape[0])
         first = i32(thread * vector)
-        weights = cuda.local.array(values_count, np.float32)
-        dweight = cuda.local.array(values_count, np.float32)
-        upstream = cuda.local.array(values_count, np.float32)
-        values = cuda.local.array(values_count, np.float32)
+        weights, dweight = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
+        upstream, values = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
         before = cuda.local.array(values_count, np.float32)
         for i in range(values_count):
             dweight[i] = np.float32(0.0)
@@ -331,9 +318,8 @@ def _row_layout(budget, *arrays):
 def rmsnorm(x, weight, eps, out, rstd):
     """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), row by row.
 
-    x (N, D), weight (D,) of one floating dtype; out (N, D) of x's dtype and rstd (N,) float32 are written.
-    Raises ValueError for other shapes, dtypes or layouts, or more than MAX_COLUMNS columns. Source: Zhang and
-    Sennrich 2019, eq. 4.
+    x (N, D), weight (D,) of one floating dtype; out (N, D) of x's dtype and rstd (N,) float32 are written. Raises
+    ValueError for other arrays, or more than MAX_COLUMNS columns. Source: Zhang and Sennrich 2019, eq. 4.
     """
     rows, _ = _check_rows("rmsnorm", x, weight, rstd, out=out)
     if device.name() == "cpu":
@@ -349,8 +335,8 @@ def rmsnorm(x, weight, eps, out, rstd):
 def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     """The gradient of rmsnorm: dx = (or += if accumulate), dweight +=.
 
-    dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) as the forward wrote it; dweight (D,)
-    float32. Raises as rmsnorm, and for 2^31 rows or more.
+    dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) of the forward; dweight (D,) float32. Raises as
+    rmsnorm, and for 2^31 rows.
     """
     rows, columns = _check_rows("rmsnorm_backward", x, weight, rstd, dout=dout, dx=dx)
     check("rmsnorm_backward", "dweight", dweight, (columns,), F32)

@@ -1,10 +1,9 @@
 """One order in which kernels add up a row of logits: largest, log-sum-exp, entropy, the same bits everywhere.
 
 The kernels that draw a token (kernels/sampling) and those that score it (kernels/logprob) must get the same bits. So
-all kernels reduce a row by the functions here; on the cpu device row_sum_cpu.py does.
-A sum is a triple: the largest logit m of a set, the sum of e = 2^x over it, x = (z - m) factor with factor =
-log2(e) / T, and for the entropy the sum of e x. Its order is that in which wgmma leaves 256 columns of a
-tile in the registers of four threads, a quad:
+all kernels reduce a row by the functions here; on the cpu device row_sum_cpu.py does. A sum is a triple: the largest
+logit m of a set, the sum of e = 2^x over it, x = (z - m) factor with factor = log2(e) / T, and for the entropy the sum
+of e x. Its order is that in which wgmma leaves 256 columns of a tile in the registers of four threads, a quad:
 
     sixteen   lane i of a quad takes columns 8 b + 2 i and 8 b + 2 i + 1, eight b at a time; four sums: even and odd
               b, first and second column, b ascending; then (even + even) + (odd + odd)

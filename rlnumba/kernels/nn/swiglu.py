@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, 2020): the gate of a transformer's feed-forward block, forward and backward.
+"""SwiGLU (Shazeer 2020, eq. 5): the gate of a transformer's feed-forward block, forward and backward.
 
     out = silu(gate) * up                   silu(z) = z * s(z),  s(z) = 1 / (1 + exp(-z))
 
@@ -25,10 +25,9 @@ from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
-THREADS = 128
-# Vectors of each half that a thread owns, and loads before it uses them: 384 a block, which is a row of Qwen3-0.6B
-# (3,072 columns of 16 bits) or a quarter of one of Qwen3-8B.
-UNROLL = 3
+# Threads of a block, and vectors of each half that a thread owns, and loads before it uses them: 384 a block, which is
+# a row of Qwen3-0.6B (3,072 columns of 16 bits) or a quarter of one of Qwen3-8B.
+THREADS, UNROLL = 128, 3
 LOG2_E = np.float32(1.4426950408889634)
 # Elements of out that NumPy computes at a time, so that its intermediate arrays stay in the cache: 1024 rows of
 # 768 took 14.5 ms at once in the backward, and 1.9 ms in parts.
@@ -56,8 +55,7 @@ def swiglu_kernel(vector, access, bounded):
         """gate_up (N, 2, F). A block owns THREADS * UNROLL vectors of a row, a thread every THREADS-th of them."""
         row, first = cuda.blockIdx.x, (cuda.blockIdx.y * UNROLL * THREADS + cuda.threadIdx.x) * vector
         gate_row, up_row, out_row = gate_up[row, 0], gate_up[row, 1], out[row]
-        gate = cuda.local.array(count, np.float32)
-        up = cuda.local.array(count, np.float32)
+        gate, up = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         for i in range(UNROLL):
@@ -83,10 +81,8 @@ def swiglu_backward_kernel(vector, access, bounded):
         row, first = cuda.blockIdx.x, (cuda.blockIdx.y * UNROLL * THREADS + cuda.threadIdx.x) * vector
         gate_row, up_row, dout_row = gate_up[row, 0], gate_up[row, 1], dout[row]
         dgate_row, dup_row = dgate_up[row, 0], dgate_up[row, 1]
-        gate = cuda.local.array(count, np.float32)
-        up = cuda.local.array(count, np.float32)
-        upstream = cuda.local.array(count, np.float32)
-        one = np.float32(1.0)
+        gate, up = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
+        upstream, one = cuda.local.array(count, np.float32), np.float32(1.0)
         for i in range(UNROLL):
             load(gate_row, first + i * stride, gate, i * vector)
             load(up_row, first + i * stride, up, i * vector)
@@ -116,8 +112,7 @@ def _launch(kernel_of, *arrays):
 def swiglu(gate_up, out):
     """out = silu(gate) * up, where gate and up are the halves of a row of gate_up.
 
-    gate_up (N, 2F) of a floating dtype; out (N, F) of the same is written. Raises ValueError for other
-    shapes, dtypes or layouts. Source: Shazeer 2020, eq. 5.
+    gate_up (N, 2F) of a floating dtype; out (N, F) of the same is written. Raises ValueError for other arrays.
     """
     rows, columns = check("swiglu", "out", out, (None, None), FLOATS)
     check("swiglu", "gate_up", gate_up, (rows, 2 * columns), (out.dtype,))
@@ -131,8 +126,7 @@ def swiglu(gate_up, out):
 def swiglu_backward(dout, gate_up, dgate_up):
     """The gradient of swiglu: dgate_up, whose halves are dgate and dup.
 
-    dout (N, F), gate_up (N, 2F) of one floating dtype; dgate_up (N, 2F) is written and may be gate_up.
-    Raises ValueError for other shapes, dtypes or layouts.
+    dout (N, F), gate_up, dgate_up (N, 2F) of one floating dtype; dgate_up may be gate_up. ValueError for other arrays.
     """
     rows, columns = check("swiglu_backward", "dout", dout, (None, None), FLOATS)
     check_all("swiglu_backward", (rows, 2 * columns), (dout.dtype,), gate_up=gate_up, dgate_up=dgate_up)

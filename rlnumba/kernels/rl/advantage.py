@@ -6,9 +6,8 @@
     A = (r - mean(group)) / (std(all) + 1e-4)                "batch"
 
 A completion whose reward is NaN is left out of mean and std, and its advantage is 0. std divides by n - 1.
-"normalize_then_sum" (GDPO) instead turns each function's rewards into
-z = (r - mean(group)) / (std(group) + 1e-4), adds those up with the weights, and scales the sums to the batch's
-mean 0 and standard deviation 1.
+"normalize_then_sum" (GDPO) instead turns each function's rewards into z = (r - mean(group)) / (std(group) + 1e-4), adds
+those up with the weights, and scales the sums to the batch's mean 0 and standard deviation 1.
 
     A = r - mean of the group's other completions            rloo_advantages
 
@@ -160,9 +159,8 @@ def group_advantages(
 def rloo_advantages(rewards, num_generations, advantages):
     """advantages = a reward less the mean reward of the other completions of its prompt.
 
-    rewards (B,), NaN where there is none, and advantages (B,) float32; advantages is written, 0 for NaN and for
-    a completion without others. Raises ValueError for other shapes or dtypes, and where num_generations does
-    not divide B. Source: Ahmadian et al. 2024.
+    rewards (B,), NaN where there is none, and advantages (B,) float32; advantages is written, 0 for NaN and for a
+    completion without others. Raises ValueError for other arrays and where num_generations does not divide B.
     """
     (samples,) = check("rloo_advantages", "rewards", rewards, (None,), F32)
     check("rloo_advantages", "advantages", advantages, (samples,), F32)

@@ -1,7 +1,6 @@
 """The policy losses of GRPO and its relatives, and their derivative with respect to the log-probs.
 
-With lp = logprobs, old = old_logprobs, ref = ref_logprobs, roll = rollout_logprobs, mask m, advantage A of the
-sequence, and c the importance ratio,
+With lp, old, ref and roll the log-probs of these names, mask m, advantage A of the sequence, importance ratio c,
 
     c = exp(lp - old)                                    importance_sampling_level "token"
     c = exp(sum(m (lp - old)) / max(sum m, 1))           "sequence": one ratio for all tokens (GSPO)
@@ -21,10 +20,9 @@ sequence, and c the importance ratio,
 grpo, bnpo, dr_grpo, dapo and luspo differ in the weight of a token: the table is in policy_loss_scale. Masked
 tokens are skipped before any exp, so their log-probs may be arbitrary.
 
-All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is
-float32, reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO),
-Yu et al. 2025 (DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Schulman 2020
-(the estimator of the KL divergence, "k3").
+All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is float32,
+reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO), Yu et al. 2025
+(DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Schulman 2020 (KL divergence, "k3").
 """
 
 import math
@@ -55,8 +53,7 @@ SUMS, EXTREMES, METRICS = 9, 12, 14
 
 # Identity of max and, negated, of min; policy_metrics leaves such values out.
 NOTHING = np.float32(3.0e38)
-LOG_RATIO_LIMIT = np.float32(20.0)
-LOG_SMALLEST = np.float32(math.log(1e-8))
+LOG_RATIO_LIMIT, LOG_SMALLEST = np.float32(20.0), np.float32(math.log(1e-8))
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
@@ -65,8 +62,7 @@ class LossTerms(NamedTuple):
 
     ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
     set. if_positive, if_negative: (temperature, 0) of sapo or (k, lambda) of vespo, by the sign of the advantage.
-    correction_level: "token", "sequence" or "" for none; correction_truncates: whether it is clamped to
-    correction_range or 0 outside.
+    correction_level: "token", "sequence" or "" for none; correction_truncates: clamped to correction_range, or 0.
     """
 
     form: int
@@ -171,9 +167,7 @@ def correction_function(terms):
         ratio = np.float32(math.exp(difference))
         if truncates:
             return clamp(ratio, low, high)
-        if ratio < low or ratio > high:
-            return ZERO
-        return ratio
+        return ZERO if ratio < low or ratio > high else ratio
 
     return correction_of
 
@@ -185,14 +179,14 @@ def surrogate_function(terms):
     """
     (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
     temperature_pos, temperature_neg = np.float32(terms.if_positive[0]), np.float32(terms.if_negative[0])
+    is_cispo = terms.form == CISPO
 
     @device_function
     def clip(ratio, logprob, advantage, phi):
         # Where both branches of the minimum are equal, the slope is that of the first.
         if math.isnan(ratio):
             return ratio, ratio, ZERO
-        capped = min(ratio, delta) * advantage
-        clipped = clamp(ratio, low, high) * advantage
+        capped, clipped = min(ratio, delta) * advantage, clamp(ratio, low, high) * advantage
         slope = ZERO
         if capped <= clipped:
             if ratio <= delta:
@@ -202,13 +196,8 @@ def surrogate_function(terms):
         return -min(capped, clipped), slope, ZERO
 
     @device_function
-    def cispo(ratio, logprob, advantage, phi):
-        gradient = -advantage * clamp(ratio, low, high)
-        return gradient * logprob, ZERO, gradient
-
-    @device_function
-    def vespo(ratio, logprob, advantage, phi):
-        gradient = -advantage * phi
+    def cispo_or_vespo(ratio, logprob, advantage, phi):
+        gradient = -advantage * (clamp(ratio, low, high) if is_cispo else phi)
         return gradient * logprob, ZERO, gradient
 
     @device_function
@@ -218,7 +207,7 @@ def surrogate_function(terms):
         slope = -advantage * np.float32(4.0) * gate * (ONE - gate)
         return -gate * np.float32(4.0) / temperature * advantage, slope, ZERO
 
-    return {CLIP: clip, CISPO: cispo, SAPO: sapo, VESPO: vespo}[terms.form]
+    return {CLIP: clip, SAPO: sapo}.get(terms.form, cispo_or_vespo)
 
 
 def sequence_function(terms):
@@ -285,15 +274,12 @@ def token_function(terms):
         if has_kl:
             change = ref_logprob - logprob
             growth = np.float32(math.expm1(change))
-            kl = growth - change
-            kl_slope = -growth
+            kl, kl_slope = growth - change, -growth
             # Explicit fma: the compiler could fuse the product with factor instead, which rounds differently.
             if bias_correction:
                 slope = cuda.fma(kl, beta, slope)
-                kl *= ratio
-                kl_slope *= ratio
-            loss = cuda.fma(kl, beta, loss)
-            gradient = cuda.fma(kl_slope, beta, gradient)
+                kl, kl_slope = kl * ratio, kl_slope * ratio
+            loss, gradient = cuda.fma(kl, beta, loss), cuda.fma(kl_slope, beta, gradient)
         # A slope of 0 stays 0 where the ratio overflowed.
         through_ratio = slope * ratio if has_slope and slope != ZERO else ZERO
         return loss, gradient, through_ratio, kl
@@ -357,10 +343,8 @@ def policy_loss_kernel(terms):
                 correction_sum += mask * correction
                 correction_max = max(correction_max, correction)
                 correction_min = min(correction_min, correction)
-                if advantage < ZERO and ratio < low:
-                    clipped_low += mask
-                if advantage > ZERO and ratio > high:
-                    clipped_high += mask
+                clipped_low += mask if advantage < ZERO and ratio < low else ZERO
+                clipped_high += mask if advantage > ZERO and ratio > high else ZERO
             dlogprobs[n] = gradient
         if sequence_level:
             shared_slope = block_sum(shared_slope, scratch) / divisor
@@ -426,13 +410,12 @@ def policy_loss(
 ):  # fmt: skip
     """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
 
-    logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's
-    log-probs) (N,) float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,)
-    float32; loss_mask (N,) float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a
-    PolicyLossConfig; scale from policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32,
-    sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima that
-    policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for
-    other shapes or dtypes, and where config needs log-probs that are None.
+    logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
+    float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,) float32; loss_mask (N,)
+    float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale from
+    policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics
+    (METRICS,) float32 are written: the sums, maxima and minima that policy_metrics turns into named numbers, for each
+    sequence and for the micro-batch. Raises ValueError for other arrays, and where config needs those that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
@@ -507,8 +490,7 @@ def policy_loss_ref(
     form, (low, high) = terms.form, terms.ratio_range
     sequences = len(advantages)
     owner = np.repeat(np.arange(sequences), np.diff(cu_seqlens))
-    mask = np.asarray(loss_mask, np.float64)
-    active = mask != 0
+    mask, active = np.asarray(loss_mask, np.float64), loss_mask != 0
     behaviour = old_logprobs if rollout_logprobs is None else rollout_logprobs
 
     def minus(a, b):
@@ -517,10 +499,8 @@ def policy_loss_ref(
     def by_sequence(values):
         return np.bincount(owner, weights=mask * values, minlength=sequences)
 
-    tokens = by_sequence(1.0)
-    divisor = np.maximum(tokens, 1.0)
-    advantage = advantages.astype(np.float64)[owner]
-    log_ratio = minus(logprobs, old_logprobs)
+    tokens, log_ratio = by_sequence(1.0), minus(logprobs, old_logprobs)
+    divisor, advantage = np.maximum(tokens, 1.0), advantages.astype(np.float64)[owner]
     ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if terms.sequence_level else log_ratio)
 
     correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
@@ -528,18 +508,15 @@ def policy_loss_ref(
     if level:
         difference = minus(old_logprobs, behaviour)
         correction = np.exp(by_sequence(difference) if level == "sequence" else difference)
-        least, most = terms.correction_range
-        inside = (least <= correction) & (correction <= most)
-        correction = (
-            np.clip(correction, least, most) if terms.correction_truncates else np.where(inside, correction, 0.0)
-        )
+        bounded = np.clip(correction, *terms.correction_range)
+        correction = bounded if terms.correction_truncates else np.where(bounded == correction, correction, 0.0)
         log_correction = np.clip(np.log(np.maximum(correction, 1e-8)), None, 20.0)
         if level == "sequence":
             sequence_correction, correction = correction, correction[owner]
         else:
             log_correction = by_sequence(log_correction)
 
-    slope, gradient = np.zeros(len(mask)), np.zeros(len(mask))
+    slope = gradient = kl = np.zeros(len(mask))
     if form == CLIP:
         capped, clipped = np.minimum(ratio, terms.delta) * advantage, np.clip(ratio, low, high) * advantage
         token_loss = -np.minimum(capped, clipped)
@@ -564,7 +541,6 @@ def policy_loss_ref(
         far = by_sequence(minus(behaviour, logprobs)) / divisor > config.off_policy_mask_threshold
         factor = np.where(far[owner] & (advantage < 0), 0.0, factor)
     token_loss, gradient, slope = token_loss * factor, gradient * factor, slope * factor
-    kl = np.zeros(len(mask))
     if config.beta:
         change = minus(ref_logprobs, logprobs)
         kl, kl_slope = np.expm1(change) - change, -np.expm1(change)

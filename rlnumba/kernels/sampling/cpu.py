@@ -27,8 +27,7 @@ def _noise_words(words, first, kind, noise):
 def _noise_ceiling(word):
     """A bound of a word's Gumbel noise, close and cheap: -log(-log1p(-u)) <= -log(u).
 
-    The bits of a float32, exponent and mantissa, are a piecewise linear lower bound of its log2. 0.001 covers
-    the rounding.
+    The bits of a float32 are a piecewise linear lower bound of its log2. 0.001 covers the rounding.
     """
     bits = np.float32(np.float32(word) + np.float32(0.5)).view(np.int32)
     return np.float32(159.0) * LOG_2 + np.float32(1e-3) - np.float32(bits) * (LOG_2 * np.float32(2.0**-23))

@@ -54,8 +54,8 @@ def copy_list(candidates, count, scratch):
 def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
     """The segment of a row without filters, in every thread: the argmax of their log-sum-exps with a noise each.
 
-    values: load_tiles() of this thread's class, of which two neighbouring threads take every other tile. A greedy row
-    has no noise.
+    values: load_tiles() of the thread's class, of which two neighbouring threads take every other tile; greedy: no
+    noise.
     """
     best, thread = LOWEST, i32(cuda.threadIdx.x)
     segment, odd = i32(tiles - 1), i32(thread & 1)
@@ -146,8 +146,7 @@ def draw_kernel(
 ):  # fmt: skip
     """A block draws the token of a row: joins the sums of its tiles, applies the filters, takes the Gumbel argmax.
 
-    Without filters that is the argmax of the segments, which are the tiles, two threads a class of tiles, then of the
-    segment's tokens, one a thread.
+    Without filters first of the segments, which are the tiles, two threads a class, then of the segment's tokens.
     """
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()

@@ -60,8 +60,7 @@ def noise_word(i, kind, noise):
 def prune_bound(key):
     """b such that a token of logit z and word w can reach the best score so far only if w <= 2^(z factor + b).
 
-    key: the best score, by ordered_int(). A token scores s + g <= s - log u = s - log w + 32 log 2. A margin covers the
-    rounding.
+    key: the best score, by ordered_int(). A token scores s + g <= s - log u = s - log w + 32 log 2, plus rounding.
     """
     best = ordered_float(key)
     margin = abs(best) * np.float32(2.0**-20) + np.float32(1e-3)

@@ -8,9 +8,8 @@
     token = argmax over the kept of s + g,    g = -log(-log1p(-u))
     logprob = s[token] - log sum over the kept of exp s
 
-Each filter works on what the one before left, renormalised. All are thresholds, so tokens that tie at a boundary are
-all kept, and the largest always is. Temperature 0 takes the lowest index of the largest logit, without filters, and
-gives the log-prob of the untempered model.
+Each filter works on what the one before left, renormalised. All are thresholds: tokens that tie at a boundary are kept,
+the largest always is. Temperature 0 takes the lowest index of the largest logit, with its untempered log-prob.
 
 g is Gumbel noise, so the argmax is a draw from softmax(s) over the kept (Gumbel 1954; Maddison et al. 2014). And the
 largest s + g of a set of tokens is distributed as log sum exp(s) over the set plus one g. So a row without filters
@@ -18,8 +17,7 @@ draws twice: first one of its segments, SEGMENT neighbouring tokens, by their lo
 token of that segment by the tokens' noise. That needs V / SEGMENT + SEGMENT noises instead of V, and is as exact.
 
 The noise of a token or segment is a function of seed, prompt, sample and position (gumbel.py), not of the row, the
-filters or the batch. A token of probability p is drawn for a u of about p; the step of 2^-32 is fine enough down to p
-of 1e-9.
+filters or the batch. A token of probability p is drawn for a u of about p; the step of 2^-32 suffices down to 1e-9.
 
 The log-prob of an unfiltered draw has the bits of logprob.linear_logp. Sources: vLLM's sampler (order of filters);
 Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al. 2019 (repetition penalty).

@@ -36,8 +36,7 @@ QUAD_COLUMNS = 64
 # Lanes' sums of a part in shared memory, padded so that the banks of four parts differ.
 PADDED_LANES = 36
 SUMS_OF_LANES = SCAN_WARPS * 4 * PADDED_LANES
-# Candidates that a row's list holds, and how many it is meant to get: fewer where a top-k of at most FEW or a min-p is
-# on.
+# Candidates that a row's list holds, and how many it is meant to get, fewer with a top-k of at most FEW or a min-p.
 LIST = 8192
 EXPECTED, EXPECTED_IF_FEW, FEW = 4096, 1024, 128
 # Maxima of sixteen logits each, from which a row's candidate bound is guessed, and bisections for it.
@@ -50,16 +49,6 @@ def is_filtered(temperature, top_k, top_p, min_p, columns):
     """Whether a row has filters."""
     on = min_p > np.float32(0.0) or 0 < top_k < columns or top_p < np.float32(1.0)
     return on and temperature != np.float32(0.0)
-
-
-@device_function
-def load_bounded(line, first, values):
-    """A lane's sixteen logits one by one, -inf for those outside the row."""
-    for b in range(8):
-        for c in range(2):
-            values[2 * b + c] = np.float32(-math.inf)
-            if i32(first + 8 * b + c) < i32(line.shape[0]):
-                load_one(line, first + (8 * b + c), values, 2 * b + c)
 
 
 @device_function
@@ -101,16 +90,6 @@ def candidate_bound(line, temperature, rank, maxima):
 
 
 @device_function
-def candidate_bits(values, bound):
-    """A bit for each of a lane's sixteen logits that reaches the bound."""
-    bits = i32(0)
-    for i in range(16):
-        if values[i] >= bound:
-            bits = i32(bits | (1 << i))
-    return bits
-
-
-@device_function
 def list_candidates(bits, line, first, row, lane, counts, candidates, candidate_ids):
     """Append a warp's candidates to the row's list; bits: of this lane's logits from column `first` on.
 
@@ -139,9 +118,8 @@ def list_candidates(bits, line, first, row, lane, counts, candidates, candidate_
 def join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, factor, sums):
     """Join the lanes' sums of up to four parts to those of two tiles each, and write them.
 
-    part: the number of the latest, which begins at column `at`; the one before it, `stride` columns before. Lane
-    (t, k, i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and
-    totals.
+    part: the number of the latest, which begins at column `at`; the one before it, `stride` columns before. Lane (t, k,
+    i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and totals.
     """
     largest, total, nothing = NONE, np.float32(0.0), np.float32(0.0)
     first = i32(warp_sums + ((lane >> 2) & 3) * PADDED_LANES + (lane & 16) + (lane & 3))
@@ -163,12 +141,20 @@ def scan_kernel(access):
 
     @device_function
     def load_part(flat, offset, line, at, lane_column, values):
-        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[offset] is the first."""
+        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[offset] is the first.
+
+        -inf for those outside the row, whose last part is loaded one by one.
+        """
         if i32((at | (PART_COLUMNS - 1)) + 1) <= i32(line.shape[0]):
             for b in range(8):
                 load_two(flat, offset + 8 * b, values, 2 * b)
         else:
-            load_bounded(line, i32(at + lane_column), values)
+            first = i32(at + lane_column)
+            for b in range(8):
+                for c in range(2):
+                    values[2 * b + c] = np.float32(-math.inf)
+                    if i32(first + 8 * b + c) < i32(line.shape[0]):
+                        load_one(line, first + (8 * b + c), values, 2 * b + c)
 
     # With access 1, sixteen loads keep more registers in use than eight resident blocks leave.
     @cuda.jit(launch_bounds=(SCAN_THREADS, SCAN_BLOCKS if access == 2 else SCAN_BLOCKS - 2))
@@ -183,8 +169,7 @@ def scan_kernel(access):
 
         Written: sums (rows, 2 tiles), of each tile the largest and the sum of 2^((z - largest) factor); of rows with
         filters bounds (rows,), counts (rows,), how many tokens reach the bound, and LIST of these at most in candidates
-        and candidate_ids (rows, LIST), in any order. flat: the logits with one axis. rank, rank_if_few: of
-        candidate_bound.
+        and candidate_ids (rows, LIST), in any order. flat: the logits with one axis. rank...: of candidate_bound.
         """
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
@@ -216,7 +201,10 @@ def scan_kernel(access):
         while at < width:
             bits, lane_sum = i32(0), warp_sums + part * PADDED_LANES + lane
             if filtered:
-                bits = candidate_bits(values, bound)
+                # Of a lane's sixteen logits those that reach the bound.
+                for i in range(16):
+                    if values[i] >= bound:
+                        bits = i32(bits | (1 << i))
             largests[lane_sum], totals[lane_sum], _ = fold_sixteen(values, 0, 2, factor, False)
             next_at = i32(at + stride)
             offset += stride

@@ -45,7 +45,7 @@ WORDS = {
     "rate_of|attention_of|prompts_of|before_and_after": "learning_rate_at, packed_attention, load_prompts",
     "held_out": "eval_data",
     "best_tile": "gemm_config, and so on",
-    "ladders?|rungs?|stations?|laws?": "test levels, stages, invariants",
+    "ladders?|rungs?|stations?|(?<!little's )laws?": "test levels, stages, invariants",
     "who multiplies|way of a token|the house of": "GEMM backend, life of a token, layout",
     "brings?|brought": "load, copy, cause",
     "tells?|told": "say what the thread reads, or what the value is",

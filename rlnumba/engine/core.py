@@ -9,7 +9,7 @@ Requests are added and aborted at any time between steps. A sampled token depend
 index, position) and the weights alone: not on other requests, their order, the step's composition, preemption or the
 content of the prefix cache.
 
-Weights are read in place: whoever writes them calls `update_weights` with the new policy version before the next step.
+Weights are read in place: after writing them, call `update_weights` with the new policy version before the next step.
 
 All device work runs in the engine's own Context, on its own stream. `step` returns after all work on that stream has
 ended, so between steps the weights may be written on any stream. In the other direction, `update_weights` and `wake`

@@ -1,7 +1,7 @@
 """Split-KV decode on sm_90: partial results of a sequence's segments, and how they merge.
 
 A row's result over some of its keys is (m, l, acc), as sm90_forward.py defines them. Partials merge in the order of the
-segments, whoever merges them: a thread in registers, within a work item (merge_segment), or a warp from global memory,
+segments, in both places: a thread in registers, within a work item (merge_segment), or a warp from global memory,
 when the last item of a sequence and key head is done (merge_partials). The bits are the same.
 
 In registers the layout is that of O^T = V^T P^T by wgmma: of R rows (columns of O^T), a thread has R / 4, and of each 2

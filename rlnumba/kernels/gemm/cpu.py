@@ -123,7 +123,7 @@ def _product_part(x, w, out, m_start, m_stop, n_start, n_stop):
             for m in range(m_start, m_stop):
                 _row_tile(x, w, out, m, n)
     else:
-        # The panel's few weight rows stay in the first-level cache while x passes by.
+        # The panel's few weight rows stay in the L1 cache while x passes by.
         for n in range(n_start, n_stop, TILE_COLUMNS):
             for m in range(m_start, m_stop, TILE_ROWS):
                 _tile(x, w, out, m, n)

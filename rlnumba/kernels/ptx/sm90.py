@@ -73,7 +73,7 @@ def mbarrier_init_fence():
 
 @instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "rr")
 def mbarrier_expect_tx(address, nbytes):
-    """Arrive, and add nbytes to what copies must bring before this phase completes."""
+    """Arrive, and add nbytes to those that copies must write before this phase completes."""
     _mbarrier(address).update(1, int(nbytes))
 
 
@@ -322,10 +322,10 @@ def setmaxnreg(count, increase):
     """setmaxnreg(): all threads of a warpgroup raise (inc) or lower (dec) their registers to `count` each."""
 
     @instruction(f"setmaxnreg.{'inc' if increase else 'dec'}.sync.aligned.u32 {count};")
-    def set_registers():
+    def change_registers():
         pass
 
-    return set_registers
+    return change_registers
 
 
 # What one producer warpgroup leaves two consumer warpgroups: 128 (40 + 2 x 232) of an SM's 65,536 registers.

@@ -1,4 +1,4 @@
-"""The matrix product of a warpgroup on sm_90a: wgmma.mma_async, and the wait for it.
+"""The matrix multiply-accumulate of a warpgroup on sm_90a: wgmma.mma_async, and the wait for it.
 
 One warpgroup (four warps, 128 threads) adds A (64, k) B (k, n) to 64 x n float32 accumulators. B comes from shared
 memory, A from shared memory or registers. In shared memory an operand lies in swizzled boxes (shared_memory.py).

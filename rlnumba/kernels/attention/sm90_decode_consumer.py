@@ -82,11 +82,6 @@ class DecodeConfig(NamedTuple):
         return self.grouped and self.max_leading > 1
 
     @property
-    def moves_registers(self):
-        """Whether warpgroup 1 gives registers to warpgroup 0: 128 for each are enough for 8 rows."""
-        return self.blocks > 1 and self.rows > 8
-
-    @property
     def boxes(self):
         """128-byte lines that a row of q, k or v takes."""
         return -(-self.head_dim // 64)

@@ -243,13 +243,13 @@ def sm80_attention_kernel(config):
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
 
     @device_function
-    def mask_scores(scores, mask_tiles, block_values, warp_first_row, tile_start, lane):
+    def mask_scores(scores, mask_offset, block_values, warp_first_row, tile_start, lane):
         """Mask the scores of the warp's rows, from warp_first_row on, with the tile that begins at tile_start."""
         for row in range(row_count):
             index = i32(warp_first_row + i32(i32(row * 8) + (lane >> i32(2))))
             position = i32(block_values[QUERY_OFFSET] + index // block_values[GQA_RATIO])
-            mask_tiles[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
-        apply_causal_mask(scores, mask_tiles)
+            mask_offset[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
+        apply_causal_mask(scores, mask_offset)
 
     @device_function
     def softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane):
@@ -287,7 +287,7 @@ def sm80_attention_kernel(config):
         row_max = cuda.local.array(row_count, np.float32)
         sums = cuda.local.array(row_count, np.float32)
         rescale = cuda.local.array(row_count, np.float32)
-        mask_tiles = cuda.local.array(row_count, np.int32)
+        mask_offset = cuda.local.array(row_count, np.int32)
 
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
@@ -354,7 +354,7 @@ def sm80_attention_kernel(config):
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
                 if i32(tile_start + i32(TILE_KEYS - 1)) > first_position:
-                    mask_scores(scores, mask_tiles, block_values, i32(first_row + warp_row), tile_start, lane)
+                    mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
             cuda.syncthreads()

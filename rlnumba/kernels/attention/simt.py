@@ -215,7 +215,6 @@ def load_functions(config, count):
 
     @device_function
     def load_two(shared, offset, x, y, scale, seq_start, kv_head, gqa_ratio, first_row, valid_rows):
-        """Rows from first_row on of x times scale, then those of y."""
         tokens = cuda.local.array(rows_per_warp, np.int64)
         heads = cuda.local.array(rows_per_warp, np.int64)
         row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads)
@@ -227,7 +226,6 @@ def load_functions(config, count):
 
 @device_function
 def packed_row(cu_seqlens, block_size, sequence, key):
-    """The row of a key where the keys of a sequence are contiguous."""
     return cu_seqlens[sequence] + key
 
 

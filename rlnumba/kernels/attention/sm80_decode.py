@@ -114,7 +114,6 @@ def decode_softmax_functions(element):
 
     @device_function
     def add_sums(sums, rescale, lane_sums, lane):
-        """Add the sums over the tile's keys, of all warps, to those of the thread's rows."""
         for half in range(2):
             at = (half * 8 + (lane >> i32(2))) * 4 + (lane & i32(3))
             low = lane_sums[at] + lane_sums[at + 4 * DECODE_ROWS]

@@ -163,7 +163,6 @@ def producer_function(config):
 
     @device_function
     def load_boxes(target, tensor, boxes_bytes, head, row, full):
-        """The boxes of rows row .. of a head, boxes_bytes apart."""
         for box in range(boxes):
             tma_load_3d(target + box * boxes_bytes, tensor, box * 64, head, row, full)
 

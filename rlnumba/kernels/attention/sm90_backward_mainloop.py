@@ -48,7 +48,6 @@ class AttentionBackwardConfig(NamedTuple):
 
     @property
     def keys(self):
-        """Keys of a block."""
         return 64 if self.wide else 128
 
     @property
@@ -188,7 +187,6 @@ def epilogue_function(config, columns):
 
     @device_function
     def epilogue(dk_acc, dv_acc, scale, dk, dv, token, valid_rows, kv_head, first_word):
-        """first_word: the thread's first pair of columns of a row."""
         store_rows(dk_acc, scale, dk, token, valid_rows, kv_head, first_word)
         store_rows(dv_acc, f32(1.0), dv, token, valid_rows, kv_head, first_word)
 

@@ -5,7 +5,7 @@ import pytest
 
 from rlnumba.kernels.attention.ops import attention, attention_backward
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
-from rlnumba.kernels.attention.simt import attention_dkv_kernel, attention_dq_kernel, attention_kernel, prefill_config
+from rlnumba.kernels.attention.simt import attention_gradient_kernel, attention_kernel, prefill_config
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
@@ -212,8 +212,9 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
     compile_sm90 = functools.partial(compile_offline, architecture=(9, 0))
     numbers = [i, "int32", i, i, "float32"]
     troubles = compile_sm90(attention_kernel(config, False), [x, x, x, *numbers, x, f])
-    troubles += compile_sm90(attention_dq_kernel(backward_config), [x, x, x, x, f, f, i, "float32", x])
-    troubles += compile_sm90(attention_dkv_kernel(backward_config), [x, x, x, x, f, f, i, "float32", x, x])
+    for of_keys in (False, True):
+        kernel = attention_gradient_kernel(backward_config, of_keys)
+        troubles += compile_sm90(kernel, [x, x, x, x, f, f, i, "float32", x, x])
     if head_dim == 48:
         x = "float32[:,:,::1]"
         troubles += compile_offline(attention_kernel(config, False), [x, x, x, *numbers, x, f], (8, 0))

@@ -85,7 +85,7 @@ CANDIDATES = [AttentionBackwardConfig(head_dim, "bfloat16") for head_dim in (16,
 
 def test_candidates_fit_an_sm():
     for config in CANDIDATES:
-        assert IS_SUPPORTED["sm90"](config.element, config.head_dim, 1) and config.shared_bytes <= 227 * 1024 - 64
+        assert IS_SUPPORTED["sm90"](config.element, config.head_dim, 1) and config.layout.nbytes <= 227 * 1024 - 64
     assert not any(IS_SUPPORTED["sm90"]("bfloat16", head_dim, 1) for head_dim in (36, 264))
 
 

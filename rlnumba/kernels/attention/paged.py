@@ -18,6 +18,7 @@ import numpy as np
 from rlnumba.kernels.attention import cpu as attention_cpu
 from rlnumba.kernels.attention import sm80_decode, sm90_paged
 from rlnumba.kernels.attention.ops import attention_family, check_heads
+from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode_consumer import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
@@ -152,18 +153,10 @@ def paged_attention(
 
 
 def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):
-    """out of paged_attention in float64, one sequence and one head at a time."""
-    out = np.zeros(q.shape)
-    for b, context in enumerate(context_lens):
-        start, end = cu_seqlens[b], cu_seqlens[b + 1]
-        if context == 0:
-            continue
-        keys = np.concatenate([k_cache[block] for block in block_tables[b]])[:context].astype(np.float64)
-        values = np.concatenate([v_cache[block] for block in block_tables[b]])[:context].astype(np.float64)
-        hidden = np.arange(context) > np.arange(context - (end - start), context)[:, None]
-        for h in range(q.shape[1]):
-            key_head = h * keys.shape[1] // q.shape[1]
-            s = np.where(hidden, -np.inf, scale * q[start:end, h].astype(np.float64) @ keys[:, key_head].T)
-            p = np.exp(s - s.max(axis=1, keepdims=True))
-            out[start:end, h] = p / p.sum(axis=1, keepdims=True) @ values[:, key_head]
-    return out
+    """out of paged_attention in float64."""
+    keys = [np.arange(context) for context in context_lens]
+    block_size = k_cache.shape[1]
+    blocks = np.concatenate([table[j // block_size] for table, j in zip(block_tables, keys, strict=True)])
+    offsets = np.concatenate(keys) % block_size
+    bounds = np.concatenate([[0], np.cumsum(context_lens)])
+    return attention_ref(q, k_cache[blocks, offsets], v_cache[blocks, offsets], cu_seqlens, scale, bounds)[0]

@@ -3,17 +3,20 @@
 import numpy as np
 
 
-def attention_ref(q, k, v, cu_seqlens, scale):
-    """(out, lse) of attention."""
+def attention_ref(q, k, v, cu_seqlens, scale, cu_seqlens_k=None):
+    """(out, lse) of attention; cu_seqlens_k: of k and v, if q has the last tokens of each sequence only."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out, lse = np.zeros(q.shape), np.zeros((q.shape[1], q.shape[0]))
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        causal_mask = np.triu(np.full((end - start, end - start), -np.inf), 1)
+    bounds = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    spans = (zip(x[:-1], x[1:], strict=True) for x in bounds)
+    for (start, end), (first, last) in zip(*spans, strict=True):
+        shape = end - start, last - first
+        causal_mask = np.triu(np.full(shape, -np.inf), 1 + shape[1] - shape[0])
         for h in range(q.shape[1]):
             kv_head = h * k.shape[1] // q.shape[1]
-            s = scale * q[start:end, h] @ k[start:end, kv_head].T + causal_mask
+            s = scale * q[start:end, h] @ k[first:last, kv_head].T + causal_mask
             lse[h, start:end] = np.logaddexp.reduce(s, axis=1)
-            out[start:end, h] = np.exp(s - lse[h, start:end, None]) @ v[start:end, kv_head]
+            out[start:end, h] = np.exp(s - lse[h, start:end, None]) @ v[first:last, kv_head]
     return out, lse
 
 

@@ -144,7 +144,6 @@ def split_functions(segment, grouped):
 
     @device_function
     def count_shared_items(sequence, batch):
-        """Items that a sequence shares with its group, for a key head."""
         segments = shared_segments(sequence, batch)
         return i32(0) if segments == 0 else i32(segments - leading_segments(sequence, batch) + 1)
 

@@ -215,7 +215,6 @@ def load_functions(config, count):
 
     @device_function
     def load_two(shared, offset, x, y, scale, seq_start, kv_head, gqa_ratio, first_row, valid_rows):
-        """Rows from first_row on of x times scale, then those of y."""
         tokens = cuda.local.array(rows_per_warp, np.int64)
         heads = cuda.local.array(rows_per_warp, np.int64)
         row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads)
@@ -227,7 +226,6 @@ def load_functions(config, count):
 
 @device_function
 def packed_row(cu_seqlens, block_size, sequence, key):
-    """The row of a key where the keys of a sequence are contiguous."""
     return cu_seqlens[sequence] + key
 
 
@@ -411,27 +409,32 @@ def attention_delta(dout, out):
 
 
 @specialize
-def attention_dq_kernel(config):
-    """The kernel of dq for a SimtAttentionConfig."""
+def attention_gradient_kernel(config, of_keys):
+    """The kernel of dk and dv, if of_keys, or of dq: the same steps, with keys and query rows in each other's place."""
     _, rows, lanes, threads = config
     rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
     stride, warp_rows = config.stride, rows // (threads // 32)
     score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * config.columns
-    # Shared memory in floats: rows of q and dout, keys, values, then ds of a tile.
-    dout_tile = rows * stride
-    key_tile = dout_tile + rows * stride
-    value_tile = key_tile + TILE_KEYS * stride
-    score_tile = value_tile + TILE_KEYS * stride
+    # Shared memory in floats: the block's rows, of k and v or of q and dout; the tile's, of the others; p or ds; of the
+    # tile's query rows lse and delta.
+    tile = 2 * rows * stride
+    score_tile = tile + 2 * TILE_KEYS * stride
+    lse_tile = score_tile + rows * SCORE_STRIDE
     dot_products, accumulate, store_rows = row_functions(config)
     (_, _, load_block), (_, _, load_tile) = load_functions(config, rows), load_functions(config, TILE_KEYS)
 
     @cuda.jit
-    def attention_dq_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dq):
-        """A block owns `rows` rows of a KV head of a sequence, as in attention; one pass over their keys."""
+    def attention_gradient_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, first_out, second_out):
+        """first_out, second_out: dk and dv, or dq and anything. A block owns `rows` keys or query rows of a KV head.
+
+        It makes one pass over the query rows that see its keys, or over the keys that its rows see. A thread owns
+        rows_per_thread of them; of p and ds its columns are lane, lane + lanes, ...
+        """
         shared = cuda.shared.array(0, np.float32)
         scores = cuda.local.array(score_count, np.float32)
         gradients = cuda.local.array(score_count, np.float32)
-        acc = cuda.local.array(acc_count, np.float32)
+        first_acc = cuda.local.array(acc_count, np.float32)
+        second_acc = cuda.local.array(acc_count, np.float32)
         row_lse = cuda.local.array(rows_per_thread, np.float32)
         row_delta = cuda.local.array(rows_per_thread, np.float32)
         sums = cuda.local.array(rows_per_thread, np.float32)
@@ -442,139 +445,84 @@ def attention_dq_kernel(config):
         start = cu_seqlens[cuda.blockIdx.z]
         length = cu_seqlens[cuda.blockIdx.z + 1] - start
         gqa_ratio = q.shape[1] // k.shape[1]
-        first_row = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
-        valid_rows = min(length * gqa_ratio - first_row, rows)
+        # The blocks with the longest passes start first.
+        first_row = (cuda.blockIdx.x if of_keys else cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        valid_rows = min(length * (1 if of_keys else gqa_ratio) - first_row, rows)
         if valid_rows <= 0:
             return
         warp_is_valid = thread // 32 * warp_rows < valid_rows
 
-        load_block(shared, 0, q, dout, scale, start, kv_head, gqa_ratio, first_row, valid_rows)
-        for i in range(rows_per_thread):
-            row_lse[i] = np.float32(0.0)
-            row_delta[i] = np.float32(0.0)
-            if thread_row + i < valid_rows:
-                index = first_row + thread_row + i
-                row_lse[i] = lse[kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio]
-                row_delta[i] = delta[kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio]
-        for i in range(acc_count):
-            acc[i] = np.float32(0.0)
-
-        for tile_start in range(0, (first_row + valid_rows - 1) // gqa_ratio + 1, TILE_KEYS):
-            tile_keys = min(length - tile_start, TILE_KEYS)
-            cuda.syncthreads()
-            load_tile(shared, key_tile, k, v, np.float32(1.0), start, kv_head, 1, tile_start, tile_keys)
-            cuda.syncthreads()
-            if not warp_is_valid:
-                continue
-            dot_products(shared, thread_row * stride, key_tile + lane * stride, scores)
-            dot_products(shared, dout_tile + thread_row * stride, value_tile + lane * stride, gradients)
+        if of_keys:
+            load_block(shared, 0, k, v, np.float32(1.0), start, kv_head, 1, first_row, valid_rows)
+            begin, end = first_row * gqa_ratio // TILE_KEYS * TILE_KEYS, length * gqa_ratio
+            tile_end = end
+        else:
+            load_block(shared, 0, q, dout, scale, start, kv_head, gqa_ratio, first_row, valid_rows)
+            begin, end, tile_end = 0, (first_row + valid_rows - 1) // gqa_ratio + 1, length
             for i in range(rows_per_thread):
-                position = (first_row + thread_row + i) // gqa_ratio
-                for c in range(keys_per_thread):
-                    ds = np.float32(0.0)
-                    if tile_start + lane + c * lanes <= position:
-                        p = math.exp(scores[i * keys_per_thread + c] - row_lse[i])
-                        ds = p * (gradients[i * keys_per_thread + c] - row_delta[i])
-                    shared[score_tile + (thread_row + i) * SCORE_STRIDE + lane + c * lanes] = ds
-            sync_warp()
-            accumulate(shared, score_tile + thread_row * SCORE_STRIDE, key_tile + lane, acc, sums)
-
-        if not warp_is_valid:
-            return
-        for i in range(rows_per_thread):
-            sums[i] = scale
-        store_rows(shared, 0, acc, sums, start, kv_head, gqa_ratio, first_row, valid_rows, dq)
-
-    return attention_dq_kernel
-
-
-@specialize
-def attention_dkv_kernel(config):
-    """The kernel of dk and dv for a SimtAttentionConfig: its rows are keys here, its TILE_KEYS keys query rows."""
-    _, rows, lanes, threads = config
-    rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
-    stride, warp_rows = config.stride, rows // (threads // 32)
-    score_count, acc_count = rows_per_thread * keys_per_thread, rows_per_thread * config.columns
-    # Shared memory in floats: the block's keys and values, rows of q and dout, p or ds, lse and delta of the rows.
-    value_tile = rows * stride
-    query_tile = value_tile + rows * stride
-    dout_tile = query_tile + TILE_KEYS * stride
-    score_tile = dout_tile + TILE_KEYS * stride
-    lse_tile = score_tile + rows * SCORE_STRIDE
-    delta_tile = lse_tile + TILE_KEYS
-    dot_products, accumulate, store_rows = row_functions(config)
-    (_, _, load_block), (_, _, load_tile) = load_functions(config, rows), load_functions(config, TILE_KEYS)
-
-    @cuda.jit
-    def attention_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
-        """A block owns `rows` keys of a KV head of a sequence; one pass over the query rows that see them."""
-        shared = cuda.shared.array(0, np.float32)
-        scores = cuda.local.array(score_count, np.float32)
-        gradients = cuda.local.array(score_count, np.float32)
-        dk_acc = cuda.local.array(acc_count, np.float32)
-        dv_acc = cuda.local.array(acc_count, np.float32)
-        sums = cuda.local.array(rows_per_thread, np.float32)
-        thread = cuda.threadIdx.x & (threads - 1)
-        lane = thread % lanes
-        thread_key = thread // lanes * rows_per_thread
-        kv_head = cuda.blockIdx.y
-        start = cu_seqlens[cuda.blockIdx.z]
-        length = cu_seqlens[cuda.blockIdx.z + 1] - start
-        gqa_ratio = q.shape[1] // k.shape[1]
-        first_key = cuda.blockIdx.x * rows
-        valid_keys = min(length - first_key, rows)
-        if valid_keys <= 0:
-            return
-        warp_is_valid = thread // 32 * warp_rows < valid_keys
-
-        load_block(shared, 0, k, v, np.float32(1.0), start, kv_head, 1, first_key, valid_keys)
-        for i in range(acc_count):
-            dk_acc[i] = np.float32(0.0)
-            dv_acc[i] = np.float32(0.0)
-
-        for tile_start in range(first_key * gqa_ratio // TILE_KEYS * TILE_KEYS, length * gqa_ratio, TILE_KEYS):
-            tile_rows = min(length * gqa_ratio - tile_start, TILE_KEYS)
-            cuda.syncthreads()
-            load_tile(shared, query_tile, q, dout, scale, start, kv_head, gqa_ratio, tile_start, tile_rows)
-            if thread < TILE_KEYS:
-                index = tile_start + min(thread, tile_rows - 1)
+                index = first_row + min(thread_row + i, valid_rows - 1)
                 head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
-                shared[lse_tile + thread] = lse[head, token]
-                shared[delta_tile + thread] = delta[head, token]
+                row_lse[i], row_delta[i] = lse[head, token], delta[head, token]
+        for i in range(acc_count):
+            first_acc[i] = np.float32(0.0)
+            second_acc[i] = np.float32(0.0)
+
+        for tile_start in range(begin, end, TILE_KEYS):
+            tile_rows = min(tile_end - tile_start, TILE_KEYS)
+            cuda.syncthreads()
+            if of_keys:
+                load_tile(shared, tile, q, dout, scale, start, kv_head, gqa_ratio, tile_start, tile_rows)
+                if thread < TILE_KEYS:
+                    index = tile_start + min(thread, tile_rows - 1)
+                    head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
+                    shared[lse_tile + thread] = lse[head, token]
+                    shared[lse_tile + TILE_KEYS + thread] = delta[head, token]
+            else:
+                load_tile(shared, tile, k, v, np.float32(1.0), start, kv_head, 1, tile_start, tile_rows)
             cuda.syncthreads()
             if not warp_is_valid:
                 continue
-            dot_products(shared, thread_key * stride, query_tile + lane * stride, scores)
-            dot_products(shared, value_tile + thread_key * stride, dout_tile + lane * stride, gradients)
+            second_tile = tile + TILE_KEYS * stride
+            dot_products(shared, thread_row * stride, tile + lane * stride, scores)
+            dot_products(shared, (rows + thread_row) * stride, second_tile + lane * stride, gradients)
             for i in range(rows_per_thread):
+                row = first_row + thread_row + i
                 for c in range(keys_per_thread):
-                    row = lane + c * lanes
-                    p = np.float32(0.0)
-                    if row < tile_rows and first_key + thread_key + i <= (tile_start + row) // gqa_ratio:
-                        p = np.float32(math.exp(scores[i * keys_per_thread + c] - shared[lse_tile + row]))
-                    shared[score_tile + (thread_key + i) * SCORE_STRIDE + row] = p
-                    gradients[i * keys_per_thread + c] = p * (
-                        gradients[i * keys_per_thread + c] - shared[delta_tile + row]
-                    )
-            # p, then ds, of a key are written and read by the threads of one warp.
+                    at, column = i * keys_per_thread + c, lane + c * lanes
+                    if of_keys:
+                        is_visible = column < tile_rows and row <= (tile_start + column) // gqa_ratio
+                        score_lse, score_delta = shared[lse_tile + column], shared[lse_tile + TILE_KEYS + column]
+                    else:
+                        is_visible = tile_start + column <= row // gqa_ratio
+                        score_lse, score_delta = row_lse[i], row_delta[i]
+                    p, ds = np.float32(0.0), np.float32(0.0)
+                    if is_visible:
+                        p = np.float32(math.exp(scores[at] - score_lse))
+                        ds = p * (gradients[at] - score_delta)
+                    gradients[at] = ds
+                    shared[score_tile + (thread_row + i) * SCORE_STRIDE + column] = p if of_keys else ds
+            # p, then ds, of a row are written and read by the threads of one warp.
             sync_warp()
-            accumulate(shared, score_tile + thread_key * SCORE_STRIDE, dout_tile + lane, dv_acc, sums)
-            sync_warp()
-            for i in range(rows_per_thread):
-                for c in range(keys_per_thread):
-                    at = score_tile + (thread_key + i) * SCORE_STRIDE + lane + c * lanes
-                    shared[at] = gradients[i * keys_per_thread + c]
-            sync_warp()
-            accumulate(shared, score_tile + thread_key * SCORE_STRIDE, query_tile + lane, dk_acc, sums)
+            weights = score_tile + thread_row * SCORE_STRIDE
+            if of_keys:
+                accumulate(shared, weights, second_tile + lane, second_acc, sums)
+                sync_warp()
+                for i in range(rows_per_thread):
+                    for c in range(keys_per_thread):
+                        shared[weights + i * SCORE_STRIDE + lane + c * lanes] = gradients[i * keys_per_thread + c]
+                sync_warp()
+            accumulate(shared, weights, tile + lane, first_acc, sums)
 
         if not warp_is_valid:
             return
         for i in range(rows_per_thread):
-            sums[i] = np.float32(1.0)
-        store_rows(shared, 0, dk_acc, sums, start, kv_head, 1, first_key, valid_keys, dk)
-        store_rows(shared, value_tile, dv_acc, sums, start, kv_head, 1, first_key, valid_keys, dv)
+            sums[i] = np.float32(1.0) if of_keys else scale
+        group = 1 if of_keys else gqa_ratio
+        store_rows(shared, 0, first_acc, sums, start, kv_head, group, first_row, valid_rows, first_out)
+        if of_keys:
+            store_rows(shared, rows * stride, second_acc, sums, start, kv_head, 1, first_row, valid_rows, second_out)
 
-    return attention_dkv_kernel
+    return attention_gradient_kernel
 
 
 def attention_backward_simt(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv):
@@ -585,6 +533,6 @@ def attention_backward_simt(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, sca
     shared = config.shared_bytes(row_tiles=2)
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
     grid = (-(-max_seqlen * (heads // kv_heads) // config.rows), kv_heads, sequences)
-    launch(attention_dq_kernel(config), grid, config.threads, *arguments, dq, shared=shared)
+    launch(attention_gradient_kernel(config, False), grid, config.threads, *arguments, dq, dq, shared=shared)
     grid = (-(-max_seqlen // config.rows), kv_heads, sequences)
-    launch(attention_dkv_kernel(config), grid, config.threads, *arguments, dk, dv, shared=shared)
+    launch(attention_gradient_kernel(config, True), grid, config.threads, *arguments, dk, dv, shared=shared)

@@ -76,7 +76,6 @@ class Sm80DkvConfig(NamedTuple):
 
     @property
     def stage_bytes(self):
-        """Rows of q and dout, and their lse and delta."""
         return 2 * self.rows * (line_pitch(self.head_dim) + 4)
 
     @property

@@ -114,7 +114,6 @@ def decode_softmax_functions(element):
 
     @device_function
     def add_sums(sums, rescale, lane_sums, lane):
-        """Add the sums over the tile's keys, of all warps, to those of the thread's rows."""
         for half in range(2):
             at = (half * 8 + (lane >> i32(2))) * 4 + (lane & i32(3))
             low = lane_sums[at] + lane_sums[at + 4 * DECODE_ROWS]
@@ -176,29 +175,16 @@ def sm80_decode_kernel(config):
     out_chunks = head_dim // 8
 
     @device_function
-    def store_segment(acc, row_max, sums, partial, weights, index, first_step, half, lane):
-        """Write a thread's columns of row `index` of the partial results, and the row's m and l."""
+    def store_row(is_whole, acc, inverse, line, partial, index, first_step, half, lane):
+        """Write a thread's columns of a row of out to shared memory at `line`, or to row `index` of partial results."""
         for i in range(warp_steps):
             n = first_step + i
             for block in range(2):
                 at, column = 8 * i + 4 * block + 2 * half, n * 16 + block * 8 + 2 * (lane & i32(3))
-                if n < steps:
-                    partial[index, column] = acc[at]
-                    partial[index, column + 1] = acc[at + 1]
-                    if column == 0:
-                        weights[index, 0] = row_max[half]
-                        weights[index, 1] = sums[half]
-
-    @device_function
-    def stage_out(acc, inverse, lines, first_step, half, lane):
-        """Write a thread's columns of a row of out to shared memory."""
-        row = i32(half * 8) + (lane >> i32(2))
-        for i in range(warp_steps):
-            n = first_step + i
-            for block in range(2):
-                at, column = 8 * i + 4 * block + 2 * half, n * 16 + block * 8 + 2 * (lane & i32(3))
-                if n < steps:
-                    store_word(lines + row * i32(pitch) + column * 2, pack(acc[at] * inverse, acc[at + 1] * inverse))
+                if n < steps and is_whole:
+                    store_word(line + column * 2, pack(acc[at] * inverse, acc[at + 1] * inverse))
+                elif n < steps:
+                    partial[index, column], partial[index, column + 1] = acc[at], acc[at + 1]
 
     @cuda.jit(launch_bounds=(threads, 2))
     def sm80_decode_kernel(
@@ -291,11 +277,12 @@ def sm80_decode_kernel(config):
             row = i32(half * 8) + (lane >> i32(2))
             token, head = i32(first_row + row) // gqa_ratio, kv_head * gqa_ratio + i32(first_row + row) % gqa_ratio
             inverse = f32(1.0) / sums[half] if sums[half] != f32(0.0) else f32(0.0)
-            if visible_keys <= segment:
-                stage_out(acc, inverse, base, warp * warp_steps, half, lane)
-            elif row < valid_rows:
-                index = (segment_index * q.shape[0] + start + token) * heads + head
-                store_segment(acc, row_max, sums, partial, weights, index, warp * warp_steps, half, lane)
+            index = (segment_index * q.shape[0] + start + token) * heads + head
+            is_whole, line = visible_keys <= segment, base + row * i32(pitch)
+            if is_whole or row < valid_rows:
+                store_row(is_whole, acc, inverse, line, partial, index, warp * warp_steps, half, lane)
+            if not is_whole and row < valid_rows and thread < 32 and (lane & i32(3)) == 0:
+                weights[index, 0], weights[index, 1] = row_max[half], sums[half]
         if visible_keys <= segment:
             cuda.syncthreads()
             for index in range(thread, valid_rows * i32(out_chunks), threads):

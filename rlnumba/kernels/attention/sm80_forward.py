@@ -89,7 +89,6 @@ class Sm80AttentionConfig(NamedTuple):
 
     @property
     def accumulators(self):
-        """Of a thread, for its rows of out."""
         return self.warp_rows * padded(self.head_dim) // 32
 
     @property
@@ -125,12 +124,10 @@ def segment_functions(config):
 
     @device_function
     def thread_address(totals, slot, thread):
-        """The address at which a thread's part of a slot begins."""
         return address_of(totals) + (np.int64(slot) * (slot_floats // 4) + thread) * CHUNK
 
     @device_function
     def store_first(total, acc, row_max, sums):
-        """The first segment becomes the total."""
         for n in range(acc_count // 4):
             store_global_four(total + n * threads * CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
         for i in range(blocks):
@@ -170,7 +167,6 @@ def segment_functions(config):
 
     @device_function
     def load_total(totals, slot, thread, acc, row_max, sums):
-        """acc, row_max and sums over all segments."""
         total = thread_address(totals, slot, thread)
         for n in range(acc_count // 4):
             acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3] = load_global_four(total + n * threads * CHUNK)
@@ -190,7 +186,6 @@ def epilogue_functions(config):
 
     @device_function
     def rescale_rows(acc, factors):
-        """Multiply each of a thread's rows of sums by its factor."""
         for i in range(row_count // 2):
             for at in range(i * row_acc, (i + 1) * row_acc, 4):
                 acc[at] *= factors[2 * i]
@@ -243,17 +238,15 @@ def sm80_attention_kernel(config):
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
 
     @device_function
-    def mask_scores(scores, mask_tiles, block_values, warp_first_row, tile_start, lane):
-        """Mask the scores of the warp's rows, from warp_first_row on, with the tile that begins at tile_start."""
+    def mask_scores(scores, mask_offset, block_values, warp_first_row, tile_start, lane):
         for row in range(row_count):
             index = i32(warp_first_row + i32(i32(row * 8) + (lane >> i32(2))))
             position = i32(block_values[QUERY_OFFSET] + index // block_values[GQA_RATIO])
-            mask_tiles[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
-        apply_causal_mask(scores, mask_tiles)
+            mask_offset[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
+        apply_causal_mask(scores, mask_offset)
 
     @device_function
     def softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane):
-        """One online softmax step, and its probabilities times the tile of values at address `values`."""
         online_softmax_step(scores, row_max, sums, rescale, scale)
         any_rescale = rescale[0] != f32(1.0)
         for row in range(1, row_count):
@@ -264,7 +257,6 @@ def sm80_attention_kernel(config):
 
     @device_function
     def clear(acc, row_max, sums):
-        """The state before the first tile of a segment."""
         for row in range(row_count):
             row_max[row], sums[row] = MINUS_INFINITY, f32(0.0)
         for i in range(acc_count):
@@ -287,7 +279,7 @@ def sm80_attention_kernel(config):
         row_max = cuda.local.array(row_count, np.float32)
         sums = cuda.local.array(row_count, np.float32)
         rescale = cuda.local.array(row_count, np.float32)
-        mask_tiles = cuda.local.array(row_count, np.int32)
+        mask_offset = cuda.local.array(row_count, np.int32)
 
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
@@ -354,7 +346,7 @@ def sm80_attention_kernel(config):
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
                 if i32(tile_start + i32(TILE_KEYS - 1)) > first_position:
-                    mask_scores(scores, mask_tiles, block_values, i32(first_row + warp_row), tile_start, lane)
+                    mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
             cuda.syncthreads()

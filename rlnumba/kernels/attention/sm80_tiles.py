@@ -148,7 +148,6 @@ def fragment_functions(columns):
 
     @device_function
     def load_b(words, first, lines, step, lane):
-        """Of B: 16 lines at address `lines`, 16 columns from 16 step on."""
         line = (lane & i32(7)) | ((lane >> i32(4)) << i32(3))
         address = lines + line * i32(pitch) + ((lane >> i32(3)) & i32(1)) * i32(CHUNK)
         ldmatrix_fragment(words, first, address + step * 2 * CHUNK)
@@ -175,7 +174,6 @@ def gemm_functions(head_dim, element, keys, blocks=1, in_registers=False, column
 
     @device_function
     def load_rows(fragments, row_lines, lane):
-        """All columns of a warp's rows."""
         for step in range(steps):
             for i in range(blocks):
                 load_a(fragments, 4 * (step * blocks + i), row_lines + i * 16 * pitch, step, lane)

@@ -59,7 +59,6 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
     WARPGROUP,
     AttentionBackwardConfig,
     consumer_function,
-    layout,
 )
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
@@ -157,14 +156,13 @@ def attention_rows_kernel(config):
 @functools.cache
 def producer_function(config):
     """The device function of the thread that loads tiles by TMA."""
-    boxes, shared = config.boxes, layout(config)
+    boxes, shared = config.boxes, config.layout
     key_box = config.keys * LINE
     key_bytes, query_bytes = boxes * key_box, boxes * QUERY_BOX
     (_, advance_q), (_, advance_dout) = ring(config.q_stages), ring(config.dout_stages)
 
     @device_function
     def load_boxes(target, tensor, boxes_bytes, head, row, full):
-        """The boxes of rows row .. of a head, boxes_bytes apart."""
         for box in range(boxes):
             tma_load_3d(target + box * boxes_bytes, tensor, box * 64, head, row, full)
 
@@ -204,7 +202,7 @@ def producer_function(config):
 @functools.cache
 def reduce_dq_function(config):
     """The device function of the two threads that add dq to its sums in global memory, in KV order."""
-    parts, part_size, shared = config.dq_parts, config.dq_part_size, layout(config)
+    parts, part_size, shared = config.dq_parts, config.dq_part_size, config.layout
 
     @device_function
     def reduce_dq(base, parity_of_parts, dq_sums, semaphores, gqa_ratio, heads, key_tile, query_tiles, tile):
@@ -263,7 +261,7 @@ def schedule_function(config):
 @specialize
 def attention_backward_kernel(config):
     """The kernel of an AttentionBackwardConfig that computes dk, dv and the sums of dq."""
-    keys, shared = config.keys, layout(config)
+    keys, shared = config.keys, config.layout
     (init_q_ring, _), (init_dout_ring, _) = ring(config.q_stages), ring(config.dout_stages)
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
     schedule, producer, reduce_dq = schedule_function(config), producer_function(config), reduce_dq_function(config)
@@ -401,7 +399,7 @@ def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, sca
     launch(
         attention_backward_kernel(config), kv_heads * sequences * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, float(scale), work_counter, semaphores,
-        dq_sums, dk.view(np.int32), dv.view(np.int32), shared=config.shared_bytes,
+        dq_sums, dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip
     launch(
         attention_round_dq_kernel(config), (query_tiles, 2 * heads * config.dq_parts, sequences), 128,

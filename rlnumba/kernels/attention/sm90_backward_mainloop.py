@@ -48,7 +48,6 @@ class AttentionBackwardConfig(NamedTuple):
 
     @property
     def keys(self):
-        """Keys of a block."""
         return 64 if self.wide else 128
 
     @property
@@ -85,26 +84,17 @@ class AttentionBackwardConfig(NamedTuple):
         return 2 * QUERIES * self.dq_columns
 
     @property
-    def shared_bytes(self):
-        return layout(self).nbytes
-
-
-@functools.cache
-def layout(config):
-    """The shared memory of the kernel of dk, dv and the sums of dq.
-
-    k, v [box | key]; for each stage q, dout [box | query]; two buffers of ds [key], or of [P | dS]; a part of dq; for
-    each stage lse and delta of its rows; mbarriers: of each stage, and two for dq_full.
-    """
-    kv_bytes, query_bytes = config.boxes * config.keys * LINE, config.boxes * QUERY_BOX
-    q_stages, dout_stages = config.q_stages, config.dout_stages
-    q_barriers, dout_barriers = q_stages * MBARRIER_BYTES, dout_stages * MBARRIER_BYTES
-    return shared_layout(
-        k=kv_bytes, v=kv_bytes, q=q_stages * query_bytes, dout=dout_stages * query_bytes, ds=2 * SCORE_BYTES,
-        dq=4 * config.dq_part_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
-        k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
-        dout_full=dout_barriers, dout_empty=dout_barriers, dq_full=2 * MBARRIER_BYTES, dq_empty=MBARRIER_BYTES,
-    )  # fmt: skip
+    def layout(self):
+        """Shared memory: k, v [box | key]; q, dout [box | query]; ds [key], or [P | dS], twice; a part of dq."""
+        kv_bytes, query_bytes = self.boxes * self.keys * LINE, self.boxes * QUERY_BOX
+        q_stages, dout_stages = self.q_stages, self.dout_stages
+        q_barriers, dout_barriers = q_stages * MBARRIER_BYTES, dout_stages * MBARRIER_BYTES
+        return shared_layout(
+            k=kv_bytes, v=kv_bytes, q=q_stages * query_bytes, dout=dout_stages * query_bytes, ds=2 * SCORE_BYTES,
+            dq=4 * self.dq_part_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
+            k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
+            dout_full=dout_barriers, dout_empty=dout_barriers, dq_full=2 * MBARRIER_BYTES, dq_empty=MBARRIER_BYTES,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -165,7 +155,7 @@ def store_scores_function(columns):
 @functools.cache
 def store_dq_tile_function(config):
     """The device function that hands a consumer's dq of a step, or of a part of it, to the warps that add it."""
-    accumulators, dq_empty = config.dq_columns // 2, layout(config).dq_empty
+    accumulators, dq_empty = config.dq_columns // 2, config.layout.dq_empty
 
     @device_function
     def store_dq_tile(dq_acc, base, target, parity, full):
@@ -197,7 +187,6 @@ def epilogue_function(config, columns):
 
     @device_function
     def epilogue(dk_acc, dv_acc, scale, dk, dv, token, valid_rows, kv_head, first_word):
-        """first_word: the thread's first pair of columns of a row."""
         store_rows(dk_acc, scale, dk, token, valid_rows, kv_head, first_word)
         store_rows(dv_acc, f32(1.0), dv, token, valid_rows, kv_head, first_word)
 
@@ -217,7 +206,7 @@ def consumer_function(config):
     # From the columns of K that the first consumer takes for dq to those of the second.
     dq_offset, dq_parts = key_box if config.boxes > 1 else columns, config.dq_parts
     accumulators, score_count, dq_accumulators = columns // 2, queries // 2, config.dq_columns // 2
-    word_count, dq_bytes, shared = score_count // 2, 2 * config.dq_part_size, layout(config)
+    word_count, dq_bytes, shared = score_count // 2, 2 * config.dq_part_size, config.layout
     p_offset, ds_offset = shared.ds, shared.ds + (BOX_BYTES if wide else 0)
     # The last query tiles, which have the positions of the keys.
     diagonal_tiles, (_, advance) = config.keys // QUERIES, ring(config.q_stages)

@@ -296,7 +296,9 @@ def merger_function(config):
 @specialize
 def paged_attention_sm90_kernel(config):
     """The kernel of a DecodeConfig."""
-    blocks, stages, layout, moves_registers = config.blocks, config.stages, config.layout, config.moves_registers
+    blocks, stages, layout = config.blocks, config.stages, config.layout
+    # 128 registers a thread are enough for 8 rows.
+    moves_registers = blocks > 1 and config.rows > 8
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
     produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
     (init_ring, _), (init_q, _), (init_merges, _) = ring(stages), ring(Q_SLOTS), ring(MERGE_SLOTS)

@@ -82,13 +82,7 @@ class DecodeConfig(NamedTuple):
         return self.grouped and self.max_leading > 1
 
     @property
-    def moves_registers(self):
-        """Whether warpgroup 1 gives registers to warpgroup 0: 128 for each are enough for 8 rows."""
-        return self.blocks > 1 and self.rows > 8
-
-    @property
     def boxes(self):
-        """128-byte lines that a row of q, k or v takes."""
         return -(-self.head_dim // 64)
 
     @property
@@ -212,7 +206,6 @@ def softmax_functions(rows):
 
     @device_function
     def softmax_step(scores, row_max, row_sum, tile_max, rescale, c):
-        """As softmax.online_softmax_step, with the tile's maxima given."""
         for i in range(columns):
             j = i // 2 * 4 + i % 2
             updated = next_row_max(row_max[i], tile_max[i], c)

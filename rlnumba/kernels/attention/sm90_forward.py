@@ -121,7 +121,6 @@ class AttentionConfig(NamedTuple):
 
     @property
     def item_tokens(self):
-        """Query tokens of a work item."""
         return TILE_ROWS if self.paired else TILE_ROWS * self.consumers
 
     @property
@@ -168,7 +167,6 @@ def load_functions(config):
 
     @device_function
     def load_q(q_source, target, head, row, q_full):
-        """Load the tiles of q of all consumers, by one lane."""
         mbarrier_expect_tx(q_full, consumers * tile_bytes)
         for consumer in range(consumers):
             q_head, q_row = (head + consumer, row) if paired else (head, row + consumer * TILE_ROWS)
@@ -286,14 +284,12 @@ def accumulator_functions(head_dim):
 
     @device_function
     def scale(acc, factors):
-        """Multiply each of a thread's two rows by its factor."""
         for block in range(blocks):
             for i in range(4):
                 acc[4 * block + i] *= factors[i // 2]
 
     @device_function
     def keep(address, acc, merged_max, merged_sum, row_max, sums):
-        """Store the first segment."""
         for half in range(2):
             merged_max[half], merged_sum[half] = row_max[half], sums[half]
         for block in range(blocks):
@@ -324,8 +320,6 @@ def accumulator_functions(head_dim):
     return scale, keep, merge
 
 
-# Shared memory addresses of a consumer: its tile of q, its merged accumulators, the rings, the barriers.
-ConsumerMemory = namedtuple("ConsumerMemory", "q merged k v q_full q_empty k_full k_empty v_full v_empty")
 # A consumer's part of a work item, see ITEM_FIELDS.
 WorkItem = namedtuple("WorkItem", "tiles head row position valid_rows valid_keys")
 # A consumer thread's local arrays; those from row_max on hold values of its two rows.
@@ -337,7 +331,7 @@ def mainloop_function(config):
     """The device function of a consumer's loop over the tiles of K and V of a work item."""
     head_dim, element, _, stages, _, _, _, segment = config
     tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // TILE_KEYS, config.q_in_registers
-    q_steps = -(-head_dim // 16)
+    q_steps, layout, merged_bytes = -(-head_dim // 16), config.layout, config.merged_bytes
     start_scores = wgmma_async(TILE_KEYS, element, q_steps, "registers" if in_registers else "k")
     wait_all_but_latest, wait_all = (
         wgmma_wait_group(TILE_KEYS // 2, pending, 4 * q_steps * in_registers) for pending in (1, 0)
@@ -349,7 +343,6 @@ def mainloop_function(config):
 
     @device_function
     def load_q(q, q_tile, warp, lane):
-        """The operand Q of S = Q K^T: the local array q with its elements, or q_tile's descriptor."""
         if in_registers:
             for step in range(q_steps):
                 words = ldmatrix_x4(Address(matrix_address(q_tile, step, warp, lane)))
@@ -387,21 +380,22 @@ def mainloop_function(config):
         return advance(stage, parity)
 
     @device_function
-    def mainloop(registers, memory, item, mask_offset, ring_state, c, consumer, thread):
+    def mainloop(registers, base, item, mask_offset, ring_state, c, consumer, thread):
         """(M, L, A) to merged_max, merged_sum, acc. mask_offset: position of the thread's first row less its column."""
         _, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
         k_stage, k_parity, v_stage, v_parity = ring_state
-        merged = Address(memory.merged + thread * 16)
-        q = load_q(registers.q, memory.q, i32(thread >> i32(5)), i32(thread & i32(31)))
+        merged = Address(base + layout.merged + consumer * merged_bytes + thread * 16)
+        q_tile = Address(base + layout.q + consumer * tile_bytes)
+        q = load_q(registers.q, q_tile, i32(thread >> i32(5)), i32(thread & i32(31)))
         if in_registers:
-            mbarrier_arrive(memory.q_empty)
+            mbarrier_arrive(Address(base + layout.q_empty))
         reset(row_max, sums)
 
         # The first tile's probabilities.
-        mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
-        start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
+        mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
+        start_scores(scores, q, smem_descriptor(Address(base + layout.k + k_stage * tile_bytes)), i32(0))
         wait_scores(wait_all, scores, q)
-        k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
+        k_stage, k_parity = release(base + layout.k_empty, k_stage, k_parity, thread)
         if item.position < TILE_KEYS - 1:
             apply_causal_mask(scores, mask_offset)
         online_softmax_step(scores, row_max, sums, rescale, c)
@@ -409,14 +403,14 @@ def mainloop_function(config):
         # 0: the next O += P V overwrites acc.
         accumulate, index = i32(0), i32(1)
         if index < item.tiles:
-            mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
+            mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
         while index < item.tiles:
             # S = Q K^T of this tile and O += P V of the one before run on the tensor cores together.
-            start_scores(scores, q, smem_descriptor(Address(memory.k + k_stage * tile_bytes)), i32(0))
-            mbarrier_wait(Address(memory.v_full + v_stage * MBARRIER_BYTES), v_parity)
-            start_values(acc, p, smem_descriptor(Address(memory.v + v_stage * tile_bytes)), accumulate)
+            start_scores(scores, q, smem_descriptor(Address(base + layout.k + k_stage * tile_bytes)), i32(0))
+            mbarrier_wait(Address(base + layout.v_full + v_stage * MBARRIER_BYTES), v_parity)
+            start_values(acc, p, smem_descriptor(Address(base + layout.v + v_stage * tile_bytes)), accumulate)
             wait_scores(wait_all_but_latest, scores, q)
-            k_stage, k_parity = release(memory.k_empty, k_stage, k_parity, thread)
+            k_stage, k_parity = release(base + layout.k_empty, k_stage, k_parity, thread)
             new_segment = (index & i32(segment_tiles - 1)) == 0
             if new_segment:
                 for half in range(2):
@@ -429,9 +423,9 @@ def mainloop_function(config):
             # The wait for the next K stands here because ptxas moves nothing across it: else it would move the wait
             # for O += P V above the exponentials, which are to overlap with it.
             if index < item.tiles:
-                mbarrier_wait(Address(memory.k_full + k_stage * MBARRIER_BYTES), k_parity)
+                mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
             wait_values(acc, p)
-            v_stage, v_parity = release(memory.v_empty, v_stage, v_parity, thread)
+            v_stage, v_parity = release(base + layout.v_empty, v_stage, v_parity, thread)
             accumulate = i32(1)
             if new_segment:
                 accumulate = i32(0)
@@ -449,16 +443,16 @@ def mainloop_function(config):
 
         # The last tile's O += P V.
         if not in_registers:
-            mbarrier_arrive(memory.q_empty)
-        mbarrier_wait(Address(memory.v_full + v_stage * MBARRIER_BYTES), v_parity)
+            mbarrier_arrive(Address(base + layout.q_empty))
+        mbarrier_wait(Address(base + layout.v_full + v_stage * MBARRIER_BYTES), v_parity)
         if item.valid_keys < TILE_KEYS:
-            zero_rows(Address(memory.v + v_stage * tile_bytes), item.valid_keys, thread)
+            zero_rows(Address(base + layout.v + v_stage * tile_bytes), item.valid_keys, thread)
             named_barrier_sync(1 + consumer, WARPGROUP)
-        start_values(acc, p, smem_descriptor(Address(memory.v + v_stage * tile_bytes)), accumulate)
+        start_values(acc, p, smem_descriptor(Address(base + layout.v + v_stage * tile_bytes)), accumulate)
         for half in range(2):
             segment_sum[half] = row_sum(sums, half)
         wait_values(acc, p)
-        v_stage, v_parity = release(memory.v_empty, v_stage, v_parity, thread)
+        v_stage, v_parity = release(base + layout.v_empty, v_stage, v_parity, thread)
         if item.tiles > segment_tiles:
             merge(merged, acc, merged_max, merged_sum, row_max, segment_sum, True)
         else:
@@ -473,15 +467,17 @@ def mainloop_function(config):
 def epilogue_function(config):
     """The device function that writes a consumer's rows of out and lse."""
     head_dim, boxes, cvt_pair = config.head_dim, config.boxes, cvt_pack(config.element)
+    layout, merged_bytes = config.layout, config.merged_bytes
     scale, _, _ = accumulator_functions(head_dim)
     # stmatrix stores 16 columns at a time.
     staged = head_dim % 16 == 0
 
     @device_function
-    def epilogue(registers, memory, item, out_map, out, lse, line, consumer, thread):
+    def epilogue(registers, base, item, out_map, out, lse, line, consumer, thread):
         """line: this thread's first row is row `line` of the consumer's tile, the other one line + 8."""
         acc, inverse = registers.acc, registers.rescale
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
+        tile = Address(base + layout.merged + consumer * merged_bytes)
         for half in range(2):
             inverse[half] = f32(1.0) / registers.merged_sum[half]
             if lse.shape[0] > 0 and (lane & i32(3)) == 0 and line + half * 8 < item.valid_rows:
@@ -496,7 +492,7 @@ def epilogue_function(config):
             named_barrier_sync(1 + consumer, WARPGROUP)
             for block in range(head_dim // 16):
                 stmatrix_x4(
-                    matrix_address(memory.merged, block, warp, lane),
+                    matrix_address(tile, block, warp, lane),
                     cvt_pair(acc[block * 8], acc[block * 8 + 1]),
                     cvt_pair(acc[block * 8 + 2], acc[block * 8 + 3]),
                     cvt_pair(acc[block * 8 + 4], acc[block * 8 + 5]),
@@ -506,7 +502,7 @@ def epilogue_function(config):
             named_barrier_sync(1 + consumer, WARPGROUP)
             if thread == 0:
                 for b in range(boxes):
-                    source = memory.merged + b * BOX_BYTES
+                    source = tile + b * BOX_BYTES
                     tma_store_3d(tensor_map_address(out_map), b * 64, item.head, item.row, source)
                 bulk_commit_group()
         else:
@@ -524,22 +520,10 @@ def epilogue_function(config):
 def consumer_function(config):
     """The device function of a consumer warpgroup."""
     head_dim, layout, paired = config.head_dim, config.layout, config.paired
-    tile_bytes, merged_bytes = config.tile_bytes, config.merged_bytes
     # Lengths of local arrays are constants in a kernel, which these are there, and expressions are not.
     q_words = -(-head_dim // 16) * 4 if config.q_in_registers else 1
     score_count, word_count, acc_count = TILE_KEYS // 2, TILE_KEYS // 4, head_dim // 2
     mainloop, epilogue = mainloop_function(config), epilogue_function(config)
-
-    @device_function
-    def consumer_memory(base, consumer):
-        return ConsumerMemory(
-            Address(base + layout.q + consumer * tile_bytes),
-            Address(base + layout.merged + consumer * merged_bytes),
-            Address(base + layout.k), Address(base + layout.v),
-            Address(base + layout.q_full), Address(base + layout.q_empty),
-            Address(base + layout.k_full), Address(base + layout.k_empty),
-            Address(base + layout.v_full), Address(base + layout.v_empty),
-        )  # fmt: skip
 
     @device_function
     def read_item(fields, consumer):
@@ -555,7 +539,7 @@ def consumer_function(config):
     @device_function
     def consume(out_map, out, lse, c, fields, base, consumer, thread):
         """Compute work items until there are none; fields: of the item; thread: of the consumer."""
-        memory, q_parity, working = consumer_memory(base, consumer), i32(0), True
+        q_parity, working = i32(0), True
         registers = Registers(
             cuda.local.array(q_words, np.int32), cuda.local.array(score_count, np.float32),
             cuda.local.array(word_count, np.int32), cuda.local.array(acc_count, np.float32),
@@ -570,14 +554,14 @@ def consumer_function(config):
         line = i32((thread >> i32(5)) * 16 + (i32(thread & i32(31)) >> i32(2)))
         ring_state = i32(0), i32(0), i32(0), i32(0)
         while working:
-            mbarrier_wait(memory.q_full, q_parity)
+            mbarrier_wait(Address(base + layout.q_full), q_parity)
             q_parity ^= i32(1)
             item = read_item(fields, consumer)
             working = item.tiles > 0
             if working:
                 mask_offset = i32(item.position + line - 2 * i32(thread & i32(3)))
-                ring_state = mainloop(registers, memory, item, mask_offset, ring_state, c, consumer, thread)
-                epilogue(registers, memory, item, out_map, out, lse, line, consumer, thread)
+                ring_state = mainloop(registers, base, item, mask_offset, ring_state, c, consumer, thread)
+                epilogue(registers, base, item, out_map, out, lse, line, consumer, thread)
         if thread == 0:
             bulk_wait_group()
 

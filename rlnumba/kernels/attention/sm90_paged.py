@@ -87,9 +87,8 @@ def plan_decode(
             f"paged_attention: a group has at most {MAX_DECODE_ROWS // gqa_ratio} sequences of one query token each, "
             f"got {max_group_size} sequences of up to {max_seqlen_q}"
         )
-    made_for = (
-        element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_group_size,
-    )  # fmt: skip
+    shape = (element, heads, kv_heads, head_dim, block_size, sequences)
+    made_for = (*shape, max_seqlen_q, max_context_len, max_group_size)
     config = config or decode_config(head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size)
     grid = blocks or device.sm_count() * config.blocks
     # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
@@ -127,14 +126,13 @@ def paged_attention_sm90(
     sequences, gqa_ratio, element = len(context_lens), heads // kv_heads, q.dtype.name
     if not tokens:
         return
+    shape = (element, heads, kv_heads, head_dim, block_size)
     if plan is None:
         plan = plan_decode(
-            element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
-            shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
+            *shape, cu_seqlens, context_lens, max_seqlen_q, max_context_len, shared_prefix_lens, group_sizes,
+            max_group_size, config, blocks, max_leading,
         )  # fmt: skip
-    made_for = (
-        element, heads, kv_heads, head_dim, block_size, sequences, max_seqlen_q, max_context_len, max_group_size,
-    )  # fmt: skip
+    made_for = (*shape, sequences, max_seqlen_q, max_context_len, max_group_size)
     if plan.made_for != made_for:
         raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
     lse = no_array(2, np.float32) if lse is None else lse

@@ -47,7 +47,6 @@ def finite_row_max(row_max):
 
 @device_function
 def quad_max(value):
-    """The largest of four neighbouring lanes."""
     value = max(value, shuffle_xor(value, 1))
     return max(value, shuffle_xor(value, 2))
 
@@ -69,7 +68,6 @@ def merge_weights(row_max, other_max):
 
 @device_function
 def log_sum_exp(row_max, row_sum):
-    """The natural logarithm of a row's sum of exponentials."""
     return cuda.fma(row_max, LN2, math.log(row_sum))
 
 

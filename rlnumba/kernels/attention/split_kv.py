@@ -176,7 +176,6 @@ class Workspace:
         return arrays[largest]
 
     def float_array(self, count):
-        """(count,) float32 with any content."""
         return self._at_least(self.floats, count, np.float32)[:count]
 
     def partials(self, slots, rows, head_dim, counters):
@@ -189,7 +188,6 @@ class Workspace:
         return acc, row_max, row_sum, self._at_least(self.counters, counters, np.int32)
 
     def item_list(self, items, columns):
-        """(1 + items, columns) int32."""
         words = (1 + items) * columns
         return self._at_least(self.items, words, np.int32)[:words].reshape(-1, columns)
 

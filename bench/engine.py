@@ -18,8 +18,7 @@ import numpy as np
 from report import row
 
 from rlnumba.config import EngineConfig
-from rlnumba.engine import LLM, SamplingParams
-from rlnumba.engine.runner import Runner
+from rlnumba.engine import LLM, SamplingParams, core
 from rlnumba.kernels.attention.paged import PrefixSharing
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model
@@ -107,7 +106,7 @@ def main():
         config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
         model = Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
     if arguments.no_groups:
-        Runner.sharing = PrefixSharing((), 0)
+        core.sharing = lambda *heads: PrefixSharing((), 0)
     names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU
 
     print(device.describe())

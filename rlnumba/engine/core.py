@@ -30,6 +30,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
 from rlnumba.errors import ConfigError, DeviceError, UserError
+from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key
 from rlnumba.model.transformer import check_finite
 from rlnumba.runtime import device
@@ -157,7 +158,7 @@ class Engine:
             policy_version,
             # Not a bound method, which would make a cycle and keep the cache's memory until a garbage collection.
             partial(has_stop_string, self.tokenizer),
-            self.runner.sharing,
+            sharing(*self.runner.heads),
         )
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
-from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace, sharing
+from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
 from rlnumba.runtime import device, memory
@@ -32,10 +32,7 @@ TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample
 
 def bucket_of(rows):
     """The smallest graph size that holds this many rows."""
-    for bucket in SMALL_BUCKETS:
-        if rows <= bucket:
-            return bucket
-    return -(-rows // BUCKET_STEP) * BUCKET_STEP
+    return next((bucket for bucket in SMALL_BUCKETS if rows <= bucket), -(-rows // BUCKET_STEP) * BUCKET_STEP)
 
 
 def context_bucket_of(length):
@@ -92,16 +89,12 @@ def step_arrays(step, table, block_size):
 
 def pad_rows(arrays, rows, block_table_width):
     """The arrays of a decode step with padding rows: no context, no slot, token 0 sampled greedily and not read."""
-    padded = {}
+    padded = arrays | {"cu_seqlens": np.arange(rows + 1, dtype=np.int32)}
     for name, array in arrays.items():
-        if name == "cu_seqlens":
-            padded[name] = np.arange(rows + 1, dtype=np.int32)
-            continue
         shape = (rows, block_table_width) if name == "block_tables" else (rows, *array.shape[1:])
-        if shape != array.shape:
-            array, given = np.full(shape, PADDING.get(name, 0), array.dtype), array
-            array[tuple(map(slice, given.shape))] = given
-        padded[name] = array
+        if shape != array.shape and name != "cu_seqlens":
+            padded[name] = np.full(shape, PADDING.get(name, 0), array.dtype)
+            padded[name][tuple(map(slice, array.shape))] = array
     return padded
 
 
@@ -150,14 +143,13 @@ class Upload:
     """Sends arrays of four-byte elements to the device in one copy; on the CPU they are passed through.
 
     Arrays of the same shapes, sent in the same order, get the same addresses: a captured graph reads the new values.
-    words: capacity at the start, grown on demand, which moves the addresses and increments `generation`.
+    The memory grows on demand, which moves the addresses and increments `generation`.
     """
 
-    def __init__(self, words=1 << 16):
-        self.words = 0
-        self.generation = 0
+    def __init__(self):
+        self.words = self.generation = 0
         if device.name() == "cuda":
-            self._grow(words)
+            self._grow(1 << 16)
 
     def _grow(self, words):
         import cupyx
@@ -174,17 +166,15 @@ class Upload:
         if device.name() != "cuda":
             return arrays
         key = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
-        layout = self.layouts.get(key)
-        if layout is None:
+        if key not in self.layouts:
             layout = self._layout(arrays)
             if len(self.layouts) == MAX_LAYOUTS:
                 self.layouts.clear()
             self.layouts[key] = layout
-        words, host_views, device_views = layout
+        words, host_views, device_views = self.layouts[key]
         for view, array in zip(host_views, arrays.values(), strict=True):
             view[...] = array
-        stream = device.xp().cuda.get_current_stream()
-        self.device[:words].set(self.host[:words], stream)
+        self.device[:words].set(self.host[:words], device.xp().cuda.get_current_stream())
         return device_views
 
     def _layout(self, arrays):
@@ -226,21 +216,14 @@ class Runner:
     @property
     def block_bytes(self):
         """Bytes of one block: K and V of block_size tokens in all layers."""
-        config = self.model.config
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return per_token * self.block_size * np.dtype(self.model.dtype).itemsize
+        _, _, kv_heads, head_dim, block_size = self.heads
+        return 2 * self.model.config.num_hidden_layers * kv_heads * head_dim * block_size * self.model.dtype.itemsize
 
     @property
     def heads(self):
         """What operators over the cache are chosen by: (dtype's name, H, HK, E, block_size)."""
-        config = self.model.config
-        element = np.dtype(self.model.dtype).name
+        config, element = self.model.config, self.model.dtype.name
         return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
-
-    @property
-    def sharing(self):
-        """How decode's attention shares the prefixes of a step's sequences."""
-        return sharing(*self.heads)
 
     def allocate(self, num_blocks):
         """Take the memory of a cache of num_blocks. On the GPU their number, and so the addresses, never change."""
@@ -257,13 +240,11 @@ class Runner:
 
     def reserve_activations(self):
         """Run the largest step once without attention, which sizes the arena before the cache takes the rest."""
-        tokens = self.max_num_batched_tokens
-        zeros = device.asarray(np.zeros(tokens, np.int32))
+        zeros = device.asarray(np.zeros(self.max_num_batched_tokens, np.int32))
         with self.context.use(), self.arena.scope():
             hidden = self.model.forward(zeros, zeros, NullAttention(), arena=self.arena)
-            rows = np.arange(min(self.max_num_seqs, tokens), dtype=np.int32)
-            ones = np.ones(len(rows), np.float32)
-            none = np.zeros(len(rows), np.int32)
+            rows = np.arange(self.max_num_seqs, dtype=np.int32)
+            ones, none = np.ones(len(rows), np.float32), np.zeros(len(rows), np.int32)
             inputs = {
                 "temperature": ones, "top_k": none, "top_p": ones, "min_p": 0 * ones, "position": none,
                 "philox_key": np.zeros((len(rows), 2), np.uint32), "sample_index": none, "rows": rows,

@@ -27,15 +27,13 @@ def _is_number(value):
 class SamplingParams:
     """How one request's tokens are sampled and when it ends; the names and defaults are vLLM's.
 
-    temperature: logits are divided by it before everything else; 0 takes the largest, the lowest id on ties.
-    min_p, top_k, top_p: filters in this order, ties at a boundary all kept; 0 (also None), 0 (also -1) and
-    1 switch them off. repetition_penalty: positive logits of seen tokens are divided by it, others
-    multiplied, before the temperature (Keskar et al. 2019).
-    max_tokens: sampled tokens at most. stop: strings that end a completion and are cut from its text.
-    stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it.
-    seed, n: the noise of completion i of n at position p depends on (seed, prompt token ids, i, p) alone.
-    logprobs: whether the completions carry the log-probs of their tokens.
-    Raises ConfigError naming the parameter and its value.
+    temperature: logits are divided by it; 0 takes the largest, the lowest id on ties. min_p, top_k, top_p: filters in
+    this order, ties at a boundary all kept; 0 (also None), 0 (also -1) and 1 switch them off. repetition_penalty:
+    positive logits of seen tokens are divided by it, others multiplied, before the temperature (Keskar et al. 2019).
+    max_tokens: sampled tokens at most. stop: strings that end a completion and are cut from its text. stop_token_ids:
+    ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n: the noise of completion i of n at position
+    p depends on (seed, prompt token ids, i, p) alone. logprobs: whether the completions carry the log-probs of their
+    tokens. Raises ConfigError naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -157,13 +155,11 @@ class SequenceTable:
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
         counters = "prompt_length length length_limit num_computed num_blocks num_registered"
-        for name in counters.split():
-            setattr(self, name, np.zeros(R, np.int64))
-        for name in ("sample_index", "top_k"):
-            setattr(self, name, np.zeros(R, np.int32))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            setattr(self, name, np.zeros(R, np.float32))
-        self.has_stop_strings = np.zeros(R, bool)
+        columns = {np.int64: counters, np.int32: "sample_index top_k", bool: "has_stop_strings"}
+        columns[np.float32] = "temperature top_p min_p repetition_penalty"
+        for dtype, names in columns.items():
+            for name in names.split():
+                setattr(self, name, np.zeros(R, dtype))
 
     def _reserve(self, length, num_stop_ids):
         """Widen the arrays to hold rows of `length` tokens and num_stop_ids stop ids."""

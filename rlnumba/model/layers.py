@@ -51,14 +51,12 @@ class ForwardContext:
 class PackedAttention:
     """Causal attention within each packed sequence: the attention backend of training and scoring.
 
-    cu_seqlens: (B + 1,) int32; max_seqlen: the longest sequence; scale: 1 / sqrt(head_dim); memory: an Arena (inside
-    its scope) or None, for the log-sum-exps that the backward reads.
+    cu_seqlens: (B + 1,) int32; scale: 1 / sqrt(head_dim); memory: an Arena (inside its scope) or None, for the
+    log-sum-exps that the backward reads.
     """
 
     def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
-        self.cu_seqlens = cu_seqlens
-        self.max_seqlen = max_seqlen
-        self.scale = scale
+        self.cu_seqlens, self.max_seqlen, self.scale = cu_seqlens, max_seqlen, scale
         self.memory = memory or HeapAllocator()
         self.lse = {}
 

@@ -103,13 +103,9 @@ class Tokenizer:
             if isinstance(settings.get(key), list):
                 named += [token.get("content") if isinstance(token, dict) else token for token in settings[key]]
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
-        self.backend.add_special_tokens(
-            [
-                tokenizers.AddedToken(text, normalized=False, special=True)
-                for text in dict.fromkeys(named)
-                if isinstance(text, str) and text not in special and self.backend.token_to_id(text) is not None
-            ]
-        )
+        for text in dict.fromkeys(named):
+            if isinstance(text, str) and text not in special and self.backend.token_to_id(text) is not None:
+                self.backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False, special=True)])
 
     def _templates(self, settings, path):
         """{name: template}: chat_template.jinja and its folder of named ones, else tokenizer_config.json's."""
@@ -195,31 +191,28 @@ class Tokenizer:
             first = encoding.char_to_token(start) if start < end else None
             if first is not None:
                 last = encoding.char_to_token(end - 1)
-                last = len(mask) - 1 if last is None else last
-                mask[first : last + 1] = [1] * (last + 1 - first)
+                stop = len(mask) if last is None else last + 1
+                mask[first:stop] = [1] * (stop - first)
         return mask
 
     def _turn(self, text, messages, index, tools, variables):
         """(start, end) of the assistant message `index` in the rendered text."""
         before, _ = self._render(messages[:index], True, tools, variables) if index else ("", [])
         through, _ = self._render(messages[: index + 1], False, tools, variables)
-        start, end = len(before), len(through)
+        eos, start = self.special_tokens.get("eos_token"), len(before)
+        end = len(through) if text.startswith(through) else len(text)
         if not text.startswith(before):
-            raise UserError(
-                f"{self.folder}: the chat template has no {{% generation %}} blocks and changes earlier turns, "
-                f"so the assistant's part of message {index + 1} cannot be found"
-            )
-        eos = self.special_tokens.get("eos_token")
-        if not text.startswith(through):
-            end = len(text)
-        if eos and (found := text.find(eos, start, end)) >= 0:
-            end = found + len(eos)
-        elif not text.startswith(through):
-            raise UserError(
-                f"{self.folder}: the chat template has no {{% generation %}} blocks and does not end a turn with "
-                f"eos_token {eos!r}, so the assistant's part of message {index + 1} cannot be found"
-            )
-        return start, end
+            problem = "changes earlier turns"
+        elif eos and (found := text.find(eos, start, end)) >= 0:
+            return start, found + len(eos)
+        elif text.startswith(through):
+            return start, end
+        else:
+            problem = f"does not end a turn with eos_token {eos!r}"
+        raise UserError(
+            f"{self.folder}: the chat template has no {{% generation %}} blocks and {problem}, so the assistant's part "
+            f"of message {index + 1} cannot be found"
+        )
 
     def _template(self, tools):
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
@@ -300,7 +293,7 @@ def _environment():
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
@@ -311,7 +304,3 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _raise_exception(message):
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format):
-    return datetime.now().strftime(format)

@@ -2,9 +2,9 @@
 
     token ids -> embedding -> L x (attention block, mlp block) -> rmsnorm -> hidden states (N, D)
 
-Everything is N packed tokens: sequences end to end, position ids restart. There is no autograd: `backward`
-reads the tape that `forward` wrote in reverse; with recompute the tape has each layer's input alone, and the layer
-runs again. Log-probs come from the hidden states (model/heads.py); the logits of all tokens never exist at once.
+Everything is N packed tokens: sequences end to end, position ids restart. There is no autograd: `backward` reads in
+reverse the tape that `forward` wrote. Log-probs come from the hidden states (model/heads.py); the logits of all tokens
+never exist at once.
 """
 
 import re
@@ -47,9 +47,7 @@ class Transformer:
     """
 
     def __init__(self, config, weights, generation_config=None):
-        self.config = config
-        self.weights = weights
-        self.dtype = weights.dtype
+        self.config, self.weights, self.dtype = config, weights, weights.dtype
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
@@ -63,10 +61,9 @@ class Transformer:
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
-        max_position_embeddings (not checked here). attention: the attention backend, with PackedAttention's
-        qkv_norm_rope, forward and, for training, backward. tape: a new Tape, if backward is to be called.
-        arena: activations come from it and are valid in the scope around this call; without a tape only the
-        result is, and layers share their buffers.
+        max_position_embeddings (not checked here). attention: the attention backend, such as PackedAttention. tape: a
+        new Tape, if backward is to be called. arena: activations come from it and are valid in the scope around this
+        call; without a tape only the result is.
         """
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
         ctx = ForwardContext(config, position_ids, self.rope, attention, memory)
@@ -137,7 +134,7 @@ class Transformer:
 class Batch:
     """Packed sequences on the device. input_ids, position_ids, targets (N,) int32; cu_seqlens (B + 1,) int32.
 
-    targets: the next token inside each sequence, -100 at its end. lengths: list of int, on the host.
+    targets: the next token inside each sequence, -100 at its end.
     """
 
     input_ids: object
@@ -248,9 +245,8 @@ def find_model(path_or_hub_id):
     try:
         import huggingface_hub
     except ImportError:
-        raise UserError(
-            f"{name}: no such folder; to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
-        ) from None
+        remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
+        raise UserError(f"{name}: no such folder; {remedy}") from None
     patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))

@@ -44,9 +44,7 @@ class Thread:
     """A CUDA thread and the coroutine that runs it. index: its linear index in the block."""
 
     def __init__(self, block, index, thread_idx, function):
-        self.block = block
-        self.index = index
-        self.thread_idx = Dim3(*thread_idx)
+        self.block, self.index, self.thread_idx = block, index, Dim3(*thread_idx)
         self.coroutine = greenlet.greenlet(function)
         # The barrier or instruction at which it waits, for the message of a deadlock.
         self.awaited = None
@@ -126,12 +124,12 @@ class Grid:
                 return
 
     def _raise_deadlock(self):
-        block = self.blocks[0]
+        block, groups, returned = self.blocks[0], {}, "have returned"
         waiting = [thread for thread in block.threads if not thread.coroutine.dead]
-        parts = [f"{ranges(group)} wait in {what}" for what, group in grouped(waiting, lambda thread: thread.awaited)]
-        returned = [thread for thread in block.threads if thread.coroutine.dead]
-        if returned:
-            parts.append(f"{ranges(returned)} have returned")
+        for thread in block.threads:
+            what = returned if thread.coroutine.dead else f"wait in {thread.awaited}"
+            groups.setdefault(what, []).append(thread)
+        parts = [f"{ranges(groups[what])} {what}" for what in sorted(groups, key=lambda what: what == returned)]
         # Raised where the first of them waits, so that the traceback shows the kernel's line.
         waiting[0].coroutine.throw(RuntimeError(f"block {block.block_idx} is stuck: {'; '.join(parts)}"))
 
@@ -173,14 +171,6 @@ class Block:
         self.arrived, self.votes = 0, []
         self.gate.open()
         return True
-
-
-def grouped(items, key):
-    """(key, items with it) in the order in which each key is first met."""
-    groups = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups.items()
 
 
 def ranges(threads):
@@ -302,20 +292,17 @@ def later(action):
     _thread.block.grid.pending.append(action)
 
 
-def of_block(key, make):
+def of_block(key, make, owner=None):
     """State of the block under a key, made by make() at its first use."""
-    return _get_or_make(_thread.block.objects, key, make)
+    objects = (owner or _thread.block).objects
+    if key not in objects:
+        objects[key] = make()
+    return objects[key]
 
 
 def of_grid(key, make):
     """State of the grid, as of_block."""
-    return _get_or_make(_thread.block.grid.objects, key, make)
-
-
-def _get_or_make(objects, key, make):
-    if key not in objects:
-        objects[key] = make()
-    return objects[key]
+    return of_block(key, make, _thread.block.grid)
 
 
 class Collective:
@@ -326,9 +313,7 @@ class Collective:
         self.begin(size)
 
     def begin(self, size):
-        self.operands = [None] * size
-        self.missing = size
-        self.compute = None
+        self.operands, self.missing, self.compute = [None] * size, size, None
 
 
 def collective(size):
@@ -353,15 +338,13 @@ def collective(size):
             if operation.missing:
                 operation.gate.wait(name)
                 return thread.notes.pop(call)
-            first = index * size
             operands = operation.operands
             operation.begin(size)
             results = compute(operands)
-            for other in range(size):
-                if other != lane:
-                    thread.block.threads[first + other].notes[call] = results[other]
+            for other, result in enumerate(results):
+                thread.block.threads[index * size + other].notes[call] = result
             operation.gate.open()
-            return results[lane]
+            return thread.notes.pop(call)
 
         return call
 

@@ -4,10 +4,9 @@
                      shuffled once, cut into rollout_steps micro-batches, each trained on num_iterations times
     optimizer step   gradient_accumulation_steps micro-batches
 
-`roll_out` turns prompts into completions, rewards, advantages and a batch; `train_step` turns the batch into log-probs,
-loss, gradients and new weights. Engine and policy read the same weights, so nothing is copied between them. Where their
-arithmetic agrees bit for bit, the sampler's log-probs are the old policy's and need no forward, and on-policy they give
-the loss's gradient before the forward has ended.
+Engine and policy read the same weights, so nothing is copied between them. Where their arithmetic agrees bit for bit,
+the sampler's log-probs are the old policy's and need no forward, and on-policy they give the loss's gradient before the
+forward has ended.
 
 Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, defaults and semantics these are.
 Dynamic sampling: DAPO (arXiv 2503.14476).
@@ -15,7 +14,7 @@ Dynamic sampling: DAPO (arXiv 2503.14476).
 
 import json
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,9 +47,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
     """Train a GRPORun; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-    the functions themselves, where run.rewards.funcs only names them. Raises ConfigError and UserError, of one line
-    each, for what a user can cause. A reward that fails in the middle of the run leaves a checkpoint of the last
-    complete step.
+    the functions themselves, where run.rewards.funcs only names them. A reward that fails in the middle of the run
+    leaves a checkpoint of the last complete step.
     """
     train = run.train
     gemm.set_backend(run.gemm)
@@ -181,8 +179,7 @@ def sampler_is_exact(train):
 def add_logprobs(policy, rollouts, on_policy):
     """Write the log-probs of the reference and, where they are needed, of the policy before its next update.
 
-    on_policy: whether no part of the rollouts is trained on after an update; the old log-probs are then those of the
-    training forward itself. Those of an exact sampler are the same bits.
+    on_policy: whether no part of the rollouts is trained on after an update, whose old log-probs are the forward's.
     """
     parts = rollouts.parts(policy.train.per_device_train_batch_size)
     if policy.reference is not None:
@@ -270,9 +267,9 @@ def sampling_params(train, seed, n):
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
-    """Completions of the first prompts at the first step, and those of the same noise now: str of several lines.
+    """The first `count` prompts' completions of the first step and of the same noise now, `width` characters each: str.
 
-    path: of the run, for its completions.jsonl; count: prompts shown; width: characters of a text.
+    path: of the run, for its completions.jsonl.
     """
     train = run.train
     with open(path / "completions.jsonl", encoding="utf-8") as file:
@@ -298,12 +295,10 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class MicroStep:
+class MicroStep(NamedTuple):
     """One forward and backward pass: its index in the epoch and the first sequence of the generation that it takes.
 
-    begins_generation: whether a new generation is needed. on_policy: whether the weights are still those that
-    generated: the generation began in this optimizer step.
+    on_policy: whether the weights are still those that generated: the generation began in this optimizer step.
     """
 
     index: int
@@ -313,11 +308,7 @@ class MicroStep:
 
 
 class MicroBatchSchedule(Schedule):
-    """Which micro-batches make up which optimizer step.
-
-    micro_steps_per_generation micro-steps take their sequences from one generation. An epoch ends without the prompts
-    that do not fill a generation.
-    """
+    """Which micro-batches make up which optimizer step; an epoch ends without prompts that do not fill a generation."""
 
     def __init__(self, train, path, num_prompts):
         if num_prompts < train.prompts_per_rollout:
@@ -400,14 +391,12 @@ def policy_state(policy):
 
 
 def load_policy(policy, state):
-    """Restore what policy_state returned."""
     policy.optimizer.load_state_dict(state["optimizer"])
     if policy.reference is not None and state["reference"] is not None:
         policy.reference.weights.flat[...] = device.asarray(state["reference"])
 
 
-@dataclass(frozen=True)
-class TrainerState:
+class TrainerState(NamedTuple):
     """What reward functions get of the run as `trainer_state`; the names are transformers'."""
 
     global_step: int
@@ -417,9 +406,8 @@ class TrainerState:
 
 def mean_metrics(of_parts):
     """The mean of each metric over the micro-batches that have it, NaN left out: dict."""
-    names = dict.fromkeys(name for metrics in of_parts for name in metrics)
     found = {}
-    for name in names:
+    for name in dict.fromkeys(name for metrics in of_parts for name in metrics):
         values = [metrics[name] for metrics in of_parts if name in metrics and not math.isnan(metrics[name])]
         found[name] = sum(values) / len(values) if values else math.nan
     return found

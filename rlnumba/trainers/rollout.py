@@ -4,9 +4,8 @@
     Rollouts              one generation on the host, packed end to end: B sequences, T completion tokens in all
     Rollouts.to_device    a part of it on the device, for one forward and backward
 
-Token ids are those that went into the engine and came out of it: no text is tokenised again, and lists become arrays
-once, in Rollouts.of. Only the hidden states that predict a completion token reach the language-model head, so arrays
-of the loss have T entries, not N.
+Token ids are those that went into the engine and came out of it: no text is tokenised again. Only the hidden states
+that predict a completion token reach the language-model head, so arrays of the loss have T entries, not N.
 """
 
 from dataclasses import dataclass, field
@@ -22,10 +21,7 @@ from rlnumba.trainers.core import TargetBatch
 
 
 class PromptOrder:
-    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order.
-
-    epoch, position: where the order is resumed, and of the next prompt.
-    """
+    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order."""
 
     def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0):
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
@@ -101,11 +97,7 @@ class Generation:
         return sum(len(sample.completion.token_ids) for sample in self.samples)
 
     def rows(self, names):
-        """The lines of completions.jsonl: list of dict. names: of the reward functions.
-
-        A function that is called like a column of the run's own gets rewards/<name>; what rewards log under such a
-        name is left out.
-        """
+        """The lines of completions.jsonl: list of dict. names: of the reward functions."""
         lines = []
         for sample in self.samples:
             own = {
@@ -123,18 +115,16 @@ class Generation:
 def generate(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
     """The completions of chosen prompts and their rewards: Generation.
 
-    llm: LLM; rewards: Rewards; prompts: PromptData; indices: of the prompts; params: SamplingParams, its n completions
-    make a group; trainer_state: passed to the rewards; clock: Clock; status: called with a line on the progress.
-    Raises RewardError.
+    prompts: PromptData; indices: of the prompts; params: SamplingParams, its n completions make a group; trainer_state:
+    passed to the rewards; status: called with a line on the progress. Raises RewardError.
     """
+
+    def progress(finished, total, num_generated):
+        if status is not None:
+            status(f"{finished} of {total} completions, {num_generated} tokens")
+
     with clock.phase("generate"):
-        chosen = [prompts.prompts[i] for i in indices]
-
-        def progress(finished, total, num_generated):
-            if status is not None:
-                status(f"{finished} of {total} completions, {num_generated} tokens")
-
-        outputs = llm.generate([prompt.prompt_token_ids for prompt in chosen], params, progress)
+        outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in indices], params, progress)
     with clock.phase("reward"):
         repeated = [i for i in indices for _ in range(params.n)]
         completions = [completion for output in outputs for completion in output.completions]
@@ -244,8 +234,7 @@ class Rollouts:
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
-    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere. on_policy: whether the weights that
-    are trained on a part are still those that generated it.
+    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere. on_policy: see MicroStep.
     """
 
     token_ids: np.ndarray

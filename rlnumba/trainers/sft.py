@@ -24,8 +24,7 @@ from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memo
 def run_sft(run, resume=False):
     """Train an SFTRun; writes its output_dir.
 
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step. Raises
-    ConfigError and UserError, of one line each, for what a user can cause.
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
     """
     train = run.train
     gemm.set_backend(run.gemm)

@@ -78,10 +78,7 @@ class GRPOTrainer:
         )
 
     def train(self, resume_from_checkpoint=False):
-        """Train; writes output_dir. resume_from_checkpoint: as SFTTrainer.train.
-
-        Raises RewardError for a reward that fails, after a checkpoint.
-        """
+        """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
         run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
@@ -89,18 +86,12 @@ class GRPOTrainer:
 def _settings(model, args, datasets, data, engine):
     """The keywords of a Run, but for [rewards]: dict."""
     paths = {
-        name: str(dataset) if isinstance(dataset, str | Path) else str(Path(args.output_dir) / f"{name}.jsonl")
+        name: str(dataset if isinstance(dataset, str | Path) else Path(args.output_dir) / f"{name}.jsonl")
         for name, dataset in datasets.items()
         if dataset is not None
     }
-    return {
-        "model": str(model),
-        "output_dir": args.output_dir,
-        "seed": args.seed,
-        "data": DataConfig(**paths, **(data or {})),
-        "train": args,
-        "engine": EngineConfig(**(engine or {})),
-    }
+    sections = {"data": DataConfig(**paths, **(data or {})), "train": args, "engine": EngineConfig(**(engine or {}))}
+    return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
 
 
 def _write_rows(run, datasets):

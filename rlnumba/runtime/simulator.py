@@ -288,14 +288,10 @@ def of_grid(key, make):
 
 
 class Collective:
-    """The operands of an instruction that the threads of a warp or a warpgroup execute together."""
+    """The operands of an instruction that the threads of a warp or a warpgroup execute together, by lane."""
 
-    def __init__(self, size):
-        self.gate = Gate()
-        self.begin(size)
-
-    def begin(self, size):
-        self.operands, self.missing, self.compute = [None] * size, size, None
+    def __init__(self):
+        self.gate, self.operands, self.compute = Gate(), {}, None
 
 
 def collective(size):
@@ -311,18 +307,16 @@ def collective(size):
         def call(*operands):
             thread = _thread
             index, lane = divmod(thread.index, size)
-            operation = of_block((size, index), lambda: Collective(size))
+            operation = of_block((size, index), Collective)
             if operation.compute not in (None, compute):
                 raise RuntimeError(f"{name}: other threads of the {size} are in {operation.compute.__name__}")
             operation.compute = compute
             operation.operands[lane] = operands
-            operation.missing -= 1
-            if operation.missing:
+            if len(operation.operands) < size:
                 operation.gate.wait(name)
                 return thread.notes.pop(call)
-            operands = operation.operands
-            operation.begin(size)
-            results = compute(operands)
+            results = compute([operation.operands[lane] for lane in range(size)])
+            operation.operands, operation.compute = {}, None
             for other, result in enumerate(results):
                 thread.block.threads[index * size + other].notes[call] = result
             operation.gate.open()

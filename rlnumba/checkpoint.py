@@ -31,10 +31,10 @@ ARRAY_KEY = "__array__"
 
 
 def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
-    """Write output_dir/checkpoints/step-N and return its path.
+    """Write output_dir/checkpoints/step-N, with the weights in the model's dtype, and return its path.
 
     trainer_state: nested dicts (keys str) and lists of JSON values and NumPy arrays; arrays come back bit for bit.
-    The model's weights are saved in its own dtype. keep_last: afterwards, remove all but this number of the newest.
+    keep_last: afterwards, remove all but this number of the newest.
     """
     root = Path(output_dir) / "checkpoints"
     root.mkdir(parents=True, exist_ok=True)

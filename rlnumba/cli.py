@@ -81,10 +81,9 @@ def run(arguments):
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return _fail(error, "no command given", error.exit_code, arguments)
-    except click.ClickException as error:
-        return _fail(error, error.format_message(), error.exit_code, arguments)
-    except UserError as error:
-        return _fail(error, str(error), error.exit_code, arguments)
+    except (click.ClickException, UserError) as error:
+        message = str(error) if isinstance(error, UserError) else error.format_message()
+        return _fail(error, message, error.exit_code, arguments)
     except KeyboardInterrupt as error:
         return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
@@ -302,8 +301,7 @@ def generate(model, prompts, output, dtype, **options):
             names = ("text", "token_ids", "logprobs", "finish_reason")
             completions = [{name: getattr(c, name) for name in names} for c in result.completions]
             file.write(to_line({"prompt_token_ids": result.prompt_token_ids, "completions": completions}))
-    tokens = sum(len(c.token_ids) for result in outputs for c in result.completions)
-    seconds = time.monotonic() - progress.started
+    tokens, seconds = sum(len(c.token_ids) for r in outputs for c in r.completions), time.monotonic() - progress.started
     progress.end(f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s) -> {output}")
 
 
@@ -485,9 +483,8 @@ def env():
     from rlnumba.runtime.environment import environment
 
     free, total = device.memory_info()
-    for name, value in environment().items():
+    facts = environment() | {"gemm": gemm.describe()}
+    facts |= {operator: dispatch.describe(operator) for operator in ("attention", "logprob")}
+    facts["memory"] = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    for name, value in facts.items():
         click.echo(f"{name:<14} {value or 'unknown'}")
-    click.echo(f"{'gemm':<14} {gemm.describe()}")
-    for operator in ("attention", "logprob"):
-        click.echo(f"{operator:<14} {dispatch.describe(operator)}")
-    click.echo(f"{'memory':<14} {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB")

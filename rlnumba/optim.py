@@ -28,17 +28,12 @@ class Optimizer:
     """
 
     def __init__(self, weights, grads, *, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, max_grad_norm=1.0):
-        self.weights = weights
-        self.grads = grads
-        self.betas = beta1, beta2
-        self.epsilon = epsilon
-        self.weight_decay = weight_decay
+        self.weights, self.grads = weights, grads
+        self.betas, self.epsilon, self.weight_decay = (beta1, beta2), epsilon, weight_decay
         self.max_grad_norm = max_grad_norm
-        self.steps = 0
-        self.skipped_steps = 0
+        self.steps = self.skipped_steps = 0
         xp, size = device.xp(), weights.flat.shape
-        self.m = xp.zeros(size, np.float32)
-        self.v = xp.zeros(size, np.float32)
+        self.m, self.v = xp.zeros(size, np.float32), xp.zeros(size, np.float32)
         self.master = None
         if weights.flat.dtype != np.float32:
             self.master = xp.empty(size, np.float32)

@@ -1,4 +1,4 @@
-"""The KV cache's memory: lent to training between rollouts, mapped at the same addresses whenever it is there.
+"""The KV cache's memory, which is free for training between rollouts.
 
 On the GPU a range of addresses is reserved once and physical memory is mapped into it on demand (the driver's virtual
 memory management), so that captured graphs, which contain addresses, survive a sleep.

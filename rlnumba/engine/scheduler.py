@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.engine.block_manager import BlockManager, block_hash
+from rlnumba.engine.block_manager import block_hash
 from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
-from rlnumba.engine.sequence import Sequence, SequenceTable
-from rlnumba.kernels.attention.paged import PrefixSharing
+from rlnumba.engine.sequence import Sequence
 
 
 @dataclass
@@ -53,26 +52,19 @@ def blocks_needed(length_limit, block_size):
 class Scheduler:
     """Moves sequences from waiting to running to finished.
 
-    table, blocks: the running sequences and the cache. max_num_batched_tokens: most tokens of a step; not smaller than
-    the table has rows. prefix_caching: whether blocks are hashed and matched; policy_version: the number of the weights
-    that tokens are sampled from, which salts the hashes. has_stop_string(sequence, completion ids so far): called after
-    each token of a sequence with stop strings. sharing: how attention shares prefixes, if it does.
+    table: SequenceTable of the running sequences; blocks: BlockManager of the cache. budget: most tokens of a
+    step; not smaller than the table has rows. prefix_caching: whether blocks are hashed and matched;
+    policy_version: of the weights that tokens are sampled from, which salts the hashes. has_stop_string(sequence,
+    completion ids so far): called after each token of a sequence with stop strings. sharing: attention's PrefixSharing.
     """
 
     def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        max_num_batched_tokens: int,
-        prefix_caching: bool = True,
-        policy_version: int = 0,
-        has_stop_string=None,
-        sharing: PrefixSharing | None = None,
+        self, table, blocks, budget, prefix_caching=True, policy_version=0, has_stop_string=None, sharing=None
     ):
-        if max_num_batched_tokens < table.num_rows:
-            raise ValueError(f"scheduler: {max_num_batched_tokens} tokens a step for {table.num_rows} sequences")
+        if budget < table.num_rows:
+            raise ValueError(f"scheduler: {budget} tokens a step for {table.num_rows} sequences")
         self.table, self.blocks = table, blocks
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = budget
         self.prefix_caching, self.policy_version = prefix_caching, policy_version
         self.has_stop_string = has_stop_string
         self.sharing = sharing if sharing and sharing.sizes else None

@@ -1,7 +1,7 @@
 """Requests (SamplingParams), their state inside the engine (Sequence, SequenceTable) and their results (Completion).
 
-The running sequences are rows of a table of NumPy arrays, so that scheduling, the arrays of a step and the bookkeeping
-after it are a few vectorised operations whatever the number of sequences.
+The running sequences are rows of a table of NumPy arrays, so that a step is scheduled and recorded by a few vectorised
+operations whatever their number.
 """
 
 import math

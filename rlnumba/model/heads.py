@@ -28,7 +28,7 @@ class SavedHead:
 def lm_head_forward(model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None):
     """Log-probs of target_ids (T,) i32 from rows (T,) i32 of hidden (N, D): the SavedHead for lm_head_backward.
 
-    logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written. arena: a scope of it is open.
+    logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written.
     """
     gathered = arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
     lse = arena.empty((rows.shape[0],), np.float32)

@@ -32,16 +32,17 @@ def replacing(path):
     Of a symbolic link, the target is replaced. Raises UserError naming the path if it cannot be written.
     """
     path, temporary = Path(path), None
+    # A device or a pipe, such as /dev/null, is written to instead.
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.is_file() or not path.exists():
+        if not is_special:
             target = Path(os.path.realpath(path))
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        # A device or a pipe, such as /dev/null, is written to instead.
-        with open(path if temporary is None else handle, "w", encoding="utf-8") as file:
+        with open(path if is_special else handle, "w", encoding="utf-8") as file:
             yield file
-        if temporary is not None:
+        if not is_special:
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)

@@ -35,11 +35,9 @@ class RewardError(UserError):
 
 @dataclass
 class Scores:
-    """The values of K functions for a batch of B completions.
-
-    values: (B, K) float64, NaN where a function returned None. errors: completions without a value because the function
-    failed, by function name. extra: further columns for the completions table. metrics: averages to log.
-    """
+    """values: (B, K) float64 of K functions for B completions, NaN where a function returned None. errors: completions
+    without a value because the function failed, by function name. extra: further columns for the completions table.
+    metrics: averages to log."""
 
     values: np.ndarray
     errors: dict[str, int] = field(default_factory=dict)
@@ -59,9 +57,7 @@ class Rewards:
         self.functions = list(functions)
         self.names = names or [function.__name__ for function in self.functions]
         self.weights = np.array(weights if weights is not None else [1.0] * len(self.functions), np.float64)
-        self.timeout_s = timeout_s
-        self.errors = errors
-        self._runner = asyncio.Runner()
+        self.timeout_s, self.errors, self._runner = timeout_s, errors, asyncio.Runner()
 
     def score(self, prompts, texts, completion_ids, columns, trainer_state=None):
         """Calls every function on a batch of B completions and returns Scores.

@@ -6,6 +6,7 @@ its argument types; of the architecture and the versions of the compilers. Proce
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import json
@@ -74,13 +75,11 @@ def load(kernel, type_names):
 
 def _write_once(path, content):
     """Write a cache file under a temporary name and rename it; a cache that cannot be written is no error."""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(content)
         os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def cache_key(kernel, type_names, capability):

@@ -25,10 +25,8 @@ class Context:
     """
 
     def __init__(self, stream=None):
-        self.stream = stream
-        self.pdl = self.serialize_next = False
-        self.prepared = {}
-        self._owned = {}
+        self.stream, self.pdl, self.serialize_next = stream, False, False
+        self.prepared, self._owned = {}, {}
 
     @contextmanager
     def use(self):

@@ -6,9 +6,9 @@
 | cpu    | never called  | NumPy  | any machine: every operator runs its reference, float32          |
 | sim    | the simulator | NumPy  | the kernels themselves, thread by thread, under pdb; tiny shapes |
 
-Importing a module of kernels chooses no device and creates no CUDA context. It asks only `simulated()`, which the
-environment decides. `cuda`, the module whose `jit` decorates every kernel, can be imported on all three devices:
-decorating compiles nothing. No other module imports numba.cuda or cupy first.
+Importing a module of kernels chooses no device and creates no CUDA context. `cuda`, the module whose `jit` decorates
+every kernel, can be imported on all three devices: decorating compiles nothing. No other module imports numba.cuda or
+cupy first.
 """
 
 import functools

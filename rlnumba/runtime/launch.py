@@ -2,9 +2,8 @@
 
 `launch(kernel, grid, block, *arguments)` is the only way an operator launches a kernel. On the GPU it bypasses Numba's
 own launch, which takes 75-120 us of host time with CuPy arrays: the arguments are packed into a buffer that is kept for
-their types and shapes, and passed to the driver (about 6 us). Kernels run on CuPy's current stream, whose context is
-`context.current()`, and may be captured in a CUDA graph. In the simulator `launch` calls simulator.run. A process uses
-one GPU.
+their types and shapes, and passed to the driver (about 6 us). Kernels run on CuPy's current stream and may be captured
+in a CUDA graph. A process uses one GPU.
 
 Programmatic dependent launch (PDL, griddepcontrol, compute capability 9.0): a kernel starts while its predecessor on
 the stream still runs, and blocks at griddepcontrol_wait until the predecessor has finished and its writes are visible.
@@ -41,11 +40,10 @@ ALWAYS = "always"
 
 @contextlib.contextmanager
 def pdl_scope():
-    """Launches inside use PDL, if the kernel calls griddepcontrol_wait.
+    """Launches inside use PDL, if the kernel calls griddepcontrol_wait; meant for graphs of many short kernels.
 
     What such a kernel reads before its griddepcontrol_wait, such as weights, must not be written by any kernel launched
-    inside, unless that one is launched with serialize_next. Before compute capability 9.0 kernels run one after the
-    other, as outside.
+    inside, unless that one is launched with serialize_next. Before compute capability 9.0 it has no effect.
     """
     context = current()
     before, context.pdl = context.pdl, True
@@ -132,13 +130,12 @@ class Parameters:
 def _prepare(prepared, key, kernel, arguments):
     """Add an entry to Context.prepared, (kernel, shapes and types) -> (Compiled, Parameters), and return it."""
     types = (kernel, *map(type_name, arguments))
-    compiled = _compiled.get(types)
-    if compiled is None:
-        compiled = _compiled[types] = Compiled(kernel, types[1:])
+    if types not in _compiled:
+        _compiled[types] = Compiled(kernel, types[1:])
     if len(prepared) == 1 << 14:
         prepared.clear()
-    entry = prepared[key] = compiled, Parameters(arguments)
-    return entry
+    prepared[key] = _compiled[types], Parameters(arguments)
+    return prepared[key]
 
 
 def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=False):
@@ -198,10 +195,7 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
 
 @functools.cache
 def _driver():
-    """(CuPy's current stream, its launch, the errors they raise): looked up once.
-
-    The launch of cuda.bindings takes half a microsecond more.
-    """
+    """(CuPy's current stream, its launch, the errors they raise). That of cuda.bindings takes 0.5 us more."""
     import cupy
     from cupy.cuda import driver, runtime
 
@@ -266,11 +260,10 @@ def _simulate(kernel, grid, block, arguments, shared):
 
     for observer in observers:
         observer(kernel, tuple(map(type_name, arguments)))
-    visible = []
-    for a in arguments:
+
+    def visible(a):
         if isinstance(a, np.ndarray) and a.dtype.name == "bfloat16":
-            a = a.view(np.uint16)
-        elif isinstance(a, float):
-            a = np.float32(a)
-        visible.append(a)
-    simulator.run(kernel.py_func, grid, block, shared, visible)
+            return a.view(np.uint16)
+        return np.float32(a) if isinstance(a, float) else a
+
+    simulator.run(kernel.py_func, grid, block, shared, [visible(a) for a in arguments])

@@ -315,8 +315,9 @@ def collective(size):
             if len(operation.operands) < size:
                 operation.gate.wait(name)
                 return thread.notes.pop(call)
-            results = compute([operation.operands[lane] for lane in range(size)])
+            operands = [operation.operands[lane] for lane in range(size)]
             operation.operands, operation.compute = {}, None
+            results = compute(operands)
             for other, result in enumerate(results):
                 thread.block.threads[index * size + other].notes[call] = result
             operation.gate.open()

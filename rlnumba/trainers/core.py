@@ -1,14 +1,12 @@
 """What trainers share: a policy that turns packed batches into log-probs, takes gradients back, and is updated.
 
-A trainer is its loop and its loss on one page; the rest is here:
-
-    policy.zero_grad()
-    for each micro-batch:
-        with policy.scope():
-            forward = policy.forward(batch, logprobs, entropy)     ids -> hidden -> log-probs of the targets
-            ...                                                    the loss: log-probs -> dlogprobs
-            policy.backward(forward, dlogprobs)                    dlogprobs -> gradients
-    policy.step(learning_rate)                                     gradients -> weights
+policy.zero_grad()
+for each micro-batch:
+    with policy.scope():
+        forward = policy.forward(batch, logprobs, entropy)     ids -> hidden -> log-probs of the targets
+        ...                                                    the loss: log-probs -> dlogprobs
+        policy.backward(forward, dlogprobs)                    dlogprobs -> gradients
+policy.step(learning_rate)                                     gradients -> weights
 """
 
 import math
@@ -54,10 +52,10 @@ class TargetBatch:
 
 
 class Policy:
-    """A model in training: weights, gradients, optimizer, activation arena, and the reference model if there is one.
+    """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits. context: the runtime.context.Context that the trainer's kernels run in.
+    temperature: divides the logits.
     """
 
     def __init__(self, model, train, reference=None, temperature=1.0):
@@ -126,8 +124,7 @@ class Policy:
     def step(self, learning_rate):
         """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
 
-        It may return before the weights are written. A reader on another stream, such as the engine, has to wait for
-        this one: at the end of a Clock phase the device is synchronised.
+        It may return before the weights are written: a reader on another stream, as the engine, waits for this one.
         """
         metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
@@ -136,12 +133,12 @@ class Policy:
 
     def move_reference(self, alpha):
         """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""
-        moved = self.reference.weights.flat
+        flat = self.reference.weights.flat
         with self.scope():
-            part = self.arena.empty(moved.shape, moved.dtype)
+            part = self.arena.empty(flat.shape, flat.dtype)
             scale(self.model.weights.flat, alpha, part)
-            scale(moved, 1.0 - alpha, moved)
-            add(part, moved, moved)
+            scale(flat, 1.0 - alpha, flat)
+            add(part, flat, flat)
 
 
 class Schedule:

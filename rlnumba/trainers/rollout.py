@@ -100,11 +100,9 @@ class Generation:
         """The lines of completions.jsonl: list of dict. names: of the reward functions."""
         lines = []
         for sample in self.samples:
-            own = {
-                "prompt": sample.prompt.prompt,
-                "completion": sample.completion.text,
-                "finish_reason": sample.completion.finish_reason,
-            }
+            completion = sample.completion
+            own = {"prompt": sample.prompt.prompt, "completion": completion.text}
+            own["finish_reason"] = completion.finish_reason
             for name, value in zip(names, sample.values.tolist(), strict=True):
                 own[f"rewards/{name}" if name in RUN_COLUMNS else name] = value
             own |= {"reward": sample.reward, "advantage": sample.advantage}
@@ -205,11 +203,8 @@ def generation_metrics(generations, names):
     for name, column in zip(names, values.T, strict=True):
         found |= {f"rewards/{name}/mean": _mean(column), f"rewards/{name}/std": _std(column)}
     for which, of in (("length", lengths), ("terminated_length", ended)):
-        found |= {
-            f"completions/mean_{which}": float(of.mean()),
-            f"completions/min_{which}": float(of.min()),
-            f"completions/max_{which}": float(of.max()),
-        }
+        for name in ("mean", "min", "max"):
+            found[f"completions/{name}_{which}"] = float(getattr(of, name)())
     found["completions/clipped_ratio"] = float(truncated.mean())
     for each in generations:
         found = found | each.metrics | found

@@ -130,9 +130,7 @@ class _Values:
         if optional and value in ("None", "none", "null"):
             self.given[section][name] = None
             return
-        word = value.lower() if isinstance(value, str) else value
-        if isinstance(word, bool | str) and word in metadata.get("words", {}):
-            value = metadata["words"][word]
+        value = metadata.get("words", {}).get(str(value).lower(), value)
         try:
             value = convert(value, hint)
         except ValueError as error:

@@ -321,7 +321,7 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         "group",
         "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
         choices=("group", "batch", "none"),
-        words={True: "group", False: "none", "true": "group", "false": "none"},
+        words={"true": "group", "false": "none"},
     )
     multi_objective_aggregation: str = key(
         "sum_then_normalize",

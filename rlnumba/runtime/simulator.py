@@ -143,34 +143,25 @@ class Block:
         self.objects = {}
         self.dynamic_shared = poisoned(grid.shared_bytes, np.uint8)
         self.gate = Gate()
-        self.votes = []
         indices = [index[::-1] for index in np.ndindex(*block_dim[::-1])]
         self.threads = [Thread(self, i, thread_idx, function) for i, thread_idx in enumerate(indices)]
-        self.arrived, self.running = 0, len(self.threads)
+        self.running = len(self.threads)
         grid.ready.extend(self.threads)
 
     def thread_returned(self):
         """Syncthreads no longer waits for a thread that has returned."""
         self.running -= 1
-        self._release_if_all_arrived()
+        if len(self.gate.waiting) == self.running:
+            self.gate.open()
         if not self.running:
             self.grid.blocks.remove(self)
 
-    def syncthreads(self, vote=None):
-        """Wait for all threads of the block; returns the votes of all."""
-        self.votes.append(vote)
-        self.arrived += 1
-        votes = self.votes
-        if not self._release_if_all_arrived():
+    def syncthreads(self):
+        """Wait for all threads of the block that have not returned."""
+        if len(self.gate.waiting) + 1 < self.running:
             self.gate.wait("syncthreads")
-        return votes
-
-    def _release_if_all_arrived(self):
-        if self.arrived < self.running or not self.arrived:
-            return False
-        self.arrived, self.votes = 0, []
-        self.gate.open()
-        return True
+        else:
+            self.gate.open()
 
 
 def ranges(threads):
@@ -226,15 +217,6 @@ class KernelCuda(FakeCUDAModule):
 
     def syncthreads(self):
         _thread.block.syncthreads()
-
-    def syncthreads_count(self, value):
-        return sum(bool(vote) for vote in _thread.block.syncthreads(value))
-
-    def syncthreads_and(self, value):
-        return int(all(_thread.block.syncthreads(value)))
-
-    def syncthreads_or(self, value):
-        return int(any(_thread.block.syncthreads(value)))
 
     # Numba's simulation of these uses Python's integers, in which a negative one has no highest bit.
     def popc(self, value):
@@ -306,14 +288,10 @@ def of_grid(key, make):
 
 
 class Collective:
-    """The operands of an instruction that the threads of a warp or a warpgroup execute together."""
+    """The operands of an instruction that the threads of a warp or a warpgroup execute together, by lane."""
 
-    def __init__(self, size):
-        self.gate = Gate()
-        self.begin(size)
-
-    def begin(self, size):
-        self.operands, self.missing, self.compute = [None] * size, size, None
+    def __init__(self):
+        self.gate, self.operands, self.compute = Gate(), {}, None
 
 
 def collective(size):
@@ -329,17 +307,16 @@ def collective(size):
         def call(*operands):
             thread = _thread
             index, lane = divmod(thread.index, size)
-            operation = of_block((size, index), lambda: Collective(size))
+            operation = of_block((size, index), Collective)
             if operation.compute not in (None, compute):
                 raise RuntimeError(f"{name}: other threads of the {size} are in {operation.compute.__name__}")
             operation.compute = compute
             operation.operands[lane] = operands
-            operation.missing -= 1
-            if operation.missing:
+            if len(operation.operands) < size:
                 operation.gate.wait(name)
                 return thread.notes.pop(call)
-            operands = operation.operands
-            operation.begin(size)
+            operands = [operation.operands[lane] for lane in range(size)]
+            operation.operands, operation.compute = {}, None
             results = compute(operands)
             for other, result in enumerate(results):
                 thread.block.threads[index * size + other].notes[call] = result

@@ -103,8 +103,7 @@ def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None)
     """logp, lse, entropy, top1 of linear_logp for logits (N, V) of a floating dtype; entropy and top1 may be None."""
     if device.name() != "cpu":
         entropy, top1 = logp[:0] if entropy is None else entropy, ids[:0] if top1 is None else top1
-        arguments = logits, ids, float(temperature), logp, lse, entropy, top1
-        launch(logp_kernel, ids.shape[0], ROW_THREADS, *arguments)
+        launch(logp_kernel, len(ids), ROW_THREADS, logits, ids, float(temperature), logp, lse, entropy, top1)
         return
     entropy = np.empty(ids.shape, np.float32) if entropy is None else entropy
     top1 = np.empty(ids.shape, np.int32) if top1 is None else top1
@@ -121,9 +120,8 @@ def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first
     logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,).
     """
     if device.name() != "cpu":
-        arguments = ids, first_id, float(temperature), lse, dlogp, dlogits
-        access = 4 if logits.shape[1] % 4 == 0 else 1
-        launch(logp_backward_kernel(access), ids.shape[0], ROW_THREADS, logits, *arguments)
+        kernel = logp_backward_kernel(4 if logits.shape[1] % 4 == 0 else 1)
+        launch(kernel, len(ids), ROW_THREADS, logits, ids, first_id, float(temperature), lse, dlogp, dlogits)
         return
     ignored = ids == IGNORED
     cpu.logp_backward_rows(logits, ids - np.int32(first_id), np.float32(temperature), lse, dlogp, dlogits)
@@ -135,7 +133,8 @@ def _tile_multiple(count, tile):
     return count - count % tile if count > tile else count
 
 
-def _slices(count, step):
+def slices(count, step):
+    """Of range(count), `step` at a time."""
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
@@ -144,7 +143,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1):
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     step = min(rows, _tile_multiple(max(1, CHUNK_LOGITS // max(vocabulary, 1)), CHUNK_TILE))
     memory = device.xp().empty((step, vocabulary), np.float32)
-    for chunk in _slices(rows, max(step, 1)):
+    for chunk in slices(rows, max(step, 1)):
         logits = memory[: chunk.stop - chunk.start]
         linear(hidden[chunk], weight, logits)
         outputs = [None if array is None else array[chunk] for array in (logp, lse, entropy, top1)]
@@ -160,11 +159,11 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     memory = xp.empty(row_step * step, np.float32)
     narrow_memory = memory if is_float32 else xp.empty(memory.shape, hidden.dtype)
     sums_memory = None if is_float32 else xp.empty((row_step, width), np.float32)
-    for batch in _slices(rows, max(row_step, 1)):
+    for batch in slices(rows, max(row_step, 1)):
         h, count = hidden[batch], batch.stop - batch.start
         sums = dhidden[batch] if is_float32 else sums_memory[:count]
         sums.fill(0)
-        for chunk in _slices(vocabulary, max(step, 1)):
+        for chunk in slices(vocabulary, max(step, 1)):
             columns = chunk.stop - chunk.start
             logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
             linear(h, weight[chunk], logits)

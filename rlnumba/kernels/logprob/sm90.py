@@ -27,6 +27,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import CHUNK, is_16_byte_aligned, unused
 from rlnumba.kernels.gemm.sm90 import gemm
+from rlnumba.kernels.logprob.chunked import slices
 from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, RESULTS, LogprobConfig, can_stagger, logprob_kernel
 from rlnumba.kernels.logprob.sm90_rows import (
     REFERENCE_ROWS,
@@ -49,6 +50,8 @@ from rlnumba.runtime.launch import ALWAYS, launch
 # float32 gets a quarter of them; so do the forward's tile results.
 EXTRA_BYTES = 256 << 20
 QUARTER = EXTRA_BYTES // 4
+# Rows of a tile of the kernels' own configs.
+TILE_ROWS = 128
 # Bytes an element of the hidden states: where rows are left out, the others are copied, and so is their gradient.
 COPIES = 4
 
@@ -107,10 +110,9 @@ def _outputs(rows, logp, lse, entropy, top1, ids):
     return logp[rows], lse[rows], entropy, ids[:0] if top1 is None else top1[rows]
 
 
-def forward_rows(vocabulary, tile_rows=128):
+def forward_rows(vocabulary):
     """Rows of which the forward keeps tile results at one time."""
-    tiles = -(-vocabulary // TILE_COLUMNS)
-    return max(1, QUARTER // (4 * RESULTS * tiles) // tile_rows) * tile_rows
+    return max(1, QUARTER // (4 * RESULTS * -(-vocabulary // TILE_COLUMNS)) // TILE_ROWS) * TILE_ROWS
 
 
 def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, config=None):
@@ -121,26 +123,23 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     config = config or LogprobConfig(hidden.dtype.name, "forward", entropy=entropy is not None, top1=top1 is not None)
     xp = device.xp()
     tiles = -(-weight.shape[0] // TILE_COLUMNS)
-    step = forward_rows(weight.shape[0], config.rows)
-    memory = xp.empty(min(step, hidden.shape[0]) * tiles * RESULTS, np.float32)
-    all_target_logits = xp.full(ids.shape, math.nan, np.float32)
-    for first in range(0, hidden.shape[0], step):
-        rows = slice(first, min(first + step, hidden.shape[0]))
-        count = rows.stop - first
-        results, target_logits = memory[: count * tiles * RESULTS], all_target_logits[rows]
-        arrays = {"ids": ids[rows], "results": results, "target_logits": target_logits}
-        _launch(config, hidden[rows], weight, temperature=temperature, **arrays)
+    step = min(forward_rows(weight.shape[0]), len(hidden))
+    memory = xp.empty(step * tiles * RESULTS, np.float32)
+    target_logits = xp.full(ids.shape, math.nan, np.float32)
+    for rows in slices(len(hidden), step):
+        count = rows.stop - rows.start
+        results, chosen = memory[: count * tiles * RESULTS], target_logits[rows]
+        _launch(config, hidden[rows], weight, None, ids[rows], None, None, temperature, results, chosen)
         outputs = _outputs(rows, logp, lse, entropy, top1, ids)
-        inputs = results, target_logits, float(temperature)
-        launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *outputs, pdl=ALWAYS)
+        launch(join_tiles_kernel, count, ROW_THREADS, results, chosen, float(temperature), *outputs, pdl=ALWAYS)
 
 
-def backward_rows(width, tile_rows=128):
+def backward_rows(width):
     """Rows whose gradient the backward adds up in float32 at one time."""
-    return max(1, QUARTER // (4 * width) // tile_rows) * tile_rows
+    return max(1, QUARTER // (4 * width) // TILE_ROWS) * TILE_ROWS
 
 
-def chunk_columns(rows, width, vocabulary, tile_rows=128, tile_columns=256):
+def chunk_columns(rows, width, vocabulary):
     """Columns of a chunk of dz: what fits into EXTRA_BYTES, and fills the SMs best in dweight's GEMM.
 
     Beside dz are the float32 gradient of the rows, and copies of the rows and of their gradient where the caller leaves
@@ -151,7 +150,7 @@ def chunk_columns(rows, width, vocabulary, tile_rows=128, tile_columns=256):
         return vocabulary
     best = None
     for columns in range(TILE_COLUMNS * -(-most // (2 * TILE_COLUMNS)), most + 1, TILE_COLUMNS):
-        tiles = -(-columns // tile_rows) * -(-width // tile_columns)
+        tiles = -(-columns // TILE_ROWS) * -(-width // TILE_COLUMNS)
         filled = tiles / (-(-tiles // device.sm_count()) * device.sm_count())
         if best is None or filled >= best[0]:
             best = filled, columns
@@ -167,26 +166,24 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
     config = config or LogprobConfig(hidden.dtype.name, "dlogits")
     xp = device.xp()
     vocabulary, width = weight.shape
-    step = min(backward_rows(width, config.rows), hidden.shape[0])
+    step = min(backward_rows(width), len(hidden))
     columns = columns or chunk_columns(step, width, vocabulary)
     memory = xp.empty(step * (columns + -columns % 8), hidden.dtype)
     sums_memory = xp.empty((step, width), np.float32)
-    for first_row in range(0, hidden.shape[0], step):
-        rows = slice(first_row, min(first_row + step, hidden.shape[0]))
-        count = rows.stop - first_row
+    for rows in slices(len(hidden), step):
+        count = rows.stop - rows.start
         h, sums = hidden[rows], sums_memory[:count]
-        for first in range(0, vocabulary, columns):
-            chunk = slice(first, min(first + columns, vocabulary))
+        for chunk in slices(vocabulary, columns):
             part = weight[chunk]
-            pitch = part.shape[0] + -part.shape[0] % 8
+            pitch = len(part) + -len(part) % 8
             dz = memory[: count * pitch].reshape(count, pitch)
-            _launch(config, h, part, dz, ids[rows], lse[rows], dlogp[rows], temperature, first_id=first)
-            gemm(dz, part, sums, b_mn=True, add=first > 0)
+            _launch(config, h, part, dz, ids[rows], lse[rows], dlogp[rows], temperature, first_id=chunk.start)
+            gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
             gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
         cast(sums, dhidden[rows])
 
 
-def one_pass_shape(width, vocabulary, tile_rows=128):
+def one_pass_shape(width, vocabulary):
     """(rows, splits) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, splits that fill the SMs.
 
     A row has its exponentials, its tile results, its scaled hidden state, a partial gradient in each split, and the
@@ -196,9 +193,8 @@ def one_pass_shape(width, vocabulary, tile_rows=128):
     row_bytes = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS) + (2 + COPIES) * width
     best = None
     for splits in range(1, 17):
-        rows = EXTRA_BYTES // (row_bytes + 4 * splits * width) // tile_rows * tile_rows
-        rows = max(rows, tile_rows)
-        rounds, tiles = -(-pitch // STEPS), rows // tile_rows * -(-width // TILE_COLUMNS)
+        rows = max(1, EXTRA_BYTES // (row_bytes + 4 * splits * width) // TILE_ROWS) * TILE_ROWS
+        rounds, tiles = -(-pitch // STEPS), rows // TILE_ROWS * -(-width // TILE_COLUMNS)
         _, longest = split_k_rounds(rounds, tiles, splits)
         # dweight's traffic grows with the number of blocks, dhidden's time with the share of idle SMs.
         cost = longest * device.sm_count() / (tiles * rounds) + 0.5 * 768 / rows
@@ -232,8 +228,7 @@ def linear_logp_with_gradient(
 ):  # fmt: skip
     """ops.linear_logp_with_gradient without ignored rows, in three GEMMs, for arrays that are supported.
 
-    config: a LogprobConfig of mode "exponentials", split_config: of "split_k", shape: (rows, splits) of a block,
-    instead of the best.
+    config of mode "exponentials", split_config of "split_k", shape: (rows, splits) of a block, instead of the best.
     """
     config = config or LogprobConfig(
         hidden.dtype.name, "exponentials", entropy=entropy is not None, top1=top1 is not None
@@ -259,17 +254,12 @@ def linear_logp_with_gradient(
         rows, end = slice(end, end + count), end + count
         h, targets, references = hidden[rows], ids[rows], reference_logits[rows]
         results, chosen = all_results[: count * tiles_across * RESULTS], target_logits[rows]
-        dz, scaled, factors = (
-            exponentials[: count * pitch].reshape(count, pitch),
-            scaled_hidden[:count],
-            row_factors[:count],
-        )
+        dz = exponentials[: count * pitch].reshape(count, pitch)
+        scaled, factors = scaled_hidden[:count], row_factors[:count]
         _launch(config, h, weight, dz, targets, references, None, temperature, results, chosen)
-        outputs = _outputs(rows, logp, lse, entropy, top1, ids)
-        scalars = float(temperature), MAX_EXPONENT[config.element]
-        inputs = dz, results, chosen, references, targets, *scalars, dlogp[rows], h
-        outputs = *outputs, scaled, factors
-        launch(finish_exponentials_kernel, count, ROW_THREADS, *inputs, *outputs, pdl=ALWAYS)
+        inputs = dz, results, chosen, references, targets, float(temperature), MAX_EXPONENT[config.element], dlogp[rows]
+        outputs = *_outputs(rows, logp, lse, entropy, top1, ids), scaled, factors
+        launch(finish_exponentials_kernel, count, ROW_THREADS, *inputs, h, *outputs, pdl=ALWAYS)
         padded = -(-count // config.rows) * config.rows
         # A block that is shorter than others has as many tiles, in more splits.
         tiles = padded // config.rows * -(-width // TILE_COLUMNS)

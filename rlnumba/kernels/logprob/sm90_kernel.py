@@ -270,10 +270,7 @@ def fold_functions(entropy, top1, exponentials):
 
     @device_function
     def fold_part(acc, begin, part, largest, base, factor, sums):
-        """The sums (largest, total, weighted, top) of the parts before and this one.
-
-        acc become exponentials, relative to `base` if they are wanted.
-        """
+        """The sums (largest, total, weighted, top) of the parts before and this one; acc become exponentials."""
         top = sums[3]
         if top1:
             part_top = i32(0)
@@ -295,7 +292,7 @@ def fold_functions(entropy, top1, exponentials):
 
     @device_function
     def fold_lanes(sums, distance, factor):
-        """The sums of this lane and the one at a distance."""
+        """The join of the sums of this lane and the one at a distance."""
         largest, total, weighted, top = sums
         other, other_total = shuffle_xor(largest, distance), shuffle_xor(total, distance)
         other_weighted = np.float32(0.0)
@@ -324,21 +321,14 @@ def fold_functions(entropy, top1, exponentials):
 
 
 @functools.cache
-def store_functions(config):
-    """(wait_for_box, store_columns): how a consumer stores its accumulators, box_columns at a time, by TMA.
+def store_function(config):
+    """The device function by which a consumer stores its accumulators, box_columns at a time, by TMA.
 
     It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
     waits for it.
     """
     boxes, box_columns = config.boxes, config.box_columns
     stage = stage_function(config.element, box_columns, config.mode == "split_k")
-
-    @device_function
-    def wait_for_box(group, warp, lane):
-        """Before a tile: its first box is free."""
-        if warp == 0 and lane == 0:
-            bulk_wait_group_read()
-        named_barrier_sync(group, WARPGROUP)
 
     @device_function
     def store_columns(acc, piece, output):
@@ -357,7 +347,7 @@ def store_functions(config):
             tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
             bulk_commit_group()
 
-    return wait_for_box, store_columns
+    return store_columns
 
 
 @functools.cache
@@ -365,7 +355,7 @@ def forward_epilogue(config):
     """The device function that folds a tile's logits to results, and stores their exponentials if they are wanted."""
     exponentials, max_exponent = config.mode == "exponentials", np.float32(MAX_EXPONENT[config.element])
     fold_part, store_result = fold_functions(config.entropy, config.top1, exponentials)
-    _, store_columns = store_functions(config)
+    store_columns = store_function(config)
 
     @device_function
     def fold_rows(acc, part, largest, base, factor, sums, output):
@@ -389,15 +379,11 @@ def forward_epilogue(config):
             at[half] = -1
             if row + half * 8 < m:
                 at[half] = (np.int64(row + half * 8) * tiles_across + tile_column) * RESULTS + quad_lane
-        # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
-        if i32(0) <= targets[0] < i32(TILE_COLUMNS) and targets[0] & i32(6) == 0:
-            target_logits[row] = logit_of_column(acc, 0, targets[0])
-        if i32(0) <= targets[1] < i32(TILE_COLUMNS) and targets[1] & i32(6) == 0:
-            target_logits[row + 8] = logit_of_column(acc, 2, targets[1])
-        bases[0] = largest_of_row(acc, 0, largest, 0)
-        bases[1] = largest_of_row(acc, 2, largest, 4)
-        if exponentials:
-            for half in range(2):
+            # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
+            if i32(0) <= targets[half] < i32(TILE_COLUMNS) and targets[half] & i32(6) == 0:
+                target_logits[row + half * 8] = logit_of_column(acc, 2 * half, targets[half])
+            bases[half] = largest_of_row(acc, 2 * half, largest, 4 * half)
+            if exponentials:
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
                 bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)
@@ -415,7 +401,7 @@ def forward_epilogue(config):
 @functools.cache
 def dlogits_epilogue(config):
     """The device function that turns a tile's logits into their gradient, and stores it."""
-    _, store_columns = store_functions(config)
+    store_columns = store_function(config)
 
     @device_function
     def differentiate(acc, part, targets, factor, shift, scale, output):
@@ -443,7 +429,7 @@ def consumer_function(config):
     exponentials, dlogits = mode == "exponentials", mode == "dlogits"
     _, work = scheduler(config)
     fold_tile, store_dlogits = forward_epilogue(config), dlogits_epilogue(config)
-    wait_for_box, store_columns = store_functions(config)
+    store_columns = store_function(config)
     accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.a_bytes, config.stagger
     start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", "mn" if split_k else "k")
 
@@ -504,7 +490,10 @@ def consumer_function(config):
             if not split_k and start_column + i32(TILE_COLUMNS) > n:
                 mask_columns(acc, start_column + quad_lane * 2, n)
             if stores:
-                wait_for_box(group, warp, lane)
+                # The first box must be free.
+                if warp == 0 and lane == 0:
+                    bulk_wait_group_read()
+                named_barrier_sync(group, WARPGROUP)
             output = out_map, start_column, first_row, staged, group, warp, lane
             if folds:
                 tile = tile_column, tiles_across
@@ -538,11 +527,10 @@ def logprob_kernel(config):
         """Tiles of 64 rows a consumer x 256 columns of a GEMM with k steps of reduction.
 
         A (m, k): hidden rows or dz; B (n, k), or (k, n) for "split_k": rows of the output matrix from first_id on. ids,
-        dlogp (m,); lse (m,), for "exponentials" the rows' reference logits; results (m, tiles, 4) and target_logits
-        (m,), the logits of ids, are written by "forward" and "exponentials"; the matrix of out_map by all but
-        "forward": dz, the exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below
-        the other, m rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a
-        stage's boxes. Shared memory: LogprobConfig.layout.
+        dlogp (m,); lse (m,), for "exponentials" the rows' reference logits. "forward" and "exponentials" write results
+        (m, tiles, 4) and target_logits (m,); all but "forward" write the matrix of out_map: dz, the exponentials, or
+        with "split_k" partial sums of split_rounds rounds each, one below the other, m rounded up to whole tiles apart.
+        What a mode does not use is one element long. stage_nbytes: of a stage's boxes.
         """
         thread = i32(cuda.threadIdx.x)
         group = warp_uniform(thread >> i32(7))

@@ -128,9 +128,10 @@ def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first
     dlogits[ignored] = 0
 
 
-def _tile_multiple(count, tile):
-    """count, or the largest multiple of `tile` that is not more."""
-    return count - count % tile if count > tile else count
+def _step(count, elements, width):
+    """How many of `count` rows of `width` elements a chunk of `elements` has: at least 1, in whole tiles if several."""
+    step = max(1, elements // max(width, 1))
+    return max(1, min(count, step - step % CHUNK_TILE if step > CHUNK_TILE else step))
 
 
 def slices(count, step):
@@ -141,9 +142,9 @@ def slices(count, step):
 def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1):
     """ops.linear_logp of checked arrays, by chunks of rows."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    step = min(rows, _tile_multiple(max(1, CHUNK_LOGITS // max(vocabulary, 1)), CHUNK_TILE))
+    step = _step(rows, CHUNK_LOGITS, vocabulary)
     memory = device.xp().empty((step, vocabulary), np.float32)
-    for chunk in slices(rows, max(step, 1)):
+    for chunk in slices(rows, step):
         logits = memory[: chunk.stop - chunk.start]
         linear(hidden[chunk], weight, logits)
         outputs = [None if array is None else array[chunk] for array in (logp, lse, entropy, top1)]
@@ -153,17 +154,17 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1):
 def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
     """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
-    row_step = min(rows, _tile_multiple(max(1, CHUNK_SUMS // max(width, 1)), CHUNK_TILE))
-    step = min(vocabulary, _tile_multiple(max(1, CHUNK_LOGITS // 2 // max(row_step, 1)), CHUNK_TILE))
+    row_step = _step(rows, CHUNK_SUMS, width)
+    step = _step(vocabulary, CHUNK_LOGITS // 2, row_step)
     is_float32 = hidden.dtype == np.float32
     memory = xp.empty(row_step * step, np.float32)
     narrow_memory = memory if is_float32 else xp.empty(memory.shape, hidden.dtype)
     sums_memory = None if is_float32 else xp.empty((row_step, width), np.float32)
-    for batch in slices(rows, max(row_step, 1)):
+    for batch in slices(rows, row_step):
         h, count = hidden[batch], batch.stop - batch.start
         sums = dhidden[batch] if is_float32 else sums_memory[:count]
         sums.fill(0)
-        for chunk in slices(vocabulary, max(step, 1)):
+        for chunk in slices(vocabulary, step):
             columns = chunk.stop - chunk.start
             logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
             linear(h, weight[chunk], logits)

@@ -146,7 +146,7 @@ def scheduler(config):
 
     @device_function
     def schedule(m, n, k, split_rounds):
-        """(tiles, stride, split_tiles, tiles_down, tiles_across, rounds): block b computes tiles b, b + stride, ..."""
+        """(tiles, stride, arguments of work): block b computes tiles b, b + stride, ..."""
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + TILE_COLUMNS - 1) // TILE_COLUMNS)
         rounds = i32((k + STEPS - 1) // STEPS)
@@ -158,11 +158,12 @@ def scheduler(config):
         if split_k and tiles - split_tiles < stride:
             # Tiles of the last split, which may be shorter, are left to the blocks without one of the others.
             stride = i32(stride - (tiles - split_tiles)) if cuda.blockIdx.x >= tiles - split_tiles else tiles
-        return tiles, stride, split_tiles, tiles_down, tiles_across, rounds
+        return tiles, stride, (split_tiles, tiles_down, tiles_across, rounds, split_rounds)
 
     @device_function
-    def work(index, split_tiles, tiles_down, tiles_across, rounds, split_rounds):
+    def work(index, shape):
         """(tile_row, tile_column, split, rounds) of the index-th tile."""
+        split_tiles, tiles_down, tiles_across, rounds, split_rounds = shape
         split = i32(0)
         if split_k:
             split = udiv(i32(index), split_tiles)
@@ -182,17 +183,15 @@ def producer_function(config):
     _, work = scheduler(config)
 
     @device_function
-    def produce(a, b, base, nbytes, schedule, split_rounds):
+    def produce(a, b, base, nbytes, schedule):
         """nbytes: of a stage's boxes; schedule: what schedule() returned."""
-        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+        tiles, stride, shape = schedule
         full, empty = base + layout.full, base + layout.empty
         stage, parity = FIRST_EMPTY
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
-            tile_row, tile_column, split, rounds = work(
-                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
-            )
+            tile_row, tile_column, split, rounds = work(index, shape)
             first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
-            first_step = i32(split * split_rounds) * i32(STEPS) if b_mn else i32(0)
+            first_step = i32(split * shape[4]) * i32(STEPS) if b_mn else i32(0)
             for done in range(rounds):
                 mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
                 stage_full = full + stage * MBARRIER_BYTES
@@ -368,9 +367,7 @@ def forward_epilogue(config):
         return first, second
 
     @device_function
-    def epilogue(
-        acc, row, start_column, quad_lane, m, tile, factor, targets, references, results, target_logits, output
-    ):
+    def epilogue(acc, row, quad_lane, m, tile, factor, targets, references, results, target_logits, output):
         """tile: (its column, how many there are across); targets, references: this thread's two rows'."""
         largest, bases = cuda.local.array(8, np.float32), cuda.local.array(2, np.float32)
         at = cuda.local.array(2, np.int64)
@@ -392,8 +389,8 @@ def forward_epilogue(config):
         sums = fold_rows(acc, 1, largest, bases, factor, sums, output)
         sums = fold_rows(acc, 2, largest, bases, factor, sums, output)
         sums = fold_rows(acc, 3, largest, bases, factor, sums, output)
-        store_result(sums[0], start_column, quad_lane, factor, results, at[0])
-        store_result(sums[1], start_column, quad_lane, factor, results, at[1])
+        store_result(sums[0], i32(tile_column * TILE_COLUMNS), quad_lane, factor, results, at[0])
+        store_result(sums[1], i32(tile_column * TILE_COLUMNS), quad_lane, factor, results, at[1])
 
     return epilogue
 
@@ -443,11 +440,10 @@ def consumer_function(config):
     main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
-    def consume(
-        base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id,
-        split_rounds, schedule,
-    ):  # fmt: skip
-        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+    def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):
+        ids, lse, dlogp, results, target_logits = arrays
+        tiles, stride, shape = schedule
+        _, tiles_down, tiles_across, _, _ = shape
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
         quad_lane = lane & i32(3)
@@ -463,9 +459,7 @@ def consumer_function(config):
         stage, parity = FIRST_FULL
         stagger_parity = i32(0)
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
-            tile_row, tile_column, split, rounds = work(
-                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
-            )
+            tile_row, tile_column, split, rounds = work(index, shape)
             first_row = i32(split * tiles_down * i32(rows) + tile_row * rows + consumer * ROWS)
             # This thread's accumulators: rows `row` and row + 8, columns 8 b + 2 (lane % 4) and the next.
             row = i32(tile_row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
@@ -497,9 +491,7 @@ def consumer_function(config):
             output = out_map, start_column, first_row, staged, group, warp, lane
             if folds:
                 tile = tile_column, tiles_across
-                fold_tile(
-                    acc, row, start_column, quad_lane, m, tile, factor, targets, shift, results, target_logits, output
-                )
+                fold_tile(acc, row, quad_lane, m, tile, factor, targets, shift, results, target_logits, output)
             if dlogits:
                 store_dlogits(acc, factor, targets, shift, scale, output)
             if split_k:
@@ -547,12 +539,10 @@ def logprob_kernel(config):
             setmaxnreg_dec()
             if thread == 0:
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
-                produce(a, b, base, stage_nbytes, schedule, split_rounds)
+                produce(a, b, base, stage_nbytes, schedule)
         else:
             setmaxnreg_inc()
-            consume(
-                base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n,
-                first_id, split_rounds, schedule,
-            )  # fmt: skip
+            arrays = ids, lse, dlogp, results, target_logits
+            consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule)
 
     return logprob_kernel

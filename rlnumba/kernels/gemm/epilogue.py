@@ -32,13 +32,12 @@ i32, u32 = np.int32, np.uint32
 @functools.cache
 def addends(config):
     """(load_residual, prefetch, add_addends): what is added to the accumulators, each step a device function."""
-    columns, prefetched_columns = config.columns, config.prefetched_columns
-    tile_columns, box_columns, staged_bytes = config.tile_columns, config.box_columns, config.staged_bytes
-    prefetches, has_bias = config.prefetches, config.bias
+    columns, prefetched_columns, tile_columns = config.columns, config.prefetched_columns, config.tile_columns
+    box_columns, staged_bytes, prefetches = config.box_columns, config.staged_bytes, config.prefetches
     # What TMA does not load each thread keeps in registers.
     keeps_residual = config.residual and not prefetches
     loaded_columns = prefetched_columns or (columns if config.residual else 0)
-    unpack_two = cvt_unpack(config.element)
+    has_bias, unpack_two = config.bias, cvt_unpack(config.element)
 
     @device_function
     def load_residual(words, residual, row, pair, m, n):

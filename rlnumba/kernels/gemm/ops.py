@@ -11,10 +11,9 @@ biases are float32 arrays that accumulate. GEMM backends:
 
     cpu      on the cpu device: kernels/gemm/cpu.py, one fixed order a row
     cublas   on a GPU: a row's bits may depend on the number of rows
-    native   our kernels, on a GPU and in the simulator: K in one ascending order a row. 16-bit GEMMs run in
-             kernels/gemm/sm90.py or kernels/gemm/sm80.py, as runtime/dispatch.py says for the GPU, if all
-             rows are whole 16-byte pieces (N and K multiples of 8, or N of 4 for a float32 out) and a residual has
-             the inputs' type; all others, and those of float32, run in kernels/gemm/simt.py, which is slow
+    native   our kernels, on a GPU and in the simulator: K in one ascending order a row. 16-bit GEMMs run in sm90.py or
+             sm80.py, as runtime/dispatch.py says for the GPU, if all rows are whole 16-byte pieces (N and K multiples
+             of 8, or N of 4 for a float32 out) and a residual has the inputs' type; others in simt.py, which is slow
 """
 
 import numpy as np
@@ -66,10 +65,9 @@ def describe(dtype=None):
 
 
 def _gemm(a, b, out, steps, bias=None, residual=None, also=()):
-    """The GEMM function for these matrices; steps: of the reduction; also: matrices that it writes besides.
+    """The GEMM function for these matrices, a choice that does not depend on the number of rows.
 
-    Of the native families sm90 and sm80 take 16-bit matrices whose rows are whole 16-byte pieces, and simt the others:
-    a choice that does not depend on the number of rows.
+    steps: of the reduction; also: matrices that it writes besides.
     """
     name = backend()
     if name != "native":
@@ -88,10 +86,9 @@ def _gemm(a, b, out, steps, bias=None, residual=None, also=()):
 def linear(x, weight, out, bias=None, residual=None):
     """out = x weight^T + bias + residual.
 
-    x (M, K) and weight (N, K) of one floating dtype; out (M, N) of that dtype or float32 is written; bias
-    (N,) of x's dtype; residual (M, N) of out's dtype, may be out itself. Any of M, N, K may be 0. Sums are
-    float32; on cuBLAS, bias + residual is rounded to out's dtype before the product is added.
-    Raises ValueError for other shapes, dtypes or layouts.
+    x (M, K) and weight (N, K) of one floating dtype; out (M, N) of that dtype or float32 is written; bias (N,) of x's
+    dtype; residual (M, N) of out's dtype, may be out itself. Any of M, N, K may be 0. On cuBLAS, bias + residual is
+    rounded to out's dtype before the product is added. Raises ValueError for other shapes, dtypes or layouts.
     """
     m, k = check("linear", "x", x, (None, None), FLOATS)
     n, _ = check("linear", "weight", weight, (None, k), (x.dtype,))
@@ -127,8 +124,7 @@ def linear_swiglu(x, weight, gate_up, out):
 def linear_backward_input(dout, weight, dx, accumulate=False):
     """dx = (or += if accumulate) dout weight: the gradient of linear's x.
 
-    dout (M, N) and weight (N, K) of one floating dtype; dx (M, K) of that dtype or float32. Raises ValueError for
-    others.
+    dout (M, N) and weight (N, K) of one floating dtype; dx (M, K) of that dtype or float32, else ValueError.
     """
     m, n = check("linear_backward_input", "dout", dout, (None, None), FLOATS)
     _, k = check("linear_backward_input", "weight", weight, (n, None), (dout.dtype,))
@@ -164,8 +160,8 @@ def bias_backward(dout, dbias):
     check("bias_backward", "dbias", dbias, (n,), F32)
     if device.name() == "cpu":
         dbias += np.sum(dout, axis=0)
-        return
-    simt.bias_backward(dout, dbias)
+    else:
+        simt.bias_backward(dout, dbias)
 
 
 def linear_ref(x, weight, bias=None, residual=None):

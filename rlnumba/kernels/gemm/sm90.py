@@ -297,11 +297,11 @@ def gemm_swiglu(x, weight, gate_up, out):
     gemm_with_config(best_config(*kind, device.sm_count(), True), x, weight, gate_up, residual=out)
 
 
-def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
+def gemm_with_config(config, a, b, out, bias=None, residual=None):
     """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long.
 
     M, N and K > 0; M <= 8 if config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is
-    written. blocks: of the grid; by default as many as the SMs hold at a time.
+    written.
     """
     m, n = residual.shape if config.swiglu else out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
@@ -315,7 +315,7 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, blocks=None):
     residual_by_tma = staged and (config.residual or config.swiglu)
     launch(
         gemm_sm90_kernel(config),
-        min(tiles, blocks or device.sm_count() * config.blocks_per_sm),
+        min(tiles, device.sm_count() * config.blocks_per_sm),
         (config.consumers + 1) * WARPGROUP,
         a_map,
         b_map,

@@ -41,6 +41,9 @@ else:
         "u": (I32, types.uint32, "r"),
         "l": (I64, types.int64, "l"),
         "f": (F32, types.float32, "f"),
+        # An array, and the index of its element.
+        "e": (I64, None, "l"),
+        "i": (I64, types.int64, None),
     }
 
     def warp_wide(twin):
@@ -57,25 +60,34 @@ else:
     def instruction(text, operands="", results="", effects=True, memory=True):
         """Decorator of a twin: the name becomes an intrinsic that emits `text`.
 
-        operands, results: one letter each, r (int32), u (uint32), l (int64) or f (float32). In the text results are
-        numbered before operands: $0, $1, ... Several results come back as a tuple. effects: not to be removed or
-        repeated; memory: other accesses to memory do not move across.
+        operands, results: one letter each, r (int32), u (uint32), l (int64) or f (float32), for an operand also e: the
+        address of an array's element, two arguments of the intrinsic. In the text results are numbered before operands:
+        $0, $1, ... Several results come back as a tuple. effects: not to be removed or repeated; memory: other accesses
+        to memory do not move across.
         """
+        letters = operands.replace("e", "ei")
         constraints = [f"={KINDS[k][2]}" for k in results] + [KINDS[k][2] for k in operands]
         constraints = ",".join([*constraints, "~{memory}"] if effects and memory else constraints)
         result = KINDS[results[0]][1] if results else types.void
         result = types.UniTuple(result, len(results)) if len(results) > 1 else result
 
-        def define(typingctx, *_):
+        def define(typingctx, *arguments):
             def codegen(context, builder, signature, args):
-                values = inline_asm(builder, [KINDS[k][0] for k in results], text, constraints, args, effects)
+                values = []
+                for letter, kind, value in zip(letters, signature.args, args, strict=True):
+                    if letter == "e":
+                        value, element_bytes = array_data(context, builder, kind, value), kind.dtype.bitwidth // 8
+                    if letter == "i":
+                        value = builder.add(values.pop(), builder.mul(value, I64(element_bytes)))
+                    values.append(value)
+                values = inline_asm(builder, [KINDS[k][0] for k in results], text, constraints, values, effects)
                 if not results:
                     return context.get_dummy_value()
                 return values[0] if len(values) == 1 else cgutils.pack_array(builder, values)
 
-            return result(*(KINDS[k][1] for k in operands)), codegen
+            return result(*(KINDS[k][1] or given for k, given in zip(letters, arguments, strict=True))), codegen
 
-        return lambda twin: as_intrinsic(define, len(operands), twin)
+        return lambda twin: as_intrinsic(define, len(letters), twin)
 
     def instruction_since_sm90(text):
         """As instruction, without operands: nothing on GPUs before compute capability 9.0."""

@@ -5,71 +5,48 @@ A block that waits here for another must be sure that the other one runs or has 
 Source: PTX ISA, sections on ld.acquire, st.release, atom, fence.proxy.
 """
 
-from rlnumba.kernels.ptx.instruction import SIMULATED, address_of, instruction
-from rlnumba.kernels.ptx.shared_memory import memory
-from rlnumba.kernels.ptx.warp import device_function
+from rlnumba.kernels.ptx.instruction import SIMULATED, instruction
 
 if SIMULATED:
     from rlnumba.runtime.simulator import Gate, of_grid
 
 
-def _gate(address):
+def _gate(semaphores, index):
     """Where the simulator's threads wait for a semaphore to change."""
-    return of_grid(("semaphore", int(address)), Gate)
+    return of_grid(("semaphore", semaphores.ctypes.data, int(index)), Gate)
 
 
 # Semaphores are read and written by ordinary accesses, what they guard by TMA: hence the proxy fences.
 @instruction(
     "{ .reg .pred p; .reg .b32 now; AGAIN: ld.acquire.gpu.global.b32 now, [$0]; setp.ne.b32 p, now, $1;"
     " @p bra AGAIN; fence.proxy.async.global; }",
-    "lr",
+    "er",
 )
-def _semaphore_wait(address, value):
-    while memory(address, 4).view("i4")[0] != value:
-        _gate(address).wait(f"semaphore_wait {value}")
-
-
-@instruction("fence.proxy.async.global; st.release.gpu.global.b32 [$0], $1;", "lr")
-def _semaphore_release(address, value):
-    memory(address, 4).view("i4")[0] = value
-    _gate(address).open()
-
-
-@instruction("atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;", "l", "r")
-def _atomic_add_acq_rel(address):
-    counter = memory(address, 4).view("i4")
-    counter[0] += 1
-    return counter[0] - 1
-
-
-@instruction("ld.acquire.gpu.global.s32 $0, [$1];", "l", "r")
-def _load_acquire(address):
-    return memory(address, 4).view("i4")[0]
-
-
-@device_function
 def semaphore_wait(semaphores, index, value):
     """Wait until semaphores[index] is `value`: what its writer did before is visible then, bulk copies included."""
-    _semaphore_wait(address_of(semaphores) + index * 4, value)
+    while semaphores[index] != value:
+        _gate(semaphores, index).wait(f"semaphore_wait {value}")
 
 
-@device_function
+@instruction("fence.proxy.async.global; st.release.gpu.global.b32 [$0], $1;", "er")
 def semaphore_release(semaphores, index, value):
     """Set semaphores[index] to `value` for a block in semaphore_wait."""
-    _semaphore_release(address_of(semaphores) + index * 4, value)
+    semaphores[index] = value
+    _gate(semaphores, index).open()
 
 
-@device_function
+@instruction("atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;", "e", "r")
 def atomic_add_acq_rel(counters, index):
     """Add 1 to counters[index] and return what it was.
 
     What this thread, and threads that it met at a barrier, wrote before is visible to all that add later; what was
     written before earlier additions is visible to this thread and to all that it meets.
     """
-    return _atomic_add_acq_rel(address_of(counters) + index * 4)
+    counters[index] += 1
+    return counters[index] - 1
 
 
-@device_function
+@instruction("ld.acquire.gpu.global.s32 $0, [$1];", "e", "r")
 def load_acquire(counters, index):
     """counters[index]; what was written before its additions is visible to this thread and to all that it meets."""
-    return _load_acquire(address_of(counters) + index * 4)
+    return counters[index]

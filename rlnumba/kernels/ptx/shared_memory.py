@@ -18,6 +18,8 @@ from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
 # Bytes of a line of a swizzled box, and of a box of 64 lines.
 LINE = 128
 BOX_BYTES = 64 * LINE
+# Of the letters of load_function and store_function.
+DTYPES = {"r": np.int32, "f": np.float32}
 
 Address = np.int64 if SIMULATED else np.int32
 
@@ -102,46 +104,43 @@ def fence_proxy_async():
     this_thread().notes.pop("unfenced", None)
 
 
-@instruction("st.shared.v2.f32 [$0], {$1, $2};", "rff")
-def store_pair(address, first, second):
-    """Two neighbouring float32 to shared memory."""
-    write_shared(address, np.array([first, second], np.float32))
+def _vector(values, first):
+    """(suffix, registers) of PTX that moves values of these letters, "f" or "r", whose first operand is $first."""
+    registers = ", ".join(f"${first + i}" for i in range(len(values)))
+    return (f".v{len(values)}" if len(values) > 1 else "") + (
+        ".f32" if values[0] == "f" else ".b32"
+    ), f"{{{registers}}}"
 
 
-@instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "r", "ff")
-def load_pair(address):
-    """Two neighbouring float32 from shared memory."""
-    return tuple(memory(address, 8).view(np.float32).copy())
+def load_function(values, space="shared", address="r"):
+    """load(address): neighbouring float32 ("ff") or int32 ("r", "rrrr"), which start at a multiple of their size."""
+    suffix, registers = _vector(values, 0)
+
+    @instruction(f"ld.{space}{suffix} {registers}, [${len(values)}];", address, values)
+    def load(address):
+        found = memory(address, 4 * len(values)).view(DTYPES[values[0]]).copy()
+        return tuple(found) if len(found) > 1 else found[0]
+
+    return load
 
 
-@instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "rffff")
-def store_four(address, first, second, third, fourth):
-    """Four neighbouring float32 to shared memory, 16 bytes that start at a multiple of 16."""
-    write_shared(address, np.array([first, second, third, fourth], np.float32))
+def store_function(values, space="shared", address="r"):
+    """store(address, *values), as load_function."""
+    suffix, registers = _vector(values, 1)
+
+    @instruction(f"st.{space}{suffix} [$0], {registers};", address + values)
+    def store(address, *numbers):
+        numbers = np.array(numbers).astype(DTYPES[values[0]])
+        if space == "shared":
+            write_shared(address, numbers)
+        else:
+            memory(address, numbers.nbytes)[:] = numbers.view(np.uint8)
+
+    return store
 
 
-@instruction("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "r", "ffff")
-def load_four(address):
-    """Four neighbouring float32 from shared memory, 16 bytes that start at a multiple of 16."""
-    return tuple(memory(address, 16).view(np.float32).copy())
-
-
-@instruction("st.shared.b32 [$0], $1;", "rr")
-def store_word(address, word):
-    """An int32 to shared memory."""
-    write_shared(address, np.array([word]).astype(np.int32))
-
-
-@instruction("ld.shared.b32 $0, [$1];", "r", "r")
-def load_word(address):
-    """The int32 at an address of shared memory."""
-    return memory(address, 4).view(np.int32)[0]
-
-
-@instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "r", "rrrr")
-def load_words(address):
-    """Four neighbouring int32 from shared memory, 16 bytes that start at a multiple of 16."""
-    return tuple(memory(address, 16).view(np.int32).copy())
+load_word, load_words, load_pair, load_four = (load_function(values) for values in ("r", "rrrr", "ff", "ffff"))
+store_word, store_pair, store_four = (store_function(values) for values in ("r", "ff", "ffff"))
 
 
 @instruction("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "rrrrr")

@@ -38,7 +38,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
-from rlnumba.kernels.ptx.shared_memory import ldmatrix_x4, ldmatrix_x4_trans, memory
+from rlnumba.kernels.ptx.shared_memory import ldmatrix_x4, ldmatrix_x4_trans, load_function, memory, store_function
 from rlnumba.kernels.ptx.warp import PTX_TYPES, device_function
 from rlnumba.runtime import device
 
@@ -177,13 +177,5 @@ def copy_to_global(destination, source):
     memory(destination, CHUNK)[:] = memory(source, CHUNK)
 
 
-@instruction("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "l", "ffff")
-def load_global_four(address):
-    """Four neighbouring float32 of global memory."""
-    return tuple(memory(address, CHUNK).view(np.float32).copy())
-
-
-@instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "lffff")
-def store_global_four(address, first, second, third, fourth):
-    """Four neighbouring float32 to global memory."""
-    memory(address, CHUNK).view(np.float32)[:] = first, second, third, fourth
+# Four neighbouring float32.
+load_global_four, store_global_four = load_function("ffff", "global", "l"), store_function("ffff", "global", "l")

@@ -13,7 +13,6 @@ import numpy as np
 
 from rlnumba.kernels.ptx.instruction import SIMULATED, address_of, instruction
 from rlnumba.kernels.ptx.shared_memory import LINE, memory, read_shared, swizzled_units
-from rlnumba.kernels.ptx.warp import device_function
 
 if SIMULATED:
     from rlnumba.runtime.simulator import Gate, later, of_block, this_thread
@@ -146,20 +145,19 @@ def tma_load_3d_evict_first(destination, tensor_map, column, head, row, mbarrier
     _load_box(destination, tensor_map, (row, head, column), mbarrier)
 
 
-@instruction("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "rlrr")
-def _bulk_copy_load(destination, source, nbytes, mbarrier):
-    target = memory(destination, int(nbytes))
-
-    def write():
-        target[:] = memory(source, int(nbytes))
-
-    start_load(target, mbarrier, write)
-
-
-@device_function
+@instruction(
+    "{ .reg .b32 n; shl.b32 n, $2, 2;"
+    " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], n, [$3]; }",
+    "rerr",
+)
 def bulk_copy_load(destination, array, offset, count, mbarrier):
     """Copy `count` float32 from element `offset` of a flat array to shared memory; both at multiples of 16 bytes."""
-    _bulk_copy_load(destination, address_of(array) + offset * 4, count * 4, mbarrier)
+    target = memory(destination, 4 * int(count))
+
+    def write():
+        target[:] = array[offset : offset + count].view(np.uint8)
+
+    start_load(target, mbarrier, write)
 
 
 @instruction("prefetch.tensormap [$0];", "l")
@@ -224,32 +222,27 @@ def tma_reduce_add_2d(tensor_map, column, row, source):
     _store_box(source, tensor_map, (row, column), add=True)
 
 
-@instruction("cp.async.bulk.global.shared::cta.bulk_group [$0], [$2], $1;", "lrr")
-def _bulk_copy_store(target, nbytes, source):
-    def write(content):
-        memory(target, int(nbytes))[:] = content
-
-    BulkStore(source, int(nbytes), write)
-
-
-@instruction("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$2], $1;", "lrr")
-def _bulk_reduce_add(target, nbytes, source):
-    def write(content):
-        memory(target, int(nbytes)).view(np.float32)[:] += content.view(np.float32)
-
-    BulkStore(source, int(nbytes), write)
-
-
-@device_function
+@instruction("{ .reg .b32 n; shl.b32 n, $1, 2; cp.async.bulk.global.shared::cta.bulk_group [$0], [$2], n; }", "err")
 def bulk_copy_store(array, offset, count, source):
     """Copy `count` float32 from shared memory to element `offset` of a flat array; both at multiples of 16 bytes."""
-    _bulk_copy_store(address_of(array) + offset * 4, count * 4, source)
+
+    def write(content):
+        array[offset : offset + count] = content.view(np.float32)
+
+    BulkStore(source, 4 * int(count), write)
 
 
-@device_function
+@instruction(
+    "{ .reg .b32 n; shl.b32 n, $1, 2; cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$2], n; }",
+    "err",
+)
 def bulk_reduce_add(array, offset, count, source):
     """As bulk_copy_store, adding to what is there."""
-    _bulk_reduce_add(address_of(array) + offset * 4, count * 4, source)
+
+    def write(content):
+        array[offset : offset + count] += content.view(np.float32)
+
+    BulkStore(source, 4 * int(count), write)
 
 
 @instruction("cp.async.bulk.commit_group;")

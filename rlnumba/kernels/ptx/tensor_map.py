@@ -48,21 +48,18 @@ class HostTensorMap:
 
 
 class DeviceTensorMaps:
-    """A context's tensor maps in the GPU's memory, made once for each array and box and found again by address.
+    """A context's tensor maps in slots of one device array, made once for each array and box, found again by address.
 
-    They lie in slots of one device array. When all slots are taken, the oldest map gives its slot up, unless a
-    captured graph reads it (keep_tensor_maps).
+    When all slots are taken, the oldest map gives its slot up, unless a captured graph reads it (keep_tensor_maps).
     """
 
     SLOTS = 1 << 16
     TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
-    SWIZZLE_128 = 3
-    PROMOTE_L2_256 = 3
+    SWIZZLE_128, PROMOTE_L2_256 = 3, 3
 
     def __init__(self):
         # The view of each map's slot, the oldest map first, and the maps that stay.
-        self.found, self.kept = {}, set()
-        self.keeping = False
+        self.found, self.kept, self.keeping = {}, set(), False
         self.device = None
 
     def _allocate(self):
@@ -133,9 +130,9 @@ class DeviceTensorMaps:
 def tensor_map(array, *box):
     """What a kernel needs to copy boxes of a C-contiguous matrix or three-dimensional array by TMA.
 
-    box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128
-    bytes; the array and its rows start at multiples of 16 bytes. Three lengths for a matrix: it is seen as (panels,
-    rows, columns of a panel), a panel being as wide as the box. Raises DeviceError if the driver refuses.
+    box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128 bytes; the
+    array and its rows start at multiples of 16 bytes. Three lengths for a matrix: it is seen as (panels, rows, columns
+    of a panel), a panel being as wide as the box. Raises DeviceError if the driver refuses.
     """
     if device.name() != "cuda":
         return HostTensorMap(array, box)

@@ -65,6 +65,12 @@ if SIMULATED:
             return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return elements.astype(dtype)
 
+    def _butterfly(lanes, combine):
+        values = [value for (value,) in lanes]
+        for distance in (16, 8, 4, 2, 1):
+            values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
+        return values
+
     @functools.cache
     def vector_access(count, access, bounded=False):
         """(load, store) of `count` neighbouring elements of an array with one axis.
@@ -340,10 +346,7 @@ def _reductions(name, combine):
     if SIMULATED:
 
         def over_warp(lanes):
-            values = [value for (value,) in lanes]
-            for distance in (16, 8, 4, 2, 1):
-                values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
-            return values
+            return _butterfly(lanes, combine)
 
         over_warp.__name__ = f"warp_{name}"
         over_warp = warp_wide(over_warp)

@@ -120,14 +120,9 @@ class LogprobConfig(NamedTuple):
     @property
     def layout(self):
         """Shared memory: stages of [A | B], staged output, barriers of the stages, and the one between consumers."""
-        barriers = self.stages * MBARRIER_BYTES
-        return shared_layout(
-            stages=self.stages * self.stage_bytes,
-            staged=self.consumers * self.staged_bytes,
-            full=barriers,
-            empty=barriers,
-            stagger=MBARRIER_BYTES,
-        )
+        stages, barriers = self.stages * self.stage_bytes, self.stages * MBARRIER_BYTES
+        staged = self.consumers * self.staged_bytes
+        return shared_layout(stages=stages, staged=staged, full=barriers, empty=barriers, stagger=MBARRIER_BYTES)
 
 
 def can_stagger(config, rounds):
@@ -146,7 +141,10 @@ def scheduler(config):
 
     @device_function
     def schedule(m, n, k, split_rounds):
-        """(tiles, stride, split_tiles, tiles_down, tiles_across, rounds): block b computes tiles b, b + stride, ..."""
+        """(tiles, stride, split_tiles, tiles_down, tiles_across, rounds, split_rounds), what `work` takes.
+
+        Block b computes tiles b, b + stride, ...
+        """
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + TILE_COLUMNS - 1) // TILE_COLUMNS)
         rounds = i32((k + STEPS - 1) // STEPS)
@@ -158,11 +156,12 @@ def scheduler(config):
         if split_k and tiles - split_tiles < stride:
             # Tiles of the last split, which may be shorter, are left to the blocks without one of the others.
             stride = i32(stride - (tiles - split_tiles)) if cuda.blockIdx.x >= tiles - split_tiles else tiles
-        return tiles, stride, split_tiles, tiles_down, tiles_across, rounds
+        return tiles, stride, split_tiles, tiles_down, tiles_across, rounds, split_rounds
 
     @device_function
-    def work(index, split_tiles, tiles_down, tiles_across, rounds, split_rounds):
+    def work(index, schedule):
         """(tile_row, tile_column, split, rounds) of the index-th tile."""
+        _, _, split_tiles, tiles_down, tiles_across, rounds, split_rounds = schedule
         split = i32(0)
         if split_k:
             split = udiv(i32(index), split_tiles)
@@ -182,15 +181,13 @@ def producer_function(config):
     _, work = scheduler(config)
 
     @device_function
-    def produce(a, b, base, nbytes, schedule, split_rounds):
-        """nbytes: of a stage's boxes; schedule: what schedule() returned."""
-        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+    def produce(a, b, base, nbytes, schedule):
+        """nbytes: of a stage's boxes."""
+        tiles, stride, _, _, _, _, split_rounds = schedule
         full, empty = base + layout.full, base + layout.empty
         stage, parity = FIRST_EMPTY
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
-            tile_row, tile_column, split, rounds = work(
-                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
-            )
+            tile_row, tile_column, split, rounds = work(index, schedule)
             first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
             first_step = i32(split * split_rounds) * i32(STEPS) if b_mn else i32(0)
             for done in range(rounds):
@@ -251,10 +248,8 @@ def differentiate_part(acc, begin, target, factor, shift, scale):
 @device_function
 def largest_of_row(acc, begin, largest, at):
     """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
-    largest[at] = largest_of_sixteen(acc, begin, 4)
-    largest[at + 1] = largest_of_sixteen(acc, begin + 32, 4)
-    largest[at + 2] = largest_of_sixteen(acc, begin + 64, 4)
-    largest[at + 3] = largest_of_sixteen(acc, begin + 96, 4)
+    for part in range(4):
+        largest[at + part] = largest_of_sixteen(acc, begin + 32 * part, 4)
     return max(max(largest[at], largest[at + 1]), max(largest[at + 2], largest[at + 3]))
 
 
@@ -389,15 +384,11 @@ def forward_epilogue(config):
             at[half] = -1
             if row + half * 8 < m:
                 at[half] = (np.int64(row + half * 8) * tiles_across + tile_column) * RESULTS + quad_lane
-        # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
-        if i32(0) <= targets[0] < i32(TILE_COLUMNS) and targets[0] & i32(6) == 0:
-            target_logits[row] = logit_of_column(acc, 0, targets[0])
-        if i32(0) <= targets[1] < i32(TILE_COLUMNS) and targets[1] & i32(6) == 0:
-            target_logits[row + 8] = logit_of_column(acc, 2, targets[1])
-        bases[0] = largest_of_row(acc, 0, largest, 0)
-        bases[1] = largest_of_row(acc, 2, largest, 4)
-        if exponentials:
-            for half in range(2):
+            # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
+            if i32(0) <= targets[half] < i32(TILE_COLUMNS) and targets[half] & i32(6) == 0:
+                target_logits[row + half * 8] = logit_of_column(acc, half * 2, targets[half])
+            bases[half] = largest_of_row(acc, half * 2, largest, half * 4)
+            if exponentials:
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
                 bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)
@@ -458,10 +449,9 @@ def consumer_function(config):
 
     @device_function
     def consume(
-        base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id,
-        split_rounds, schedule,
+        base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id, schedule
     ):  # fmt: skip
-        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+        tiles, stride, _, tiles_down, tiles_across, _, _ = schedule
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
         quad_lane = lane & i32(3)
@@ -477,9 +467,7 @@ def consumer_function(config):
         stage, parity = FIRST_FULL
         stagger_parity = i32(0)
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
-            tile_row, tile_column, split, rounds = work(
-                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
-            )
+            tile_row, tile_column, split, rounds = work(index, schedule)
             first_row = i32(split * tiles_down * i32(rows) + tile_row * rows + consumer * ROWS)
             # This thread's accumulators: rows `row` and row + 8, columns 8 b + 2 (lane % 4) and the next.
             row = i32(tile_row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
@@ -559,12 +547,12 @@ def logprob_kernel(config):
             setmaxnreg_dec()
             if thread == 0:
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
-                produce(a, b, base, stage_nbytes, schedule, split_rounds)
+                produce(a, b, base, stage_nbytes, schedule)
         else:
             setmaxnreg_inc()
             consume(
-                base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n,
-                first_id, split_rounds, schedule,
+                base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id,
+                schedule,
             )  # fmt: skip
 
     return logprob_kernel

@@ -83,7 +83,7 @@ class LogprobConfig(NamedTuple):
     """One kernel of this module. element: "float16" or "bfloat16"; consumers: warpgroups, 64 rows each.
 
     mode: "forward", "dlogits", "exponentials" or "split_k" (A B with B MN-major). stagger: rounds by which the second
-    consumer starts later. boxes: of 8 KiB through which a consumer stores its output, at most 4. entropy, top1: whether
+    consumer starts later. boxes: of 8 KiB through which a consumer stores its output, 2 or 4. entropy, top1: whether
     they are wanted.
     """
 
@@ -233,19 +233,6 @@ def logit_of_column(acc, begin, target):
 
 
 @device_function
-def differentiate_part(acc, begin, target, factor, shift, scale):
-    """acc = scale (onehot(target) - 2^(acc factor + shift)); target: this lane's column of the part, if it has it."""
-    for b in range(8):
-        for c in range(2):
-            acc[begin + 4 * b + c] = -scale * exp2(cuda.fma(acc[begin + 4 * b + c], factor, shift))
-    if i32(0) <= target < i32(64):
-        for b in range(8):
-            for c in range(2):
-                if target == 8 * b + c:
-                    acc[begin + 4 * b + c] += scale
-
-
-@device_function
 def largest_of_row(acc, begin, largest, at):
     """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
     for part in range(4):
@@ -319,21 +306,14 @@ def fold_functions(entropy, top1, exponentials):
 
 
 @functools.cache
-def store_functions(config):
-    """(wait_for_box, store_columns): how a consumer stores its accumulators, box_columns at a time, by TMA.
+def store_function(config):
+    """The device function with which a consumer stores its accumulators, box_columns at a time, by TMA.
 
     It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
-    waits for it.
+    waits for it. The boxes divide the pieces of a tile, so the first one is free when a tile begins.
     """
     boxes, box_columns = config.boxes, config.box_columns
     stage = stage_function(config.element, box_columns, config.mode == "split_k")
-
-    @device_function
-    def wait_for_box(group, warp, lane):
-        """Before a tile: its first box is free."""
-        if warp == 0 and lane == 0:
-            bulk_wait_group_read()
-        named_barrier_sync(group, WARPGROUP)
 
     @device_function
     def store_columns(acc, piece, output):
@@ -352,7 +332,7 @@ def store_functions(config):
             tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
             bulk_commit_group()
 
-    return wait_for_box, store_columns
+    return store_columns
 
 
 @functools.cache
@@ -360,7 +340,7 @@ def forward_epilogue(config):
     """The device function that folds a tile's logits to results, and stores their exponentials if they are wanted."""
     exponentials, max_exponent = config.mode == "exponentials", np.float32(MAX_EXPONENT[config.element])
     fold_part, store_result = fold_functions(config.entropy, config.top1, exponentials)
-    _, store_columns = store_functions(config)
+    store_columns = store_function(config)
 
     @device_function
     def fold_rows(acc, part, largest, base, factor, sums, output):
@@ -373,13 +353,12 @@ def forward_epilogue(config):
         return first, second
 
     @device_function
-    def epilogue(
-        acc, row, start_column, quad_lane, m, tile, factor, targets, references, results, target_logits, output
-    ):
-        """tile: (its column, how many there are across); targets, references: this thread's two rows'."""
+    def epilogue(acc, tile, quad_lane, factor, targets, references, results, target_logits, output):
+        """tile: (this thread's first row, m, column of the tile, tiles across); targets, references: its two rows'."""
         largest, bases = cuda.local.array(8, np.float32), cuda.local.array(2, np.float32)
         at = cuda.local.array(2, np.int64)
-        tile_column, tiles_across = tile
+        row, m, tile_column, tiles_across = tile
+        start_column = i32(tile_column * TILE_COLUMNS)
         for half in range(2):
             at[half] = -1
             if row + half * 8 < m:
@@ -404,26 +383,26 @@ def forward_epilogue(config):
 
 
 @functools.cache
-def dlogits_epilogue(config):
-    """The device function that turns a tile's logits into their gradient, and stores it."""
-    _, store_columns = store_functions(config)
+def differentiate_function(config):
+    """The device function that turns a part of a tile's logits into their gradient, and stores it."""
+    store_columns = store_function(config)
 
     @device_function
     def differentiate(acc, part, targets, factor, shift, scale, output):
-        """A part of both rows of a thread."""
-        begin = 32 * part
-        differentiate_part(acc, begin, i32(targets[0] - 64 * part), factor, shift[0], scale[0])
-        differentiate_part(acc, begin + 2, i32(targets[1] - 64 * part), factor, shift[1], scale[1])
+        """acc = scale (onehot(target) - 2^(acc factor + shift)) of a part of both rows of a thread, and store it."""
+        for half in range(2):
+            begin, target = 32 * part + 2 * half, i32(targets[half] - 64 * part)
+            for b in range(8):
+                for c in range(2):
+                    acc[begin + 4 * b + c] = -scale[half] * exp2(cuda.fma(acc[begin + 4 * b + c], factor, shift[half]))
+            if i32(0) <= target < i32(64):
+                for b in range(8):
+                    for c in range(2):
+                        if target == 8 * b + c:
+                            acc[begin + 4 * b + c] += scale[half]
         store_columns(acc, part, output)
 
-    @device_function
-    def epilogue(acc, factor, targets, shift, scale, output):
-        differentiate(acc, 0, targets, factor, shift, scale, output)
-        differentiate(acc, 1, targets, factor, shift, scale, output)
-        differentiate(acc, 2, targets, factor, shift, scale, output)
-        differentiate(acc, 3, targets, factor, shift, scale, output)
-
-    return epilogue
+    return differentiate
 
 
 @functools.cache
@@ -433,8 +412,8 @@ def consumer_function(config):
     folds, stores, split_k = mode in ("forward", "exponentials"), mode != "forward", mode == "split_k"
     exponentials, dlogits = mode == "exponentials", mode == "dlogits"
     _, work = scheduler(config)
-    fold_tile, store_dlogits = forward_epilogue(config), dlogits_epilogue(config)
-    wait_for_box, store_columns = store_functions(config)
+    fold_tile, differentiate = forward_epilogue(config), differentiate_function(config)
+    store_columns = store_function(config)
     accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.a_bytes, config.stagger
     start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", "mn" if split_k else "k")
 
@@ -448,9 +427,8 @@ def consumer_function(config):
     main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
-    def consume(
-        base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id, schedule
-    ):  # fmt: skip
+    def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):
+        ids, lse, dlogp, results, target_logits = arrays
         tiles, stride, _, tiles_down, tiles_across, _, _ = schedule
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
@@ -491,16 +469,15 @@ def consumer_function(config):
             # Columns beyond the vocabulary, in the last tile.
             if not split_k and start_column + i32(TILE_COLUMNS) > n:
                 mask_columns(acc, start_column + quad_lane * 2, n)
-            if stores:
-                wait_for_box(group, warp, lane)
             output = out_map, start_column, first_row, staged, group, warp, lane
             if folds:
-                tile = tile_column, tiles_across
-                fold_tile(
-                    acc, row, start_column, quad_lane, m, tile, factor, targets, shift, results, target_logits, output
-                )
+                tile = row, m, tile_column, tiles_across
+                fold_tile(acc, tile, quad_lane, factor, targets, shift, results, target_logits, output)
             if dlogits:
-                store_dlogits(acc, factor, targets, shift, scale, output)
+                differentiate(acc, 0, targets, factor, shift, scale, output)
+                differentiate(acc, 1, targets, factor, shift, scale, output)
+                differentiate(acc, 2, targets, factor, shift, scale, output)
+                differentiate(acc, 3, targets, factor, shift, scale, output)
             if split_k:
                 for piece in range(TILE_COLUMNS // 32):
                     store_columns(acc, piece, output)
@@ -550,9 +527,7 @@ def logprob_kernel(config):
                 produce(a, b, base, stage_nbytes, schedule)
         else:
             setmaxnreg_inc()
-            consume(
-                base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id,
-                schedule,
-            )  # fmt: skip
+            arrays = ids, lse, dlogp, results, target_logits
+            consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule)
 
     return logprob_kernel

@@ -113,9 +113,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     outputs = kernel_outputs(logp, lse, entropy, top1, ids)
     for rows, count in slices(hidden.shape[0], step):
         results, target_logits = all_results[:count].reshape(-1), all_target_logits[rows]
-        _launch(
-            config, hidden[rows], weight, None, temperature, ids[rows], results=results, target_logits=target_logits
-        )
+        _launch(config, hidden[rows], weight, None, temperature, ids[rows], None, None, results, target_logits)
         inputs = results, target_logits, float(temperature)
         launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *(array[rows] for array in outputs), pdl=ALWAYS)
 

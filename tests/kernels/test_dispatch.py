@@ -9,7 +9,9 @@ from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear_backward_ref, linear_ref, linear_swiglu_ref
+from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import linear_logp_ref
 from rlnumba.kernels.nn.swiglu import swiglu
@@ -366,7 +368,7 @@ def test_logprob(rng, family):
     arrays = [device.asarray(x) for x in (hidden, weight, ids)]
     out = [device.xp().full(5, np.nan, np.float32) for _ in range(2)]
     with dispatch.forced(f"gemm=sm90,logprob={family}"):
-        assert logprob._uses_sm90(*arrays[:2]) == (family == "sm90")
+        assert (logprob._implementation(*arrays[:2]) is logprob_sm90) == (family == "sm90")
         logprob.linear_logp(*arrays, 0.7, *out)
         plain = [device.xp().full(5, np.nan, np.float32) for _ in range(2)]
         logits = device.xp().empty((5, 40), np.float32)
@@ -377,7 +379,7 @@ def test_logprob(rng, family):
         assert_close(actual, wanted, terms=72, scale=50.0, what=what)
         assert_same_bits(actual, same, what)
     with dispatch.forced("logprob=sm90,gemm=sm80"):
-        assert not logprob._uses_sm90(*arrays[:2])
+        assert logprob._implementation(*arrays[:2]) is chunked
 
 
 def check_model(family, monkeypatch, lengths, max_tokens, **shape):

@@ -1,8 +1,8 @@
 """linear_logp and its gradient on sm_90: the logits stay in the registers of the GEMM that computes them.
 
-Forward. logprob_kernel folds each tile of logits to four numbers a row, and join_tiles_kernel joins a row's tiles. What
-a sampler makes of the float32 logits of the sm_90 GEMM has the same bits, because both the sums of the GEMM and those
-over the row have one order.
+Forward. logprob_kernel folds each tile of logits to four numbers a row, and join_tiles_kernel joins a row's tiles. A
+log-prob that sampling takes from the float32 logits of the sm_90 GEMM has the same bits, because both the sums of the
+GEMM and those over the row have one order.
 
 Backward. The vocabulary goes by in chunks. One GEMM computes the logits of a chunk again and stores dz = dlogp / T
 (onehot - p) in 16 bits, N x chunk; two more take it to dweight[chunk] += dz^T hidden and dhidden += dz weight[chunk].
@@ -15,7 +15,7 @@ finish_exponentials_kernel finds the factor of the row between e and dz, which g
 GEMM and to the result of dhidden's. dweight then gets its sum in several parts, one a block of rows, each of which
 reads and writes all of dweight: blocks are as tall as memory allows. The remainder runs first, which saves one read of
 dweight where it need not be added to, and pays most where a GEMM is short. dhidden's GEMM is split along the
-vocabulary (split-K), for else it had too few tiles for the GPU; the partial sums are added in order.
+vocabulary (split-K), since otherwise it has too few tiles to fill the GPU; the partial sums are added in order.
 
 H200, 16,384 x 1024 x 151,936: each GEMM is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md. Extra memory:
 EXTRA_BYTES at most.
@@ -113,9 +113,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     outputs = kernel_outputs(logp, lse, entropy, top1, ids)
     for rows, count in slices(hidden.shape[0], step):
         results, target_logits = all_results[:count].reshape(-1), all_target_logits[rows]
-        _launch(
-            config, hidden[rows], weight, None, temperature, ids[rows], results=results, target_logits=target_logits
-        )
+        _launch(config, hidden[rows], weight, None, temperature, ids[rows], None, None, results, target_logits)
         inputs = results, target_logits, float(temperature)
         launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *(array[rows] for array in outputs), pdl=ALWAYS)
 

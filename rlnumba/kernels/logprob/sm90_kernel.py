@@ -83,7 +83,7 @@ class LogprobConfig(NamedTuple):
     """One kernel of this module. element: "float16" or "bfloat16"; consumers: warpgroups, 64 rows each.
 
     mode: "forward", "dlogits", "exponentials" or "split_k" (A B with B MN-major). stagger: rounds by which the second
-    consumer starts later. boxes: of 8 KiB through which a consumer stores its output, at most 4. entropy, top1: whether
+    consumer starts later. boxes: of 8 KiB through which a consumer stores its output, 2 or 4. entropy, top1: whether
     they are wanted.
     """
 
@@ -120,14 +120,9 @@ class LogprobConfig(NamedTuple):
     @property
     def layout(self):
         """Shared memory: stages of [A | B], staged output, barriers of the stages, and the one between consumers."""
-        barriers = self.stages * MBARRIER_BYTES
-        return shared_layout(
-            stages=self.stages * self.stage_bytes,
-            staged=self.consumers * self.staged_bytes,
-            full=barriers,
-            empty=barriers,
-            stagger=MBARRIER_BYTES,
-        )
+        stages, barriers = self.stages * self.stage_bytes, self.stages * MBARRIER_BYTES
+        staged = self.consumers * self.staged_bytes
+        return shared_layout(stages=stages, staged=staged, full=barriers, empty=barriers, stagger=MBARRIER_BYTES)
 
 
 def can_stagger(config, rounds):
@@ -146,7 +141,10 @@ def scheduler(config):
 
     @device_function
     def schedule(m, n, k, split_rounds):
-        """(tiles, stride, split_tiles, tiles_down, tiles_across, rounds): block b computes tiles b, b + stride, ..."""
+        """(tiles, stride, split_tiles, tiles_down, tiles_across, rounds, split_rounds), what `work` takes.
+
+        Block b computes tiles b, b + stride, ...
+        """
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + TILE_COLUMNS - 1) // TILE_COLUMNS)
         rounds = i32((k + STEPS - 1) // STEPS)
@@ -158,11 +156,12 @@ def scheduler(config):
         if split_k and tiles - split_tiles < stride:
             # Tiles of the last split, which may be shorter, are left to the blocks without one of the others.
             stride = i32(stride - (tiles - split_tiles)) if cuda.blockIdx.x >= tiles - split_tiles else tiles
-        return tiles, stride, split_tiles, tiles_down, tiles_across, rounds
+        return tiles, stride, split_tiles, tiles_down, tiles_across, rounds, split_rounds
 
     @device_function
-    def work(index, split_tiles, tiles_down, tiles_across, rounds, split_rounds):
+    def work(index, schedule):
         """(tile_row, tile_column, split, rounds) of the index-th tile."""
+        _, _, split_tiles, tiles_down, tiles_across, rounds, split_rounds = schedule
         split = i32(0)
         if split_k:
             split = udiv(i32(index), split_tiles)
@@ -182,15 +181,13 @@ def producer_function(config):
     _, work = scheduler(config)
 
     @device_function
-    def produce(a, b, base, nbytes, schedule, split_rounds):
-        """nbytes: of a stage's boxes; schedule: what schedule() returned."""
-        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+    def produce(a, b, base, nbytes, schedule):
+        """nbytes: of a stage's boxes."""
+        tiles, stride, _, _, _, _, split_rounds = schedule
         full, empty = base + layout.full, base + layout.empty
         stage, parity = FIRST_EMPTY
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
-            tile_row, tile_column, split, rounds = work(
-                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
-            )
+            tile_row, tile_column, split, rounds = work(index, schedule)
             first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
             first_step = i32(split * split_rounds) * i32(STEPS) if b_mn else i32(0)
             for done in range(rounds):
@@ -236,25 +233,10 @@ def logit_of_column(acc, begin, target):
 
 
 @device_function
-def differentiate_part(acc, begin, target, factor, shift, scale):
-    """acc = scale (onehot(target) - 2^(acc factor + shift)); target: this lane's column of the part, if it has it."""
-    for b in range(8):
-        for c in range(2):
-            acc[begin + 4 * b + c] = -scale * exp2(cuda.fma(acc[begin + 4 * b + c], factor, shift))
-    if i32(0) <= target < i32(64):
-        for b in range(8):
-            for c in range(2):
-                if target == 8 * b + c:
-                    acc[begin + 4 * b + c] += scale
-
-
-@device_function
 def largest_of_row(acc, begin, largest, at):
     """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
-    largest[at] = largest_of_sixteen(acc, begin, 4)
-    largest[at + 1] = largest_of_sixteen(acc, begin + 32, 4)
-    largest[at + 2] = largest_of_sixteen(acc, begin + 64, 4)
-    largest[at + 3] = largest_of_sixteen(acc, begin + 96, 4)
+    for part in range(4):
+        largest[at + part] = largest_of_sixteen(acc, begin + 32 * part, 4)
     return max(max(largest[at], largest[at + 1]), max(largest[at + 2], largest[at + 3]))
 
 
@@ -324,21 +306,14 @@ def fold_functions(entropy, top1, exponentials):
 
 
 @functools.cache
-def store_functions(config):
-    """(wait_for_box, store_columns): how a consumer stores its accumulators, box_columns at a time, by TMA.
+def store_function(config):
+    """The device function with which a consumer stores its accumulators, box_columns at a time, by TMA.
 
     It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
-    waits for it.
+    waits for it. The boxes divide the pieces of a tile, so the first one is free when a tile begins.
     """
     boxes, box_columns = config.boxes, config.box_columns
     stage = stage_function(config.element, box_columns, config.mode == "split_k")
-
-    @device_function
-    def wait_for_box(group, warp, lane):
-        """Before a tile: its first box is free."""
-        if warp == 0 and lane == 0:
-            bulk_wait_group_read()
-        named_barrier_sync(group, WARPGROUP)
 
     @device_function
     def store_columns(acc, piece, output):
@@ -357,7 +332,7 @@ def store_functions(config):
             tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
             bulk_commit_group()
 
-    return wait_for_box, store_columns
+    return store_columns
 
 
 @functools.cache
@@ -365,7 +340,7 @@ def forward_epilogue(config):
     """The device function that folds a tile's logits to results, and stores their exponentials if they are wanted."""
     exponentials, max_exponent = config.mode == "exponentials", np.float32(MAX_EXPONENT[config.element])
     fold_part, store_result = fold_functions(config.entropy, config.top1, exponentials)
-    _, store_columns = store_functions(config)
+    store_columns = store_function(config)
 
     @device_function
     def fold_rows(acc, part, largest, base, factor, sums, output):
@@ -378,26 +353,21 @@ def forward_epilogue(config):
         return first, second
 
     @device_function
-    def epilogue(
-        acc, row, start_column, quad_lane, m, tile, factor, targets, references, results, target_logits, output
-    ):
-        """tile: (its column, how many there are across); targets, references: this thread's two rows'."""
+    def epilogue(acc, tile, quad_lane, factor, targets, references, results, target_logits, output):
+        """tile: (this thread's first row, m, column of the tile, tiles across); targets, references: its two rows'."""
         largest, bases = cuda.local.array(8, np.float32), cuda.local.array(2, np.float32)
         at = cuda.local.array(2, np.int64)
-        tile_column, tiles_across = tile
+        row, m, tile_column, tiles_across = tile
+        start_column = i32(tile_column * TILE_COLUMNS)
         for half in range(2):
             at[half] = -1
             if row + half * 8 < m:
                 at[half] = (np.int64(row + half * 8) * tiles_across + tile_column) * RESULTS + quad_lane
-        # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
-        if i32(0) <= targets[0] < i32(TILE_COLUMNS) and targets[0] & i32(6) == 0:
-            target_logits[row] = logit_of_column(acc, 0, targets[0])
-        if i32(0) <= targets[1] < i32(TILE_COLUMNS) and targets[1] & i32(6) == 0:
-            target_logits[row + 8] = logit_of_column(acc, 2, targets[1])
-        bases[0] = largest_of_row(acc, 0, largest, 0)
-        bases[1] = largest_of_row(acc, 2, largest, 4)
-        if exponentials:
-            for half in range(2):
+            # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
+            if i32(0) <= targets[half] < i32(TILE_COLUMNS) and targets[half] & i32(6) == 0:
+                target_logits[row + half * 8] = logit_of_column(acc, half * 2, targets[half])
+            bases[half] = largest_of_row(acc, half * 2, largest, half * 4)
+            if exponentials:
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
                 bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)
@@ -413,26 +383,26 @@ def forward_epilogue(config):
 
 
 @functools.cache
-def dlogits_epilogue(config):
-    """The device function that turns a tile's logits into their gradient, and stores it."""
-    _, store_columns = store_functions(config)
+def differentiate_function(config):
+    """The device function that turns a part of a tile's logits into their gradient, and stores it."""
+    store_columns = store_function(config)
 
     @device_function
     def differentiate(acc, part, targets, factor, shift, scale, output):
-        """A part of both rows of a thread."""
-        begin = 32 * part
-        differentiate_part(acc, begin, i32(targets[0] - 64 * part), factor, shift[0], scale[0])
-        differentiate_part(acc, begin + 2, i32(targets[1] - 64 * part), factor, shift[1], scale[1])
+        """acc = scale (onehot(target) - 2^(acc factor + shift)) of a part of both rows of a thread, and store it."""
+        for half in range(2):
+            begin, target = 32 * part + 2 * half, i32(targets[half] - 64 * part)
+            for b in range(8):
+                for c in range(2):
+                    acc[begin + 4 * b + c] = -scale[half] * exp2(cuda.fma(acc[begin + 4 * b + c], factor, shift[half]))
+            if i32(0) <= target < i32(64):
+                for b in range(8):
+                    for c in range(2):
+                        if target == 8 * b + c:
+                            acc[begin + 4 * b + c] += scale[half]
         store_columns(acc, part, output)
 
-    @device_function
-    def epilogue(acc, factor, targets, shift, scale, output):
-        differentiate(acc, 0, targets, factor, shift, scale, output)
-        differentiate(acc, 1, targets, factor, shift, scale, output)
-        differentiate(acc, 2, targets, factor, shift, scale, output)
-        differentiate(acc, 3, targets, factor, shift, scale, output)
-
-    return epilogue
+    return differentiate
 
 
 @functools.cache
@@ -442,8 +412,8 @@ def consumer_function(config):
     folds, stores, split_k = mode in ("forward", "exponentials"), mode != "forward", mode == "split_k"
     exponentials, dlogits = mode == "exponentials", mode == "dlogits"
     _, work = scheduler(config)
-    fold_tile, store_dlogits = forward_epilogue(config), dlogits_epilogue(config)
-    wait_for_box, store_columns = store_functions(config)
+    fold_tile, differentiate = forward_epilogue(config), differentiate_function(config)
+    store_columns = store_function(config)
     accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.a_bytes, config.stagger
     start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", "mn" if split_k else "k")
 
@@ -457,11 +427,9 @@ def consumer_function(config):
     main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
-    def consume(
-        base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, first_id,
-        split_rounds, schedule,
-    ):  # fmt: skip
-        tiles, stride, split_tiles, tiles_down, tiles_across, all_rounds = schedule
+    def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):
+        ids, lse, dlogp, results, target_logits = arrays
+        tiles, stride, _, tiles_down, tiles_across, _, _ = schedule
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
         quad_lane = lane & i32(3)
@@ -477,9 +445,7 @@ def consumer_function(config):
         stage, parity = FIRST_FULL
         stagger_parity = i32(0)
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
-            tile_row, tile_column, split, rounds = work(
-                index, split_tiles, tiles_down, tiles_across, all_rounds, split_rounds
-            )
+            tile_row, tile_column, split, rounds = work(index, schedule)
             first_row = i32(split * tiles_down * i32(rows) + tile_row * rows + consumer * ROWS)
             # This thread's accumulators: rows `row` and row + 8, columns 8 b + 2 (lane % 4) and the next.
             row = i32(tile_row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
@@ -503,16 +469,15 @@ def consumer_function(config):
             # Columns beyond the vocabulary, in the last tile.
             if not split_k and start_column + i32(TILE_COLUMNS) > n:
                 mask_columns(acc, start_column + quad_lane * 2, n)
-            if stores:
-                wait_for_box(group, warp, lane)
             output = out_map, start_column, first_row, staged, group, warp, lane
             if folds:
-                tile = tile_column, tiles_across
-                fold_tile(
-                    acc, row, start_column, quad_lane, m, tile, factor, targets, shift, results, target_logits, output
-                )
+                tile = row, m, tile_column, tiles_across
+                fold_tile(acc, tile, quad_lane, factor, targets, shift, results, target_logits, output)
             if dlogits:
-                store_dlogits(acc, factor, targets, shift, scale, output)
+                differentiate(acc, 0, targets, factor, shift, scale, output)
+                differentiate(acc, 1, targets, factor, shift, scale, output)
+                differentiate(acc, 2, targets, factor, shift, scale, output)
+                differentiate(acc, 3, targets, factor, shift, scale, output)
             if split_k:
                 for piece in range(TILE_COLUMNS // 32):
                     store_columns(acc, piece, output)
@@ -559,12 +524,10 @@ def logprob_kernel(config):
             setmaxnreg_dec()
             if thread == 0:
                 a, b = tensor_map_address(a_map), tensor_map_address(b_map)
-                produce(a, b, base, stage_nbytes, schedule, split_rounds)
+                produce(a, b, base, stage_nbytes, schedule)
         else:
             setmaxnreg_inc()
-            consume(
-                base, group, thread, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n,
-                first_id, split_rounds, schedule,
-            )  # fmt: skip
+            arrays = ids, lse, dlogp, results, target_logits
+            consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule)
 
     return logprob_kernel

@@ -103,10 +103,10 @@ def reference_kernel(hidden, weight, ids, reference_logits):
 
 
 @device_function
-def gradient_of_row(line, results, first_result, reference, factor, shift, scale, max_exponent, target, rest):
+def gradient_of_row(line, results, start, reference, factor, shift, scale, max_exponent, target, rest):
     """line, the exponentials of a row whose tiles have different bases, becomes dz; rest: 1 - p of the target.
 
-    A thread has two loads in flight.
+    The row's tile results begin at results[start]. A thread has two loads in flight.
     """
     pitch = line.shape[0]
     values = cuda.local.array(SIXTEEN, np.float32)
@@ -117,8 +117,8 @@ def gradient_of_row(line, results, first_result, reference, factor, shift, scale
         clamped = second if second < pitch else first
         load_eight(line, first, values, 0)
         load_eight(line, clamped, values, EIGHT)
-        largest = results[first_result + first // TILE_COLUMNS * RESULTS]
-        other_largest = results[first_result + clamped // TILE_COLUMNS * RESULTS]
+        largest = results[start + first // TILE_COLUMNS * RESULTS]
+        other_largest = results[start + clamped // TILE_COLUMNS * RESULTS]
         p = exp2(cuda.fma(exponent_base(largest, reference, factor, max_exponent), factor, shift))
         other_p = exp2(cuda.fma(exponent_base(other_largest, reference, factor, max_exponent), factor, shift))
         for i in range(EIGHT):
@@ -166,10 +166,8 @@ def finish_exponentials_kernel(
     if one_base:
         row_factor = -scale * exp2(-above)
     else:
-        first_result = np.int64(row) * tiles * RESULTS
-        gradient_of_row(
-            exponentials[row], results, first_result, reference, factor, shift, scale, max_exponent, target, rest
-        )
+        start, line = np.int64(row) * tiles * RESULTS, exponentials[row]
+        gradient_of_row(line, results, start, reference, factor, shift, scale, max_exponent, target, rest)
     if cuda.threadIdx.x == 0:
         if one_base and 0 <= target < pitch:
             exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)

@@ -57,7 +57,7 @@ def test_products_have_64_bits(kernel, types):
     "kernel, types, arrays",
     [
         (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8), [H2, H2, H1, F1, "int64", H2, F2], 3),
-        (rmsnorm.add_partials_kernel, [F2, F1], 1),
+        (rmsnorm.add_partials_kernel, [F2, "int64", F1, F1], 1),
     ],
     ids=["rmsnorm_backward", "add_partials"],
 )

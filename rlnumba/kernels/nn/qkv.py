@@ -19,7 +19,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all
 from rlnumba.kernels.nn import qkv_cpu
-from rlnumba.kernels.nn.rmsnorm import PARTIAL_COLUMNS, PARTIAL_WARPS, add_rows_to, rmsnorm_backward_ref, rmsnorm_ref
+from rlnumba.kernels.nn.rmsnorm import add_partials, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.nn.rope import check_tables, head_access, head_shape, in_halves, rope_ref, rotate
 from rlnumba.kernels.ptx.warp import (
     compiler_barrier,
@@ -315,16 +315,6 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     return qkv_split_norm_backward_kernel
 
 
-@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
-def add_weight_partials_kernel(q_partials, k_partials, dq_weight, dk_weight):
-    """dq_weight, dk_weight += sums of the rows of their partials; a block owns PARTIAL_COLUMNS of one of the two."""
-    partials, dweight = q_partials, dq_weight
-    if cuda.blockIdx.y == 1:
-        partials, dweight = k_partials, dk_weight
-    griddepcontrol_wait()
-    add_rows_to(partials, dweight)
-
-
 def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
     """Check what all operators share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
@@ -444,9 +434,7 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     norm = [in_halves(weight, shape.half) for weight in norm]
     arguments = dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, in_halves(partials, shape.half)
     launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
-    arguments = partials[: q_tiles * blocks], partials[q_tiles * blocks :], dq_weight, dk_weight
-    grid = -(-width // PARTIAL_COLUMNS), 2
-    launch(add_weight_partials_kernel, grid, (32, PARTIAL_WARPS), *arguments, pdl=ALWAYS)
+    add_partials(partials, dq_weight, q_tiles * blocks, dk_weight)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):

@@ -20,7 +20,6 @@ import numpy as np
 from rlnumba.kernels.checks import F32, FLOATS, check, check_all
 from rlnumba.kernels.ptx.warp import (
     access_length,
-    device_function,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     inverse_sqrt,
@@ -237,17 +236,21 @@ def rmsnorm_backward_kernel(layout, lines):
     return rmsnorm_backward_kernel
 
 
-@device_function
-def add_rows_to(partials, total):
-    """total += the sum of the rows of partials; a block of (32, PARTIAL_WARPS) threads owns PARTIAL_COLUMNS columns.
+@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
+def add_partials_kernel(partials, total_rows, total, other_total):
+    """total += the sum of the first total_rows rows of partials; other_total += that of the others, by blocks (x, 1).
 
-    Lane l has column l % 8 of these. Lane l of warp w adds rows 4 w + l / 8, and so on in steps of 128; then the lanes
-    of a column are added by a butterfly, then eight neighbouring warps in order, then these four by a butterfly.
+    A block owns PARTIAL_COLUMNS columns, lane l column l % 8 of these. Lane l of warp w adds rows 4 w + l / 8, and so
+    on in steps of 128; then the lanes of a column are added by a butterfly, then eight neighbouring warps in order,
+    then these four by a butterfly.
     """
     sums = cuda.shared.array((PARTIAL_WARPS, PARTIAL_COLUMNS), np.float32)
     # 32 bits throughout: 64-bit offsets and checks for negative indices take longer than the sums.
-    lane, warp = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y)
-    rows, last_column = i32(partials.shape[0]), i32(partials.shape[1] - 1)
+    lane, warp, last_column = i32(cuda.threadIdx.x), i32(cuda.threadIdx.y), i32(partials.shape[1] - 1)
+    top, rows = i32(0), i32(total_rows)
+    if cuda.blockIdx.y == 1:
+        top, rows, total = rows, i32(partials.shape[0]), other_total
+    griddepcontrol_wait()
     column = u32(cuda.blockIdx.x * PARTIAL_COLUMNS + cuda.threadIdx.x)
     owns_column = cuda.threadIdx.y == 0 and cuda.threadIdx.x < PARTIAL_COLUMNS and column < u32(total.shape[0])
     before = value = np.float32(0.0)
@@ -256,7 +259,7 @@ def add_rows_to(partials, total):
     column_read = u32(min(i32(cuda.blockIdx.x * PARTIAL_COLUMNS + (lane & i32(PARTIAL_COLUMNS - 1))), last_column))
     step = PARTIAL_WARPS * 32 // PARTIAL_COLUMNS
     loaded = cuda.local.array(PARTIAL_LOADS, np.float32)
-    top = i32(warp * (32 // PARTIAL_COLUMNS) + (u32(lane) // u32(PARTIAL_COLUMNS)))
+    top = i32(top + warp * (32 // PARTIAL_COLUMNS) + (u32(lane) // u32(PARTIAL_COLUMNS)))
     while top < rows:
         for i in range(PARTIAL_LOADS):
             loaded[i] = partials[u32(min(i32(top + i * step), i32(rows - 1))), column_read]
@@ -281,22 +284,17 @@ def add_rows_to(partials, total):
         total[column] = before + value
 
 
-@cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
-def add_partials_kernel(partials, total):
-    """total += the sum of the rows of partials, as add_rows_to does it."""
-    griddepcontrol_wait()
-    add_rows_to(partials, total)
-
-
-def add_partials(partials, total):
+def add_partials(partials, total, total_rows=None, other_total=None):
     """total += the sum of the rows of partials (blocks, D), float32, in a fixed order.
 
-    Launched with PDL after the kernel that writes the partials.
+    other_total: += the sum of the rows from total_rows on, instead. Launched with PDL after the kernel that writes the
+    partials.
     """
     if total.size >= MOST_ROWS:
         raise ValueError(f"add_partials: total must have fewer than {MOST_ROWS} columns, got {total.size}")
-    blocks = -(-total.size // PARTIAL_COLUMNS)
-    launch(add_partials_kernel, blocks, (32, PARTIAL_WARPS), partials, total, pdl=ALWAYS)
+    totals = (len(partials), total, total) if other_total is None else (total_rows, total, other_total)
+    grid = -(-total.size // PARTIAL_COLUMNS), 1 if other_total is None else 2
+    launch(add_partials_kernel, grid, (32, PARTIAL_WARPS), partials, *totals, pdl=ALWAYS)
 
 
 def _check_rows(op, x, weight, rstd, **arrays):

@@ -1,7 +1,7 @@
 """The row reductions of row_sum.py on the cpu device: log-sum-exp, entropy and softmax of a row of logits.
 
-A sum is 16 partial sums in float64, over columns l, l + 16, ..., then 16 -> 8 -> 4 -> 2 -> 1. The sampler
-(kernels/sampling) and the scorer (kernels/logprob) use these functions, so both get the same bits.
+A sum is 16 partial sums in float64, over columns l, l + 16, ..., then 16 -> 8 -> 4 -> 2 -> 1. kernels/sampling and
+kernels/logprob both use these functions, for the same bits.
 """
 
 import math

@@ -504,9 +504,8 @@ def policy_loss_ref(
     ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if terms.sequence_level else log_ratio)
 
     correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
-    level = terms.correction_level
+    level, difference = terms.correction_level, minus(old_logprobs, behaviour)
     if level:
-        difference = minus(old_logprobs, behaviour)
         correction = np.exp(by_sequence(difference) if level == "sequence" else difference)
         bounded = np.clip(correction, *terms.correction_range)
         correction = bounded if terms.correction_truncates else np.where(bounded == correction, correction, 0.0)
@@ -556,21 +555,17 @@ def policy_loss_ref(
     dlogprobs = mask * (weight * gradient + through)
 
     ratios = np.ones(sequences) if terms.sequence_level else tokens
-    clipped_low, clipped_high = (
-        by_sequence(flags) / (divisor if terms.sequence_level else 1.0)
-        for flags in ((ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
-    )
-
+    tokens_per_ratio = divisor if terms.sequence_level else 1.0
+    clipped_low = by_sequence((ratio < low) & (advantage < 0)) / tokens_per_ratio
+    clipped_high = by_sequence((ratio > high) & (advantage > 0)) / tokens_per_ratio
     stats = np.zeros((sequences, METRICS))
     stats[:, LOSS], stats[:, KL] = by_sequence(weight * token_loss), by_sequence(kl)
     stats[:, TOKENS], stats[:, RATIOS] = tokens, ratios
     stats[:, CLIPPED_LOW], stats[:, CLIPPED_HIGH] = clipped_low, clipped_high
     stats[:, CLIPPED_LOW_MIN] = np.where(ratios > 0, clipped_low / np.maximum(ratios, 1.0), NOTHING)
     stats[:, CLIPPED_HIGH_MAX] = np.where(ratios > 0, clipped_high / np.maximum(ratios, 1.0), -NOTHING)
-    difference = np.abs(minus(old_logprobs, behaviour))
-    stats[:, DIFFERENCE] = by_sequence(difference)
-    stats[:, DIFFERENCE_MAX] = -NOTHING
-    np.maximum.at(stats[:, DIFFERENCE_MAX], owner[active], difference[active])
+    stats[:, DIFFERENCE], stats[:, DIFFERENCE_MAX] = by_sequence(np.abs(difference)), -NOTHING
+    np.maximum.at(stats[:, DIFFERENCE_MAX], owner[active], np.abs(difference[active]))
     if level == "sequence":
         stats[:, CORRECTED] = 1.0
         stats[:, [CORRECTION, CORRECTION_MAX, CORRECTION_MIN]] = sequence_correction[:, None]

@@ -17,8 +17,8 @@ The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with
     out_e = A_e (1 / L)     lse = fma(M, ln 2, log L)
 
 A wgmma gives an element the same bits whatever its width and whichever operand is A, so decode may exchange keys and
-queries; both layouts of a tile's scores can add l in this order. A tile beyond a row's diagonal changes nothing (m' = m,
-rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks may visit more tiles than one of their rows needs.
+queries; both layouts of a tile's scores can add l in this order. A tile beyond a row's diagonal changes nothing
+(m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks may visit more tiles than a row needs.
 
 The grid is persistent; scheduler.py orders the work items. An item is 64 query tokens for each of one or two consumer
 warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. Of the

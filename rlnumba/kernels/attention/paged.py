@@ -49,8 +49,8 @@ def sharing(element, heads, kv_heads, head_dim, block_size):
 def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
     """Allocate the current context's workspace for any of `calls`, so that none of them allocates; returns its bytes.
 
-    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). The memory
-    stays with the context, since captured graphs hold its addresses, and serves all caches.
+    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). Earlier
+    arrays stay, since captured graphs hold their addresses.
     """
     group = heads // kv_heads
     family = attention_family(element, head_dim, group)

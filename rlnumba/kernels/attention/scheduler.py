@@ -4,9 +4,8 @@ Prefill: a work item is a query tile of one sequence, and one query head, or one
 the query tiles that end the longest sequences first, since these have the most keys; blocks take them in turn.
 
 Decode: a work item is a span of a sequence's keys, for one key head: item 0 has its leading_segments segments of
-`segment` keys, each further item one segment (split-KV). Where sequences with a common prefix form a group, the
-segments that lie wholly in the prefix are one sequence's items for all of them, and are listed once. A kernel lists the
-items of a step on the device, so that a captured graph stays valid; blocks draw work indices from a counter.
+`segment` keys, each further item one (split-KV). The segments that lie wholly in the common prefix of a group of
+sequences are listed once for all. A kernel lists the items of a step, so that a captured graph stays valid.
 """
 
 import functools
@@ -189,8 +188,7 @@ def list_work_items_kernel(rows, segment, grouped):
     ):
         """One block, a thread for each sequence in turn. items (1 + all items, ITEM_COLUMNS): how many, then each.
 
-        Items of groups come first: they take longer. Then the order is that of the sequences, and of a sequence's
-        keys.
+        Items of groups, which take longer, come first; then in the order of the sequences, and of a sequence's keys.
         """
         warp_sums = cuda.shared.array(LISTING_WARPS, np.int32)
         batch = DecodeStep(cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading)

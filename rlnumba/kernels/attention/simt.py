@@ -11,12 +11,11 @@ wherever it is in whatever batch:
     out_e = acc_e * (1 / l)      lse = m + log(l)
 
 Only the maximum is taken across threads, and it is exact in any order. So the bits of a row depend neither on the shape
-of a block, nor on the other rows of it, nor on where a key is stored: paged attention runs the same kernel and gets the
-same bits. Keys beyond a row change nothing: p = 0 and rescale = 1.
+of a block, nor on its other rows, nor on where a key is stored: paged attention runs the same kernel. Keys beyond a row
+change nothing: p = 0 and rescale = 1.
 
-The gradient recomputes p from q, k and lse. Three kernels: delta; dq, whose blocks own query rows and pass over the
-keys; dk and dv, whose blocks own keys and pass over the query rows. Each sum is taken by one thread in the order of the
-keys or rows, so equal inputs give equal bits.
+The gradient recomputes p from q, k and lse. Blocks own query rows and pass over the keys, for dq, or own keys and pass
+over the query rows, for dk and dv. Each sum is taken by one thread in the order of the keys or rows.
 Source: Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
 """
 

@@ -8,8 +8,7 @@ kernels/attention/sm80_tiles.py. Two kernels:
              s^T = k q^T, so that a key's row of p^T lies in four lanes and is the left operand of p^T dout as it is
     dq       a block owns rows, a warp 16 of them, and passes over their keys
 
-so scores are computed twice: seven GEMMs where five would do, for sums that each belong to one thread, in the order of
-the rows or keys, and so have the same bits every time.
+so scores are computed twice: seven GEMMs instead of five, for sums in a fixed order, each of one thread.
 Source: Dao 2023 (FlashAttention-2), algorithm 2.
 """
 
@@ -412,10 +411,7 @@ def dq_config(head_dim, element, limit):
 def attention_backward_sm80(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, for_dkv=None, for_dq=None
 ):
-    """As the operator attention_backward, which has checked the arguments.
-
-    for_dkv, for_dq: the configs; by default what dkv_config and dq_config choose.
-    """
+    """As the operator attention_backward, which has checked the arguments; for_dkv, for_dq: instead of the configs."""
     _, heads, head_dim = q.shape
     kv_heads, sequences, element = k.shape[1], len(cu_seqlens) - 1, q.dtype.name
     for_dkv = for_dkv or dkv_config(head_dim, element, device.max_shared_bytes())

@@ -63,11 +63,10 @@ SLOT, SEQ_START, GQA_RATIO, VALID_ROWS, QUERY_OFFSET, BLOCK_VALUES = range(6)
 
 
 class Sm80AttentionConfig(NamedTuple):
-    """The constants of the kernel. element: "float16" or "bfloat16"; each of `warps` warps owns warp_rows rows.
+    """element: "float16" or "bfloat16"; each of `warps` warps owns warp_rows rows.
 
-    stages: tiles of keys, and of values, in shared memory. q_in_registers: the rows of q stay in registers, and their
-    shared memory is reused for the keys. block_size: of the cache, 0 for packed sequences. segment: SEGMENT_KEYS,
-    smaller in tests.
+    stages: tiles of keys, and of values, in shared memory. q_in_registers: the rows of q stay there, and their space is
+    reused for keys. block_size: of the cache, 0 for packed sequences. segment: SEGMENT_KEYS, smaller in tests.
     """
 
     head_dim: int

@@ -39,8 +39,8 @@ Registers of a consumer thread: 128 for dK and dV, 32 for scores, 32 for dP^T an
 Heads of more than 128 columns: a block owns 64 keys, and a consumer half the columns of their dK and dV. Each computes
 the scores of half the queries; P and dS reach the other through shared memory. dq is added in two parts.
 
-Queries beyond the end of a sequence have lse = infinity, hence P = dS = 0; what their rows of q and dout hold (the
-next sequence) is multiplied by zero. Keys beyond the end see no query. Rows of dk and dv beyond it are not written.
+Queries beyond the end of a sequence have lse = infinity, hence P = dS = 0, which multiplies the next sequence's rows.
+Keys beyond the end see no query. Rows of dk and dv beyond it are not written.
 
 Three launches: rows (delta, lse and cleared semaphores, padded to whole query tiles), the GEMMs, and dq to its dtype.
 Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttention-3), section 3.
@@ -286,9 +286,9 @@ def attention_backward_kernel(config):
     ):  # fmt: skip
         """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, of each (query tile, head, part).
 
-        In a part, each consumer's elements are as its threads hold them: float 4 t + c of each 512 is accumulator c of
-        thread t. A block owns the keys of a tile and KV head; step s is query tile s // gqa_ratio from the last, head
-        s % gqa_ratio. Of the first warpgroup, warp 0 loads tiles, warps 1 and 2 add dq to its sums.
+        In a part, float 4 t + c of each 512 is accumulator c of a consumer's thread t. A block owns the keys of a tile
+        and KV head; step s is query tile s // gqa_ratio from the last, head s % gqa_ratio. Of the first warpgroup, warp
+        0 loads tiles, warps 1 and 2 add dq to its sums.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = warp_uniform(thread >> i32(7))

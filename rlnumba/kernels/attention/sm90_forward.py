@@ -16,16 +16,14 @@ The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with
         M' = max(M, m)    a = 2^(M - M')    b = 2^(m - M')    L = fma(l, b, L a)    A_e = fma(acc_e, b, A_e a)
     out_e = A_e (1 / L)     lse = fma(M, ln 2, log L)
 
-A wgmma gives an element the same bits whatever the product's width and whichever of its operands is called A, so decode
-may exchange keys and queries; both layouts of a tile's scores can add l in this order without an exchange of partial
-sums. A tile beyond a row's diagonal changes nothing (m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so
-blocks of rows may visit more tiles than one of their rows needs.
+A wgmma gives an element the same bits whatever its width and whichever operand is A, so decode may exchange keys and
+queries; both layouts of a tile's scores can add l in this order. A tile beyond a row's diagonal changes nothing
+(m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks may visit more tiles than a row needs.
 
 The grid is persistent; scheduler.py orders the work items. An item is 64 query tokens for each of one or two consumer
-warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. Warp 0 of
-the producer warpgroup loads Q and K, warp 1 loads V, by TMA, `stages` tiles ahead. Both walk the same schedule; warp 0
-publishes the work item. While a consumer's softmax runs, the tensor cores compute its next S = Q K^T and its last
-O += P V, and the other consumer's.
+warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. Of the
+producer warpgroup, warp 0 publishes the item and loads Q and K, warp 1 loads V, by TMA, `stages` tiles ahead. While a
+consumer's softmax runs, the tensor cores compute its next S = Q K^T and its last O += P V, and the other consumer's.
 Sources: Dao et al. 2022; Shah et al. 2024 (FlashAttention-3).
 """
 
@@ -105,9 +103,8 @@ ITEM_FIELDS = 6
 class AttentionConfig(NamedTuple):
     """One kernel. element: "float16" or "bfloat16"; consumers: warpgroups; stages: of the rings of K and of V.
 
-    paired: the two consumers take two query heads of a key head, else neighbouring tokens. paged: keys lie in
-    the blocks of a cache. box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in
-    tests.
+    paired: the two consumers take two query heads, else neighbouring tokens. paged: keys lie in the blocks of a cache.
+    box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in tests.
     """
 
     head_dim: int

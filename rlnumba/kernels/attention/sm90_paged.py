@@ -75,10 +75,7 @@ def plan_decode(
     element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
     shared_prefix_lens=None, group_sizes=None, max_group_size=1, config=None, blocks=None, max_leading=None,
 ):  # fmt: skip
-    """A DecodePlan, whose list is made on the device from what the arrays hold then; see paged_attention_sm90.
-
-    The list stays until the next plan is made.
-    """
+    """A DecodePlan, whose list is made on the device from what the arrays hold then, and stays until the next one."""
     sequences, gqa_ratio = len(context_lens), heads // kv_heads
     if block_size % TILE_KEYS and block_size not in (16, 32):
         raise ValueError(f"paged_attention: block_size must be 16, 32 or a multiple of 64, got {block_size}")

@@ -652,6 +652,7 @@ def test_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
     llm.wake()
     taken = llm.engine.blocks.num_blocks * llm.engine.runner.block_bytes
     assert 0.04 * total < taken <= 0.05 * total
-    assert free - device.memory_info()[0] >= taken
+    # Other processes may allocate and free on the same GPU meanwhile.
+    assert free - device.memory_info()[0] >= taken - 0.01 * total
     llm.sleep()
     assert free - device.memory_info()[0] < 0.02 * total

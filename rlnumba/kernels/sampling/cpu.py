@@ -8,7 +8,8 @@ import numpy as np
 from rlnumba.kernels.nn.row_sum import LOG_2
 from rlnumba.kernels.nn.row_sum_cpu import row_softmax, row_terms
 from rlnumba.kernels.philox import philox_cpu, uniform_cpu
-from rlnumba.kernels.sampling.gumbel import LOWEST, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE
+from rlnumba.kernels.sampling.draw import SEGMENT, SEGMENT_NOISE, TOKEN_NOISE
+from rlnumba.kernels.sampling.scan import LOWEST
 
 # Buckets of a threshold search, and how many a unit of s has.
 BUCKETS, BUCKETS_PER_UNIT = 1024, np.float32(16.0)

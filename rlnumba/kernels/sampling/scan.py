@@ -17,7 +17,6 @@ from rlnumba.kernels.ptx.warp import (
     vector_access,
     warp_max,
 )
-from rlnumba.kernels.sampling.gumbel import LOWEST
 from rlnumba.kernels.sampling.thresholds import load_one
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -25,6 +24,8 @@ from rlnumba.runtime.launch import specialize
 
 i32 = np.int32
 
+# Below every score.
+LOWEST = np.float32(np.finfo(np.float32).min)
 # Threads of a block, and blocks that an SM has at a time: 32 warps with 2 KB in flight each are 64 KB, and more are no
 # faster. H200, 256 x 151,936: 41.9 us; 10 blocks 43.9, 12 blocks 44.3, 4 of 256 threads 42.4, 2 of 512 42.1.
 SCAN_THREADS, SCAN_BLOCKS = 128, 8

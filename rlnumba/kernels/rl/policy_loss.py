@@ -389,14 +389,10 @@ def policy_loss_kernel(terms):
 def reduce_stats_kernel(sequence_stats, loss, metrics):
     """A warp owns a column of sequence_stats (B, METRICS); lane l takes rows l, l + 32, ... in order."""
     column, lane = cuda.blockIdx.x, cuda.threadIdx.x
-    value = np.float32(0.0) if column < SUMS else -NOTHING
+    value = ZERO if column < SUMS else -NOTHING
     for row in range(lane, sequence_stats.shape[0], 32):
-        if column < SUMS:
-            value += sequence_stats[row, column]
-        elif column < EXTREMES:
-            value = max(value, sequence_stats[row, column])
-        else:
-            value = max(value, -sequence_stats[row, column])
+        term = sequence_stats[row, column] if column < EXTREMES else -sequence_stats[row, column]
+        value = value + term if column < SUMS else max(value, term)
     value = warp_sum(value) if column < SUMS else warp_max(value)
     if lane == 0:
         metrics[column] = value if column < EXTREMES else -value

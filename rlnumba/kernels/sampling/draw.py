@@ -55,10 +55,7 @@ def gumbel(word):
 
 @device_function
 def noise_word(i, kind, noise):
-    """The random word of token or segment i.
-
-    kind: the counter's last word; noise: (position, sample_index, two words of the key).
-    """
+    """The random word of token or segment i; noise: (position, sample_index, two words of the key)."""
     w0, w1, w2, w3 = philox(u32(i >> 2), noise[0], noise[1], kind, noise[2], noise[3])
     low, high = (w1, w3) if i & 1 else (w0, w2)
     return high if i & 2 else low
@@ -66,9 +63,9 @@ def noise_word(i, kind, noise):
 
 @device_function
 def prune_bound(key):
-    """b such that a token of logit z and word w can reach the best score so far only if w <= 2^(z factor + b).
+    """b such that a token of logit z and word w can reach the block's best score only if w <= 2^(z factor + b).
 
-    key: the best score, by ordered_int(). A token scores s + g <= s - log u = s - log w + 32 log 2, plus rounding.
+    key: that score, by ordered_int(). A token scores s + g <= s - log u = s - log w + 32 log 2, plus rounding.
     """
     best = ordered_float(key)
     margin = abs(best) * np.float32(2.0**-20) + np.float32(1e-3)
@@ -77,10 +74,7 @@ def prune_bound(key):
 
 @device_function
 def list_gumbel_argmax(candidates, candidate_ids, count, threshold, divisor, factor, noise, block_best):
-    """(score, token) of a thread's best among a list's entries >= threshold.
-
-    block_best: shared int32, the block's best score so far by ordered_int(); prune_bound() of it saves logarithms.
-    """
+    """(score, token) of a thread's best among a list's entries >= threshold; block_best: shared, as in prune_bound."""
     ids = cuda.local.array(LIST_LOADS, np.int32)
     best, token = LOWEST, NO_TOKEN
     for base in range(cuda.threadIdx.x, count, LIST_LOADS * DRAW_THREADS):
@@ -146,10 +140,9 @@ def copy_list(candidates, count, scratch):
 
 @device_function
 def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
-    """The segment of a row without filters, in every thread: the argmax of their log-sum-exps with a noise each.
+    """The segment of a row without filters, in every thread: the argmax of log-sum-exp and, unless greedy, noise.
 
-    values: load_tiles() of the thread's class, of which two neighbouring threads take every other tile; greedy: no
-    noise.
+    values: load_tiles() of the thread's class, of which two neighbouring threads take every other tile.
     """
     best, thread = LOWEST, i32(cuda.threadIdx.x)
     segment, odd = i32(tiles - 1), i32(thread & 1)
@@ -166,7 +159,7 @@ def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
                 # A thread's segments ascend: the first of equals stays.
                 if score > best:
                     best, segment = score, tile
-    _, segment = lowest_of_best(best, segment, scratch)
+    segment = lowest_of_best(best, segment, scratch)
     return segment
 
 
@@ -256,7 +249,7 @@ def draw_kernel(
             )
             best, token = row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
         lse = largest / divisor + np.float32(math.log(total))
-    _, token = lowest_of_best(best, token, warp_sums)
+    token = lowest_of_best(best, token, warp_sums)
     if thread == 0:
         # NO_TOKEN remains if no logit is a number.
         token = min(token, i32(width - 1))

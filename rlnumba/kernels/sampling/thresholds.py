@@ -49,7 +49,7 @@ def ordered_float(key):
 
 @device_function
 def ordered_distance(low, key):
-    """How far a key of ordered_int() lies above another, as uint32; huge if it lies below."""
+    """How far a key of ordered_int() lies above `low`, as uint32; huge if it lies below."""
     return u32(np.int64(key) - np.int64(low))
 
 
@@ -65,7 +65,7 @@ def token_weight(logit, largest, factor, by_mass):
 
 @device_function
 def join_halves(high, low):
-    """The int64 of a weight, or of a sum of weights, from its halves."""
+    """The int64 of a weight, or of a sum of weights."""
     return (np.int64(high) << 17) + np.int64(low)
 
 
@@ -84,8 +84,7 @@ def list_weight(candidates, count, threshold, largest, factor, by_mass, partials
 def list_threshold(candidates, count, floor, largest, factor, by_mass, target, bins, partials):
     """(z, weight) in every thread: the largest z of a list whose tail {z' >= z} weighs at least target > 0, int64.
 
-    All entries >= floor weigh at least that; weights as in list_weight. The interval is cut into BINS at a time.
-    bins: shared int32 (2, BINS); partials: shared int64 (32,).
+    All entries >= floor weigh at least that; weights as in list_weight. bins: shared int32 (2, BINS).
     """
     thread, lane = i32(cuda.threadIdx.x), i32(cuda.threadIdx.x & 31)
     low, above = ordered_int(floor), np.int64(0)
@@ -169,9 +168,8 @@ def row_weight(line, threshold, largest, factor, values, scratch):
 def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, tails):
     """The largest z >= floor of a row of which the tail {z' >= z} weighs at least target; floor if there is none.
 
-    A token weighs 2^((z - largest) factor) if by_mass, else 1. The interval is cut into ROW_BINS at a time, at most
-    seven times, with a pass over the row each. Every thread adds to bins of its own, so the sums have one order. bins:
-    shared float32, ROW_BINS a thread; tails: shared float32 (ROW_BINS,).
+    A token weighs 2^((z - largest) factor) if by_mass, else 1. The interval is cut at most seven times, with a pass
+    over the row each. Every thread adds to bins of its own, ROW_BINS of shared float32, so the sums have one order.
     """
     thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
     low, above = ordered_int(floor), np.float32(0.0)

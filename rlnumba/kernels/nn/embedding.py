@@ -25,7 +25,6 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     match,
-    shuffle,
     shuffle_up,
     shuffle_xor,
     sync_warp,
@@ -103,10 +102,12 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
 
 @device_function
 def warp_prefix_sum(value, sums):
-    """(sum of an int32 over the warps before this one, sum over all LIST_THREADS / 32), the same in a warp's lanes.
+    """(sum of the threads' int32 over the warps before this one, sum over all), the same in a warp's lanes.
 
     sums: shared int32 (32,), which may be reused after the next barrier.
     """
+    for step in range(5):
+        value = i32(value + shuffle_xor(value, 1 << step))
     lane, warp = i32(cuda.threadIdx.x) % i32(32), i32(cuda.threadIdx.x) // i32(32)
     if lane == 0:
         sums[warp] = value
@@ -155,7 +156,7 @@ def bucket_functions(buckets, access):
 
     @device_function
     def count_members(input_ids, lane_first, bucket, vocabulary, counters, memory):
-        """Count the bucket's ids. Returns (bits of the last tile's, how many ids of this warp are in lower buckets)."""
+        """Count the bucket's ids. Returns (bits of the last tile's, how many ids of this lane are in lower buckets)."""
         bits, lower, tile = u32(0), i32(0), i32(0)
         while tile < i32(input_ids.shape[0]):
             bits, found = find_members(input_ids, tile + lane_first, bucket)
@@ -167,8 +168,6 @@ def bucket_functions(buckets, access):
                 token_id = input_ids[tile + lane_first + i32(128) * (i >> i32(2)) + (i & i32(3))]
                 cuda.atomic.add(memory, counter_of(token_id, vocabulary, counters), i32(1))
             tile = i32(tile + i32(TILE))
-        for step in range(5):
-            lower = i32(lower + shuffle_xor(lower, 1 << step))
         return bits, lower
 
     return find_members, count_members, counter_of
@@ -191,7 +190,7 @@ def counts_to_positions(memory, counters, lower, sums):
         below = shuffle_up(up_to, 1 << step)
         if thread % i32(32) >= 1 << step:
             up_to = i32(up_to + below)
-    before, _ = warp_prefix_sum(shuffle(up_to, 31), sums)
+    before, _ = warp_prefix_sum(count, sums)
     position = i32(lower + before + up_to - count)
     for i in range(first, last):
         count = memory[i]
@@ -204,11 +203,8 @@ def counts_to_positions(memory, counters, lower, sums):
 @device_function
 def collect_members(memory, members_at, bits, lane_first, lane, sums):
     """Write the bucket's tokens of a tile, as offsets in it, to memory[members_at:] in their order; return how many."""
-    count = i32(cuda.popc(bits))
-    for step in range(5):
-        count = i32(count + shuffle_xor(count, 1 << step))
     # The barrier in it also ends the work on the counters.
-    member, count = warp_prefix_sum(count, sums)
+    member, count = warp_prefix_sum(i32(cuda.popc(bits)), sums)
     for i in range(THREAD_IDS // 4):
         at = member
         for j in range(4):

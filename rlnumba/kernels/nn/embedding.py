@@ -132,10 +132,7 @@ def bucket_functions(buckets, access):
 
     @device_function
     def find_members(input_ids, first, bucket):
-        """(bits of this lane's ids from `first` on that are in the bucket, how many are in lower ones).
-
-        A lane has four ids, then the four 128 further on, and so on.
-        """
+        """(bits of this lane's ids in the bucket, how many are in lower ones); a lane has four ids every 128."""
         ids = cuda.local.array(THREAD_IDS, np.int32)
         left = i32(input_ids.shape[0] - first)
         bits, lower = u32(0), i32(0)
@@ -175,10 +172,7 @@ def bucket_functions(buckets, access):
 
 @device_function
 def counts_to_positions(memory, counters, lower, sums):
-    """Each counter becomes the position of the next token with its id, and the runs' first positions are stored.
-
-    lower: how many ids of all tokens are in lower buckets.
-    """
+    """Counters become the next position of their id, in a copy the first; lower: how many ids lower buckets have."""
     thread, starts = i32(cuda.threadIdx.x), counters
     share = i32((counters + i32(LIST_THREADS - 1)) // i32(LIST_THREADS))
     first, last = thread * share, min((thread + i32(1)) * share, counters)

@@ -173,10 +173,7 @@ def correction_function(terms):
 
 
 def surrogate_function(terms):
-    """The device function (ratio, logprob, advantage, phi) -> (loss, d loss / d ratio, d loss / d logprob) of a token.
-
-    phi: vespo's weight of the sequence. The third value is the derivative where the ratio is a constant.
-    """
+    """The device function that computes a token's (loss, d loss / d ratio, d loss / d logprob at a constant ratio)."""
     (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
     temperature_pos, temperature_neg = np.float32(terms.if_positive[0]), np.float32(terms.if_negative[0])
     is_cispo = terms.form == CISPO

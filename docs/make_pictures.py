@@ -22,8 +22,8 @@ from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.kernels.nn import rmsnorm
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.philox import noise_key
-from rlnumba.kernels.sampling import gumbel, scan
 from rlnumba.kernels.sampling import ops as sampling
+from rlnumba.kernels.sampling import scan
 
 FOLDER = pathlib.Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GREY, RED, PURPLE = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#e45756", "#b279a2"
@@ -415,7 +415,7 @@ def sampling_gumbel():
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1.5, (10, 8)).astype(np.float32)
     name = noise_key(1, [1, 2, 3]), 0, 3
-    of_segments = sampling.noise_ref(len(logits), *name, gumbel.SEGMENT_NOISE)
+    of_segments = sampling.noise_ref(len(logits), *name, sampling.SEGMENT_NOISE)
     weights = np.log(np.exp(logits).sum(axis=1))
     segment = gumbel_argmax(left, weights, of_segments, "segments: log sum exp s, and noise", "segment", BLUE)
     of_tokens = sampling.noise_ref(logits.size, *name).reshape(logits.shape)

@@ -7,7 +7,7 @@ rounds, each with the keys k0, k1 bumped by the Weyl constants before the next:
     (c0, c1, c2, c3) <- (hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0)
 
 So the noise of a token is a function of seed, prompt, position and sample alone: the key stands for seed and prompt,
-the counter for the others (kernels/sampling/gumbel.py). Batch, order and resume do not matter.
+the counter for the others (kernels/sampling/draw.py). Batch, order and resume do not matter.
 """
 
 import hashlib

@@ -175,18 +175,10 @@ def frac_reward_zero_std(groups, train):
 def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normalize"):
     """Write the advantage of every sample of the groups (all of one size). weights (K,): of the reward functions."""
     samples = [sample for group in groups for sample in group]
-    xp = device.xp()
-    advantages = xp.empty(len(samples), np.float32)
-    group_advantages(
-        device.asarray(np.array([sample.values for sample in samples], np.float32)),
-        device.asarray(np.asarray(weights, np.float32)),
-        len(groups[0]),
-        xp.empty(len(samples), np.float32),
-        advantages,
-        xp.empty(len(groups), np.float32),
-        scale_rewards,
-        aggregation=aggregation,
-    )
+    rewards = device.asarray(np.array([sample.values for sample in samples], np.float32))
+    weights = device.asarray(np.asarray(weights, np.float32))
+    advantages = device.xp().empty(len(samples), np.float32)
+    group_advantages(rewards, weights, len(groups[0]), advantages, scale_rewards, aggregation)
     for sample, advantage in zip(samples, device.to_host(advantages).tolist(), strict=True):
         sample.advantage = advantage
 

@@ -129,8 +129,7 @@ OPERATORS = {
         "sequence_stats": f32(B, METRICS), "metrics": f32(METRICS),
     },
     advantage.group_advantages: lambda: {
-        "rewards_per_func": f32(4, 3), "weights": f32(3), "num_generations": 2, "rewards": f32(4),
-        "advantages": f32(4), "group_std": f32(2),
+        "rewards_per_func": f32(4, 3), "weights": f32(3), "num_generations": 2, "advantages": f32(4),
     },
     advantage.rloo_advantages: lambda: {"rewards": f32(4), "num_generations": 2, "advantages": f32(4)},
     gae.gae: lambda: {

@@ -6,7 +6,7 @@ from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn import row_sum
 from rlnumba.kernels.philox import noise_key
 from rlnumba.kernels.sampling import draw as draw_module
-from rlnumba.kernels.sampling import gumbel, scan, thresholds
+from rlnumba.kernels.sampling import scan, thresholds
 from rlnumba.kernels.sampling.ops import (
     apply_repetition_penalty,
     apply_repetition_penalty_ref,
@@ -172,8 +172,8 @@ def test_simulator_a_list_of_a_guess(rng, monkeypatch, options, listed):
     monkeypatch.setattr(scan, "EXPECTED", listed)
     monkeypatch.setattr(scan, "EXPECTED_IF_FEW", listed)
     found = []
-    original = gumbel.row_gumbel_argmax
-    monkeypatch.setattr(gumbel, "row_gumbel_argmax", lambda *arguments: found.append(True) or original(*arguments))
+    original = draw_module.row_gumbel_argmax
+    monkeypatch.setattr(draw_module, "row_gumbel_argmax", lambda *arguments: found.append(True) or original(*arguments))
     check_against_reference(make(rng, 1, 1500, **options))
     assert bool(found) == (listed == 50)
 
@@ -220,7 +220,7 @@ def test_simulator_masked_tokens_do_not_count(rng, options):
 @pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0.0}], ids=[*FILTERS, "greedy"])
 @pytest.mark.sim
 def test_rows_that_are_no_distribution(rng, monkeypatch, options):
-    use_gpu_arithmetic(monkeypatch, draw_module, gumbel, scan, thresholds, row_sum)
+    use_gpu_arithmetic(monkeypatch, draw_module, scan, thresholds, row_sum)
     fill_shared_memory(monkeypatch, 0x11)
     check_rows_that_are_no_distribution(rng, options)
 
@@ -484,7 +484,7 @@ def test_not_a_number_shows_in_the_log_prob(rng):
 
 def test_reference_noise_is_a_word_of_the_tokens_own_counter():
     words = noise_words_ref(10, noise_key(1, [2]), 3, 4)
-    segment_words = noise_words_ref(10, noise_key(1, [2]), 3, 4, gumbel.SEGMENT_NOISE)
+    segment_words = noise_words_ref(10, noise_key(1, [2]), 3, 4, draw_module.SEGMENT_NOISE)
     assert len({*words.tolist(), *segment_words.tolist()}) == 20
     assert np.array_equal(words[:6], noise_words_ref(6, noise_key(1, [2]), 3, 4))
 

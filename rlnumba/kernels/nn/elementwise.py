@@ -6,7 +6,7 @@ gather_rows and scatter_rows move rows bit for bit.
 
 import numpy as np
 
-from rlnumba.kernels.checks import FLOATS, I32, check
+from rlnumba.kernels.checks import FLOATS, I32, check, check_all
 from rlnumba.kernels.nn.embedding import check_rows, copy_rows, gather
 from rlnumba.kernels.ptx.warp import access_length, vector_access
 from rlnumba.runtime import device
@@ -67,8 +67,7 @@ def add(x, y, out):
     x, y, out of one shape and one floating dtype; out is written and may be x or y. Raises ValueError for other arrays.
     """
     check("add", "x", x, x.shape, FLOATS)
-    check("add", "y", y, x.shape, (x.dtype,))
-    check("add", "out", out, x.shape, (x.dtype,))
+    check_all("add", x.shape, (x.dtype,), y=y, out=out)
     if device.name() == "cpu":
         np.add(x, y, out=out)
         return
@@ -78,8 +77,7 @@ def add(x, y, out):
 def scale(x, factor, out):
     """out = x * factor.
 
-    x, out of one shape and floating dtype; factor a float; out is written and may be x. Raises ValueError for other
-    arrays.
+    x, out of one shape and floating dtype; out is written and may be x. Raises ValueError for other arrays.
     """
     check("scale", "x", x, x.shape, FLOATS)
     check("scale", "out", out, x.shape, (x.dtype,))
@@ -94,8 +92,7 @@ def cast(x, out):
 
     x, out of one shape, each of a floating dtype; out is written. Raises ValueError for other arrays.
     """
-    check("cast", "x", x, x.shape, FLOATS)
-    check("cast", "out", out, x.shape, FLOATS)
+    check_all("cast", x.shape, FLOATS, x=x, out=out)
     if device.name() == "cpu":
         np.copyto(out, x, casting="same_kind")
         return

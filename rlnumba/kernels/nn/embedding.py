@@ -25,7 +25,6 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     match,
-    shuffle,
     shuffle_up,
     shuffle_xor,
     sync_warp,
@@ -103,10 +102,12 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
 
 @device_function
 def warp_prefix_sum(value, sums):
-    """(sum of an int32 over the warps before this one, sum over all LIST_THREADS / 32), the same in a warp's lanes.
+    """(sum of the threads' int32 over the warps before this one, sum over all), the same in a warp's lanes.
 
     sums: shared int32 (32,), which may be reused after the next barrier.
     """
+    for step in range(5):
+        value = i32(value + shuffle_xor(value, 1 << step))
     lane, warp = i32(cuda.threadIdx.x) % i32(32), i32(cuda.threadIdx.x) // i32(32)
     if lane == 0:
         sums[warp] = value
@@ -131,10 +132,7 @@ def bucket_functions(buckets, access):
 
     @device_function
     def find_members(input_ids, first, bucket):
-        """(bits of this lane's ids from `first` on that are in the bucket, how many are in lower ones).
-
-        A lane has four ids, then the four 128 further on, and so on.
-        """
+        """(bits of this lane's ids in the bucket, how many are in lower ones); a lane has four ids every 128."""
         ids = cuda.local.array(THREAD_IDS, np.int32)
         left = i32(input_ids.shape[0] - first)
         bits, lower = u32(0), i32(0)
@@ -155,7 +153,7 @@ def bucket_functions(buckets, access):
 
     @device_function
     def count_members(input_ids, lane_first, bucket, vocabulary, counters, memory):
-        """Count the bucket's ids. Returns (bits of the last tile's, how many ids of this warp are in lower buckets)."""
+        """Count the bucket's ids. Returns (bits of the last tile's, how many ids of this lane are in lower buckets)."""
         bits, lower, tile = u32(0), i32(0), i32(0)
         while tile < i32(input_ids.shape[0]):
             bits, found = find_members(input_ids, tile + lane_first, bucket)
@@ -167,8 +165,6 @@ def bucket_functions(buckets, access):
                 token_id = input_ids[tile + lane_first + i32(128) * (i >> i32(2)) + (i & i32(3))]
                 cuda.atomic.add(memory, counter_of(token_id, vocabulary, counters), i32(1))
             tile = i32(tile + i32(TILE))
-        for step in range(5):
-            lower = i32(lower + shuffle_xor(lower, 1 << step))
         return bits, lower
 
     return find_members, count_members, counter_of
@@ -176,10 +172,7 @@ def bucket_functions(buckets, access):
 
 @device_function
 def counts_to_positions(memory, counters, lower, sums):
-    """Each counter becomes the position of the next token with its id, and the runs' first positions are stored.
-
-    lower: how many ids of all tokens are in lower buckets.
-    """
+    """Counters become the next position of their id, in a copy the first; lower: how many ids lower buckets have."""
     thread, starts = i32(cuda.threadIdx.x), counters
     share = i32((counters + i32(LIST_THREADS - 1)) // i32(LIST_THREADS))
     first, last = thread * share, min((thread + i32(1)) * share, counters)
@@ -191,7 +184,7 @@ def counts_to_positions(memory, counters, lower, sums):
         below = shuffle_up(up_to, 1 << step)
         if thread % i32(32) >= 1 << step:
             up_to = i32(up_to + below)
-    before, _ = warp_prefix_sum(shuffle(up_to, 31), sums)
+    before, _ = warp_prefix_sum(count, sums)
     position = i32(lower + before + up_to - count)
     for i in range(first, last):
         count = memory[i]
@@ -204,11 +197,8 @@ def counts_to_positions(memory, counters, lower, sums):
 @device_function
 def collect_members(memory, members_at, bits, lane_first, lane, sums):
     """Write the bucket's tokens of a tile, as offsets in it, to memory[members_at:] in their order; return how many."""
-    count = i32(cuda.popc(bits))
-    for step in range(5):
-        count = i32(count + shuffle_xor(count, 1 << step))
     # The barrier in it also ends the work on the counters.
-    member, count = warp_prefix_sum(count, sums)
+    member, count = warp_prefix_sum(i32(cuda.popc(bits)), sums)
     for i in range(THREAD_IDS // 4):
         at = member
         for j in range(4):

@@ -13,10 +13,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 @numba.njit(cache=True, error_model="numpy")
 def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, rstd):
-    """q, k, v and rstd of qkv_split, k and v of row n in row slots[n] of theirs; -1: they are not written.
-
-    rstd may be empty. Raises ValueError for a position beyond the tables, or a slot beyond k and v.
-    """
+    """q, k, v and rstd of qkv_split, k and v of row n in row slots[n] of theirs; -1: they are not written."""
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
     half, normed = width // 2, q_weight.shape[0] > 0
     for row in range(qkv.shape[0]):

@@ -165,8 +165,8 @@ def masked_whiten(x, mask, out, shift_mean=True):
 def group_mean_std(x, mean, std):
     """mean[g] and std[g] of the members of group g that are not NaN; 0 where too few are left.
 
-    x (G, members), mean and std (G,) float32; mean and std are written. std divides by the number of members
-    less 1, but at least by 1. Raises ValueError for other arrays. Source: TRL's GRPO advantages.
+    x (G, members), mean and std (G,) float32; mean and std are written. std divides by max(members - 1, 1). Raises
+    ValueError for other arrays. Source: TRL's GRPO advantages.
     """
     groups, _ = check("group_mean_std", "x", x, (None, None), F32)
     check_all("group_mean_std", (groups,), F32, mean=mean, std=std)

@@ -285,10 +285,9 @@ def add_partials_kernel(partials, total_rows, total, other_total):
 
 
 def add_partials(partials, total, total_rows=None, other_total=None):
-    """total += the sum of the rows of partials (blocks, D), float32, in a fixed order.
+    """total += the sum of the rows of partials (blocks, D), float32; other_total += that of those from total_rows on.
 
-    other_total: += the sum of the rows from total_rows on, instead. Launched with PDL after the kernel that writes the
-    partials.
+    Launched with PDL after the kernel that writes the partials.
     """
     if total.size >= MOST_ROWS:
         raise ValueError(f"add_partials: total must have fewer than {MOST_ROWS} columns, got {total.size}")

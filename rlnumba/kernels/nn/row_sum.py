@@ -77,10 +77,10 @@ def exponentials_of_sixteen(values, first, stride, largest, factor, weigh):
 
 
 @device_function
-def fold_sixteen(values, first, stride, factor, weigh):
+def fold_sixteen(values, factor, weigh):
     """(largest, total, weighted) of a lane's sixteen logits, which become exponentials."""
-    largest = largest_of_sixteen(values, first, stride)
-    total, weighted = exponentials_of_sixteen(values, first, stride, largest, factor, weigh)
+    largest = largest_of_sixteen(values, 0, 2)
+    total, weighted = exponentials_of_sixteen(values, 0, 2, largest, factor, weigh)
     return largest, total, weighted
 
 
@@ -134,18 +134,17 @@ def row_results(largest, total, weighted, temperature):
 
 @device_function
 def lowest_of_best(value, index, scratch):
-    """(largest value, lowest index that has it) over a one-dimensional block; indices are below 2^24."""
+    """The lowest index of the largest value over a one-dimensional block; indices are below 2^24."""
     best = block_max(value, scratch)
     # Such indices are exact as float32.
-    return best, i32(-block_max(-np.float32(index) if value == best else NONE, scratch))
+    return i32(-block_max(-np.float32(index) if value == best else NONE, scratch))
 
 
 @device_function
 def row_terms(logits, row, temperature, scratch, groups):
-    """(lse, entropy, top) of softmax(logits[row] / temperature), the same in every thread of the block.
+    """(lse, entropy, top) of softmax(logits[row] / temperature), the same in every thread of a block of ROW_THREADS.
 
-    For one-dimensional blocks of ROW_THREADS threads; scratch: shared float32 array of 32; groups as in
-    join_classes. top is the lowest index of the largest logit, as int32. The row is read once.
+    scratch: shared float32 (32,); groups as in join_classes. top is the lowest index of the largest logit, as int32.
     """
     columns = logits.shape[1]
     factor = LOG2_E / temperature
@@ -167,12 +166,12 @@ def row_terms(logits, row, temperature, scratch, groups):
                     # A lane's columns ascend: the first of equals stays.
                     if values[2 * b + c] > best:
                         best, top = values[2 * b + c], first + i32(8 * b + c)
-            sums = fold_sixteen(values, 0, 2, factor, True)
+            sums = fold_sixteen(values, factor, True)
             tile = join(tile[0], tile[1], tile[2], sums[0], sums[1], sums[2], factor)
         tile = join_lanes(tile[0], tile[1], tile[2], 1, factor)
         tile = join_lanes(tile[0], tile[1], tile[2], 2, factor)
         largest, total, weighted = join(largest, total, weighted, tile[0], tile[1], tile[2], factor)
-    _, top = lowest_of_best(best, top, scratch)
+    top = lowest_of_best(best, top, scratch)
     largest, total, weighted = join_classes(largest, total, weighted, 4, factor, groups)
     lse, entropy = row_results(largest, total, weighted, temperature)
     return lse, entropy, top

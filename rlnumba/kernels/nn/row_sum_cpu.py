@@ -93,8 +93,7 @@ def row_softmax(typingctx, row, temperature, lse, factor, out):
 def row_terms(row, temperature):
     """(lse, entropy, top): log-sum-exp and entropy of softmax(row / temperature), lowest index of the largest logit.
 
-    row (V,) and temperature float32, V > 0. entropy = log s - sum(e d) / s: d = row / temperature - max, e = exp(d), s
-    = sum(e).
+    row (V,) and temperature float32, V > 0. entropy = log s - sum(e d) / s, s = sum(e), with d and e of _row_sums.
     """
     largest, top = _row_maximum(row)
     maximum = largest / temperature

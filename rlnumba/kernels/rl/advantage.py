@@ -19,7 +19,7 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, check, check_all
+from rlnumba.kernels.checks import F32, check
 from rlnumba.kernels.nn.reduce import group_mean_std, group_mean_std_ref
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -106,54 +106,43 @@ def _check_groups(op, num_generations, samples):
 
 
 def group_advantages(
-    rewards_per_func,
-    weights,
-    num_generations,
-    rewards,
-    advantages,
-    group_std,
-    scale_rewards="group",
-    aggregation="sum_then_normalize",
+    rewards_per_func, weights, num_generations, advantages, scale_rewards="group", aggregation="sum_then_normalize"
 ):
-    """rewards = the weighted sums; advantages = their distance from the group's mean, scaled.
+    """advantages = the distances of the weighted sums from their group's mean, scaled.
 
-    rewards_per_func (B, F), NaN where a function gave None; weights (F,); rewards, advantages (B,) and group_std
-    (B / num_generations,), all float32; the last three are written. group_std is the standard deviation of a
-    group's rewards whatever scale_rewards is: where it is 0, as with fewer than two rewards, all advantages of the
-    group are 0. Raises ValueError for other shapes, dtypes or options, and where num_generations does not divide B.
+    rewards_per_func (B, F), NaN where a function gave None; weights (F,); advantages (B,), all float32; advantages is
+    written, 0 in a group of equal rewards or with fewer than two. Raises ValueError for other shapes, dtypes or
+    options, and where num_generations does not divide B.
     """
     samples, functions = check("group_advantages", "rewards_per_func", rewards_per_func, (None, None), F32)
     _check_groups("group_advantages", num_generations, samples)
     for name, value, known in (("scale_rewards", scale_rewards, SCALES), ("aggregation", aggregation, AGGREGATIONS)):
         if value not in known:
             raise ValueError(f"group_advantages: {name} must be one of {', '.join(known)}, got {value!r}")
-    groups = samples // num_generations
     check("group_advantages", "weights", weights, (functions,), F32)
-    check_all("group_advantages", (samples,), F32, rewards=rewards, advantages=advantages)
-    check("group_advantages", "group_std", group_std, (groups,), F32)
+    check("group_advantages", "advantages", advantages, (samples,), F32)
     if device.name() == "cpu":
-        rewards[...], advantages[...], group_std[...] = group_advantages_ref(
-            rewards_per_func, weights, num_generations, scale_rewards, aggregation
-        )
+        advantages[...] = group_advantages_ref(rewards_per_func, weights, num_generations, scale_rewards, aggregation)
         return
     if not samples:
         return
-    blocks, sums_functions = -(-samples // THREADS), aggregation == "normalize_then_sum"
-    group_mean, batch_mean, batch_std = (device.xp().empty(size, np.float32) for size in (groups, 1, 1))
+    xp, blocks = device.xp(), -(-samples // THREADS)
+    if aggregation == "normalize_then_sum":
+        z, columns = xp.empty_like(rewards_per_func), samples // num_generations * functions
+        arguments = rewards_per_func, num_generations, EPSILON, z
+        launch(normalize_functions_kernel, -(-columns // THREADS), THREADS, *arguments)
+        # From here on the batch is one group.
+        rewards_per_func, num_generations, scale_rewards = z, samples, "group"
+    rewards = xp.empty(samples, np.float32)
     launch(reward_sum_kernel, blocks, THREADS, rewards_per_func, weights, rewards)
-    group_mean_std(rewards.reshape(groups, num_generations), group_mean, group_std)
-    scaled = rewards, num_generations, group_mean, num_generations, group_std
-    if sums_functions:
-        z, arguments = device.xp().empty_like(rewards_per_func), (rewards_per_func, num_generations, EPSILON)
-        launch(normalize_functions_kernel, -(-groups * functions // THREADS), THREADS, *arguments, z)
-        launch(reward_sum_kernel, blocks, THREADS, z, weights, advantages)
-        group_mean_std(advantages.reshape(1, samples), batch_mean, batch_std)
-        scaled = advantages, samples, batch_mean, samples, batch_std
-    elif scale_rewards == "batch":
-        group_mean_std(rewards.reshape(1, samples), batch_mean, batch_std)
-        scaled = rewards, num_generations, group_mean, samples, batch_std
-    divides = int(sums_functions or scale_rewards != "none")
-    launch(advantage_kernel, blocks, THREADS, *scaled, divides, EPSILON, advantages)
+    mean, std = (xp.empty(samples // num_generations, np.float32) for _ in range(2))
+    group_mean_std(rewards.reshape(-1, num_generations), mean, std)
+    rows_per_std = num_generations
+    if scale_rewards == "batch":
+        rows_per_std, std = samples, std[:1]
+        group_mean_std(rewards.reshape(1, samples), xp.empty(1, np.float32), std)
+    scaled = rewards, num_generations, mean, rows_per_std, std, int(scale_rewards != "none"), EPSILON
+    launch(advantage_kernel, blocks, THREADS, *scaled, advantages)
 
 
 def rloo_advantages(rewards, num_generations, advantages):
@@ -174,28 +163,24 @@ def rloo_advantages(rewards, num_generations, advantages):
 def group_advantages_ref(
     rewards_per_func, weights, num_generations, scale_rewards="group", aggregation="sum_then_normalize"
 ):
-    """(rewards, advantages, group_std) of group_advantages, in rewards_per_func's precision."""
+    """advantages of group_advantages, in rewards_per_func's precision."""
 
-    def weighted(values):
-        return np.where(np.isnan(values).all(axis=1), np.nan, np.nansum(values * weights, axis=1))
+    def mean_std(values, size):
+        """Of each `size` rows, for each column apart, in the shape of values, (B,) or (B, F)."""
+        groups = values.T.reshape(-1, size)
+        return (np.repeat(part, size).reshape(values.T.shape).T for part in group_mean_std_ref(groups))
 
-    def spread(values, size):
-        return (np.repeat(part, size) for part in group_mean_std_ref(values.reshape(-1, size)))
-
-    rewards = weighted(rewards_per_func)
-    mean, deviation = spread(rewards, num_generations)
-    group_std = deviation[::num_generations]
+    samples = max(len(rewards_per_func), 1)
     if aggregation == "normalize_then_sum":
-        columns = [spread(column, num_generations) for column in rewards_per_func.T]
-        means, deviations = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
-        normalized = weighted((rewards_per_func - means) / (deviations + EPSILON))
-        mean, deviation = spread(normalized, max(len(normalized), 1))
-        advantages = (normalized - mean) / (deviation + EPSILON)
-    else:
-        if scale_rewards == "batch":
-            _, deviation = spread(rewards, max(len(rewards), 1))
-        advantages = (rewards - mean) / (1.0 if scale_rewards == "none" else deviation + EPSILON)
-    return rewards, np.nan_to_num(advantages, nan=0.0), group_std
+        mean, std = mean_std(rewards_per_func, num_generations)
+        rewards_per_func = (rewards_per_func - mean) / (std + EPSILON)
+        num_generations, scale_rewards = samples, "group"
+    unscored = np.isnan(rewards_per_func).all(axis=1)
+    rewards = np.where(unscored, np.nan, np.nansum(rewards_per_func * weights, axis=1))
+    mean, std = mean_std(rewards, num_generations)
+    if scale_rewards == "batch":
+        _, std = mean_std(rewards, samples)
+    return np.nan_to_num((rewards - mean) / (1.0 if scale_rewards == "none" else std + EPSILON))
 
 
 def rloo_advantages_ref(rewards, num_generations):

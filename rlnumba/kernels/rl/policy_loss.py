@@ -173,10 +173,7 @@ def correction_function(terms):
 
 
 def surrogate_function(terms):
-    """The device function (ratio, logprob, advantage, phi) -> (loss, d loss / d ratio, d loss / d logprob) of a token.
-
-    phi: vespo's weight of the sequence. The third value is the derivative where the ratio is a constant.
-    """
+    """The device function that computes a token's (loss, d loss / d ratio, d loss / d logprob at a constant ratio)."""
     (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
     temperature_pos, temperature_neg = np.float32(terms.if_positive[0]), np.float32(terms.if_negative[0])
     is_cispo = terms.form == CISPO
@@ -389,14 +386,10 @@ def policy_loss_kernel(terms):
 def reduce_stats_kernel(sequence_stats, loss, metrics):
     """A warp owns a column of sequence_stats (B, METRICS); lane l takes rows l, l + 32, ... in order."""
     column, lane = cuda.blockIdx.x, cuda.threadIdx.x
-    value = np.float32(0.0) if column < SUMS else -NOTHING
+    value = ZERO if column < SUMS else -NOTHING
     for row in range(lane, sequence_stats.shape[0], 32):
-        if column < SUMS:
-            value += sequence_stats[row, column]
-        elif column < EXTREMES:
-            value = max(value, sequence_stats[row, column])
-        else:
-            value = max(value, -sequence_stats[row, column])
+        term = sequence_stats[row, column] if column < EXTREMES else -sequence_stats[row, column]
+        value = value + term if column < SUMS else max(value, term)
     value = warp_sum(value) if column < SUMS else warp_max(value)
     if lane == 0:
         metrics[column] = value if column < EXTREMES else -value

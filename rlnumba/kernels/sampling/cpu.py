@@ -8,7 +8,8 @@ import numpy as np
 from rlnumba.kernels.nn.row_sum import LOG_2
 from rlnumba.kernels.nn.row_sum_cpu import row_softmax, row_terms
 from rlnumba.kernels.philox import philox_cpu, uniform_cpu
-from rlnumba.kernels.sampling.gumbel import LOWEST, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE
+from rlnumba.kernels.sampling.draw import SEGMENT, SEGMENT_NOISE, TOKEN_NOISE
+from rlnumba.kernels.sampling.scan import LOWEST
 
 # Buckets of a threshold search, and how many a unit of s has.
 BUCKETS, BUCKETS_PER_UNIT = 1024, np.float32(16.0)
@@ -40,10 +41,7 @@ def _gumbel(word):
 
 @numba.njit(cache=True, fastmath={"contract"})
 def _gumbel_argmax(row, temperature, threshold, begin, noise):
-    """argmax of s + g over s >= threshold. _noise_ceiling rules most tokens out, so few logarithms are taken.
-
-    row[0] is token `begin`, a multiple of 4.
-    """
+    """argmax of s + g over s >= threshold, with few logarithms. row[0] is token `begin`, a multiple of 4."""
     words = np.empty(SEGMENT, np.uint32)
     best, token = np.float32(-np.inf), 0
     for first in range(0, row.shape[0], SEGMENT):
@@ -74,7 +72,7 @@ def _segment_gumbel_argmax(row, temperature, largest, noise):
     weights = np.empty_like(row)
     row_softmax(row, temperature, largest, np.float32(1.0), weights)
     segments = -(-row.shape[0] // SEGMENT)
-    words = np.empty(-(-segments // 4) * 4, np.uint32)
+    words = np.empty(segments + -segments % 4, np.uint32)
     _noise_words(words, 0, SEGMENT_NOISE, noise)
     best, segment = np.float32(-np.inf), 0
     for i in range(segments):
@@ -91,10 +89,7 @@ def _segment_gumbel_argmax(row, temperature, largest, noise):
 
 @numba.njit(cache=True)
 def _tail_threshold(scaled, weights, floor, largest, target):
-    """The largest s >= floor whose tail weighs at least target; floor if there is none. weights (V,) float32.
-
-    Buckets by distance from the largest, then sorts one bucket.
-    """
+    """The largest s >= floor whose tail weighs at least target, or floor: buckets by s, of which one is sorted."""
     sums = np.zeros(BUCKETS)
     buckets = np.full(scaled.shape[0], -1, np.int16)
     for i in range(scaled.shape[0]):

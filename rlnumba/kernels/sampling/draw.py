@@ -1,30 +1,118 @@
-"""The kernel that draws a token of each row, from the sums and candidates that scan_kernel left."""
+"""The kernel that draws a token of each row, from the sums and candidates that scan_kernel left.
+
+The uniform u of token i is word i % 4 of Philox with counter (i // 4, position, sample_index, 0) and a key of seed and
+prompt (philox.noise_key); a segment's counter ends with 1 instead. g = -log(-log1p(-u)).
+"""
 
 import math
 
 import numpy as np
 
 from rlnumba.kernels.nn import row_sum
-from rlnumba.kernels.nn.row_sum import CLASSES, GROUPS, NONE, TILE_COLUMNS, join, lowest_of_best
+from rlnumba.kernels.nn.row_sum import CLASSES, GROUPS, LOG2_E, NONE, TILE_COLUMNS, join, lowest_of_best
+from rlnumba.kernels.philox import philox, uniform
 from rlnumba.kernels.ptx.warp import (
     compiler_barrier,
     device_function,
+    exp2,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     vector_access,
 )
-from rlnumba.kernels.sampling import gumbel, thresholds
-from rlnumba.kernels.sampling.gumbel import DRAW_THREADS, LIST_LOADS, LOWEST, NO_TOKEN, noise_word
-from rlnumba.kernels.sampling.scan import LIST, is_filtered
-from rlnumba.kernels.sampling.thresholds import BINS, ROW_BINS, WEIGHT_UNITS, list_threshold, list_weight
+from rlnumba.kernels.sampling.scan import LIST, LOWEST, is_filtered
+from rlnumba.kernels.sampling.thresholds import (
+    BINS,
+    ROW_BINS,
+    WEIGHT_UNITS,
+    filter_list,
+    filter_row,
+    ordered_float,
+    ordered_int,
+)
 from rlnumba.runtime.device import cuda
 
 i32, u32 = np.int32, np.uint32
 
+# Neighbouring tokens that a row without filters draws from once it has drawn their segment, each by a thread.
+SEGMENT = DRAW_THREADS = TILE_COLUMNS
+# The last word of the counters of tokens' and of segments' noise.
+TOKEN_NOISE, SEGMENT_NOISE = u32(0), u32(1)
+# Above every token id, and exact as a float32.
+NO_TOKEN = i32(1 << 24)
+# Entries of a list that a thread loads before it uses the first.
+LIST_LOADS = 8
 # Floats of shared memory for the list, or for the bins of a search in a row.
 SCRATCH = max(LIST, ROW_BINS * DRAW_THREADS)
 
 load_pair, _ = vector_access(2, 2)
+
+
+@device_function
+def gumbel(word):
+    """The Gumbel noise g of a random word."""
+    return -np.float32(math.log(-np.float32(math.log1p(-uniform(word)))))
+
+
+@device_function
+def noise_word(i, kind, noise):
+    """The random word of token or segment i; noise: (position, sample_index, two words of the key)."""
+    w0, w1, w2, w3 = philox(u32(i >> 2), noise[0], noise[1], kind, noise[2], noise[3])
+    low, high = (w1, w3) if i & 1 else (w0, w2)
+    return high if i & 2 else low
+
+
+@device_function
+def prune_bound(key):
+    """b such that a token of logit z and word w can reach the block's best score only if w <= 2^(z factor + b).
+
+    key: that score, by ordered_int(). A token scores s + g <= s - log u = s - log w + 32 log 2, plus rounding.
+    """
+    best = ordered_float(key)
+    margin = abs(best) * np.float32(2.0**-20) + np.float32(1e-3)
+    return np.float32(32.0) - (best - margin) * LOG2_E
+
+
+@device_function
+def list_gumbel_argmax(candidates, candidate_ids, count, threshold, divisor, factor, noise, block_best):
+    """(score, token) of a thread's best among a list's entries >= threshold; block_best: shared, as in prune_bound."""
+    ids = cuda.local.array(LIST_LOADS, np.int32)
+    best, token = LOWEST, NO_TOKEN
+    for base in range(cuda.threadIdx.x, count, LIST_LOADS * DRAW_THREADS):
+        for i in range(LIST_LOADS):
+            ids[i] = candidate_ids[min(i32(base + i * DRAW_THREADS), i32(count - 1))]
+        compiler_barrier()
+        for i in range(LIST_LOADS):
+            at = i32(base + i * DRAW_THREADS)
+            if at < count and candidates[at] >= threshold:
+                word = noise_word(ids[i], TOKEN_NOISE, noise)
+                if np.float32(word) <= exp2(cuda.fma(candidates[at], factor, prune_bound(block_best[0]))):
+                    score = candidates[at] / divisor + gumbel(word)
+                    if score > best or (score == best and ids[i] < token):
+                        best, token = score, ids[i]
+                        cuda.atomic.max(block_best, 0, ordered_int(best))
+    return best, token
+
+
+@device_function
+def row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best):
+    """list_gumbel_argmax of a whole row of logits."""
+    width, threads = i32(line.shape[0]), i32(cuda.blockDim.x)
+    words = cuda.local.array(4, np.uint32)
+    best, token = LOWEST, NO_TOKEN
+    for first in range(i32(4 * cuda.threadIdx.x), width, i32(4 * threads)):
+        block = u32(i32(first) >> 2)
+        words[0], words[1], words[2], words[3] = philox(block, noise[0], noise[1], TOKEN_NOISE, noise[2], noise[3])
+        bound = prune_bound(block_best[0])
+        for i in range(4):
+            column = i32(first + i)
+            if column < width and line[column] >= threshold:
+                if np.float32(words[i]) <= exp2(cuda.fma(line[column], factor, bound)):
+                    score = line[column] / divisor + gumbel(words[i])
+                    # A thread's columns ascend: the first of equals stays.
+                    if score > best:
+                        best, token = score, column
+                        cuda.atomic.max(block_best, 0, ordered_int(best))
+    return best, token
 
 
 @device_function
@@ -52,10 +140,9 @@ def copy_list(candidates, count, scratch):
 
 @device_function
 def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
-    """The segment of a row without filters, in every thread: the argmax of their log-sum-exps with a noise each.
+    """The segment of a row without filters, in every thread: the argmax of log-sum-exp and, unless greedy, noise.
 
-    values: load_tiles() of the thread's class, of which two neighbouring threads take every other tile; greedy: no
-    noise.
+    values: load_tiles() of the thread's class, of which two neighbouring threads take every other tile.
     """
     best, thread = LOWEST, i32(cuda.threadIdx.x)
     segment, odd = i32(tiles - 1), i32(thread & 1)
@@ -67,12 +154,12 @@ def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
             score, weight = (values[2 * i + 2], values[2 * i + 3]) if odd else (values[2 * i], values[2 * i + 1])
             if tile < tiles:
                 if not greedy and weight > np.float32(0.0):
-                    segment_noise = gumbel.gumbel(noise_word(tile, gumbel.SEGMENT_NOISE, noise))
+                    segment_noise = gumbel(noise_word(tile, SEGMENT_NOISE, noise))
                     score = score / divisor + (np.float32(math.log(weight)) + segment_noise)
                 # A thread's segments ascend: the first of equals stays.
                 if score > best:
                     best, segment = score, tile
-    _, segment = lowest_of_best(best, segment, scratch)
+    segment = lowest_of_best(best, segment, scratch)
     return segment
 
 
@@ -89,54 +176,6 @@ def row_sums(sums, tiles, values, factor, groups):
                 largest, total, _ = join(largest, total, nothing, values[2 * i], values[2 * i + 1], nothing, factor)
     largest, total, _ = row_sum.join_classes(largest, total, nothing, DRAW_THREADS // CLASSES, factor, groups)
     return largest, total
-
-
-@device_function
-def filter_list(candidates, count, bound, floor, limits, width, largest, total, factor, bins, partials):
-    """(complete, threshold, mass) of the filters of a row, found in its list of candidates.
-
-    complete: whether the list holds every token that the filters keep, which are those >= threshold; mass: theirs, by
-    list_weight(). floor: the threshold of min-p; limits: (top_k, top_p, min_p).
-    """
-    top_k, top_p, min_p = limits
-    limited, complete = 0 < top_k < width, floor >= bound
-    threshold, mass, target = max(floor, bound), np.int64(0), np.int64(top_k)
-    if limited:
-        number = np.int64(count)
-        if floor > bound:
-            number = list_weight(candidates, count, threshold, largest, factor, False, partials)
-        if number >= target:
-            complete = True
-            threshold, _ = list_threshold(candidates, count, threshold, largest, factor, False, target, bins, partials)
-    if complete or not (limited or min_p > np.float32(0.0)):
-        mass = list_weight(candidates, count, threshold, largest, factor, True, partials)
-        if top_p < np.float32(1.0):
-            # Of the mass of what is kept so far: of the whole row if no other filter is on.
-            whole = np.float32(mass) if complete else total * WEIGHT_UNITS
-            target = max(np.int64(top_p * whole), np.int64(1))
-            if complete or target <= mass:
-                complete, target = True, min(target, mass)
-                threshold, mass = list_threshold(
-                    candidates, count, threshold, largest, factor, True, target, bins, partials
-                )
-    return complete, threshold, mass
-
-
-@device_function
-def filter_row(line, floor, limits, largest, total, factor, values, scratch, tails, sums):
-    """(threshold, mass) of the filters of a row, found by reading it again; arguments as of filter_list."""
-    top_k, top_p, min_p = limits
-    limited = 0 < top_k < i32(line.shape[0])
-    threshold = floor
-    if limited:
-        target = np.float32(top_k)
-        threshold = thresholds.row_threshold(line, threshold, largest, factor, False, target, values, scratch, tails)
-    if top_p < np.float32(1.0):
-        target = top_p * total
-        if limited or min_p > np.float32(0.0):
-            target = top_p * thresholds.row_weight(line, threshold, largest, factor, values, sums)
-        threshold = thresholds.row_threshold(line, threshold, largest, factor, True, target, values, scratch, tails)
-    return threshold, thresholds.row_weight(line, threshold, largest, factor, values, sums)
 
 
 @cuda.jit(launch_bounds=(DRAW_THREADS, 2))
@@ -169,17 +208,17 @@ def draw_kernel(
     compiler_barrier()
     greedy = row_temperature == np.float32(0.0)
     divisor = np.float32(1.0) if greedy else row_temperature
-    factor = row_sum.LOG2_E / divisor
+    factor = LOG2_E / divisor
     filtered = is_filtered(row_temperature, limits[0], limits[1], limits[2], width)
     best, token = LOWEST, NO_TOKEN
     logit, column = np.float32(-math.inf), NO_TOKEN
     if filtered:
         copy_list(row_candidates, min(count, i32(LIST)), scratch)
         if thread == 0:
-            block_best[0] = gumbel.ordered_int(NONE)
+            block_best[0] = ordered_int(NONE)
     else:
         segment = draw_segment(tile_sums, tiles, values, greedy, divisor, noise, warp_sums)
-        column = i32(segment * gumbel.SEGMENT + thread)
+        column = i32(segment * SEGMENT + thread)
         if column < width:
             logit = line[column]
         compiler_barrier()
@@ -189,7 +228,7 @@ def draw_kernel(
         if logit > LOWEST:
             best, token = logit, column
             if not greedy:
-                best = logit / divisor + gumbel.gumbel(noise_word(column, gumbel.TOKEN_NOISE, noise))
+                best = logit / divisor + gumbel(noise_word(column, TOKEN_NOISE, noise))
     elif total > np.float32(0.0):
         floor = LOWEST
         if limits[2] > np.float32(0.0):
@@ -201,16 +240,16 @@ def draw_kernel(
             )
         if complete:
             total = np.float32(mass) / WEIGHT_UNITS
-            best, token = gumbel.list_gumbel_argmax(
+            best, token = list_gumbel_argmax(
                 scratch, candidate_ids[row], count, threshold, divisor, factor, noise, block_best
             )
         else:
             threshold, total = filter_row(
                 line, floor, limits, largest, total, factor, values, scratch, tails, warp_sums
             )
-            best, token = gumbel.row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
+            best, token = row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
         lse = largest / divisor + np.float32(math.log(total))
-    _, token = lowest_of_best(best, token, warp_sums)
+    token = lowest_of_best(best, token, warp_sums)
     if thread == 0:
         # NO_TOKEN remains if no logit is a number.
         token = min(token, i32(width - 1))

@@ -16,7 +16,7 @@ largest s + g of a set of tokens is distributed as log sum exp(s) over the set p
 draws twice: first one of its segments, SEGMENT neighbouring tokens, by their log-sum-exps with a noise each, then a
 token of that segment by the tokens' noise. That needs V / SEGMENT + SEGMENT noises instead of V, and is as exact.
 
-The noise of a token or segment is a function of seed, prompt, sample and position (gumbel.py), not of the row, the
+The noise of a token or segment is a function of seed, prompt, sample and position (draw.py), not of the row, the
 filters or the batch. A token of probability p is drawn for a u of about p; the step of 2^-32 suffices down to 1e-9.
 
 The log-prob of an unfiltered draw has the bits of logprob.linear_logp. Sources: vLLM's sampler (order of filters);
@@ -35,8 +35,7 @@ from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.kernels.sampling import cpu, scan
-from rlnumba.kernels.sampling.draw import draw_kernel
-from rlnumba.kernels.sampling.gumbel import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE
+from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, draw_kernel
 from rlnumba.kernels.sampling.scan import SCAN_THREADS, Workspace, blocks_per_row, sample_rank, scan_kernel
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current

@@ -17,7 +17,6 @@ from rlnumba.kernels.ptx.warp import (
     vector_access,
     warp_max,
 )
-from rlnumba.kernels.sampling.gumbel import LOWEST
 from rlnumba.kernels.sampling.thresholds import load_one
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -25,6 +24,8 @@ from rlnumba.runtime.launch import specialize
 
 i32 = np.int32
 
+# Below every score.
+LOWEST = np.float32(np.finfo(np.float32).min)
 # Threads of a block, and blocks that an SM has at a time: 32 warps with 2 KB in flight each are 64 KB, and more are no
 # faster. H200, 256 x 151,936: 41.9 us; 10 blocks 43.9, 12 blocks 44.3, 4 of 256 threads 42.4, 2 of 512 42.1.
 SCAN_THREADS, SCAN_BLOCKS = 128, 8
@@ -56,8 +57,7 @@ def candidate_bound(line, temperature, rank, maxima):
     """A logit that about as many of the row's tokens reach as its list is meant to get, in every thread.
 
     It is guessed from a sample: MAXIMA threads take the largest of 16 logits each, twice eight neighbours; about `rank`
-    of these reach the bound, which lies at most 64 units of s below the largest. LOWEST if the list holds the whole
-    row. maxima: shared float32 (MAXIMA,).
+    of these reach the bound, at most 64 units of s below the largest. LOWEST if the list holds the whole row.
     """
     width, thread = i32(line.shape[0]), i32(cuda.threadIdx.x)
     if width <= LIST:
@@ -91,10 +91,7 @@ def candidate_bound(line, temperature, rank, maxima):
 
 @device_function
 def list_candidates(bits, line, first, row, lane, counts, candidates, candidate_ids):
-    """Append a warp's candidates to the row's list; bits: of this lane's logits from column `first` on.
-
-    Each lane's entries follow those of the lanes below it.
-    """
+    """Append a warp's candidates to the row's list, by lanes; bits: of this lane's logits from column `first` on."""
     number = i32(cuda.popc(bits))
     below = number
     for doubling in range(5):
@@ -116,10 +113,10 @@ def list_candidates(bits, line, first, row, lane, counts, candidates, candidate_
 
 @device_function
 def join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, factor, sums):
-    """Join the lanes' sums of up to four parts to those of two tiles each, and write them.
+    """Join the lanes' sums of parts 0 .. part to those of two tiles each, and write them.
 
-    part: the number of the latest, which begins at column `at`; the one before it, `stride` columns before. Lane (t, k,
-    i) joins four lanes' sums of tile t of the k-th part. warp_sums: index of this warp's first in largests and totals.
+    Part `part` begins at column `at`, the one before it `stride` columns before. Lane (t, k, i) joins four lanes' sums
+    of tile t of part k. warp_sums: index of this warp's first in largests and totals.
     """
     largest, total, nothing = NONE, np.float32(0.0), np.float32(0.0)
     first = i32(warp_sums + ((lane >> 2) & 3) * PADDED_LANES + (lane & 16) + (lane & 3))
@@ -141,10 +138,7 @@ def scan_kernel(access):
 
     @device_function
     def load_part(flat, offset, line, at, lane_column, values):
-        """A lane's sixteen logits of the warp's part that begins at column `at`; flat[offset] is the first.
-
-        -inf for those outside the row, whose last part is loaded one by one.
-        """
+        """A lane's sixteen logits, from flat[offset] on, of the part at column `at`; -inf for those outside the row."""
         if i32((at | (PART_COLUMNS - 1)) + 1) <= i32(line.shape[0]):
             for b in range(8):
                 load_two(flat, offset + 8 * b, values, 2 * b)
@@ -205,7 +199,7 @@ def scan_kernel(access):
                 for i in range(16):
                     if values[i] >= bound:
                         bits = i32(bits | (1 << i))
-            largests[lane_sum], totals[lane_sum], _ = fold_sixteen(values, 0, 2, factor, False)
+            largests[lane_sum], totals[lane_sum], _ = fold_sixteen(values, factor, False)
             next_at = i32(at + stride)
             offset += stride
             load_part(flat, offset, line, next_at, lane_column, values)

@@ -9,8 +9,16 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.ptx.warp import block_sum, device_function, exp2, shuffle_down, vector_access, warp_sum
-from rlnumba.kernels.sampling.gumbel import ordered_float, ordered_int
+from rlnumba.kernels.ptx.warp import (
+    block_sum,
+    device_function,
+    exp2,
+    float_as_int,
+    int_as_float,
+    shuffle_down,
+    vector_access,
+    warp_sum,
+)
 from rlnumba.runtime.device import cuda
 
 i32, u32 = np.int32, np.uint32
@@ -27,14 +35,29 @@ load_one, _ = vector_access(1, 1)
 
 
 @device_function
+def ordered_int(value):
+    """A float32 as an int32 in the same order. Zeros of both signs are one."""
+    bits = float_as_int(value + np.float32(0.0))
+    return bits if bits >= i32(0) else bits ^ i32(0x7FFFFFFF)
+
+
+@device_function
+def ordered_float(key):
+    """The float32 of a key of ordered_int()."""
+    return int_as_float(key if key >= i32(0) else key ^ i32(0x7FFFFFFF))
+
+
+@device_function
 def ordered_distance(low, key):
-    """How far a key of ordered_int() lies above another, as uint32; huge if it lies below."""
+    """How far a key of ordered_int() lies above `low`, as uint32; huge if it lies below."""
     return u32(np.int64(key) - np.int64(low))
 
 
 @device_function
-def token_weight(logit, largest, factor):
-    """2^((z - largest) factor) in units of 2^-34, (high, low) of 17 bits each: integers, whose sums have no order."""
+def token_weight(logit, largest, factor, by_mass):
+    """(high, low), 17 bits each, of 2^((z - largest) factor) in units of 2^-34 if by_mass; else of the integer 1."""
+    if not by_mass:
+        return i32(0), i32(1)
     scaled = exp2((logit - largest) * factor) * np.float32(2.0**17)
     high = i32(scaled)
     return high, i32((scaled - np.float32(high)) * np.float32(2.0**17))
@@ -42,17 +65,8 @@ def token_weight(logit, largest, factor):
 
 @device_function
 def join_halves(high, low):
-    """The int64 of a weight, or of a sum of weights, from its halves."""
+    """The int64 of a weight, or of a sum of weights."""
     return (np.int64(high) << 17) + np.int64(low)
-
-
-@device_function
-def first_shift(span, bins):
-    """log2 of the width of `bins` bins, a power of two, that cover offsets up to `span`: int32."""
-    shift = i32(0)
-    while span >> u32(shift) >= u32(bins):
-        shift += i32(1)
-    return shift
 
 
 @device_function
@@ -60,13 +74,9 @@ def list_weight(candidates, count, threshold, largest, factor, by_mass, partials
     """The weight of a list's entries >= threshold, int64, in every thread: units of 2^-34 if by_mass, else entries."""
     total = np.int64(0)
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        logit = candidates[i]
-        if logit >= threshold:
-            if by_mass:
-                high, low = token_weight(logit, largest, factor)
-                total += join_halves(high, low)
-            else:
-                total += np.int64(1)
+        if candidates[i] >= threshold:
+            high, low = token_weight(candidates[i], largest, factor, by_mass)
+            total += join_halves(high, low)
     return block_sum(total, partials)
 
 
@@ -74,13 +84,13 @@ def list_weight(candidates, count, threshold, largest, factor, by_mass, partials
 def list_threshold(candidates, count, floor, largest, factor, by_mass, target, bins, partials):
     """(z, weight) in every thread: the largest z of a list whose tail {z' >= z} weighs at least target > 0, int64.
 
-    All entries >= floor weigh at least that; weights as in list_weight. The interval is cut into BINS at a time.
-    bins: shared int32 (2, BINS); partials: shared int64 (32,).
+    All entries >= floor weigh at least that; weights as in list_weight. bins: shared int32 (2, BINS).
     """
     thread, lane = i32(cuda.threadIdx.x), i32(cuda.threadIdx.x & 31)
     low, above = ordered_int(floor), np.int64(0)
     span = ordered_distance(low, ordered_int(largest))
-    shift = first_shift(span, BINS)
+    # log2 of the width of a bin.
+    shift = max(i32(32 - BINS_BITS - cuda.clz(span)), i32(0))
     while True:
         for i in range(thread, BINS, cuda.blockDim.x):
             bins[0, i] = bins[1, i] = i32(0)
@@ -88,9 +98,8 @@ def list_threshold(candidates, count, floor, largest, factor, by_mass, target, b
         for i in range(thread, count, cuda.blockDim.x):
             offset = ordered_distance(low, ordered_int(candidates[i]))
             if offset <= span:
-                at, high, rest = i32(offset >> u32(shift)), i32(0), i32(1)
-                if by_mass:
-                    high, rest = token_weight(candidates[i], largest, factor)
+                at = i32(offset >> u32(shift))
+                high, rest = token_weight(candidates[i], largest, factor, by_mass)
                 if high != 0:
                     cuda.atomic.add(bins, (0, at), high)
                 if rest != 0:
@@ -159,14 +168,14 @@ def row_weight(line, threshold, largest, factor, values, scratch):
 def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, tails):
     """The largest z >= floor of a row of which the tail {z' >= z} weighs at least target; floor if there is none.
 
-    A token weighs 2^((z - largest) factor) if by_mass, else 1. The interval is cut into ROW_BINS at a time, at most
-    seven times, with a pass over the row each. Every thread adds to bins of its own, so the sums have one order. bins:
-    shared float32, ROW_BINS a thread; tails: shared float32 (ROW_BINS,).
+    A token weighs 2^((z - largest) factor) if by_mass, else 1. The interval is cut at most seven times, with a pass
+    over the row each. Every thread adds to bins of its own, ROW_BINS of shared float32, so the sums have one order.
     """
     thread, threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
     low, above = ordered_int(floor), np.float32(0.0)
     span = ordered_distance(low, ordered_int(largest))
-    shift = first_shift(span, ROW_BINS)
+    # log2 of the width of a bin.
+    shift = max(i32(32 - ROW_BINS_BITS - cuda.clz(span)), i32(0))
     while True:
         for i in range(ROW_BINS):
             bins[i * threads + thread] = np.float32(0.0)
@@ -199,3 +208,51 @@ def row_threshold(line, floor, largest, factor, by_mass, target, values, bins, t
             return ordered_float(low)
         span = (u32(1) << u32(shift)) - u32(1)
         shift = max(i32(shift - ROW_BINS_BITS), i32(0))
+
+
+@device_function
+def filter_list(candidates, count, bound, floor, limits, width, largest, total, factor, bins, partials):
+    """(complete, threshold, mass) of the filters of a row, found in its list of candidates.
+
+    complete: whether the list holds every token that the filters keep, which are those >= threshold; mass: theirs, by
+    list_weight(). floor: the threshold of min-p; limits: (top_k, top_p, min_p).
+    """
+    top_k, top_p, min_p = limits
+    limited, complete = 0 < top_k < width, floor >= bound
+    threshold, mass, target = max(floor, bound), np.int64(0), np.int64(top_k)
+    if limited:
+        number = np.int64(count)
+        if floor > bound:
+            number = list_weight(candidates, count, threshold, largest, factor, False, partials)
+        if number >= target:
+            complete = True
+            threshold, _ = list_threshold(candidates, count, threshold, largest, factor, False, target, bins, partials)
+    if complete or not (limited or min_p > np.float32(0.0)):
+        mass = list_weight(candidates, count, threshold, largest, factor, True, partials)
+        if top_p < np.float32(1.0):
+            # Of the mass of what is kept so far: of the whole row if no other filter is on.
+            whole = np.float32(mass) if complete else total * WEIGHT_UNITS
+            target = max(np.int64(top_p * whole), np.int64(1))
+            if complete or target <= mass:
+                complete, target = True, min(target, mass)
+                threshold, mass = list_threshold(
+                    candidates, count, threshold, largest, factor, True, target, bins, partials
+                )
+    return complete, threshold, mass
+
+
+@device_function
+def filter_row(line, floor, limits, largest, total, factor, values, scratch, tails, sums):
+    """(threshold, mass) of the filters of a row, found by reading it again; arguments as of filter_list."""
+    top_k, top_p, min_p = limits
+    limited = 0 < top_k < i32(line.shape[0])
+    threshold = floor
+    if limited:
+        target = np.float32(top_k)
+        threshold = row_threshold(line, threshold, largest, factor, False, target, values, scratch, tails)
+    if top_p < np.float32(1.0):
+        target = top_p * total
+        if limited or min_p > np.float32(0.0):
+            target = top_p * row_weight(line, threshold, largest, factor, values, sums)
+        threshold = row_threshold(line, threshold, largest, factor, True, target, values, scratch, tails)
+    return threshold, row_weight(line, threshold, largest, factor, values, sums)

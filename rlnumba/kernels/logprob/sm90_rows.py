@@ -61,7 +61,7 @@ def joined_terms(results, tiles, row, temperature):
         if values[0] > largest:
             top = i32(values[3])
         largest, total, weighted = join(largest, total, weighted, values[0], values[1], values[2], factor)
-    _, top = lowest_of_best(largest, top, scratch)
+    top = lowest_of_best(largest, top, scratch)
     largest, total, weighted = join_classes(largest, total, weighted, CLASS_THREADS, factor, groups)
     lse, entropy = row_results(largest, total, weighted, temperature)
     return lse, entropy, top

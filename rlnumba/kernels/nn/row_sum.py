@@ -134,10 +134,10 @@ def row_results(largest, total, weighted, temperature):
 
 @device_function
 def lowest_of_best(value, index, scratch):
-    """(largest value, lowest index that has it) over a one-dimensional block; indices are below 2^24."""
+    """The lowest index that has the largest value of a one-dimensional block; indices are below 2^24."""
     best = block_max(value, scratch)
     # Such indices are exact as float32.
-    return best, i32(-block_max(-np.float32(index) if value == best else NONE, scratch))
+    return i32(-block_max(-np.float32(index) if value == best else NONE, scratch))
 
 
 @device_function
@@ -172,7 +172,7 @@ def row_terms(logits, row, temperature, scratch, groups):
         tile = join_lanes(tile[0], tile[1], tile[2], 1, factor)
         tile = join_lanes(tile[0], tile[1], tile[2], 2, factor)
         largest, total, weighted = join(largest, total, weighted, tile[0], tile[1], tile[2], factor)
-    _, top = lowest_of_best(best, top, scratch)
+    top = lowest_of_best(best, top, scratch)
     largest, total, weighted = join_classes(largest, total, weighted, 4, factor, groups)
     lse, entropy = row_results(largest, total, weighted, temperature)
     return lse, entropy, top

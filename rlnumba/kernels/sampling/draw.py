@@ -72,7 +72,7 @@ def draw_segment(sums, tiles, values, greedy, divisor, noise, scratch):
                 # A thread's segments ascend: the first of equals stays.
                 if score > best:
                     best, segment = score, tile
-    _, segment = lowest_of_best(best, segment, scratch)
+    segment = lowest_of_best(best, segment, scratch)
     return segment
 
 
@@ -210,7 +210,7 @@ def draw_kernel(
             )
             best, token = gumbel.row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
         lse = largest / divisor + np.float32(math.log(total))
-    _, token = lowest_of_best(best, token, warp_sums)
+    token = lowest_of_best(best, token, warp_sums)
     if thread == 0:
         # NO_TOKEN remains if no logit is a number.
         token = min(token, i32(width - 1))

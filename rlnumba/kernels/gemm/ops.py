@@ -64,23 +64,20 @@ def describe(dtype=None):
     return f"native; {'simt' if dtype == np.float32 else dispatch.describe('gemm')}"
 
 
-def _gemm(a, b, out, steps, bias=None, residual=None, also=()):
+def _gemm(a, b, out, steps, bias=None, residual=None):
     """The GEMM function for these matrices, a choice that does not depend on the number of rows.
 
-    steps: of the reduction; also: matrices that it writes besides.
+    steps: of the reduction; residual: or a second output.
     """
     name = backend()
     if name != "native":
         return BACKENDS[name]
     gemm = FAMILIES.get(dispatch.family("gemm"))
-    if gemm is None or a.dtype == np.float32 or not steps:
+    if gemm is None or a.dtype == np.float32 or not steps or (residual is not None and out.dtype != a.dtype):
         return simt.gemm
-    if residual is not None:
-        if out.dtype != a.dtype:
-            return simt.gemm
-        also = (*also, residual)
     pairs = bias is None or address(bias) % 4 == 0
-    return gemm if pairs and is_16_byte_aligned(a, b, out, *also) else simt.gemm
+    matrices = (a, b, out) if residual is None else (a, b, out, residual)
+    return gemm if pairs and is_16_byte_aligned(*matrices) else simt.gemm
 
 
 def linear(x, weight, out, bias=None, residual=None):
@@ -114,7 +111,7 @@ def linear_swiglu(x, weight, gate_up, out):
     if n % 2:
         raise ValueError(f"linear_swiglu: weight must have an even number of rows, got {n}")
     check("linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
-    if m and n and _gemm(x, weight, out, k, also=(gate_up,)) is gemm_sm90.gemm:
+    if m and n and _gemm(x, weight, out, k, residual=gate_up) is gemm_sm90.gemm:
         gemm_sm90.gemm_swiglu(x, weight, gate_up, out)
     else:
         linear(x, weight, gate_up)

@@ -139,6 +139,7 @@ def store_by_tma_function(config):
     output, prefetches, prefetched_columns = config.output, config.prefetches, config.prefetched_columns
     part_bytes = staged_columns // box_columns * BOX_BYTES
     buffers = config.staged_bytes // part_bytes
+    wait_for_buffer = bulk_wait_group_read_1 if buffers == 2 else bulk_wait_group_read
     stage, activate = stage_function(config.element, staged_columns, output != "same"), swiglu_function(config)
 
     @device_function
@@ -160,10 +161,7 @@ def store_by_tma_function(config):
     def store_part(acc, part, c_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader):
         # TMA must have read the last part before this one overwrites it.
         if leader and (part >= buffers or not prefetches):
-            if buffers == 2:
-                bulk_wait_group_read_1()
-            else:
-                bulk_wait_group_read()
+            wait_for_buffer()
         buffer, column = staged + i32(part % buffers) * part_bytes, tile_column * tile_columns + part * staged_columns
         if swiglu and part * staged_columns >= tile_columns:
             column += n - tile_columns

@@ -94,9 +94,8 @@ def linear(x, weight, out, bias=None, residual=None):
         check("linear", "bias", bias, (n,), (x.dtype,))
     if residual is not None:
         check("linear", "residual", residual, (m, n), (out.dtype,))
-    if m == 0 or n == 0:
-        return
-    _gemm(x, weight, out, k, bias, residual)(x, weight, out, bias=bias, residual=residual)
+    if m and n:
+        _gemm(x, weight, out, k, bias, residual)(x, weight, out, bias=bias, residual=residual)
 
 
 def linear_swiglu(x, weight, gate_up, out):
@@ -143,9 +142,8 @@ def linear_backward_weight(dout, x, dweight):
     m, n = check("linear_backward_weight", "dout", dout, (None, None), FLOATS)
     _, k = check("linear_backward_weight", "x", x, (m, None), (dout.dtype,))
     check("linear_backward_weight", "dweight", dweight, (n, k), F32)
-    if m == 0 or n == 0 or k == 0:
-        return
-    _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=True)
+    if m and n and k:
+        _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=True)
 
 
 def bias_backward(dout, dbias):

@@ -95,14 +95,10 @@ def stage_copy_function(config):
         a_pitch, b_pitch = pitches
         valid_rows, valid_columns = valid
         if copied < rounds:
-            if a_mn:
-                copy_a(target, a_source, a_pitch, valid_steps, i32(valid_rows >> i32(3)), thread)
-            else:
-                copy_a(target, a_source, a_pitch, valid_rows, i32(valid_steps >> i32(3)), thread)
-            if b_mn:
-                copy_b(target + a_bytes, b_source, b_pitch, valid_steps, i32(valid_columns >> i32(3)), thread)
-            else:
-                copy_b(target + a_bytes, b_source, b_pitch, valid_columns, i32(valid_steps >> i32(3)), thread)
+            a_lines, a_length = (valid_steps, valid_rows) if a_mn else (valid_rows, valid_steps)
+            b_lines, b_length = (valid_steps, valid_columns) if b_mn else (valid_columns, valid_steps)
+            copy_a(target, a_source, a_pitch, a_lines, i32(a_length >> i32(3)), thread)
+            copy_b(target + a_bytes, b_source, b_pitch, b_lines, i32(b_length >> i32(3)), thread)
         cp_async_commit_group()
         target += stage_bytes
         if target == base + ring_bytes:

@@ -232,12 +232,11 @@ def consumer_function(config):
 @specialize
 def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
-    rows, tile_columns, steps = config.rows, config.tile_columns, config.steps
-    consumers, stages = config.consumers, config.stages
+    rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
     layout, a_bytes, b_bytes = config.layout, config.a_bytes, config.b_bytes
     # The producer's registers go to consumers whose accumulators need them.
     reallocates_registers = config.columns > 128
-    init_ring, _ = ring(stages)
+    init_ring, _ = ring(config.stages)
     load_a, load_b = load_functions(config)
     # A K-major B is a weight; the gradient of one has no operand that is older than the kernels ahead.
     produce_a, produce_b = producer(config, load_a, False), producer(config, load_b, not config.b_mn)

@@ -22,14 +22,7 @@ import numpy as np
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.gemm.sm90 import load_functions, main_loop_function
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
-from rlnumba.kernels.nn.row_sum import (
-    LOG2_E,
-    NONE,
-    TILE_COLUMNS,
-    exponentials_of_sixteen,
-    join,
-    largest_of_sixteen,
-)
+from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
 from rlnumba.kernels.ptx.pipeline import (
     FIRST_EMPTY,
     FIRST_FULL,
@@ -222,14 +215,6 @@ def logit_of_column(acc, begin, target):
 
 
 @device_function
-def largest_of_row(acc, begin, largest, at):
-    """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
-    for part in range(4):
-        largest[at + part] = largest_of_sixteen(acc, begin + 32 * part, 4)
-    return max(max(largest[at], largest[at + 1]), max(largest[at + 2], largest[at + 3]))
-
-
-@device_function
 def exponent_base(largest, reference, factor, max_exponent):
     """The logit whose exponential is 1 in a tile with this largest one: the row's reference, if that is near enough."""
     return reference if (largest - reference) * factor <= max_exponent else largest
@@ -347,8 +332,12 @@ def forward_epilogue(config):
             # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
             if i32(0) <= targets[half] < i32(TILE_COLUMNS) and targets[half] & i32(6) == 0:
                 target_logits[row + half * 8] = logit_of_column(acc, half * 2, targets[half])
-            bases[half] = largest_of_row(acc, half * 2, largest, half * 4)
+            at_half = half * 4
+            for part in range(4):
+                largest[at_half + part] = largest_of_sixteen(acc, half * 2 + 32 * part, 4)
             if exponentials:
+                upper = max(largest[at_half + 2], largest[at_half + 3])
+                bases[half] = max(max(largest[at_half], largest[at_half + 1]), upper)
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
                 bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)

@@ -133,16 +133,13 @@ def producer(config, load, before_wait):
     return produce
 
 
-def main_loop_function(config, each_round):
+def main_loop_function(columns, stages, stage_bytes, start, each_round):
     """The device function that multiplies a tile: acc = A B over `rounds` stages; returns the ring's next stage.
 
-    each_round(done, rounds, leader, arguments): a device function called while wgmma runs.
+    start: of wgmma_async. each_round(done, rounds, leader, arguments): a device function called while wgmma runs.
     """
-    columns, stage_bytes = config.columns, config.stage_bytes
-    a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
-    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
     wait_all_but_latest, wait_all = wgmma_wait_group(columns // 2, 1), wgmma_wait_group(columns // 2, 0)
-    _, advance = ring(config.stages)
+    _, advance = ring(stages)
 
     @device_function
     def main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, arguments):
@@ -180,13 +177,16 @@ def consumer_function(config):
     else:
         store_by_threads = store_by_threads_function(config)
 
+    a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
+    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
+
     @device_function
     def each_round(done, rounds, leader, part):
         # Not at once: TMA still reads the staged output of the tile before.
         if prefetches and done == min(rounds - i32(1), i32(2)) and leader:
             prefetch(*part)
 
-    main_loop = main_loop_function(config, each_round)
+    main_loop = main_loop_function(columns, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
     def consume(base, consumer, thread, c_map, residual_map, c, bias, residual, m, shape):

@@ -81,7 +81,7 @@ def _launch(
         shortest = rounds - (splits - 1) * split_rounds
     if not can_stagger(config, shortest):
         config = config._replace(stagger=0)
-    out_map = unused() if out is None else tensor_map(out, ROWS, config.gemm.box_columns)
+    out_map = unused() if out is None else tensor_map(out, ROWS, config.box_columns)
     ids = unused() if ids is None else ids
     floats = (unused(dtype=np.float32) if array is None else array for array in (lse, dlogp, results, target_logits))
     lse, dlogp, results, target_logits = floats

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
-from rlnumba.kernels.gemm.sm90 import load_functions, main_loop_function
-from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
+from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
 from rlnumba.kernels.ptx.pipeline import (
     FIRST_EMPTY,
@@ -32,7 +31,7 @@ from rlnumba.kernels.ptx.pipeline import (
     shared_layout,
     stage_function,
 )
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, fence_proxy_async
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
     bulk_wait_group,
@@ -46,6 +45,7 @@ from rlnumba.kernels.ptx.sm90 import (
     setmaxnreg_dec,
     setmaxnreg_inc,
     tensor_map_address,
+    tma_load_2d,
     tma_store_2d,
     warp_uniform,
 )
@@ -57,7 +57,7 @@ from rlnumba.kernels.ptx.warp import (
     shuffle_xor,
     udiv,
 )
-from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP
+from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, wgmma_async
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize
 
@@ -94,20 +94,26 @@ class LogprobConfig(NamedTuple):
         return ROWS * self.consumers
 
     @property
-    def gemm(self):
-        """The GEMM whose epilogue this kernel replaces."""
-        split_k = self.mode == "split_k"
-        output = "float32" if split_k else "same"
-        return Sm90GemmConfig(TILE_COLUMNS, self.consumers, self.stages, self.element, b_mn=split_k, output=output)
+    def box_columns(self):
+        """Columns of the output in a 128-byte line."""
+        return 32 if self.mode == "split_k" else 64
 
     @property
     def staged_bytes(self):
         return 0 if self.mode == "forward" else self.boxes * BOX_BYTES
 
     @property
+    def a_bytes(self):
+        return self.rows * LINE
+
+    @property
+    def stage_bytes(self):
+        return self.a_bytes + TILE_COLUMNS * LINE
+
+    @property
     def layout(self):
         """Shared memory: stages of [A | B], staged output, barriers of the stages, and the one between consumers."""
-        stages, barriers = self.stages * self.gemm.stage_bytes, self.stages * MBARRIER_BYTES
+        stages, barriers = self.stages * self.stage_bytes, self.stages * MBARRIER_BYTES
         staged = self.consumers * self.staged_bytes
         return shared_layout(stages=stages, staged=staged, full=barriers, empty=barriers, stagger=MBARRIER_BYTES)
 
@@ -162,9 +168,8 @@ def scheduler(config):
 @functools.cache
 def producer_function(config):
     """The device function of the thread that loads A and B of all tiles of a block."""
-    layout, gemm = config.layout, config.gemm
-    split_k, a_bytes, stage_bytes = gemm.b_mn, gemm.a_bytes, gemm.stage_bytes
-    load_a, load_b = load_functions(gemm)
+    layout, split_k, rows = config.layout, config.mode == "split_k", config.rows
+    a_bytes, stage_bytes = config.a_bytes, config.stage_bytes
     _, advance = ring(config.stages)
     _, work = scheduler(config)
 
@@ -176,14 +181,19 @@ def producer_function(config):
         stage, parity = FIRST_EMPTY
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
             tile_row, tile_column, split, rounds = work(index, schedule)
+            first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
             first_step = i32(split * split_rounds) * i32(STEPS) if split_k else i32(0)
             for done in range(rounds):
                 mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
                 stage_full, target = full + stage * MBARRIER_BYTES, base + stage * stage_bytes
                 mbarrier_expect_tx(stage_full, nbytes)
                 step = first_step + i32(done) * i32(STEPS)
-                load_a(target, a, tile_row, tile_column, step, stage_full, i32(0))
-                load_b(target + a_bytes, b, tile_row, tile_column, step, stage_full, i32(0))
+                tma_load_2d(target, a, step, first_row, stage_full)
+                if split_k:
+                    for box in range(TILE_COLUMNS // 64):
+                        tma_load_2d(target + a_bytes + box * BOX_BYTES, b, first_column + box * 64, step, stage_full)
+                else:
+                    tma_load_2d(target + a_bytes, b, step, first_column, stage_full)
                 stage, parity = advance(stage, parity)
 
     return produce
@@ -227,7 +237,7 @@ def store_function(config):
     It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
     waits for it. The boxes divide the pieces of a tile, so the first one is free when a tile begins.
     """
-    boxes, box_columns = config.boxes, config.gemm.box_columns
+    boxes, box_columns = config.boxes, config.box_columns
     stage = stage_function(config.element, box_columns, config.mode == "split_k")
 
     @device_function
@@ -384,7 +394,9 @@ def consumer_function(config):
     _, work = scheduler(config)
     fold_tile, differentiate = forward_epilogue(config), differentiate_function(config)
     store_columns = store_function(config)
-    accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.gemm.a_bytes, config.stagger
+    accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.a_bytes, config.stagger
+
+    start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", "mn" if split_k else "k")
 
     @device_function
     def each_round(done, rounds, leader, arguments):
@@ -393,7 +405,7 @@ def consumer_function(config):
         if stagger > 0 and consumer == 0 and leader and done == min(stagger, rounds - 1):
             mbarrier_arrive(staggered)
 
-    main_loop = main_loop_function(config.gemm, each_round)
+    main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
     def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):

@@ -77,7 +77,7 @@ def configs(rows, steps, output, a_mn=False, b_mn=False):
             for share in (1, 2) if few else (1,):
                 room = (SHARED_LIMIT + 1024) // share - 1024 * (share > 1)
                 config = Sm90GemmConfig(columns, consumers, 0, BF16, a_mn, b_mn, output)
-                depths.add(min((room - config.shared_bytes) // (config.stage_bytes + 16), 16, max(3, steps // 64)))
+                depths.add(min((room - config.layout.nbytes) // (config.stage_bytes + 16), 16, max(3, steps // 64)))
             for stages in depths:
                 if stages > 2:
                     yield Sm90GemmConfig(columns, consumers, stages, BF16, a_mn, b_mn, output)

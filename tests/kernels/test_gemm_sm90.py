@@ -121,7 +121,7 @@ def test_every_chosen_config_is_possible():
         for n, k in ((1024, 2048), (4096, 1024), (151_936, 1024), (8, 8), (24_576, 4096)):
             for a_mn, b_mn, output in ((False, False, "same"), (False, True, "same"), (True, True, "add")):
                 config = best_config(m, n, k, "bfloat16", a_mn, b_mn, output, False, False, 132)
-                assert config.shared_bytes <= 227 * 1024 and config.stages >= 3
+                assert config.layout.nbytes <= 227 * 1024 and config.stages >= 3
                 assert config.columns % 64 == 0 or (not b_mn and output == "same")
 
 

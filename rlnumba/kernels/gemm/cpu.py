@@ -90,14 +90,12 @@ def _make_tile(rows, columns):
             whole = builder.and_(k, I64(-LANES))
             loop = Loop(builder, I64(0), whole, [splat(F32, 0.0)] * (rows * columns))
             loop.next(step(loop.carried, loop.index, None))
-            sums = loop.carried
-            remainder = Loop(builder, whole, k, sums)
+            remainder = Loop(builder, whole, k, loop.carried)
             mask = lanes_below(builder, builder.sub(k, remainder.index))
             remainder.next(step(remainder.carried, remainder.index, mask))
-            sums = remainder.carried
             targets = [(i, j) for i in row_indices for j in column_indices]
             for first in range(0, rows * columns, LANES):
-                group = sums[first : first + LANES]
+                group = remainder.carried[first : first + LANES]
                 totals, owners = fold_all(builder, group)
                 for lane, owner in enumerate(owners):
                     if owner < len(group):

@@ -137,38 +137,36 @@ def store_by_tma_function(config):
     columns, tile_columns, swiglu = config.columns, config.tile_columns, config.swiglu
     box_columns, staged_columns = config.box_columns, config.staged_columns
     output, prefetches, prefetched_columns = config.output, config.prefetches, config.prefetched_columns
-    buffers, part_bytes = config.staging_buffers, config.staged_bytes // config.staging_buffers
+    part_bytes = staged_columns // box_columns * BOX_BYTES
+    buffers = config.staged_bytes // part_bytes
+    wait_for_buffer = bulk_wait_group_read_1 if buffers == 2 else bulk_wait_group_read
     stage, activate = stage_function(config.element, staged_columns, output != "same"), swiglu_function(config)
 
     @device_function
-    def send(c_map, first_column, first_row, staged, add):
-        """One thread starts the stores, or adds, of a staged part."""
-        for box in range(staged_columns // box_columns):
-            if add:
-                tma_reduce_add_2d(c_map, first_column + box * box_columns, first_row, staged + box * BOX_BYTES)
-            else:
-                tma_store_2d(c_map, first_column + box * box_columns, first_row, staged + box * BOX_BYTES)
-        bulk_commit_group()
+    def stage_and_store(acc, first, c_map, column, row, staged, add, warpgroup, warp, lane, leader):
+        """Stage accumulators `first` and so on once TMA has read what `staged` held; one thread stores or adds them."""
+        named_barrier_sync(warpgroup, WARPGROUP)
+        stage(acc, first, staged, warp, lane)
+        fence_proxy_async()
+        named_barrier_sync(warpgroup, WARPGROUP)
+        if leader:
+            for box in range(staged_columns // box_columns):
+                if add:
+                    tma_reduce_add_2d(c_map, column + box * box_columns, row, staged + box * BOX_BYTES)
+                else:
+                    tma_store_2d(c_map, column + box * box_columns, row, staged + box * BOX_BYTES)
+            bulk_commit_group()
 
     @device_function
     def store_part(acc, part, c_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader):
         # TMA must have read the last part before this one overwrites it.
         if leader and (part >= buffers or not prefetches):
-            if buffers == 2:
-                bulk_wait_group_read_1()
-            else:
-                bulk_wait_group_read()
-        named_barrier_sync(warpgroup, WARPGROUP)
-        buffer = staged + i32(part % buffers) * part_bytes
-        stage(acc, part * staged_columns // 2, buffer, warp, lane)
-        fence_proxy_async()
-        named_barrier_sync(warpgroup, WARPGROUP)
-        if leader:
-            first_column = tile_column * tile_columns + part * staged_columns
-            if swiglu and part * staged_columns >= tile_columns:
-                first_column += n - tile_columns
-            add = output == "add" and part * staged_columns >= prefetched_columns
-            send(c_map, first_column, first_row, buffer, add)
+            wait_for_buffer()
+        buffer, column = staged + i32(part % buffers) * part_bytes, tile_column * tile_columns + part * staged_columns
+        if swiglu and part * staged_columns >= tile_columns:
+            column += n - tile_columns
+        first, add = part * staged_columns // 2, output == "add" and part * staged_columns >= prefetched_columns
+        stage_and_store(acc, first, c_map, column, first_row, buffer, add, warpgroup, warp, lane, leader)
 
     @device_function
     def store_activated(acc, activated_map, first_row, tile_column, staged, warpgroup, warp, lane, leader):
@@ -176,12 +174,8 @@ def store_by_tma_function(config):
             activate(acc, i)
         if leader:
             bulk_wait_group_read()
-        named_barrier_sync(warpgroup, WARPGROUP)
-        stage(acc, 0, staged, warp, lane)
-        fence_proxy_async()
-        named_barrier_sync(warpgroup, WARPGROUP)
-        if leader:
-            send(activated_map, tile_column * tile_columns, first_row, staged, False)
+        column = tile_column * tile_columns
+        stage_and_store(acc, 0, activated_map, column, first_row, staged, False, warpgroup, warp, lane, leader)
 
     @device_function
     def store_by_tma(acc, c_map, activated_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader):

@@ -64,23 +64,20 @@ def describe(dtype=None):
     return f"native; {'simt' if dtype == np.float32 else dispatch.describe('gemm')}"
 
 
-def _gemm(a, b, out, steps, bias=None, residual=None, also=()):
+def _gemm(a, b, out, steps, bias=None, residual=None):
     """The GEMM function for these matrices, a choice that does not depend on the number of rows.
 
-    steps: of the reduction; also: matrices that it writes besides.
+    steps: of the reduction; residual: or a second output.
     """
     name = backend()
     if name != "native":
         return BACKENDS[name]
     gemm = FAMILIES.get(dispatch.family("gemm"))
-    if gemm is None or a.dtype == np.float32 or not steps:
+    if gemm is None or a.dtype == np.float32 or not steps or (residual is not None and out.dtype != a.dtype):
         return simt.gemm
-    if residual is not None:
-        if out.dtype != a.dtype:
-            return simt.gemm
-        also = (*also, residual)
     pairs = bias is None or address(bias) % 4 == 0
-    return gemm if pairs and is_16_byte_aligned(a, b, out, *also) else simt.gemm
+    matrices = (a, b, out) if residual is None else (a, b, out, residual)
+    return gemm if pairs and is_16_byte_aligned(*matrices) else simt.gemm
 
 
 def linear(x, weight, out, bias=None, residual=None):
@@ -97,9 +94,8 @@ def linear(x, weight, out, bias=None, residual=None):
         check("linear", "bias", bias, (n,), (x.dtype,))
     if residual is not None:
         check("linear", "residual", residual, (m, n), (out.dtype,))
-    if m == 0 or n == 0:
-        return
-    _gemm(x, weight, out, k, bias, residual)(x, weight, out, bias=bias, residual=residual)
+    if m and n:
+        _gemm(x, weight, out, k, bias, residual)(x, weight, out, bias=bias, residual=residual)
 
 
 def linear_swiglu(x, weight, gate_up, out):
@@ -114,7 +110,7 @@ def linear_swiglu(x, weight, gate_up, out):
     if n % 2:
         raise ValueError(f"linear_swiglu: weight must have an even number of rows, got {n}")
     check("linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
-    if m and n and _gemm(x, weight, out, k, also=(gate_up,)) is gemm_sm90.gemm:
+    if m and n and _gemm(x, weight, out, k, residual=gate_up) is gemm_sm90.gemm:
         gemm_sm90.gemm_swiglu(x, weight, gate_up, out)
     else:
         linear(x, weight, gate_up)
@@ -146,9 +142,8 @@ def linear_backward_weight(dout, x, dweight):
     m, n = check("linear_backward_weight", "dout", dout, (None, None), FLOATS)
     _, k = check("linear_backward_weight", "x", x, (m, None), (dout.dtype,))
     check("linear_backward_weight", "dweight", dweight, (n, k), F32)
-    if m == 0 or n == 0 or k == 0:
-        return
-    _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=True)
+    if m and n and k:
+        _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=True)
 
 
 def bias_backward(dout, dbias):

@@ -80,20 +80,12 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     """As ops.BACKENDS says."""
     rows, columns = out.shape
     steps = a.shape[0] if a_mn else a.shape[1]
-    flat_a = a.reshape(-1)
-    launch(
-        gemm_simt_kernel,
-        (-(-columns // TILE), -(-rows // TILE)),
-        (TILE, TILE),
-        flat_a,
-        *((1, rows) if a_mn else (steps, 1)),
-        b.reshape(-1),
-        *((1, columns) if b_mn else (steps, 1)),
-        steps,
-        flat_a[:0] if bias is None else bias,
-        out if add else out[:0] if residual is None else residual,
-        out,
-    )
+    a_operand = a.reshape(-1), *((1, rows) if a_mn else (steps, 1))
+    b_operand = b.reshape(-1), *((1, columns) if b_mn else (steps, 1))
+    bias = a_operand[0][:0] if bias is None else bias
+    addend = out if add else out[:0] if residual is None else residual
+    grid = -(-columns // TILE), -(-rows // TILE)
+    launch(gemm_simt_kernel, grid, (TILE, TILE), *a_operand, *b_operand, steps, bias, addend, out)
 
 
 def bias_backward(dout, dbias):

@@ -1,21 +1,16 @@
 """GEMM on every GPU since Ampere (sm_80): C = A B^T, C = A B and C += A^T B by mma.sync, one order over K.
 
-Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32. For linear A and B lie K-major,
-for linear_backward_input B lies MN-major, for linear_backward_weight both do.
-
-A block owns a tile of C, each of its warps a part of it, in registers. cp.async copies the next `step` values of the
-reduction for all rows and columns of the tile, `stages` - 1 ahead; what lies outside the matrices becomes zero. A warp
-loads the fragments of the next 16 values while it multiplies those of the last 16. In the epilogue each warp stages its
-part in shared memory, so that C is written, and what is added to it read, 16 bytes a lane.
+Types, operand layouts and the order of sums are those of sm90.py. A block owns a tile of C, each of its warps a part of
+it, in registers. cp.async copies the next `step` values of the reduction for all rows and columns of the tile, `stages`
+- 1 ahead; what lies outside the matrices becomes zero. A warp loads the fragments of the next 16 values while it
+multiplies those of the last 16. In the epilogue each warp stages its part in shared memory, so that C is written, and
+what is added to it read, 16 bytes a lane.
 
     shared memory, one stage:   [ A: rows x step | B: columns x step ]     K-major, lines of `step` values
                                 [ A: step x rows | B: step x columns ]     MN-major, lines of rows or columns
 
 The 16-byte chunks of a line are permuted by the line's number (chunk_offset), so that the eight half lines that
 ldmatrix reads at once lie in different banks, whichever way the operand lies.
-
-Every element of C adds its products in the order of the reduction index, 16 at a time, in one accumulator,
-whatever the tile's shape: a row's bits do not depend on M or on the config.
 """
 
 import functools
@@ -76,11 +71,8 @@ def box_copy_function(lines, line_bytes, threads):
             box_line = i32(line + i32(i * together))
             if lines % together == 0 or box_line < lines:
                 nbytes = i32(CHUNK) if box_line < valid_lines else i32(0)
-                cp_async_16(
-                    target + i * together * line_bytes + chunk_offset(chunk, box_line, line_bytes),
-                    source + i * together * pitch,
-                    nbytes,
-                )
+                destination = target + i * together * line_bytes + chunk_offset(chunk, box_line, line_bytes)
+                cp_async_16(destination, source + i * together * pitch, nbytes)
 
     return copy_box
 
@@ -103,14 +95,10 @@ def stage_copy_function(config):
         a_pitch, b_pitch = pitches
         valid_rows, valid_columns = valid
         if copied < rounds:
-            if a_mn:
-                copy_a(target, a_source, a_pitch, valid_steps, i32(valid_rows >> i32(3)), thread)
-            else:
-                copy_a(target, a_source, a_pitch, valid_rows, i32(valid_steps >> i32(3)), thread)
-            if b_mn:
-                copy_b(target + a_bytes, b_source, b_pitch, valid_steps, i32(valid_columns >> i32(3)), thread)
-            else:
-                copy_b(target + a_bytes, b_source, b_pitch, valid_columns, i32(valid_steps >> i32(3)), thread)
+            a_lines, a_length = (valid_steps, valid_rows) if a_mn else (valid_rows, valid_steps)
+            b_lines, b_length = (valid_steps, valid_columns) if b_mn else (valid_columns, valid_steps)
+            copy_a(target, a_source, a_pitch, a_lines, i32(a_length >> i32(3)), thread)
+            copy_b(target + a_bytes, b_source, b_pitch, b_lines, i32(b_length >> i32(3)), thread)
         cp_async_commit_group()
         target += stage_bytes
         if target == base + ring_bytes:
@@ -174,7 +162,6 @@ def main_loop_function(config):
     @device_function
     def main_loop(acc, state, base, rounds, pitches, valid, warp_row, warp_column, thread, lane):
         """state: the first five arguments of copy_stage, after `stages` - 1 stages."""
-        copied, target, a_source, b_source, valid_steps = state
         a_even = cuda.local.array(a_words, np.int32)
         a_odd = cuda.local.array(a_words, np.int32)
         b_even = cuda.local.array(b_words, np.int32)
@@ -188,9 +175,7 @@ def main_loop_function(config):
                 load_fragments(a_odd, b_odd, stage, warp_row, warp_column, i32(32 * pair + 16), lane)
                 if pair == 0:
                     # All warps have left the stage before this one: the next copies may overwrite it.
-                    copied, target, a_source, b_source, valid_steps = copy_stage(
-                        copied, target, a_source, b_source, valid_steps, base, rounds, pitches, valid, thread
-                    )
+                    state = copy_stage(*state, base, rounds, pitches, valid, thread)
                 multiply(acc, a_even, b_even)
                 if pair == pairs_of_steps - 1:
                     wait_for_stage()
@@ -267,10 +252,8 @@ def epilogue_function(config):
             for i in range(warp_rows // lines_together):
                 line = i32(i32(i * lines_together) + lane // i32(part_chunks))
                 if line < valid_rows:
-                    copy_to_global(
-                        c + offset + line * (n * item_bytes) + chunk * CHUNK,
-                        part + line * i32(line_bytes) + chunk_offset(chunk, line, line_bytes),
-                    )
+                    source = part + line * i32(line_bytes) + chunk_offset(chunk, line, line_bytes)
+                    copy_to_global(c + offset + line * (n * item_bytes) + chunk * CHUNK, source)
         sync_warp()
 
     return epilogue
@@ -337,9 +320,8 @@ def gemm_sm80_kernel(config):
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
     """As ops.BACKENDS says, with the config that best_config chooses."""
-    config = best_config(
-        *kind_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count(), device.max_shared_bytes()
-    )
+    kind = kind_of(a, out, a_mn, b_mn, add, bias, residual)
+    config = best_config(*kind, device.sm_count(), device.max_shared_bytes())
     gemm_with_config(config, a, b, out, bias, residual)
 
 
@@ -347,17 +329,7 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None):
     """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long. M, N and K > 0."""
     m, n = out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
-    launch(
-        gemm_sm80_kernel(config),
-        -(-m // config.rows) * -(-n // config.columns),
-        config.threads,
-        a,
-        b,
-        out,
-        unused() if bias is None else bias.view(np.int32),
-        unused(2) if residual is None else residual,
-        m,
-        n,
-        k,
-        shared=config.shared_bytes,
-    )
+    kernel, blocks = gemm_sm80_kernel(config), -(-m // config.rows) * -(-n // config.columns)
+    bias = unused() if bias is None else bias.view(np.int32)
+    residual = unused(2) if residual is None else residual
+    launch(kernel, blocks, config.threads, a, b, out, bias, residual, m, n, k, shared=config.shared_bytes)

@@ -12,10 +12,9 @@ BANK_BYTES = 128
 class Sm80GemmConfig(NamedTuple):
     """One kernel of gemm/sm80.py. rows, columns: of C that a block owns, in warps_down x warps_across warps.
 
-    step: values of the reduction in a stage; stages: of the ring. a_mn, b_mn: the operand lies MN-major in memory.
-    element: "float16" or "bfloat16". output: "same" as the inputs, "float32", or "add" to float32. bias, residual:
-    added to C before it is rounded. prefetch: the residual is loaded during the main loop, to memory of its own; a
-    warp's part of C must then be staged at once (warp_columns == part_columns).
+    step: values of the reduction in a stage; stages: of the ring. prefetch: the residual is loaded during the main
+    loop, to memory of its own; a warp's part of C must then be staged at once (warp_columns == part_columns). The other
+    fields are those of Sm90GemmConfig.
     """
 
     rows: int

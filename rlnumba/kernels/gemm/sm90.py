@@ -22,7 +22,7 @@ import numpy as np
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
 from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
-from rlnumba.kernels.gemm.sm90_config import best_config, gemm_layout
+from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.sm90 import (
@@ -169,15 +169,16 @@ def consumer_function(config):
     columns, rows = config.columns, config.rows
     tile_columns, staged_columns = config.tile_columns, config.staged_columns
     a_bytes, staged_bytes, prefetched_columns = config.a_bytes, config.staged_bytes, config.prefetched_columns
-    prefetches, layout = config.prefetches, gemm_layout(config)
+    prefetches, layout = config.prefetches, config.layout
     accumulators, residual_words = columns // 2, columns // 4 if config.residual and not prefetches else 1
     load_residual, prefetch, add_addends = addends(config)
-    a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
-    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
     if staged_columns:
         store_by_tma = store_by_tma_function(config)
     else:
         store_by_threads = store_by_threads_function(config)
+
+    a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
+    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
 
     @device_function
     def each_round(done, rounds, leader, part):
@@ -231,11 +232,11 @@ def consumer_function(config):
 @specialize
 def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
-    rows, tile_columns, steps = config.rows, config.tile_columns, config.steps
-    consumers, stages = config.consumers, config.stages
-    reallocates_registers, a_bytes, b_bytes = config.reallocates_registers, config.a_bytes, config.b_bytes
-    layout = gemm_layout(config)
-    init_ring, _ = ring(stages)
+    rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
+    layout, a_bytes, b_bytes = config.layout, config.a_bytes, config.b_bytes
+    # The producer's registers go to consumers whose accumulators need them.
+    reallocates_registers = config.columns > 128
+    init_ring, _ = ring(config.stages)
     load_a, load_b = load_functions(config)
     # A K-major B is a weight; the gradient of one has no operand that is older than the kernels ahead.
     produce_a, produce_b = producer(config, load_a, False), producer(config, load_b, not config.b_mn)
@@ -246,7 +247,7 @@ def gemm_sm90_kernel(config):
         """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
 
         c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the config does not use is one
-        element long. a_stage_bytes: of A's boxes of one stage. Shared memory: gemm_layout.
+        element long. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = warp_uniform(thread >> i32(7))
@@ -310,25 +311,17 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None):
     a_map = tensor_map(a, *(panels if config.eight_rows else ()), a_rows, 64)
     b_map = tensor_map(b, *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64)
     staged = config.staged_columns > 0
-    tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     # TMA loads the residual, or stores SwiGLU's output.
     residual_by_tma = staged and (config.residual or config.swiglu)
-    launch(
-        gemm_sm90_kernel(config),
-        min(tiles, device.sm_count() * config.blocks_per_sm),
-        (config.consumers + 1) * WARPGROUP,
-        a_map,
-        b_map,
-        tensor_map(out, ROWS, config.box_columns) if staged else unused(),
-        tensor_map(residual, ROWS, config.box_columns) if residual_by_tma else unused(),
-        unused(2) if staged else out.view(np.int32),
-        unused() if bias is None else bias.view(np.int32),
-        unused(2) if residual is None or staged else residual.view(np.int32),
-        m,
-        n,
-        k,
-        config.panels * LINE * (config.rows if config.a_mn else a_rows),
-        shared=config.shared_bytes,
-        # Only a weight is loaded before griddepcontrol_wait.
-        pdl=ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT,
-    )
+    c_map = tensor_map(out, ROWS, config.box_columns) if staged else unused()
+    residual_map = tensor_map(residual, ROWS, config.box_columns) if residual_by_tma else unused()
+    c = unused(2) if staged else out.view(np.int32)
+    bias = unused() if bias is None else bias.view(np.int32)
+    residual = unused(2) if residual is None or staged else residual.view(np.int32)
+    a_stage_bytes = config.panels * LINE * (config.rows if config.a_mn else a_rows)
+    tiles = -(-m // config.rows) * -(-n // config.tile_columns)
+    grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
+    arguments = a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes
+    # Only a weight is loaded before griddepcontrol_wait.
+    pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT
+    launch(gemm_sm90_kernel(config), grid, block, *arguments, shared=config.layout.nbytes, pdl=pdl)

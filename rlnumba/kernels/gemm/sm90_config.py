@@ -100,35 +100,21 @@ class Sm90GemmConfig(NamedTuple):
         return columns // self.box_columns * BOX_BYTES
 
     @property
-    def staging_buffers(self):
-        """Parts of the output, of staged_columns each, that shared memory has room for."""
-        return self.staged_bytes // (self.staged_columns // self.box_columns * BOX_BYTES) if self.staged_columns else 1
-
-    @property
     def blocks_per_sm(self):
         """How many blocks an SM holds at a time. Large tiles take all its registers."""
-        return min(2, SHARED_LIMIT // self.shared_bytes) if self.consumers == 1 and self.columns <= 64 else 1
+        return min(2, SHARED_LIMIT // self.layout.nbytes) if self.consumers == 1 and self.columns <= 64 else 1
 
     @property
-    def reallocates_registers(self):
-        """Whether the producer's registers go to the consumers, whose accumulators need them."""
-        return self.columns > 128
-
-    @property
-    def shared_bytes(self):
-        return gemm_layout(self).nbytes
-
-
-@functools.cache
-def gemm_layout(config):
-    """Shared memory: stages of [A rows x 64 | B columns x 64], each consumer's staged output, then the mbarriers."""
-    return shared_layout(
-        stages=config.stages * config.stage_bytes,
-        staged=config.consumers * config.staged_bytes,
-        full=config.stages * MBARRIER_BYTES,
-        empty=config.stages * MBARRIER_BYTES,
-        prefetched=config.consumers * MBARRIER_BYTES,
-    )
+    def layout(self):
+        """Shared memory: stages of [A rows x 64 | B columns x 64], each consumer's staged output, the mbarriers."""
+        barriers = self.stages * MBARRIER_BYTES
+        return shared_layout(
+            stages=self.stages * self.stage_bytes,
+            staged=self.consumers * self.staged_bytes,
+            full=barriers,
+            empty=barriers,
+            prefetched=self.consumers * MBARRIER_BYTES,
+        )
 
 
 def with_stages(config, most_panels, k):
@@ -138,7 +124,7 @@ def with_stages(config, most_panels, k):
         panels //= 2
     config = config._replace(panels=panels, stages=2)
     stage_bytes = config.stage_bytes + 2 * MBARRIER_BYTES
-    return config._replace(stages=min((SHARED_LIMIT - config.shared_bytes) // stage_bytes + 2, 16))
+    return config._replace(stages=min((SHARED_LIMIT - config.layout.nbytes) // stage_bytes + 2, 16))
 
 
 def few_rows_config(m, n, k, sm_count, fixed, swiglu):

@@ -156,13 +156,21 @@ def _run_on_copies(run, rows, inputs, outputs):
 
 
 def _check_linear(op, hidden, weight, ids, temperature):
-    """(rows, vocabulary) of right arguments."""
+    """(rows, vocabulary) of right arguments.
+
+    On a GPU the ids are checked only if RLNUMBA_DEBUG is set: that waits for the device.
+    """
     rows, width = check(op, "hidden", hidden, (None, None), FLOATS)
     vocabulary, _ = check(op, "weight", weight, (None, width), (hidden.dtype,))
     check(op, "ids", ids, (rows,), I32)
     if not temperature > 0:
         raise ValueError(f"{op}: temperature must be > 0, got {temperature}")
-    _check_ids(op, ids, vocabulary)
+    if device.name() != "cuda" or DEBUG:
+        ids = device.to_host(ids)
+        bad = ((ids < 0) | (ids >= vocabulary)) & (ids != IGNORED)
+        if bad.any():
+            first = int(np.argmax(bad))
+            raise ValueError(f"{op}: ids[{first}] must be in [0, {vocabulary}) or {IGNORED}, got {int(ids[first])}")
     return rows, vocabulary
 
 
@@ -176,20 +184,6 @@ def _check_gradients(op, hidden, weight, dlogp, dhidden, dweight):
     check(op, "dlogp", dlogp, (hidden.shape[0],), F32)
     check(op, "dhidden", dhidden, hidden.shape, (hidden.dtype,))
     check(op, "dweight", dweight, weight.shape, F32)
-
-
-def _check_ids(op, ids, vocabulary):
-    """Raise ValueError naming the first id that is neither IGNORED nor in [0, vocabulary).
-
-    On a GPU only if RLNUMBA_DEBUG is set: the check waits for the device.
-    """
-    if device.name() == "cuda" and not DEBUG:
-        return
-    ids = device.to_host(ids)
-    bad = ((ids < 0) | (ids >= vocabulary)) & (ids != IGNORED)
-    if bad.any():
-        first = int(np.argmax(bad))
-        raise ValueError(f"{op}: ids[{first}] must be in [0, {vocabulary}) or {IGNORED}, got {int(ids[first])}")
 
 
 def logp_ref(logits, ids, temperature=1.0):

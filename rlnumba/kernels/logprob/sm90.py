@@ -17,8 +17,7 @@ reads and writes all of dweight: blocks are as tall as memory allows. The remain
 dweight where it need not be added to, and pays most where a GEMM is short. dhidden's GEMM is split along the
 vocabulary (split-K), since otherwise it has too few tiles to fill the GPU; the partial sums are added in order.
 
-H200, 16,384 x 1024 x 151,936: each GEMM is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md. Extra memory:
-EXTRA_BYTES at most.
+H200, 16,384 x 1024 x 151,936: each GEMM is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md.
 """
 
 import math

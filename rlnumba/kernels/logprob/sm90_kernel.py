@@ -21,14 +21,7 @@ import numpy as np
 
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.gemm.sm90 import main_loop_function
-from rlnumba.kernels.nn.row_sum import (
-    LOG2_E,
-    NONE,
-    TILE_COLUMNS,
-    exponentials_of_sixteen,
-    join,
-    largest_of_sixteen,
-)
+from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
 from rlnumba.kernels.ptx.pipeline import (
     FIRST_EMPTY,
     FIRST_FULL,
@@ -175,7 +168,7 @@ def scheduler(config):
 @functools.cache
 def producer_function(config):
     """The device function of the thread that loads A and B of all tiles of a block."""
-    layout, b_mn, rows = config.layout, config.mode == "split_k", config.rows
+    layout, split_k, rows = config.layout, config.mode == "split_k", config.rows
     a_bytes, stage_bytes = config.a_bytes, config.stage_bytes
     _, advance = ring(config.stages)
     _, work = scheduler(config)
@@ -189,15 +182,14 @@ def producer_function(config):
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
             tile_row, tile_column, split, rounds = work(index, schedule)
             first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
-            first_step = i32(split * split_rounds) * i32(STEPS) if b_mn else i32(0)
+            first_step = i32(split * split_rounds) * i32(STEPS) if split_k else i32(0)
             for done in range(rounds):
                 mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
-                stage_full = full + stage * MBARRIER_BYTES
-                target = base + stage * stage_bytes
+                stage_full, target = full + stage * MBARRIER_BYTES, base + stage * stage_bytes
                 mbarrier_expect_tx(stage_full, nbytes)
                 step = first_step + i32(done) * i32(STEPS)
                 tma_load_2d(target, a, step, first_row, stage_full)
-                if b_mn:
+                if split_k:
                     for box in range(TILE_COLUMNS // 64):
                         tma_load_2d(target + a_bytes + box * BOX_BYTES, b, first_column + box * 64, step, stage_full)
                 else:
@@ -233,22 +225,46 @@ def logit_of_column(acc, begin, target):
 
 
 @device_function
-def largest_of_row(acc, begin, largest, at):
-    """largest[at : at + 4]: of the four parts of a row of a tile, this lane's columns. Returns their largest."""
-    for part in range(4):
-        largest[at + part] = largest_of_sixteen(acc, begin + 32 * part, 4)
-    return max(max(largest[at], largest[at + 1]), max(largest[at + 2], largest[at + 3]))
-
-
-@device_function
 def exponent_base(largest, reference, factor, max_exponent):
     """The logit whose exponential is 1 in a tile with this largest one: the row's reference, if that is near enough."""
     return reference if (largest - reference) * factor <= max_exponent else largest
 
 
 @functools.cache
-def fold_functions(entropy, top1, exponentials):
-    """(fold_part, store_result): how the forward folds a thread's accumulators of one row of a tile."""
+def store_function(config):
+    """The device function with which a consumer stores its accumulators, box_columns at a time, by TMA.
+
+    It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
+    waits for it. The boxes divide the pieces of a tile, so the first one is free when a tile begins.
+    """
+    boxes, box_columns = config.boxes, config.box_columns
+    stage = stage_function(config.element, box_columns, config.mode == "split_k")
+
+    @device_function
+    def store_columns(acc, piece, output):
+        """Store the accumulators of the piece-th box_columns columns of a tile, and wait until the next box is free.
+
+        output: (tensor map, first column and row of the tile, address of the boxes, warpgroup, warp, lane).
+        """
+        out_map, column, row, staged, group, warp, lane = output
+        box = staged + piece % boxes * BOX_BYTES
+        stage(acc, piece * box_columns // 2, box, warp, lane)
+        fence_proxy_async()
+        if warp == (piece + 1) % boxes and lane == 0:
+            bulk_wait_group_read()
+        named_barrier_sync(group, WARPGROUP)
+        if warp == piece % boxes and lane == 0:
+            tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
+            bulk_commit_group()
+
+    return store_columns
+
+
+@functools.cache
+def forward_epilogue(config):
+    """The device function that folds a tile's logits to results, and stores their exponentials if they are wanted."""
+    exponentials, max_exponent = config.mode == "exponentials", np.float32(MAX_EXPONENT[config.element])
+    entropy, top1, store_columns = config.entropy, config.top1, store_function(config)
 
     @device_function
     def fold_part(acc, begin, part, largest, base, factor, sums):
@@ -302,46 +318,6 @@ def fold_functions(entropy, top1, exponentials):
             high = np.float32(sums[3]) if quad_lane == 3 else sums[2]
             results[at] = high if quad_lane >= 2 else low
 
-    return fold_part, store_result
-
-
-@functools.cache
-def store_function(config):
-    """The device function with which a consumer stores its accumulators, box_columns at a time, by TMA.
-
-    It uses its boxes of shared memory in turn. One thread, of another warp for each box, issues the box's store and
-    waits for it. The boxes divide the pieces of a tile, so the first one is free when a tile begins.
-    """
-    boxes, box_columns = config.boxes, config.box_columns
-    stage = stage_function(config.element, box_columns, config.mode == "split_k")
-
-    @device_function
-    def store_columns(acc, piece, output):
-        """Store the accumulators of the piece-th box_columns columns of a tile, and wait until the next box is free.
-
-        output: (tensor map, first column and row of the tile, address of the boxes, warpgroup, warp, lane).
-        """
-        out_map, column, row, staged, group, warp, lane = output
-        box = staged + piece % boxes * BOX_BYTES
-        stage(acc, piece * box_columns // 2, box, warp, lane)
-        fence_proxy_async()
-        if warp == (piece + 1) % boxes and lane == 0:
-            bulk_wait_group_read()
-        named_barrier_sync(group, WARPGROUP)
-        if warp == piece % boxes and lane == 0:
-            tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
-            bulk_commit_group()
-
-    return store_columns
-
-
-@functools.cache
-def forward_epilogue(config):
-    """The device function that folds a tile's logits to results, and stores their exponentials if they are wanted."""
-    exponentials, max_exponent = config.mode == "exponentials", np.float32(MAX_EXPONENT[config.element])
-    fold_part, store_result = fold_functions(config.entropy, config.top1, exponentials)
-    store_columns = store_function(config)
-
     @device_function
     def fold_rows(acc, part, largest, base, factor, sums, output):
         """A part of both rows of a thread."""
@@ -366,8 +342,12 @@ def forward_epilogue(config):
             # A lane has the columns 0, 1, 8, 9, 16, ... from its first.
             if i32(0) <= targets[half] < i32(TILE_COLUMNS) and targets[half] & i32(6) == 0:
                 target_logits[row + half * 8] = logit_of_column(acc, half * 2, targets[half])
-            bases[half] = largest_of_row(acc, half * 2, largest, half * 4)
+            at_half = half * 4
+            for part in range(4):
+                largest[at_half + part] = largest_of_sixteen(acc, half * 2 + 32 * part, 4)
             if exponentials:
+                upper = max(largest[at_half + 2], largest[at_half + 3])
+                bases[half] = max(max(largest[at_half], largest[at_half + 1]), upper)
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 1))
                 bases[half] = max(bases[half], shuffle_xor(bases[half], 2))
                 bases[half] = exponent_base(bases[half], references[half], factor, max_exponent)
@@ -415,6 +395,7 @@ def consumer_function(config):
     fold_tile, differentiate = forward_epilogue(config), differentiate_function(config)
     store_columns = store_function(config)
     accumulators, a_bytes, stagger = TILE_COLUMNS // 2, config.a_bytes, config.stagger
+
     start = wgmma_async(TILE_COLUMNS, config.element, STEPS // 16, "k", "mn" if split_k else "k")
 
     @device_function

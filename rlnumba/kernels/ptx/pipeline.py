@@ -33,6 +33,7 @@ MBARRIER_BYTES = 8
 FIRST_FULL, FIRST_EMPTY = (i32(0), i32(0)), (i32(0), i32(1))
 
 
+@functools.cache
 def shared_layout(**sizes):
     """Byte offsets of a kernel's buffers in dynamic shared memory, by name, in the order in which they are given.
 

@@ -106,10 +106,9 @@ def fence_proxy_async():
 
 def _vector(values, first):
     """(suffix, registers) of PTX that moves values of these letters, "f" or "r", whose first operand is $first."""
+    kind = "f32" if values[0] == "f" else "b32"
     registers = ", ".join(f"${first + i}" for i in range(len(values)))
-    return (f".v{len(values)}" if len(values) > 1 else "") + (
-        ".f32" if values[0] == "f" else ".b32"
-    ), f"{{{registers}}}"
+    return f".v{len(values)}.{kind}" if len(values) > 1 else f".{kind}", f"{{{registers}}}"
 
 
 def load_function(values, space="shared", address="r"):

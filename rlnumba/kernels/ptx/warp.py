@@ -19,6 +19,7 @@ What a thread owns, and so the order of its sums, depends on `count`; `access` f
 (`access_length`) and changes no bits. Two float32 are rounded to 16 bits by one instruction, of compute capability 8.0.
 """
 
+import contextlib
 import functools
 import operator
 
@@ -64,12 +65,6 @@ if SIMULATED:
         if elements.dtype == np.uint16 and dtype == np.float32:
             return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return elements.astype(dtype)
-
-    def _butterfly(lanes, combine):
-        values = [value for (value,) in lanes]
-        for distance in (16, 8, 4, 2, 1):
-            values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
-        return values
 
     @functools.cache
     def vector_access(count, access, bounded=False):
@@ -202,67 +197,54 @@ else:
                 found.append((offset, inside, pointer))
             return element, values_type.dtype, at_once, found, builder.gep(values.data, [args[3]])
 
-        def fits(array, values):
-            """Whether arrays of these types go together."""
-            floats, words = (types.float32, types.float16, types.uint16), (types.int32, types.uint32, types.uint16)
-            widened = values.dtype == types.float32 and array.dtype in floats
-            return array.ndim == 1 and (widened or (values.dtype == array.dtype and array.dtype in words))
+        def load(context, builder, signature, args):
+            element, kept, at_once, found, target = pieces(context, builder, signature, args)
+            for offset, inside, pointer in found:
+                loaded = builder.load(pointer, align=at_once * element.bitwidth // 8)
+                if bounded:
+                    loaded = builder.select(inside, loaded, ir.Constant(loaded.type, None))
+                if loaded.type == _I16:
+                    words = [builder.zext(loaded, I32)]
+                else:
+                    words = [builder.extract_element(loaded, I32(i)) for i in range(loaded.type.count)]
+                wide = [value for word in words for value in _unpack(builder, element, kept, word)]
+                for i, value in enumerate(wide[:at_once]):
+                    builder.store(value, builder.gep(target, [I32(offset + i)]))
+            return context.get_dummy_value()
 
-        @intrinsic
-        def load(typingctx, array, index, values, at):
-            if not fits(array, values):
+        def store(context, builder, signature, args):
+            element, kept, at_once, found, source = pieces(context, builder, signature, args)
+            a_word = 32 // element.bitwidth
+            for offset, inside, pointer in found:
+                places = [builder.gep(source, [I32(offset + i)]) for i in range(at_once)]
+                wide = [builder.load(place) for place in places]
+                # A lone half shares its 32 bits with itself.
+                wide += wide[:1] * (-at_once % a_word)
+                words = [_pack(builder, element, kept, wide[i : i + a_word]) for i in range(0, len(wide), a_word)]
+                if at_once < a_word:
+                    moved = builder.trunc(words[0], _I16)
+                else:
+                    moved = ir.Constant(ir.VectorType(I32, len(words)), ir.Undefined)
+                    for i, word in enumerate(words):
+                        moved = builder.insert_element(moved, word, I32(i))
+                with builder.if_then(inside) if bounded else contextlib.nullcontext():
+                    builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
+                stored = [value for word in words for value in _unpack(builder, element, kept, word)]
+                for place, value in zip(places, stored, strict=False):
+                    builder.store(value, place)
+            return context.get_dummy_value()
+
+        def access_intrinsic(codegen):
+            def define(typingctx, array, index, values, at):
+                floats, words = (types.float32, types.float16, types.uint16), (types.int32, types.uint32, types.uint16)
+                widened = values.dtype == types.float32 and array.dtype in floats
+                if array.ndim == 1 and (widened or (values.dtype == array.dtype and array.dtype in words)):
+                    return types.void(array, types.int64, values, types.int64), codegen
                 return None
 
-            def codegen(context, builder, signature, args):
-                element, kept, at_once, found, target = pieces(context, builder, signature, args)
-                for offset, inside, pointer in found:
-                    loaded = builder.load(pointer, align=at_once * element.bitwidth // 8)
-                    if inside is not None:
-                        loaded = builder.select(inside, loaded, ir.Constant(loaded.type, None))
-                    if loaded.type == _I16:
-                        words = [builder.zext(loaded, I32)]
-                    else:
-                        words = [builder.extract_element(loaded, I32(i)) for i in range(loaded.type.count)]
-                    wide = [value for word in words for value in _unpack(builder, element, kept, word)]
-                    for i, value in enumerate(wide[:at_once]):
-                        builder.store(value, builder.gep(target, [I32(offset + i)]))
-                return context.get_dummy_value()
+            return intrinsic(define)
 
-            return types.void(array, types.int64, values, types.int64), codegen
-
-        @intrinsic
-        def store(typingctx, array, index, values, at):
-            if not fits(array, values):
-                return None
-
-            def codegen(context, builder, signature, args):
-                element, kept, at_once, found, source = pieces(context, builder, signature, args)
-                a_word = 32 // element.bitwidth
-                for offset, inside, pointer in found:
-                    places = [builder.gep(source, [I32(offset + i)]) for i in range(at_once)]
-                    wide = [builder.load(place) for place in places]
-                    # A lone half shares its 32 bits with itself.
-                    wide += wide[:1] * (-at_once % a_word)
-                    words = [_pack(builder, element, kept, wide[i : i + a_word]) for i in range(0, len(wide), a_word)]
-                    if at_once < a_word:
-                        moved = builder.trunc(words[0], _I16)
-                    else:
-                        moved = ir.Constant(ir.VectorType(I32, len(words)), ir.Undefined)
-                        for i, word in enumerate(words):
-                            moved = builder.insert_element(moved, word, I32(i))
-                    if inside is None:
-                        builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
-                    else:
-                        with builder.if_then(inside):
-                            builder.store(moved, pointer, align=at_once * element.bitwidth // 8)
-                    stored = [value for word in words for value in _unpack(builder, element, kept, word)]
-                    for place, value in zip(places, stored, strict=False):
-                        builder.store(value, place)
-                return context.get_dummy_value()
-
-            return types.void(array, types.int64, values, types.int64), codegen
-
-        return load, store
+        return access_intrinsic(load), access_intrinsic(store)
 
 
 @instruction("mov.b32 $0, $1;", "f", "r", effects=False)
@@ -346,7 +328,10 @@ def _reductions(name, combine):
     if SIMULATED:
 
         def over_warp(lanes):
-            return _butterfly(lanes, combine)
+            values = [value for (value,) in lanes]
+            for distance in (16, 8, 4, 2, 1):
+                values = [combine(values[i], values[i ^ distance]) for i in range(WARP)]
+            return values
 
         over_warp.__name__ = f"warp_{name}"
         over_warp = warp_wide(over_warp)

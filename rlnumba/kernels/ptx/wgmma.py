@@ -218,9 +218,8 @@ else:
         values = [builder.load(pointer) for pointer in pointers[:tied]]
         letters = ["=f" if type_ == F32 else "=r" for type_ in types_]
         constraints = ",".join([*letters, *map(str, range(tied)), *constraints, "~{memory}"])
-        for pointer, result in zip(
-            pointers, inline_asm(builder, types_, text, constraints, [*values, *operands]), strict=True
-        ):
+        results = inline_asm(builder, types_, text, constraints, [*values, *operands])
+        for pointer, result in zip(pointers, results, strict=True):
             builder.store(result, pointer)
 
     def _start_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):

@@ -89,8 +89,7 @@ class RewardsConfig(Section):
 
     section = "rewards"
     funcs: list[str] = key(
-        [],
-        'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)", too.',
+        [], 'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"'
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
@@ -205,9 +204,7 @@ class PolicyLossConfig(Section):
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
     )
     epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
-    epsilon_high: float | None = key(
-        None, "Clip above 1 + epsilon_high; None: epsilon; DAPO 0.28. `cispo`: the ratio's cap; ScaleRL 5.0.", minimum=0
-    )
+    epsilon_high: float | None = key(None, "Clip above 1 + this, in `cispo` above this; None: epsilon.", minimum=0)
     delta: float | None = key(None, "Upper bound of the ratio at negative advantages, too (INTELLECT-2).", above=0)
     beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
     use_bias_correction_kl: bool = key(False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.")
@@ -264,9 +261,7 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     generation_batch_size: int | None = key(
         None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
     )
-    steps_per_generation: int | None = key(
-        None, "Forward and backward passes that one generation feeds; None: gradient_accumulation_steps.", minimum=1
-    )
+    steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)

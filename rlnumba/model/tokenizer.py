@@ -179,7 +179,7 @@ class Tokenizer:
         Raises UserError where earlier turns change with later ones, so that a turn has no fixed span.
         """
         text, spans = self._render(messages, False, tools, variables, track=True)
-        if not self._marks_generation(tools):
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)):
             spans = [
                 self._turn(text, messages, index, tools, variables)
                 for index, message in enumerate(messages)
@@ -220,9 +220,6 @@ class Tokenizer:
             known = f" (only {', '.join(sorted(self.templates))})" if self.templates else ""
             raise UserError(f"{self.folder}: the tokenizer has no chat template{known}; give the prompt as text")
         return self.templates[name]
-
-    def _marks_generation(self, tools):
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)) is not None
 
     def _render(self, messages, add_generation_prompt, tools, variables, track=False):
         """(text, spans of the generation blocks in it, if tracked)."""

@@ -78,21 +78,18 @@ class Policy:
 
         model: the policy's, or another such as the reference.
         """
-        model = model or self.model
         with self.scope():
-            hidden = self._hidden(model, batch)
-            lm_head_forward(
-                model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
-            )
+            self._forward(model or self.model, batch, None, logprobs, entropy, top1)
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
         tape = Tape(self.train.gradient_checkpointing)
-        hidden = self._hidden(self.model, batch, tape)
-        head = lm_head_forward(
-            self.model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
-        )
-        return tape, head
+        return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
+
+    def _forward(self, model, batch, tape, *outputs):
+        hidden = self._hidden(model, batch, tape)
+        head = batch.rows, batch.target_ids, self.temperature
+        return lm_head_forward(model, hidden, *head, self.arena, *outputs)
 
     def backward(self, forward, dlogprobs):
         """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""

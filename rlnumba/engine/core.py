@@ -322,15 +322,13 @@ class Engine:
         self.is_asleep = False
 
     def _gpu_blocks(self):
-        """How many blocks the engine's share of the GPU's memory holds beside everything else of the engine.
-
-        Attention's workspace grows with the longest sequence that the cache can hold, so it is allocated first.
-        """
+        """How many blocks the engine's share of the GPU's memory holds beside everything else of the engine."""
         num_blocks = self.config.num_gpu_blocks_override
         if num_blocks is not None:
             self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
             return num_blocks
         self.runner.reserve_activations()
+        # Before the cache: it grows with the longest sequence that the cache can hold.
         workspace = self.runner.reserve_workspace(self._blocks_beside(0) * BLOCK_SIZE)
         most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
         return min(self._blocks_beside(workspace), most)

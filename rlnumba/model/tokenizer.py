@@ -64,9 +64,8 @@ class Tokenizer:
         self.special_tokens = self._special_tokens(settings)
         self._add_tokens(settings)
         self.templates = self._templates(settings, settings_path)
-        self._clean_up = settings.get("clean_up_tokenization_spaces") and not isinstance(
-            self.backend.model, tokenizers.models.BPE
-        )
+        is_bpe = isinstance(self.backend.model, tokenizers.models.BPE)
+        self._clean_up = settings.get("clean_up_tokenization_spaces") and not is_bpe
         self._compiled = {}
 
     @classmethod
@@ -285,9 +284,8 @@ class GenerationBlocks(Extension):
 
 
 def _environment():
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
-    )
+    extensions = [GenerationBlocks, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)

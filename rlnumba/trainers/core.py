@@ -46,9 +46,7 @@ class TargetBatch:
         """
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
-        return TargetBatch(
-            *sequences, int(np.max(lengths, initial=0)), device.asarray(rows), device.asarray(target_ids)
-        )
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
 
 
 class Policy:
@@ -62,9 +60,8 @@ class Policy:
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.grads = model.weights.grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
-        self.optimizer = Optimizer(
-            model.weights, self.grads, **moments, weight_decay=train.weight_decay, max_grad_norm=train.max_grad_norm
-        )
+        limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
+        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False

@@ -22,13 +22,11 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.runtime import device
 
 POSITIVE = click.IntRange(min=1)
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
+SHARE = click.FloatRange(min=0, min_open=True, max=1)
 # Options of several commands.
 MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id.")
-DTYPE = click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Default: the checkpoint's on a GPU, float32 on the cpu device.",
-)
+DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 
 # The signal that ends the command, once one has arrived, and the exception that it raised.
@@ -207,11 +205,7 @@ def _read_rows(path, column, completion=False):
 
 
 def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
-    """The token ids of every row, a list each: those in `column`, or encode(row).
-
-    Raises UserError naming the line for text without a tokenizer or that the tokenizer refuses, for no tokens or more
-    than `limit`, and for an id outside of the vocabulary.
-    """
+    """The token ids of every row, a list each: those in `column`, or encode(row). UserErrors name the line."""
     from rlnumba.data import check_ids
 
     sequences = []
@@ -240,14 +234,9 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--max-tokens", type=POSITIVE, default=128, help="Most tokens of a completion.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=-1), default=0, help="0 and -1 are off.")
-@click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, help="1 is off.")
+@click.option("--top-p", type=SHARE, default=1.0, help="1 is off.")
 @click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, help="0 is off.")
-@click.option(
-    "--repetition-penalty",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    help="Above 1, tokens that occurred become less likely.",
-)
+@click.option("--repetition-penalty", type=ABOVE_0, default=1.0, help="Above 1: tokens seen become less likely.")
 @SEED
 @click.option("--n", type=POSITIVE, default=1, help="Completions of each prompt.")
 @DTYPE
@@ -255,12 +244,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--max-num-seqs", type=POSITIVE, default=256, help="Most sequences in a step.")
 @click.option("--max-num-batched-tokens", type=POSITIVE, default=8192, help="Most tokens in a step.")
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
-@click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(min=0, min_open=True, max=1),
-    default=0.9,
-    help="Share of the GPU's memory for weights, activations, KV cache and attention's partial results.",
-)
+@click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
 def generate(model, prompts, output, dtype, **options):
     """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
@@ -310,12 +294,7 @@ def generate(model, prompts, output, dtype, **options):
 @click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
 @DTYPE
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=1.0,
-    help="Divides the logits; 0 as in `generate --temperature 0`, whose log-probs are those of temperature 1.",
-)
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
 def score(model, source, output, dtype, temperature):
     """Compute the log-prob of every token given those before it, with the training forward.
 
@@ -363,9 +342,13 @@ def _score_all(model, sequences, temperature, progress, max_tokens=32768):
     return results
 
 
-def _trainer(kind, doc):
-    """Adds the command of a trainer: a TOML file, and any of its keys as an option."""
+def _trainer(kind, purpose, files):
+    """Adds the command of a trainer, which writes `files`: a TOML file, and any of its keys as an option."""
+    doc = f"""{purpose}
 
+    Every key of the file is also an option: --train.learning_rate 1e-5, --seed 7. docs/configuration.md lists them.
+    Writes output_dir: {files}, config.toml, checkpoints/, final/, curves.png.
+    """
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
 
     @cli.command(kind, help=doc, context_settings=settings, options_metavar="--config RUN.toml [OPTIONS]")
@@ -395,22 +378,10 @@ def _trainer(kind, doc):
         train(run, resume_step or resume)
 
 
-_trainer(
-    "sft",
-    """Supervised fine-tuning: train on prompts with their completions, conversations or text.
-
-    Every key of the file is also an option: --train.learning_rate 1e-5, --seed 7. docs/configuration.md lists them.
-    Writes output_dir: metrics.jsonl, config.toml, checkpoints/, final/, curves.png.
-    """,
-)
-_trainer(
-    "grpo",
-    """Reinforcement learning with Group Relative Policy Optimization.
-
-    Every key of the file is also an option: --train.num_generations 16, --seed 7. docs/configuration.md lists them.
-    Writes output_dir: metrics.jsonl, completions.jsonl, config.toml, checkpoints/, final/, curves.png.
-    """,
-)
+SFT = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
+_trainer("sft", SFT, "metrics.jsonl")
+GRPO = "Reinforcement learning with Group Relative Policy Optimization."
+_trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
 
 
 def parse_overrides(arguments):
@@ -438,7 +409,7 @@ def parse_overrides(arguments):
 @cli.command()
 @MODEL
 @DTYPE
-@click.option("--temperature", type=click.FloatRange(min=0.0, min_open=True), default=1.0, help="Divides the logits.")
+@click.option("--temperature", type=ABOVE_0, default=1.0, help="Divides the logits.")
 @click.option("--max-tokens", type=POSITIVE, default=48, help="Most tokens of a completion.")
 @SEED
 def check(model, dtype, temperature, max_tokens, seed):

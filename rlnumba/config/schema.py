@@ -68,28 +68,19 @@ class DataConfig(Section):
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(
-        None,
-        "GRPO: column of the reference answer, which rewards then get as `solution`. None: built-in rewards take the "
-        "first of solution, answer, ground_truth, final_answer.",
+        None, "GRPO: column that rewards get as `solution`; None: the first answer column that a reward finds."
     )
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
     prompt_template: str | None = key(
         None,
-        "How a question becomes a prompt: {question} and any other column in braces are replaced. If set, GRPO "
-        "applies it to strings of a `prompt` column too. None: the question, then a line that asks for `####` "
-        "(GSM8K) or a box around the answer.",
+        "Prompt made of a question, or in GRPO of any string: {question} and other columns in braces are replaced. "
+        "None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
     )
     apply_chat_template: bool | None = key(
-        None,
-        "None: message lists get the chat template, strings are used verbatim, questions get it if the tokenizer has "
-        "one. true: strings too, as one user message. false: questions are used as plain text.",
+        None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
     )
-    chat_template_kwargs: dict[str, typing.Any] = key(
-        {}, "Further variables of the chat template, such as {enable_thinking = false}. TRL keeps it in [train]."
-    )
-    max_prompt_length: int | None = key(
-        None, "Longer prompts are dropped, and counted (dropped_prompts); None: one too long is an error.", minimum=1
-    )
+    chat_template_kwargs: dict[str, typing.Any] = key({}, "Variables of the template, as {enable_thinking = false}.")
+    max_prompt_length: int | None = key(None, "Longer prompts are dropped and counted; None: an error.", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -98,16 +89,13 @@ class RewardsConfig(Section):
 
     section = "rewards"
     funcs: list[str] = key(
-        [],
-        "Built-in names (docs/writing-a-reward.md has them), `file.py:function` or `package.module:function`. Some "
-        'built-in ones take arguments: "soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)".',
+        [], 'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"'
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
     reward_errors: str = key(
         "raise",
-        "When a function raises, times out or returns the wrong number of values: `raise` ends the run with a "
-        "checkpoint, `skip` leaves its completions without a value and counts them; not in TRL.",
+        "If a function fails, `raise` ends the run with a checkpoint, `skip` gives no value and counts it; not TRL.",
         choices=("raise", "skip"),
     )
 
@@ -127,15 +115,9 @@ class EngineConfig(Section):
     max_num_seqs: int = key(256, "Most sequences in one step.", minimum=1)
     max_num_batched_tokens: int = key(8192, "Most tokens in one step; longer prompts are split.", minimum=1)
     gpu_memory_utilization: float = key(
-        0.3,
-        "Share of the GPU's memory for the engine's weights, activations, KV cache and split-KV partials: 0.3 beside "
-        "a trainer (TRL). `generate` uses 0.9 (vLLM).",
-        above=0,
-        maximum=1,
+        0.3, "Share of the GPU's memory for weights, activations and KV cache; `generate`: 0.9.", above=0, maximum=1
     )
-    max_model_len: int | None = key(
-        None, "Longest sequence, prompt and completion; None: the model's max_position_embeddings.", minimum=2
-    )
+    max_model_len: int | None = key(None, "Longest prompt + completion; None: max_position_embeddings.", minimum=2)
     enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
@@ -152,35 +134,24 @@ class TrainConfig(Section):
         "After the warm-up: `linear` or `cosine` fall to 0, `constant`, also `constant_with_warmup`, stays.",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
     )
-    warmup_steps: float = key(
-        0.0, "Optimizer steps in which the rate rises linearly from 0. Below 1: a share of all steps.", minimum=0
-    )
+    warmup_steps: float = key(0.0, "Steps in which the rate rises from 0; below 1: a share of all steps.", minimum=0)
     weight_decay: float = key(0.0, "Decoupled weight decay; biases and norms do not decay.", minimum=0)
     adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
     adam_beta2: float = key(0.999, "Decay of AdamW's second moment.", minimum=0, below=1)
     adam_epsilon: float = key(1e-8, "Added to the root of the second moment.", above=0)
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
-    per_device_train_batch_size: int = key(
-        8, "Sequences (GRPO: completions; SFT with packing: packs) in one forward and backward pass.", minimum=1
-    )
+    per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
     max_steps: int = key(-1, "Optimizer steps of the run; -1: as many as num_train_epochs make.", minimum=-1)
     num_train_epochs: float = key(3.0, "Passes over the data when max_steps is -1.", above=0)
     dtype: str | None = key(
         None,
-        "Type of weights and activations; 16-bit weights keep a float32 master copy. None: the checkpoint's on a GPU, "
-        "float32 elsewhere. TRL: bf16, fp16.",
+        "Of weights and activations; 16-bit ones have a float32 master. None: the checkpoint's on a GPU, else float32.",
         choices=("float32", "bfloat16", "float16"),
     )
-    gradient_checkpointing: bool = key(
-        True, "Keep only each layer's input and run the layer again in the backward pass: less memory, more time."
-    )
-    shuffle_dataset: bool = key(
-        True, "A new order of the rows every epoch, drawn from the seed; false: the file's. TRL's SFT shuffles, too."
-    )
-    logging_steps: int = key(
-        10, "Steps between two lines on a console that is not live; metrics.jsonl has a line for every step.", minimum=1
-    )
+    gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
+    shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
+    logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
@@ -201,19 +172,15 @@ class SFTConfig(TrainConfig):
     packing: bool = key(False, "Fill rows of max_length tokens with several sequences, which do not see one another.")
     packing_strategy: str = key(
         "bfd",
-        "`bfd`: best-fit decreasing, long sequences cut; `bfd_split`: their rest becomes another sequence; `wrapped`: "
-        "all tokens in one stream, cut every max_length.",
+        "`bfd`: best fit, long sequences cut; `bfd_split`: their rest is packed, too; `wrapped`: one stream, cut.",
         choices=("bfd", "bfd_split", "wrapped"),
     )
     padding_free: bool = key(True, "Accepted for TRL's files: batches are always packed tokens without padding.")
-    completion_only_loss: bool | None = key(
-        None, "Train on the completion's tokens only; None: on rows that have a prompt and a completion."
-    )
+    completion_only_loss: bool | None = key(None, "Train on the completion only; None: where there is a prompt.")
     assistant_only_loss: bool = key(False, "Train on the assistant's tokens only; needs rows of messages.")
     loss_type: str = key(
         "nll",
-        "`nll`: mean negative log-likelihood of the trained tokens (`chunked_nll` is the same: it is always computed "
-        "in chunks); `dft`: each token weighted by its own probability, arXiv 2508.05629.",
+        "`nll` (or `chunked_nll`): mean over trained tokens; `dft`: weighted by probability (arXiv 2508.05629).",
         choices=("nll", "chunked_nll", "dft"),
     )
 
@@ -237,12 +204,8 @@ class PolicyLossConfig(Section):
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
     )
     epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
-    epsilon_high: float | None = key(
-        None, "Clip above 1 + epsilon_high; None: epsilon; DAPO 0.28. `cispo`: the ratio's cap; ScaleRL 5.0.", minimum=0
-    )
-    delta: float | None = key(
-        None, "Upper bound of the ratio also where the advantage is negative (INTELLECT-2); None: none.", above=0
-    )
+    epsilon_high: float | None = key(None, "Clip above 1 + this, in `cispo` above this; None: epsilon.", minimum=0)
+    delta: float | None = key(None, "Upper bound of the ratio at negative advantages, too (INTELLECT-2).", above=0)
     beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
     use_bias_correction_kl: bool = key(False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.")
     max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
@@ -252,9 +215,7 @@ class PolicyLossConfig(Section):
     vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
     vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
     vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
-    vllm_importance_sampling_correction: bool = key(
-        True, "Weight the loss by the ratio of training to sampling probabilities, 1 where both agree bit for bit."
-    )
+    vllm_importance_sampling_correction: bool = key(True, "Weight the loss by training / sampling probability.")
     vllm_importance_sampling_mode: str = key(
         "sequence_mask",
         "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
@@ -263,10 +224,7 @@ class PolicyLossConfig(Section):
     vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
     vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
     off_policy_mask_threshold: float | None = key(
-        None,
-        "Leave out sequences of negative advantage whose mean log-prob fell by more than this since sampling "
-        "(DeepSeek-V3.2, arXiv 2512.02556); None: none.",
-        minimum=0,
+        None, "Leave out sequences of advantage < 0 whose mean log-prob fell by more (arXiv 2512.02556).", minimum=0
     )
 
     @property
@@ -303,16 +261,12 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     generation_batch_size: int | None = key(
         None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
     )
-    steps_per_generation: int | None = key(
-        None, "Forward and backward passes that one generation feeds; None: gradient_accumulation_steps.", minimum=1
-    )
+    steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
-    min_p: float | None = key(
-        None, "Sample from tokens at least this share as likely as the likeliest; None is off.", minimum=0, maximum=1
-    )
+    min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
     repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
     ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
@@ -325,9 +279,8 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     )
     multi_objective_aggregation: str = key(
         "sum_then_normalize",
-        "`sum_then_normalize`: the weighted sum of a completion's rewards is compared within its group; "
-        "`normalize_then_sum`: each function's rewards are scaled within the group, then summed, then scaled over the "
-        "batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
+        "`sum_then_normalize`: a completion's weighted sum within its group; `normalize_then_sum`: each function's "
+        "rewards in the group, then their sum over the batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
@@ -381,9 +334,8 @@ class Run:
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
-        "GEMM backend on a GPU: `native`, the kernels of this package, whose rows do not depend on the batch, so that "
-        "rollout and training log-probs agree bit for bit; `cublas`, with which they differ in their last bits; "
-        "`auto`, which is `native`. `numba` is a former name of `native`.",
+        "GEMM backend on a GPU: `native` (also `auto`, `numba`), with which rollout and training log-probs agree bit "
+        "for bit, or `cublas`, with which they differ in their last bits.",
         choices=("auto", "native", "cublas", "numba"),
     )
     data: DataConfig

@@ -82,11 +82,8 @@ class MappedMemory:
         self.access.location.type = location
         self.access.location.id = self.properties.location.id
         self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        granularity = self._call(
-            driver.cuMemGetAllocationGranularity,
-            self.properties,
-            driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
-        )
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        granularity = self._call(driver.cuMemGetAllocationGranularity, self.properties, recommended)
         self.nbytes = -(-nbytes // granularity) * granularity
         self.address = int(self._call(driver.cuMemAddressReserve, self.nbytes, 0, 0, 0))
         # Not at exit: the driver cleans up itself, and may be gone by then.

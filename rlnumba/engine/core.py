@@ -294,16 +294,16 @@ class Engine:
         """How many blocks the cache can have at most: inf where it grows with the requests."""
         if self.config.num_gpu_blocks_override is not None:
             return self.config.num_gpu_blocks_override
-        if device.name() == "cuda" and self.runner.cache is None:
+        if device.name() != "cuda":
+            return math.inf
+        if self.runner.cache is None:
             self._take_cache()
-        return self.blocks.num_blocks if device.name() == "cuda" else math.inf
+        return self.blocks.num_blocks
 
     def _blocks_to_have(self):
-        """How many blocks the cache must have for the next step; on the CPU as many as can be used by it and later."""
-        if self.config.num_gpu_blocks_override is not None:
-            return self.config.num_gpu_blocks_override
-        if device.name() == "cuda":
-            return self.blocks.num_blocks
+        """How many blocks the cache must have for the next step; where it grows, as many as can be used later, too."""
+        if (capacity := self._capacity()) < math.inf:
+            return capacity
         # One block more for each sequence, so that admission finds its reserve.
         wanted = min(self.blocks_wanted, self.max_num_seqs * (self.most_blocks + 1))
         return max(self.most_blocks, min(wanted, CPU_CACHE_BYTES // self.runner.block_bytes))
@@ -312,24 +312,23 @@ class Engine:
         """Take the memory of the cache, and on the GPU decide once how many blocks it has."""
         # The weights may have been written, or loaded, on another stream.
         self.context.wait_for(current())
-        num_blocks = max(self._blocks_to_have(), self.blocks.num_blocks)
         if device.name() == "cuda" and self.runner.cache is None:
             num_blocks = self._gpu_blocks()
+        else:
+            num_blocks = max(self._blocks_to_have(), self.blocks.num_blocks)
         with self.context.use():
             self.runner.allocate(num_blocks)
         self.blocks.grow(num_blocks)
         self.is_asleep = False
 
     def _gpu_blocks(self):
-        """How many blocks the engine's share of the GPU's memory holds beside everything else of the engine.
-
-        Attention's workspace grows with the longest sequence that the cache can hold, so it is allocated first.
-        """
+        """How many blocks the engine's share of the GPU's memory holds beside everything else of the engine."""
         num_blocks = self.config.num_gpu_blocks_override
         if num_blocks is not None:
             self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
             return num_blocks
         self.runner.reserve_activations()
+        # Before the cache: it grows with the longest sequence that the cache can hold.
         workspace = self.runner.reserve_workspace(self._blocks_beside(0) * BLOCK_SIZE)
         most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
         return min(self._blocks_beside(workspace), most)

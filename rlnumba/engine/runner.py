@@ -289,10 +289,7 @@ class Runner:
         return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy()
 
     def _replay(self, arrays, max_group_size):
-        """Run a decode step as a graph, captured when a step of its size is first seen.
-
-        max_group_size is 1 or one of the few sizes that attention has a tile for, so there are few graphs of a size.
-        """
+        """Run a decode step as a graph, captured when a step of its size is first seen."""
         longest = context_bucket_of(int(arrays["context_lens"].max()))
         bucket = bucket_of(len(arrays["context_lens"]))
         sent = self.upload.send(pad_rows(arrays, bucket, longest // self.block_size))

@@ -175,10 +175,7 @@ class Scheduler:
             sequence.is_prefix_leader = False
 
     def _running_prefix_groups(self):
-        """The PrefixGroups of all running sequences.
-
-        The same for as long as the same sequences run: blocks that are allocated later are never shared.
-        """
+        """The PrefixGroups of all running sequences, kept while these run: later blocks are never shared."""
         if self.grouped_running is not self.running:
             context_lens = self.table.num_computed[self.running] + 1
             tables = self.table.block_tables[self.running]

@@ -78,9 +78,8 @@ class PackedAttention:
 
     def backward(self, layer, dout, q, k, v, out, dq, dk, dv):
         """Gradients of q, k, v, written in place, after this layer's forward (the latest one, if repeated)."""
-        attention_backward(
-            dout, q, k, v, out, self.lse.pop(layer), self.cu_seqlens, self.max_seqlen, self.scale, dq, dk, dv
-        )
+        lse, lengths = self.lse.pop(layer), (self.cu_seqlens, self.max_seqlen)
+        attention_backward(dout, q, k, v, out, lse, *lengths, self.scale, dq, dk, dv)
 
 
 def _linear_backward(dy, x, w, dw, dbias, empty):
@@ -121,10 +120,8 @@ def attention_block_backward(layer, dx, w, grads, ctx, saved):
     dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
     ctx.attention.backward(layer, dflat.reshape(attended.shape), q, k, v, attended, dq, dk, dv)
     dqkv = empty(qkv.shape, x.dtype)
-    cos, sin = ctx.rope
-    qkv_split_backward(
-        dq, dk, dv, qkv, w.q_norm, w.k_norm, cos, sin, ctx.position_ids, head_rstd, dqkv, grads.q_norm, grads.k_norm
-    )
+    rope = *ctx.rope, ctx.position_ids
+    qkv_split_backward(dq, dk, dv, qkv, w.q_norm, w.k_norm, *rope, head_rstd, dqkv, grads.q_norm, grads.k_norm)
     dnormed = _linear_backward(dqkv, normed, w.qkv, grads.qkv, grads.qkv_bias, empty)
     rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
 

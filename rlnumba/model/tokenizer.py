@@ -64,9 +64,8 @@ class Tokenizer:
         self.special_tokens = self._special_tokens(settings)
         self._add_tokens(settings)
         self.templates = self._templates(settings, settings_path)
-        self._clean_up = settings.get("clean_up_tokenization_spaces") and not isinstance(
-            self.backend.model, tokenizers.models.BPE
-        )
+        is_bpe = isinstance(self.backend.model, tokenizers.models.BPE)
+        self._clean_up = settings.get("clean_up_tokenization_spaces") and not is_bpe
         self._compiled = {}
 
     @classmethod
@@ -179,7 +178,7 @@ class Tokenizer:
         Raises UserError where earlier turns change with later ones, so that a turn has no fixed span.
         """
         text, spans = self._render(messages, False, tools, variables, track=True)
-        if not self._marks_generation(tools):
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)):
             spans = [
                 self._turn(text, messages, index, tools, variables)
                 for index, message in enumerate(messages)
@@ -220,9 +219,6 @@ class Tokenizer:
             known = f" (only {', '.join(sorted(self.templates))})" if self.templates else ""
             raise UserError(f"{self.folder}: the tokenizer has no chat template{known}; give the prompt as text")
         return self.templates[name]
-
-    def _marks_generation(self, tools):
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)) is not None
 
     def _render(self, messages, add_generation_prompt, tools, variables, track=False):
         """(text, spans of the generation blocks in it, if tracked)."""
@@ -288,9 +284,8 @@ class GenerationBlocks(Extension):
 
 
 def _environment():
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
-    )
+    extensions = [GenerationBlocks, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)

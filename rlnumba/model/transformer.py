@@ -47,15 +47,10 @@ class Transformer:
     """
 
     def __init__(self, config, weights, generation_config=None):
-        self.config, self.weights, self.dtype = config, weights, weights.dtype
+        self.config, self.weights, self.dtype, self.lm_head = config, weights, weights.dtype, weights.lm_head
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
-
-    @property
-    def lm_head(self):
-        """The (V, D) output projection; the embedding itself if tied."""
-        return self.weights.lm_head
 
     def forward(self, input_ids, position_ids, attention, tape=None, arena=None):
         """Hidden states (N, D) after the final norm, in the model's dtype.

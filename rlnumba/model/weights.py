@@ -12,6 +12,7 @@ import json
 import math
 import os
 import weakref
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,22 +52,11 @@ class Parameter:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """The views of one decoder layer; None where the model has no such parameter."""
-
-    input_norm: object
-    qkv: object
-    qkv_bias: object
-    q_norm: object
-    k_norm: object
-    o: object
-    o_bias: object
-    post_norm: object
-    gate_up: object
-    gate_up_bias: object
-    down: object
-    down_bias: object
+# The views of one decoder layer; None where the model has no such parameter.
+LayerWeights = namedtuple(
+    "LayerWeights",
+    "input_norm qkv qkv_bias q_norm k_norm o o_bias post_norm gate_up gate_up_bias down down_bias",
+)
 
 
 def parameters(config):
@@ -126,11 +116,9 @@ class Weights:
         self.norm = self["model.norm"]
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else self["lm_head"]
         self.layers = [
-            LayerWeights(**{
-                field: self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights.__dataclass_fields__
-            })
+            LayerWeights(*(self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights._fields))
             for layer in range(config.num_hidden_layers)
-        ]  # fmt: skip
+        ]
 
     def __getitem__(self, name):
         return self.views[name]
@@ -209,9 +197,8 @@ def _open_checkpoint(folder):
     index = folder / INDEX
     if not index.exists():
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        raise UserError(
-            f"{folder}: no {SINGLE} and no {INDEX}" + ("; save the checkpoint as safetensors first" if pickled else "")
-        )
+        remedy = "; save the checkpoint as safetensors first" if pickled else ""
+        raise UserError(f"{folder}: no {SINGLE} and no {INDEX}{remedy}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index}: weight_map must map tensor names to file names")
@@ -224,8 +211,7 @@ def _open_checkpoint(folder):
 
 def _check_dtype(name, stored):
     if stored.dtype not in DTYPES:
-        supported = ", ".join(DTYPES)
-        raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype} (supported: {supported})")
+        raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype} (supported: {', '.join(DTYPES)})")
 
 
 def _drop_tied_head(files):

@@ -193,10 +193,7 @@ def _in_event_loop():
 
 
 def _call_with_timeout(call, seconds, in_thread=False):
-    """The result of call(), or the exception it raised; a TimeoutError after `seconds`.
-
-    in_thread: call in a thread of its own, which is left running if it never returns.
-    """
+    """The result of call(), or the exception it raised; a TimeoutError after `seconds`. in_thread: in a new thread."""
     results = []
 
     def work():

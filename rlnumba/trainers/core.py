@@ -46,9 +46,7 @@ class TargetBatch:
         """
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
-        return TargetBatch(
-            *sequences, int(np.max(lengths, initial=0)), device.asarray(rows), device.asarray(target_ids)
-        )
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
 
 
 class Policy:
@@ -62,9 +60,8 @@ class Policy:
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.grads = model.weights.grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
-        self.optimizer = Optimizer(
-            model.weights, self.grads, **moments, weight_decay=train.weight_decay, max_grad_norm=train.max_grad_norm
-        )
+        limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
+        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
@@ -78,21 +75,18 @@ class Policy:
 
         model: the policy's, or another such as the reference.
         """
-        model = model or self.model
         with self.scope():
-            hidden = self._hidden(model, batch)
-            lm_head_forward(
-                model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
-            )
+            self._forward(model or self.model, batch, None, logprobs, entropy, top1)
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
         tape = Tape(self.train.gradient_checkpointing)
-        hidden = self._hidden(self.model, batch, tape)
-        head = lm_head_forward(
-            self.model, hidden, batch.rows, batch.target_ids, self.temperature, self.arena, logprobs, entropy, top1
-        )
-        return tape, head
+        return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
+
+    def _forward(self, model, batch, tape, *outputs):
+        hidden = self._hidden(model, batch, tape)
+        head = batch.rows, batch.target_ids, self.temperature
+        return lm_head_forward(model, hidden, *head, self.arena, *outputs)
 
     def backward(self, forward, dlogprobs):
         """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""

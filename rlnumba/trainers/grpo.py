@@ -29,17 +29,8 @@ from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device
+from rlnumba.trainers import rollout
 from rlnumba.trainers.core import Policy, Schedule
-from rlnumba.trainers.rollout import (
-    PromptOrder,
-    Rollouts,
-    derived_seed,
-    frac_reward_zero_std,
-    generate,
-    generation_metrics,
-    is_uniform,
-    set_advantages,
-)
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memory_metrics
 
 
@@ -64,7 +55,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
     reference = load_model(source, model.dtype.name) if train.beta else None
     policy = Policy(model, train, reference, train.temperature)
-    state = DataState(PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
+    state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
         load_policy(policy, folder.state["learner"])
         state.load_state_dict(folder.state["data"], train)
@@ -150,22 +141,22 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     for attempt in range(train.max_gen_batches if train.dynamic_sampling else 1):
         # prompt -> ids -> completions, text -> reward
         chosen = order.take(train.prompts_per_rollout - len(groups))
-        seed = derived_seed(run.seed, trainer_state.global_step, index, attempt)
+        seed = rollout.derived_seed(run.seed, trainer_state.global_step, index, attempt)
         params = sampling_params(train, seed, train.num_generations)
-        generations.append(generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status))
+        generations.append(rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status))
         for group in generations[-1].groups:
-            (uniform if train.dynamic_sampling and is_uniform(group, aggregation) else groups).append(group)
+            (uniform if train.dynamic_sampling and rollout.is_uniform(group, aggregation) else groups).append(group)
         if len(groups) == train.prompts_per_rollout:
             break
     # Where too few groups differ in their rewards, the last uniform ones fill the batch; their advantages are 0.
     groups += uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
     # reward -> advantage
-    set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
+    rollout.set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
-    seed = derived_seed(run.seed, trainer_state.global_step, index)
+    seed = rollout.derived_seed(run.seed, trainer_state.global_step, index)
     shuffled = np.random.default_rng(seed).permutation(len(samples))
-    rollouts = Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
+    rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
     llm.sleep()
     return rollouts, generations
 
@@ -252,10 +243,10 @@ def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs,
 def evaluate(llm, rewards, prompts, run, trainer_state):
     """Metrics of one completion for every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
     llm.wake()
-    params = sampling_params(run.train, derived_seed(run.seed), 1)
-    generation = generate(llm, rewards, prompts, range(len(prompts.prompts)), params, trainer_state, Clock())
+    params = sampling_params(run.train, rollout.derived_seed(run.seed), 1)
+    generation = rollout.generate(llm, rewards, prompts, range(len(prompts.prompts)), params, trainer_state, Clock())
     llm.sleep()
-    found = generation_metrics([generation], rewards.names)
+    found = rollout.generation_metrics([generation], rewards.names)
     return {f"eval_{name}": value for name, value in found.items()}
 
 
@@ -275,8 +266,8 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         rows = [row for line in file if (row := json.loads(line))["step"] == 1]
     first = rows[: train.rollout_batch_size : train.num_generations][:count]
-    chosen = PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed).take(train.prompts_per_rollout)
-    params = sampling_params(train, derived_seed(run.seed, 0, 0, 0), 1)
+    chosen = rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed).take(train.prompts_per_rollout)
+    params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
     llm.wake()
     outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
     llm.sleep()
@@ -350,8 +341,8 @@ class DataState:
     def begin(self, rollouts, generations, names, train):
         """Use a new generation. generations: list of Generation; names: of the reward functions."""
         groups = [group for each in generations for group in each.groups]
-        self.rollouts, self.metrics = rollouts, generation_metrics(generations, names)
-        self.metrics["frac_reward_zero_std"] = frac_reward_zero_std(groups, train)
+        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names)
+        self.metrics["frac_reward_zero_std"] = rollout.frac_reward_zero_std(groups, train)
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):
@@ -373,7 +364,7 @@ class DataState:
         self.num_tokens = state["num_tokens"]
         if state["rollouts"] is None:
             return
-        rollouts = Rollouts(**state["rollouts"])
+        rollouts = rollout.Rollouts(**state["rollouts"])
         has_reference = len(rollouts.ref_logprobs) > 0
         if len(rollouts.advantages) == train.rollout_batch_size and (has_reference or not train.beta):
             self.rollouts, self.metrics = rollouts, state["metrics"]

@@ -126,25 +126,14 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
     with clock.phase("reward"):
         repeated = [i for i in indices for _ in range(params.n)]
         completions = [completion for output in outputs for completion in output.completions]
-        scores = rewards.score(
-            [prompts.prompts[i].prompt for i in repeated],
-            [completion.text for completion in completions],
-            [completion.token_ids for completion in completions],
-            prompts.columns(repeated),
-            trainer_state,
-        )
+        chosen = [prompts.prompts[i] for i in repeated]
+        texts, ids = [c.text for c in completions], [c.token_ids for c in completions]
+        scores = rewards.score([p.prompt for p in chosen], texts, ids, prompts.columns(repeated), trainer_state)
     weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * rewards.weights, axis=1))
-    samples = [
-        Sample(
-            prompts.prompts[i],
-            completion,
-            scores.values[n],
-            float(weighted[n]),
-            {column: values[n] for column, values in scores.extra.items()},
-            pad_token_id=llm.tokenizer.pad_token_id if llm.tokenizer else None,
-        )
-        for n, (i, completion) in enumerate(zip(repeated, completions, strict=True))
-    ]
+    extras = [{column: values[n] for column, values in scores.extra.items()} for n in range(len(completions))]
+    pad_token_id = llm.tokenizer.pad_token_id if llm.tokenizer else None
+    of_samples = zip(chosen, completions, scores.values, weighted.tolist(), extras, strict=True)
+    samples = [Sample(*fields, pad_token_id=pad_token_id) for fields in of_samples]
     groups = [samples[n : n + params.n] for n in range(0, len(samples), params.n)]
     return Generation(groups, scores.errors, scores.metrics)
 

@@ -1,7 +1,6 @@
 """A run's folder and its resumption, the clock of a step's phases, and lines on the console."""
 
 import itertools
-import os
 import shutil
 import sys
 import time
@@ -62,38 +61,29 @@ class RunFolder:
         return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed)
 
     def _archive_earlier_run(self):
-        """Move what an earlier run wrote here to earlier-N, so that nothing is lost or mixed with the new run's."""
-        left = [name for name in RUN_FILES if (self.path / name).exists()]
-        if not any(name in left for name in ("metrics.jsonl", "checkpoints", "final")):
-            return
-        target = self._archive_folder()
-        for name in left:
-            os.rename(self.path / name, target / name)
-        log(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
+        left = [path for name in RUN_FILES if (path := self.path / name).exists()]
+        if any(path.name in ("metrics.jsonl", "checkpoints", "final") for path in left):
+            target = self._archive(left)
+            log(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
 
     def _archive_later_steps(self):
-        """Move the checkpoints after the chosen one and the final model to earlier-N; copy metrics and completions.
-
-        Otherwise the next --resume would start from one of these, and their lines of metrics would be lost.
-        """
+        """Otherwise the next --resume would start from one of these, and their lines of metrics would be lost."""
         found = checkpoint.existing(self.path)
-        later = found[: found.index(self.model_folder)]
-        if not later:
-            return
-        target = self._archive_folder()
-        (target / "checkpoints").mkdir()
-        for name in ("metrics.jsonl", "completions.jsonl"):
-            if (self.path / name).exists():
-                shutil.copy(self.path / name, target / name)
-        if (self.path / "completions").exists():
-            shutil.copytree(self.path / "completions", target / "completions")
-        for path in [*later, *self.path.glob("final")]:
-            os.rename(path, target / path.relative_to(self.path))
-        log(f"{self.path}: what came after step {self.step} is now in {target}")
+        if later := found[: found.index(self.model_folder)]:
+            copied = [self.path / name for name in ("metrics.jsonl", "completions.jsonl", "completions")]
+            target = self._archive([*later, *self.path.glob("final")], [path for path in copied if path.exists()])
+            log(f"{self.path}: what came after step {self.step} is now in {target}")
 
-    def _archive_folder(self):
+    def _archive(self, moved, copied=()):
+        """Move and copy paths of this folder to earlier-N, which is returned."""
         target = next(path for n in itertools.count(1) if not (path := self.path / f"earlier-{n}").exists())
         target.mkdir()
+        for path in copied:
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, target / path.name)
+        for path in moved:
+            new = target / path.relative_to(self.path)
+            new.parent.mkdir(exist_ok=True)
+            path.rename(new)
         return target
 
     def save(self, step, model, tokenizer, state):

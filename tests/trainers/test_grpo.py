@@ -278,7 +278,7 @@ def pretended_generation(monkeypatch, rewards_of, **train):
         calls.append((list(chosen), params))
         return Generation([made_group(prompt, rewards_of(len(calls) - 1, prompt)) for prompt in chosen])
 
-    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(grpo.rollout, "generate", generate)
     slept = []
     llm = SimpleNamespace(wake=lambda: slept.append("wake"), sleep=lambda: slept.append("sleep"))
     config = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2} | train

@@ -136,12 +136,12 @@ def row_tile_function(head_dim, rows, threads):
 
 
 @device_function
-def softmax_backward_of_keys(scores, gradients, lse, delta, row, full, first_key, gqa_ratio, scale_log2, lane):
-    """p^T in place of s^T, ds^T of dp^T. lse, delta: addresses of those of `row`, the first."""
-    offset = (lane & i32(3)) << i32(3)
+def softmax_backward_of_keys(scores, gradients, lse, tile_rows, row, full, first_key, gqa_ratio, scale_log2, lane):
+    """p^T in place of s^T, ds^T of dp^T. lse: address of that of `row`; delta follows tile_rows later."""
+    address = lse + ((lane & i32(3)) << i32(3))
     for block in range(WIDTH // 8):
-        low_lse, high_lse = load_pair(lse + offset + block * 32)
-        low_delta, high_delta = load_pair(delta + offset + block * 32)
+        low_lse, high_lse = load_pair(address + block * 32)
+        low_delta, high_delta = load_pair(address + block * 32 + tile_rows * 4)
         low_lse, high_lse = low_lse * f32(LOG2_E), high_lse * f32(LOG2_E)
         for half in range(2):
             at = 4 * block + 2 * half
@@ -218,8 +218,6 @@ def sm80_gradient_kernel(config):
         kv_head, column_block = i32(cuda.blockIdx.x // column_blocks), i32(cuda.blockIdx.x % column_blocks)
         sequence = read_sequence(q, k, cu_seqlens, cuda.blockIdx.y, kv_head)
         gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = sequence
-        q_source, dout_source = address_of(q) + q_offset, address_of(dout) + q_offset
-        k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
         # Heads of a token among the block's rows; bytes from token to token; bytes before the first token's first head.
         if of_keys:
             block, ratio, row_bytes, offset = i32(cuda.blockIdx.z), i32(1), key_bytes, k_offset
@@ -232,6 +230,8 @@ def sm80_gradient_kernel(config):
             return
 
         base = shared_address(cuda.shared.array(0, np.uint8))
+        q_source, dout_source = address_of(q) + q_offset, address_of(dout) + q_offset
+        k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
         warp_row = warp * i32(16)
         warp_lines, warp_first_row = base + warp_row * i32(pitch), i32(first_row + warp_row)
         if of_keys:
@@ -249,7 +249,9 @@ def sm80_gradient_kernel(config):
             # The positions of the warp's first and last rows.
             first_position = i32(warp_first_row // gqa_ratio)
             last_row = i32(first_row + min(i32(warp_row + i32(15)), i32(valid_rows - i32(1))))
-            last_position = i32(last_row // gqa_ratio) if warp_row < valid_rows else i32(-1)
+            last_position = i32(last_row // gqa_ratio)
+            if warp_row >= valid_rows:
+                last_position = i32(-1)
         tiles = i32(i32(i32(end - begin) + i32(tile_rows - 1)) // i32(tile_rows))
         if in_registers:
             cp_async_commit_group()
@@ -294,7 +296,7 @@ def sm80_gradient_kernel(config):
                     if of_keys:
                         tile_lse = tile + 2 * tile_rows * pitch + part * (WIDTH * 4)
                         softmax_backward_of_keys(
-                            scores, gradients, tile_lse, tile_lse + tile_rows * 4, column, full, warp_first_row,
+                            scores, gradients, tile_lse, tile_rows, column, full, warp_first_row,
                             gqa_ratio, scale_log2, lane,
                         )  # fmt: skip
                         accumulate(second_acc, scores, second_lines, first_step, lane)

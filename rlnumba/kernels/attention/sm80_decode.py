@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.sm80_forward import (
-    SegmentTotals,
     Sm80AttentionConfig,
     attention_config,
     paged_prefill_sm80,
+    totals_shape,
 )
 from rlnumba.kernels.attention.sm80_tiles import (
     copy_functions,
@@ -346,17 +346,16 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
     """As paged.reserve_workspace, which calls this."""
     decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
     prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
-    totals, rows = current().own(SegmentTotals), 1
+    rows, floats, counters = 1, 0, 0
     for sequences, tokens, max_seqlen_q, max_context_len in calls:
         segments = -(-max_context_len // decode.segment)
         if segments > 1:
             # A sequence with more queries than this is not decode's.
             decode_tokens = min(max_seqlen_q, DECODE_ROWS // gqa_ratio)
             rows = max(rows, segments * min(tokens, sequences * decode_tokens) * gqa_ratio * kv_heads)
-        # Steps with short contexts have a slot of their own.
-        for longest in (0, max_context_len):
-            totals.get(prefill, longest)
-    return totals.nbytes + current().own(Workspace).reserve(rows * (padded(head_dim) + 2))
+        slots, slot_floats = totals_shape(prefill, max_context_len)
+        floats, counters = max(floats, rows * (padded(head_dim) + 2), slots * slot_floats), max(counters, slots)
+    return current().own(Workspace).reserve(floats, counters)
 
 
 def paged_attention_sm80(

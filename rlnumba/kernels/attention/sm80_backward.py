@@ -187,15 +187,14 @@ def sm80_gradient_kernel(config):
     wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
 
     @device_function
-    def load_tile(target, first_source, second_source, lse, delta, cu_seqlens, column, sequence, kv_head, thread):
+    def load_tile(target, sources, lse, delta, cu_seqlens, column, end, sequence, kv_head, thread):
         """Start the copy of a tile from row or key `column` on; sources: of q and dout, or of the tile's k and v."""
         if of_keys:
-            end = i32(sequence.length * sequence.gqa_ratio)
-            load_row_tile(target, first_source, second_source, lse, delta, column, end, sequence, kv_head, thread)
+            load_row_tile(target, sources[0], sources[1], lse, delta, column, end, sequence, kv_head, thread)
         else:
-            length, key_bytes, v_tile = sequence.length, sequence.key_bytes, target + tile_rows * pitch
-            copy_keys(target, first_source, cu_seqlens, i32(0), column, length, key_bytes, thread)
-            copy_keys(v_tile, second_source, cu_seqlens, i32(0), column, length, key_bytes, thread)
+            key_bytes, v_tile = sequence.key_bytes, target + tile_rows * pitch
+            copy_keys(target, sources[0], cu_seqlens, i32(0), column, end, key_bytes, thread)
+            copy_keys(v_tile, sources[1], cu_seqlens, i32(0), column, end, key_bytes, thread)
 
     @cuda.jit(launch_bounds=(threads, 1 if of_keys else 2))
     def sm80_gradient_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, first_out, second_out):
@@ -238,20 +237,21 @@ def sm80_gradient_kernel(config):
             copy_rows(base, k_source, first_row, valid_rows, ratio, row_bytes, thread)
             copy_rows(base + rows * pitch, v_source, first_row, valid_rows, ratio, row_bytes, thread)
             begin, end = i32(first_row * gqa_ratio) // i32(tile_rows) * i32(tile_rows), i32(length * gqa_ratio)
-            first_source, second_source, next_tile = q_source, dout_source, np.int64(0)
+            sources, next_tile, tile_end = (q_source, dout_source), np.int64(0), end
             # Row r sees key j if r >= gqa_ratio j: from `full` on, rows see all of the warp's keys, before `none` none.
             none, full = i32(warp_first_row * gqa_ratio), i32(i32(warp_first_row + i32(15)) * gqa_ratio)
+            visible_end = end
         else:
             copy_rows(base, q_source, first_row, valid_rows, ratio, row_bytes, thread)
             copy_rows(base + rows * pitch, dout_source, first_row, valid_rows, ratio, row_bytes, thread)
             begin, end = i32(0), i32(i32(i32(first_row + valid_rows) - i32(1)) // gqa_ratio + i32(1))
-            first_source, second_source, next_tile = k_source, v_source, np.int64(tile_rows) * key_bytes
-            # The positions of the warp's first and last rows.
-            first_position = i32(warp_first_row // gqa_ratio)
+            sources, next_tile, tile_end = (k_source, v_source), np.int64(tile_rows) * key_bytes, length
+            # The position of the warp's first row, and one more than that of its last.
+            none, first_position = i32(0), i32(warp_first_row // gqa_ratio)
             last_row = i32(first_row + min(i32(warp_row + i32(15)), i32(valid_rows - i32(1))))
-            last_position = i32(last_row // gqa_ratio)
-            if warp_row >= valid_rows:
-                last_position = i32(-1)
+            visible_end = i32(last_row // gqa_ratio + i32(1))
+        if warp_row >= valid_rows:
+            visible_end = i32(0)
         tiles = i32(i32(i32(end - begin) + i32(tile_rows - 1)) // i32(tile_rows))
         if in_registers:
             cp_async_commit_group()
@@ -263,10 +263,9 @@ def sm80_gradient_kernel(config):
         for stage in range(stages):
             if stage < tiles:
                 tile, column = base + tiles_offset + stage * stage_bytes, i32(begin + i32(stage * tile_rows))
-                load_tile(tile, first_source, second_source, lse, delta, cu_seqlens, column, sequence, kv_head, thread)
+                load_tile(tile, sources, lse, delta, cu_seqlens, column, tile_end, sequence, kv_head, thread)
             cp_async_commit_group()
-            first_source += next_tile
-            second_source += next_tile
+            sources = sources[0] + next_tile, sources[1] + next_tile
         if not of_keys:
             for half in range(2):
                 row = i32(min(i32(warp_row + i32(half * 8) + (lane >> i32(2))), i32(valid_rows - i32(1))) + first_row)
@@ -284,11 +283,7 @@ def sm80_gradient_kernel(config):
             tile = base + tiles_offset + stage * i32(stage_bytes)
             for part in range(tile_rows // WIDTH):
                 column = i32(i32(begin + i32(i32(j) * i32(tile_rows))) + i32(part * WIDTH))
-                if of_keys:
-                    is_visible = warp_row < valid_rows and i32(column + i32(WIDTH)) > none and column < end
-                else:
-                    is_visible = column <= last_position
-                if is_visible:
+                if i32(column + i32(WIDTH)) > none and column < visible_end:
                     first_lines = tile + part * (WIDTH * pitch)
                     second_lines = first_lines + tile_rows * pitch
                     gemm(scores, first_fragments, warp_lines, first_lines, lane)
@@ -309,10 +304,9 @@ def sm80_gradient_kernel(config):
             next_index = i32(i32(j) + i32(stages))
             if next_index < tiles:
                 column = i32(begin + i32(next_index * i32(tile_rows)))
-                load_tile(tile, first_source, second_source, lse, delta, cu_seqlens, column, sequence, kv_head, thread)
+                load_tile(tile, sources, lse, delta, cu_seqlens, column, tile_end, sequence, kv_head, thread)
             cp_async_commit_group()
-            first_source += next_tile
-            second_source += next_tile
+            sources = sources[0] + next_tile, sources[1] + next_tile
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
         # Gradients go through the lines of the block's rows. Of those only the warp itself reads its own; but where q

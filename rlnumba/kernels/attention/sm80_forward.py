@@ -117,63 +117,63 @@ def acquire_slot(in_use):
 
 @functools.cache
 def segment_functions(config):
-    """(clear, end_segment): the device functions that begin a segment, and merge it with the segments before it."""
+    """(add_segment, load_total): the device functions for a block's totals over segments, in global memory."""
     threads, slot_floats = config.threads, config.slot_floats
     steps, blocks, acc_count = padded(config.head_dim) // 16, config.warp_rows // 16, config.accumulators
 
     @device_function
-    def clear(acc, row_max, sums):
-        for row in range(2 * blocks):
-            row_max[row], sums[row] = MINUS_INFINITY, f32(0.0)
-        for i in range(acc_count):
-            acc[i] = f32(0.0)
+    def thread_address(totals, slot, thread):
+        return address_of(totals) + (np.int64(slot) * (slot_floats // 4) + thread) * CHUNK
 
     @device_function
-    def merge(total, acc, row_max, sums):
-        """Add to a segment, in place, the total over those before it."""
-        for i in range(blocks):
-            address = total + (acc_count // 4 + i) * threads * CHUNK
-            first_max, first_sum, second_max, second_sum = load_global_four(address)
-            row_max[2 * i], a, b = merge_weights(first_max, row_max[2 * i])
-            row_max[2 * i + 1], c, d = merge_weights(second_max, row_max[2 * i + 1])
-            sums[2 * i] = cuda.fma(sums[2 * i], b, first_sum * a)
-            sums[2 * i + 1] = cuda.fma(sums[2 * i + 1], d, second_sum * c)
-            for n in range(2 * steps):
-                at, address = (i * 2 * steps + n) * 4, total + (i * 2 * steps + n) * threads * CHUNK
-                first, second, third, fourth = load_global_four(address)
-                acc[at], acc[at + 1] = cuda.fma(acc[at], b, first * a), cuda.fma(acc[at + 1], b, second * a)
-                acc[at + 2], acc[at + 3] = cuda.fma(acc[at + 2], d, third * c), cuda.fma(acc[at + 3], d, fourth * c)
-
-    @device_function
-    def store(total, acc, row_max, sums):
+    def store_first(total, acc, row_max, sums):
         for n in range(acc_count // 4):
             store_global_four(total + n * threads * CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
         for i in range(blocks):
             address = total + (acc_count // 4 + i) * threads * CHUNK
-            store_global_four(address, row_max[2 * i], sums[2 * i], row_max[2 * i + 1], sums[2 * i + 1])
+            store_global_four(
+                address, row_max[2 * i], quad_sum(sums[2 * i]), row_max[2 * i + 1], quad_sum(sums[2 * i + 1])
+            )
 
     @device_function
-    def end_segment(is_first, is_last, totals, in_use, block_values, acc, row_max, sums, thread):
-        """Make acc, row_max and sums those over all segments so far; store them, unless it is the last segment.
+    def merge(total, acc, row_max, sums):
+        """Add a segment to the total."""
+        for i in range(blocks):
+            address = total + (acc_count // 4 + i) * threads * CHUNK
+            first_max, first_sum, second_max, second_sum = load_global_four(address)
+            first_max, a, b = merge_weights(first_max, row_max[2 * i])
+            second_max, c, d = merge_weights(second_max, row_max[2 * i + 1])
+            first_sum = cuda.fma(quad_sum(sums[2 * i]), b, first_sum * a)
+            second_sum = cuda.fma(quad_sum(sums[2 * i + 1]), d, second_sum * c)
+            store_global_four(address, first_max, first_sum, second_max, second_sum)
+            for n in range(2 * steps):
+                at, address = (i * 2 * steps + n) * 4, total + (i * 2 * steps + n) * threads * CHUNK
+                first, second, third, fourth = load_global_four(address)
+                first, second = cuda.fma(acc[at], b, first * a), cuda.fma(acc[at + 1], b, second * a)
+                third, fourth = cuda.fma(acc[at + 2], d, third * c), cuda.fma(acc[at + 3], d, fourth * c)
+                store_global_four(address, first, second, third, fourth)
 
-        All threads of the block call this. sums were a lane's share of a row's.
-        """
-        for row in range(2 * blocks):
-            sums[row] = quad_sum(sums[row])
-        if is_first and is_last:
-            return
+    @device_function
+    def add_segment(is_first, totals, in_use, block_values, acc, row_max, sums, thread):
+        """Store or merge what a block has summed over a segment; all its threads call this."""
         if is_first:
             if thread == 0:
                 block_values[SLOT] = acquire_slot(in_use)
             cuda.syncthreads()
-        total = address_of(totals) + (np.int64(block_values[SLOT]) * (slot_floats // 4) + thread) * CHUNK
-        if not is_first:
-            merge(total, acc, row_max, sums)
-        if not is_last:
-            store(total, acc, row_max, sums)
-            clear(acc, row_max, sums)
+            store_first(thread_address(totals, block_values[SLOT], thread), acc, row_max, sums)
+        else:
+            merge(thread_address(totals, block_values[SLOT], thread), acc, row_max, sums)
 
-    return clear, end_segment
+    @device_function
+    def load_total(totals, slot, thread, acc, row_max, sums):
+        total = thread_address(totals, slot, thread)
+        for n in range(acc_count // 4):
+            acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3] = load_global_four(total + n * threads * CHUNK)
+        for i in range(blocks):
+            address = total + (acc_count // 4 + i) * threads * CHUNK
+            row_max[2 * i], sums[2 * i], row_max[2 * i + 1], sums[2 * i + 1] = load_global_four(address)
+
+    return add_segment, load_total
 
 
 @functools.cache
@@ -232,7 +232,7 @@ def sm80_attention_kernel(config):
     load_kv_tile = kv_tile_function(copy_keys)
     load_q, qk, pv = gemm_functions(head_dim, config.element, TILE_KEYS, blocks, q_in_registers)
     apply_causal_mask, online_softmax_step = softmax_functions(blocks)
-    clear, end_segment = segment_functions(config)
+    add_segment, load_total = segment_functions(config)
     (rescale_rows, epilogue), read_sequence = epilogue_functions(config), sequence_function(head_dim, bool(block_size))
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
 
@@ -253,6 +253,13 @@ def sm80_attention_kernel(config):
         if ballot(any_rescale) != 0:
             rescale_rows(acc, rescale)
         pv(acc, scores, values, i32(0), lane)
+
+    @device_function
+    def clear(acc, row_max, sums):
+        for row in range(row_count):
+            row_max[row], sums[row] = MINUS_INFINITY, f32(0.0)
+        for i in range(acc_count):
+            acc[i] = f32(0.0)
 
     @cuda.jit(launch_bounds=(threads, config.blocks_per_sm))
     def sm80_attention_kernel(
@@ -349,10 +356,15 @@ def sm80_attention_kernel(config):
                 values = base + v_tiles + stage * i32(tile_bytes)
                 softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane)
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
-            if (j + 1) % segment_tiles == 0 or j + 1 == tiles:
-                is_first, is_last = j + 1 <= segment_tiles, j + 1 == tiles
-                end_segment(is_first, is_last, totals, in_use, block_values, acc, row_max, sums, thread)
+            if tiles > segment_tiles and ((j + 1) % segment_tiles == 0 or j + 1 == tiles):
+                add_segment(j + 1 == segment_tiles, totals, in_use, block_values, acc, row_max, sums, thread)
+                clear(acc, row_max, sums)
         wait_for_all()
+        if tiles > segment_tiles:
+            load_total(totals, block_values[SLOT], thread, acc, row_max, sums)
+        else:
+            for row in range(row_count):
+                sums[row] = quad_sum(sums[row])
         # A warp may still wait for its rows of q, whose lines now take out, or load its total from the slot.
         cuda.syncthreads()
         if tiles > segment_tiles and thread == 0:

@@ -42,8 +42,7 @@ from report import add_parts, row
 
 from rlnumba.kernels.attention.ops import attention_backward
 from rlnumba.kernels.attention.sm80_backward import (
-    Sm80DkvConfig,
-    Sm80DqConfig,
+    Sm80GradientConfig,
     attention_backward_sm80,
     dkv_config,
     dq_config,
@@ -233,10 +232,10 @@ def backward(limit):
     print(f"\nattention backward, causal; ceiling {ceiling:.0f} TFLOP/s")
     chosen = dkv_config(E, BF16, limit), dq_config(E, BF16, limit)
     pairs = [chosen]
-    for keys in (Sm80DkvConfig(E, BF16), Sm80DkvConfig(E, BF16, 8, 32), Sm80DkvConfig(E, BF16, 4, 64, 1)):
-        pairs.append((keys, chosen[1]))
-    for rows in (Sm80DqConfig(E, BF16, 4, 1), Sm80DqConfig(E, BF16, 4, 2), Sm80DqConfig(E, BF16, 8, 2)):
-        pairs.append((chosen[0], rows))
+    for warps, stages, tile_rows in ((8, 2, 64), (8, 2, 32), (4, 1, 64)):
+        pairs.append((Sm80GradientConfig(E, BF16, True, warps, stages, tile_rows), chosen[1]))
+    for warps, stages in ((4, 1), (4, 2), (8, 2)):
+        pairs.append((chosen[0], Sm80GradientConfig(E, BF16, False, warps, stages, in_registers=True)))
     limit = device.max_shared_bytes()
     pairs = [pair for pair in dict.fromkeys(pairs) if all(config.shared_bytes <= limit for config in pair)]
     for name, (lengths, *_) in ({"check, 5 x ragged": ([1, 65, 300, 511, 700],)} | FORWARD).items():

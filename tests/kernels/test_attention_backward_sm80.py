@@ -3,13 +3,11 @@ import pytest
 
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.attention.sm80_backward import (
-    Sm80DkvConfig,
-    Sm80DqConfig,
+    Sm80GradientConfig,
     attention_backward_sm80,
     dkv_config,
     dq_config,
-    sm80_dkv_kernel,
-    sm80_dq_kernel,
+    sm80_gradient_kernel,
 )
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
@@ -39,10 +37,16 @@ def run(rng, lengths, heads, kv_heads, head_dim, dtype, for_dkv=None, for_dq=Non
 
 SIMULATED = [
     # Ragged sequences, more tiles than stages, a warp without keys or rows, two heads a key head.
-    ([5, 0, 35], 2, 1, 16, "bfloat16", Sm80DkvConfig(16, "bfloat16", 2, 32, 2), Sm80DqConfig(16, "bfloat16", 2, 1)),
+    (
+        [5, 0, 35], 2, 1, 16, "bfloat16", Sm80GradientConfig(16, "bfloat16", True, 2, 2, 32),
+        Sm80GradientConfig(16, "bfloat16", False, 2, 1, in_registers=True),
+    ),
     # Padded columns, and rows that do not stay in registers.
-    ([18], 3, 1, 24, "float16", Sm80DkvConfig(24, "float16", 1, 32, 1), Sm80DqConfig(24, "float16", 1, 2, False)),
-]
+    (
+        [18], 3, 1, 24, "float16", Sm80GradientConfig(24, "float16", True, 1, 1, 32),
+        Sm80GradientConfig(24, "float16", False, 1, 2),
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.sim
@@ -68,9 +72,9 @@ def test_kernels_compile_for_gpus(compile_offline, architecture, limit):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f = "uint16[:,:,::1]", "float32[:,::1]"
-    types = [x, x, x, x, f, f, "int32[::1]", "float32", x]
-    troubles = compile_offline(sm80_dkv_kernel(dkv_config(128, "bfloat16", limit)), [*types, x], architecture)
-    troubles += compile_offline(sm80_dq_kernel(dq_config(128, "bfloat16", limit)), types, architecture)
+    types = [x, x, x, x, f, f, "int32[::1]", "float32", x, x]
+    troubles = compile_offline(sm80_gradient_kernel(dkv_config(128, "bfloat16", limit)), types, architecture)
+    troubles += compile_offline(sm80_gradient_kernel(dq_config(128, "bfloat16", limit)), types, architecture)
     assert not troubles, "\n".join(troubles)
 
 

@@ -50,16 +50,25 @@ def _exp_tile(x, shift, n, n_bits, y, y_bits, first):
         y_bits[j] += n_bits[j] << 23
 
 
+@numba.njit(inline="always")
+def _exp_scratch():
+    """(n, n_bits, y, y_bits) of _exp_tile."""
+    n, y = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    return n, n.view(np.int32), y, y.view(np.int32)
+
+
 @numba.njit(fastmath={"contract"}, inline="always")
-def _transpose(rows, source, head, tiles, out):
-    """out[tile, e, lane] = source[row of that key, head, e]; zero for e beyond the head."""
-    for tile in range(tiles):
+def _transpose(rows, source, head):
+    """(tiles, padded, LANES): [tile, e, lane] is source[row of that key, head, e]; zero for e beyond the head."""
+    out = np.empty((rows.shape[0] // LANES, (source.shape[2] + 3) // 4 * 4, LANES), np.float32)
+    for tile in range(out.shape[0]):
         for lane in range(LANES):
             row = rows[tile * LANES + lane]
             for e in range(source.shape[2]):
                 out[tile, e, lane] = source[row, head, e]
             for e in range(source.shape[2], out.shape[1]):
                 out[tile, e, lane] = ZERO
+    return out
 
 
 @numba.njit(fastmath={"contract"}, inline="always")
@@ -101,10 +110,8 @@ def _weighted_rows(weights, rows, source, head, count, out):
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
 def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse):
-    head_dim = q.shape[2]
-    kv_heads = k.shape[1]
+    _, kv_heads, head_dim = k.shape
     gqa_ratio = q.shape[1] // kv_heads
-    padded = (head_dim + 3) // 4 * 4
     tasks_per_head = (max_seqlen_q + TASK_TOKENS - 1) // TASK_TOKENS
     for task in numba.prange(context_lens.shape[0] * kv_heads * tasks_per_head):
         sequence = task // (kv_heads * tasks_per_head)
@@ -116,22 +123,17 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
         last = min(first + TASK_TOKENS, length)
         if first < last:
             visible = max(context - length + last, 0)
-            tiles = (visible + LANES - 1) // LANES
             # Padding points at the first key: its numbers are finite if the row's result is to be.
-            rows = np.empty(tiles * LANES, np.int64)
-            for j in range(tiles * LANES):
+            rows = np.empty((visible + LANES - 1) // LANES * LANES, np.int64)
+            for j in range(rows.shape[0]):
                 key = j if j < visible else 0
                 rows[j] = np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
-            keys = np.empty((tiles, padded, LANES), np.float32)
-            _transpose(rows, k, kv_head, tiles, keys)
-            scores = np.empty(tiles * LANES, np.float32)
-            query = np.zeros(padded, np.float32)
+            keys = _transpose(rows, k, kv_head)
+            scores = np.empty(rows.shape[0], np.float32)
+            query = np.zeros(keys.shape[1], np.float32)
             sums = np.empty(LANES, np.float32)
             acc = np.empty(head_dim, np.float32)
-            n = np.empty(LANES, np.float32)
-            y = np.empty(LANES, np.float32)
-            n_bits = n.view(np.int32)
-            y_bits = y.view(np.int32)
+            n, n_bits, y, y_bits = _exp_scratch()
             for index in range(first * gqa_ratio, last * gqa_ratio):
                 token = start + index // gqa_ratio
                 head = kv_head * gqa_ratio + index % gqa_ratio
@@ -143,8 +145,7 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
                 row_max = np.float32(-np.inf)
                 for j in range(count):
                     row_max = max(row_max, scores[j])
-                for j in range(LANES):
-                    sums[j] = ZERO
+                sums[:] = ZERO
                 for tile in range(row_tiles):
                     _exp_tile(scores, row_max, n, n_bits, y, y_bits, tile * LANES)
                     for j in range(LANES):
@@ -166,9 +167,8 @@ def paged_attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens,
     """As the operator paged_attention, on k and v (rows, HK, E); lse (H, N) is written if given."""
     if lse is None:
         lse = np.empty((0, 0), np.float32)
-    _attention(
-        q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, lse
-    )  # fmt: skip
+    scale = np.float32(scale)
+    _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse)
 
 
 def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
@@ -179,35 +179,22 @@ def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
 def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
-    head_dim = q.shape[2]
-    kv_heads = k.shape[1]
+    _, kv_heads, head_dim = k.shape
     gqa_ratio = q.shape[1] // kv_heads
-    padded = (head_dim + 3) // 4 * 4
     for task in numba.prange((cu_seqlens.shape[0] - 1) * kv_heads):
         kv_head = task % kv_heads
         start = cu_seqlens[task // kv_heads]
         length = cu_seqlens[task // kv_heads + 1] - start
-        tiles = (length + LANES - 1) // LANES
-        rows = np.empty(tiles * LANES, np.int64)
-        for j in range(tiles * LANES):
-            rows[j] = start + (j if j < length else 0)
-        keys = np.empty((tiles, padded, LANES), np.float32)
-        _transpose(rows, k, kv_head, tiles, keys)
-        values = np.empty((tiles, padded, LANES), np.float32)
-        _transpose(rows, v, kv_head, tiles, values)
-        p = np.empty(tiles * LANES, np.float32)
-        ds = np.empty(tiles * LANES, np.float32)
-        query = np.zeros(padded, np.float32)
-        gradient = np.zeros(padded, np.float32)
+        rows = np.full((length + LANES - 1) // LANES * LANES, start, np.int64)
+        for j in range(length):
+            rows[j] += j
+        keys, values = _transpose(rows, k, kv_head), _transpose(rows, v, kv_head)
+        p, ds = np.empty(rows.shape[0], np.float32), np.empty(rows.shape[0], np.float32)
+        query, gradient = np.zeros(keys.shape[1], np.float32), np.zeros(keys.shape[1], np.float32)
         acc = np.empty(head_dim, np.float32)
-        n = np.empty(LANES, np.float32)
-        y = np.empty(LANES, np.float32)
-        n_bits = n.view(np.int32)
-        y_bits = y.view(np.int32)
-        for j in range(start, start + length):
-            for e in range(head_dim):
-                dk[j, kv_head, e] = ZERO
-                dv[j, kv_head, e] = ZERO
+        n, n_bits, y, y_bits = _exp_scratch()
+        dk[start : start + length, kv_head] = ZERO
+        dv[start : start + length, kv_head] = ZERO
         for index in range(length * gqa_ratio):
             count = index // gqa_ratio + 1
             token = start + index // gqa_ratio

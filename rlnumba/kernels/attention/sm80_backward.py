@@ -51,48 +51,20 @@ WIDTH = 32
 COLUMNS = 128
 
 
-class Sm80DkvConfig(NamedTuple):
-    """The kernel of dk and dv. warps: of 16 keys each; rows: of a tile of q and dout; stages: such tiles in memory."""
+class Sm80GradientConfig(NamedTuple):
+    """of_keys: the kernel of dk and dv, whose blocks own keys, else of dq, whose blocks own rows; 16 of them a warp.
 
-    head_dim: int
-    element: str
-    warps: int = 8
-    rows: int = 64
-    stages: int = 2
-
-    @property
-    def threads(self):
-        return 32 * self.warps
-
-    @property
-    def keys(self):
-        return 16 * self.warps
-
-    @property
-    def column_blocks(self):
-        """Blocks that share the columns of dk and dv."""
-        return -(-padded(self.head_dim) // COLUMNS)
-
-    @property
-    def stage_bytes(self):
-        return 2 * self.rows * (line_pitch(self.head_dim) + 4)
-
-    @property
-    def shared_bytes(self):
-        return 2 * self.keys * line_pitch(self.head_dim) + self.stages * self.stage_bytes
-
-
-class Sm80DqConfig(NamedTuple):
-    """The constants of the kernel of dq. warps: of 16 rows each; stages: tiles of keys and values in shared memory.
-
-    rows_in_registers: q and dout stay in registers, and their shared memory is reused for the keys.
+    stages: tiles of rows, or of keys, in shared memory; tile_rows: of such a tile. in_registers: what the block owns
+    stays in registers, and its shared memory is reused for the tiles.
     """
 
     head_dim: int
     element: str
-    warps: int = 4
-    stages: int = 1
-    rows_in_registers: bool = True
+    of_keys: bool
+    warps: int
+    stages: int
+    tile_rows: int = TILE_KEYS
+    in_registers: bool = False
 
     @property
     def threads(self):
@@ -100,12 +72,28 @@ class Sm80DqConfig(NamedTuple):
 
     @property
     def rows(self):
+        """Keys or rows that a block owns."""
         return 16 * self.warps
 
     @property
+    def columns(self):
+        """Columns of a gradient that a block computes."""
+        return min(padded(self.head_dim), COLUMNS) if self.of_keys else padded(self.head_dim)
+
+    @property
+    def column_blocks(self):
+        """Blocks that share the columns of dk and dv."""
+        return -(-padded(self.head_dim) // self.columns)
+
+    @property
+    def stage_bytes(self):
+        """A tile: [q | dout | lse | delta] of rows, or [k | v] of keys."""
+        return 2 * self.tile_rows * (line_pitch(self.head_dim) + (4 if self.of_keys else 0))
+
+    @property
     def shared_bytes(self):
-        rows, kv = 2 * self.rows * line_pitch(self.head_dim), 2 * self.stages * TILE_KEYS * line_pitch(self.head_dim)
-        return max(rows, kv) if self.rows_in_registers else rows + kv
+        block, tiles = 2 * self.rows * line_pitch(self.head_dim), self.stages * self.stage_bytes
+        return max(block, tiles) if self.in_registers else block + tiles
 
 
 @functools.cache
@@ -147,250 +135,207 @@ def row_tile_function(head_dim, rows, threads):
     return load_row_tile
 
 
+@device_function
+def softmax_backward_of_keys(scores, gradients, lse, tile_rows, row, full, first_key, gqa_ratio, scale_log2, lane):
+    """p^T in place of s^T, ds^T of dp^T. lse: address of that of `row`; delta follows tile_rows later."""
+    address = lse + ((lane & i32(3)) << i32(3))
+    for block in range(WIDTH // 8):
+        low_lse, high_lse = load_pair(address + block * 32)
+        low_delta, high_delta = load_pair(address + block * 32 + tile_rows * 4)
+        low_lse, high_lse = low_lse * f32(LOG2_E), high_lse * f32(LOG2_E)
+        for half in range(2):
+            at = 4 * block + 2 * half
+            scores[at] = exp2(cuda.fma(scores[at], scale_log2, -low_lse))
+            scores[at + 1] = exp2(cuda.fma(scores[at + 1], scale_log2, -high_lse))
+            if row < full:
+                first_visible = i32(i32(first_key + half * 8 + (lane >> i32(2))) * gqa_ratio)
+                column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
+                if column < first_visible:
+                    scores[at] = f32(0.0)
+                if i32(column + i32(1)) < first_visible:
+                    scores[at + 1] = f32(0.0)
+            gradients[at] = scores[at] * (gradients[at] - low_delta)
+            gradients[at + 1] = scores[at + 1] * (gradients[at + 1] - high_delta)
+
+
+@device_function
+def softmax_backward_of_rows(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
+    """ds in place of dp. lse, delta, position: of the thread's two rows; first_position: of the warp's first."""
+    for i in range(WIDTH // 2):
+        half = i % 4 // 2
+        p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
+        if i32(key + i32(WIDTH - 1)) > first_position:
+            if i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) > position[half]:
+                p = f32(0.0)
+        gradients[i] = p * (gradients[i] - delta[half])
+
+
 @specialize
-def sm80_dkv_kernel(config):
-    """The kernel of a Sm80DkvConfig."""
-    head_dim, element, _, rows, stages = config
-    threads, keys, column_blocks, pitch = config.threads, config.keys, config.column_blocks, line_pitch(head_dim)
-    columns = min(padded(head_dim), COLUMNS)
-    column_steps, acc_count, score_count = columns // 16, columns // 2, WIDTH // 2
-    # Shared memory in bytes: the block's keys; its values; stages of [q | dout | lse | delta] of a tile of rows.
-    stage_bytes, v_offset, rows_offset = config.stage_bytes, keys * pitch, 2 * keys * pitch
-    # The block's keys are rows of a matrix with one head a token.
-    copy_rows, _ = copy_functions(head_dim, keys, threads, 0)
-    load_row_tile = row_tile_function(head_dim, rows, threads)
-    _, gemm, accumulate = gemm_functions(head_dim, element, WIDTH, columns=columns)
+def sm80_gradient_kernel(config):
+    """The kernel of a Sm80GradientConfig: the same steps, with keys and rows in each other's place."""
+    head_dim, element, of_keys, _, stages, tile_rows, in_registers = config
+    threads, rows, columns, pitch = config.threads, config.rows, config.columns, line_pitch(head_dim)
+    column_blocks, column_steps, score_count = config.column_blocks, columns // 16, WIDTH // 2
+    acc_count, fragment_words = columns // 2, 4 * (padded(head_dim) // 16 if in_registers else 1)
+    second_count = acc_count if of_keys else 1
+    # Shared memory in bytes: k and v, or q and dout, of the block, unless they stay in registers; stages of a tile.
+    stage_bytes, tiles_offset = config.stage_bytes, 0 if in_registers else 2 * rows * pitch
+    copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
+    load_row_tile = row_tile_function(head_dim, tile_rows, threads)
+    load_rows, gemm, accumulate = gemm_functions(head_dim, element, WIDTH, 1, in_registers, columns)
     read_sequence, store_rows = sequence_function(head_dim), store_rows_function(head_dim, columns, 16, element)
     wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
 
     @device_function
-    def softmax_backward(scores, gradients, lse, row, full, first_key, gqa_ratio, scale_log2, lane):
-        """p^T in place of s^T, ds^T of dp^T. lse: address of that of `row`, delta follows `rows` later."""
-        address = lse + ((lane & i32(3)) << i32(3))
-        for block in range(WIDTH // 8):
-            low_lse, high_lse = load_pair(address + block * 32)
-            low_delta, high_delta = load_pair(address + block * 32 + rows * 4)
-            low_lse, high_lse = low_lse * f32(LOG2_E), high_lse * f32(LOG2_E)
-            for half in range(2):
-                at = 4 * block + 2 * half
-                scores[at] = exp2(cuda.fma(scores[at], scale_log2, -low_lse))
-                scores[at + 1] = exp2(cuda.fma(scores[at + 1], scale_log2, -high_lse))
-                if row < full:
-                    first_visible = i32(i32(first_key + half * 8 + (lane >> i32(2))) * gqa_ratio)
-                    column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
-                    if column < first_visible:
-                        scores[at] = f32(0.0)
-                    if i32(column + i32(1)) < first_visible:
-                        scores[at + 1] = f32(0.0)
-                gradients[at] = scores[at] * (gradients[at] - low_delta)
-                gradients[at + 1] = scores[at + 1] * (gradients[at + 1] - high_delta)
+    def load_tile(target, sources, lse, delta, cu_seqlens, column, end, sequence, kv_head, thread):
+        """Start the copy of a tile from row or key `column` on; sources: of q and dout, or of the tile's k and v."""
+        if of_keys:
+            load_row_tile(target, sources[0], sources[1], lse, delta, column, end, sequence, kv_head, thread)
+        else:
+            key_bytes, v_tile = sequence.key_bytes, target + tile_rows * pitch
+            copy_keys(target, sources[0], cu_seqlens, i32(0), column, end, key_bytes, thread)
+            copy_keys(v_tile, sources[1], cu_seqlens, i32(0), column, end, key_bytes, thread)
 
-    @cuda.jit(launch_bounds=(threads, 1))
-    def sm80_dkv_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dk, dv):
-        """A block owns `keys` keys of a KV head, or COLUMNS columns of their gradients, and passes over the rows."""
-        dk_acc = cuda.local.array(acc_count, np.float32)
-        dv_acc = cuda.local.array(acc_count, np.float32)
+    @cuda.jit(launch_bounds=(threads, 1 if of_keys else 2))
+    def sm80_gradient_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, first_out, second_out):
+        """first_out, second_out: dk and dv, or dq and anything. A block owns `rows` keys or rows of a KV head.
+
+        Of dk and dv it computes `columns` columns. It passes over the rows that see its keys, or the keys that its rows
+        see; the longest passes start first.
+        """
+        first_acc = cuda.local.array(acc_count, np.float32)
+        second_acc = cuda.local.array(second_count, np.float32)
         scores = cuda.local.array(score_count, np.float32)
         gradients = cuda.local.array(score_count, np.float32)
-        fragments = cuda.local.array(4, np.int32)
-        thread = i32(cuda.threadIdx.x) & i32(threads - 1)
-        lane, warp = thread & i32(31), thread >> i32(5)
-        kv_head, column_block = i32(cuda.blockIdx.x // column_blocks), i32(cuda.blockIdx.x % column_blocks)
-        sequence = read_sequence(q, k, cu_seqlens, cuda.blockIdx.y, kv_head)
-        gqa_ratio, _, length, _, key_bytes, q_offset, k_offset = sequence
-        first_key = i32(cuda.blockIdx.z * keys)
-        valid_keys = min(i32(length - first_key), i32(keys))
-        if valid_keys <= 0:
-            return
-        end_row = i32(length * gqa_ratio)
-        first_row = i32(first_key * gqa_ratio) // i32(rows) * i32(rows)
-        tiles = i32(i32(i32(end_row - first_row) + i32(rows - 1)) // i32(rows))
-
-        base = shared_address(cuda.shared.array(0, np.uint8))
-        q_source, dout_source = address_of(q) + q_offset, address_of(dout) + q_offset
-        copy_rows(base, address_of(k) + k_offset, first_key, valid_keys, i32(1), key_bytes, thread)
-        copy_rows(base + v_offset, address_of(v) + k_offset, first_key, valid_keys, i32(1), key_bytes, thread)
-        for stage in range(stages):
-            if stage < tiles:
-                tile, row = base + rows_offset + stage * stage_bytes, i32(first_row + i32(stage * rows))
-                load_row_tile(tile, q_source, dout_source, lse, delta, row, end_row, sequence, kv_head, thread)
-            cp_async_commit_group()
-        for i in range(acc_count):
-            dk_acc[i], dv_acc[i] = f32(0.0), f32(0.0)
-        warp_key, scale_log2 = i32(warp * i32(16)), scale * f32(LOG2_E)
-        warp_lines, warp_first_key = base + warp_key * i32(pitch), i32(first_key + warp_key)
-        # Row r sees key j if r >= gqa_ratio j: from `full` on, rows see all of the warp's keys, before `none` none.
-        none = i32(warp_first_key * gqa_ratio)
-        full = i32(i32(warp_first_key + i32(15)) * gqa_ratio)
-        stage = i32(0)
-        for j in range(tiles):
-            wait_for_tile()
-            cuda.syncthreads()
-            tile = base + rows_offset + stage * i32(stage_bytes)
-            for part in range(rows // WIDTH):
-                row = i32(i32(first_row + i32(i32(j) * i32(rows))) + i32(part * WIDTH))
-                if warp_key < valid_keys and i32(row + i32(WIDTH)) > none and row < end_row:
-                    q_lines = tile + part * (WIDTH * pitch)
-                    dout_lines = q_lines + rows * pitch
-                    gemm(scores, fragments, warp_lines, q_lines, lane)
-                    gemm(gradients, fragments, warp_lines + v_offset, dout_lines, lane)
-                    row_lse = tile + 2 * rows * pitch + part * (WIDTH * 4)
-                    softmax_backward(scores, gradients, row_lse, row, full, warp_first_key, gqa_ratio, scale_log2, lane)
-                    accumulate(dv_acc, scores, dout_lines, i32(column_block * column_steps), lane)
-                    accumulate(dk_acc, gradients, q_lines, i32(column_block * column_steps), lane)
-            cuda.syncthreads()
-            next_tile = i32(i32(j) + i32(stages))
-            if next_tile < tiles:
-                row = i32(first_row + i32(next_tile * i32(rows)))
-                load_row_tile(tile, q_source, dout_source, lse, delta, row, end_row, sequence, kv_head, thread)
-            cp_async_commit_group()
-            stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
-        wait_for_all()
-        # Only the warp itself reads its lines of keys and values, so its gradients may overwrite them.
-        valid_keys, column = i32(valid_keys - warp_key), i32(column_block * columns)
-        store_rows(
-            dk_acc, scale, warp_lines, address_of(dk) + k_offset, column, valid_keys, i32(1), key_bytes,
-            warp_first_key, lane,
-        )  # fmt: skip
-        store_rows(
-            dv_acc, f32(1.0), warp_lines + v_offset, address_of(dv) + k_offset, column, valid_keys, i32(1), key_bytes,
-            warp_first_key, lane,
-        )  # fmt: skip
-
-    return sm80_dkv_kernel
-
-
-@specialize
-def sm80_dq_kernel(config):
-    """The kernel of a Sm80DqConfig."""
-    head_dim, element, _, stages, rows_in_registers = config
-    threads, rows, pitch = config.threads, config.rows, line_pitch(head_dim)
-    steps, score_count = padded(head_dim) // 16, WIDTH // 2
-    acc_count, row_words = 8 * steps, 4 * (steps if rows_in_registers else 1)
-    # Shared memory in bytes: rows of q and of dout, unless they stay in registers; stages of [keys | values] of a tile.
-    kv_offset = 0 if rows_in_registers else 2 * rows * pitch
-    tile_bytes, stage_bytes = TILE_KEYS * pitch, 2 * TILE_KEYS * pitch
-    copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
-    load_rows, gemm, accumulate = gemm_functions(head_dim, element, WIDTH, 1, rows_in_registers)
-    read_sequence, store_rows = sequence_function(head_dim), store_rows_function(head_dim, head_dim, 16, element)
-    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
-
-    @device_function
-    def softmax_backward(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
-        """ds in place of dp. lse, delta, position: of the thread's two rows; first_position: of the warp's first."""
-        for i in range(score_count):
-            half = i % 4 // 2
-            p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
-            if i32(key + i32(WIDTH - 1)) > first_position:
-                if i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) > position[half]:
-                    p = f32(0.0)
-            gradients[i] = p * (gradients[i] - delta[half])
-
-    @cuda.jit(launch_bounds=(threads, 2))
-    def sm80_dq_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, dq):
-        """A block owns `rows` rows of a KV head; the last rows, which see the most keys, start first."""
-        acc = cuda.local.array(acc_count, np.float32)
-        scores = cuda.local.array(score_count, np.float32)
-        gradients = cuda.local.array(score_count, np.float32)
-        q_fragments = cuda.local.array(row_words, np.int32)
-        dout_fragments = cuda.local.array(row_words, np.int32)
+        first_fragments = cuda.local.array(fragment_words, np.int32)
+        second_fragments = cuda.local.array(fragment_words, np.int32)
         row_lse = cuda.local.array(2, np.float32)
         row_delta = cuda.local.array(2, np.float32)
         position = cuda.local.array(2, np.int32)
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
-        kv_head = i32(cuda.blockIdx.x)
-        gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
-            q, k, cu_seqlens, cuda.blockIdx.y, kv_head
-        )
-        first_row = i32(i32(cuda.gridDim.z - 1 - cuda.blockIdx.z) * i32(rows))
-        valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(rows))
+        kv_head, column_block = i32(cuda.blockIdx.x // column_blocks), i32(cuda.blockIdx.x % column_blocks)
+        sequence = read_sequence(q, k, cu_seqlens, cuda.blockIdx.y, kv_head)
+        gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = sequence
+        # Heads of a token among the block's rows; bytes from token to token; bytes before the first token's first head.
+        if of_keys:
+            block, ratio, row_bytes, offset = i32(cuda.blockIdx.z), i32(1), key_bytes, k_offset
+        else:
+            block, ratio = i32(cuda.gridDim.z - 1 - cuda.blockIdx.z), gqa_ratio
+            row_bytes, offset = token_bytes, q_offset
+        first_row = i32(block * i32(rows))
+        valid_rows = min(i32(i32(length * ratio) - first_row), i32(rows))
         if valid_rows <= 0:
             return
-        visible_keys = i32(i32(i32(first_row + valid_rows) - i32(1)) // gqa_ratio + i32(1))
-        tiles = i32(i32(visible_keys + i32(TILE_KEYS - 1)) // i32(TILE_KEYS))
 
         base = shared_address(cuda.shared.array(0, np.uint8))
+        q_source, dout_source = address_of(q) + q_offset, address_of(dout) + q_offset
         k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
-        next_tile, warp_row = np.int64(TILE_KEYS) * key_bytes, warp * i32(16)
-        warp_lines = base + warp_row * i32(pitch)
-        copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
-        copy_rows(
-            base + rows * pitch, address_of(dout) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread
-        )
-        if rows_in_registers:
+        warp_row = warp * i32(16)
+        warp_lines, warp_first_row = base + warp_row * i32(pitch), i32(first_row + warp_row)
+        if of_keys:
+            copy_rows(base, k_source, first_row, valid_rows, ratio, row_bytes, thread)
+            copy_rows(base + rows * pitch, v_source, first_row, valid_rows, ratio, row_bytes, thread)
+            begin, end = i32(first_row * gqa_ratio) // i32(tile_rows) * i32(tile_rows), i32(length * gqa_ratio)
+            sources, next_tile, tile_end = (q_source, dout_source), np.int64(0), end
+            # Row r sees key j if r >= gqa_ratio j: from `full` on, rows see all of the warp's keys, before `none` none.
+            none, full = i32(warp_first_row * gqa_ratio), i32(i32(warp_first_row + i32(15)) * gqa_ratio)
+            visible_end = end
+        else:
+            copy_rows(base, q_source, first_row, valid_rows, ratio, row_bytes, thread)
+            copy_rows(base + rows * pitch, dout_source, first_row, valid_rows, ratio, row_bytes, thread)
+            begin, end = i32(0), i32(i32(i32(first_row + valid_rows) - i32(1)) // gqa_ratio + i32(1))
+            sources, next_tile, tile_end = (k_source, v_source), np.int64(tile_rows) * key_bytes, length
+            # The position of the warp's first row, and one more than that of its last.
+            none, first_position = i32(0), i32(warp_first_row // gqa_ratio)
+            last_row = i32(first_row + min(i32(warp_row + i32(15)), i32(valid_rows - i32(1))))
+            visible_end = i32(last_row // gqa_ratio + i32(1))
+        if warp_row >= valid_rows:
+            visible_end = i32(0)
+        tiles = i32(i32(i32(end - begin) + i32(tile_rows - 1)) // i32(tile_rows))
+        if in_registers:
             cp_async_commit_group()
             wait_for_all()
             cuda.syncthreads()
-            load_rows(q_fragments, warp_lines, lane)
-            load_rows(dout_fragments, warp_lines + rows * pitch, lane)
+            load_rows(first_fragments, warp_lines, lane)
+            load_rows(second_fragments, warp_lines + rows * pitch, lane)
             cuda.syncthreads()
         for stage in range(stages):
             if stage < tiles:
-                tile, key = base + kv_offset + stage * stage_bytes, i32(stage * TILE_KEYS)
-                copy_keys(tile, k_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
-                copy_keys(tile + tile_bytes, v_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
+                tile, column = base + tiles_offset + stage * stage_bytes, i32(begin + i32(stage * tile_rows))
+                load_tile(tile, sources, lse, delta, cu_seqlens, column, tile_end, sequence, kv_head, thread)
             cp_async_commit_group()
-            k_source += next_tile
-            v_source += next_tile
-        for half in range(2):
-            row = i32(min(i32(warp_row + i32(half * 8) + (lane >> i32(2))), i32(valid_rows - i32(1))) + first_row)
-            position[half] = row // gqa_ratio
-            row_lse[half] = lse[kv_head * gqa_ratio + row % gqa_ratio, start + row // gqa_ratio] * f32(LOG2_E)
-            row_delta[half] = delta[kv_head * gqa_ratio + row % gqa_ratio, start + row // gqa_ratio]
+            sources = sources[0] + next_tile, sources[1] + next_tile
+        if not of_keys:
+            for half in range(2):
+                row = i32(min(i32(warp_row + i32(half * 8) + (lane >> i32(2))), i32(valid_rows - i32(1))) + first_row)
+                position[half] = row // gqa_ratio
+                row_lse[half] = lse[kv_head * gqa_ratio + row % gqa_ratio, start + row // gqa_ratio] * f32(LOG2_E)
+                row_delta[half] = delta[kv_head * gqa_ratio + row % gqa_ratio, start + row // gqa_ratio]
         for i in range(acc_count):
-            acc[i] = f32(0.0)
-        scale_log2 = scale * f32(LOG2_E)
-        # The positions of the warp's first and last rows.
-        first_position = i32(i32(first_row + warp_row) // gqa_ratio)
-        last_position = i32(i32(first_row + min(i32(warp_row + i32(15)), i32(valid_rows - i32(1)))) // gqa_ratio)
-        if warp_row >= valid_rows:
-            last_position = i32(-1)
-        stage = i32(0)
+            first_acc[i] = f32(0.0)
+            if of_keys:
+                second_acc[i] = f32(0.0)
+        scale_log2, first_step, stage = scale * f32(LOG2_E), i32(column_block * column_steps), i32(0)
         for j in range(tiles):
             wait_for_tile()
             cuda.syncthreads()
-            tile = base + kv_offset + stage * i32(stage_bytes)
-            for part in range(TILE_KEYS // WIDTH):
-                key = i32(i32(i32(j) * i32(TILE_KEYS)) + i32(part * WIDTH))
-                if key <= last_position:
-                    keys = tile + part * (WIDTH * pitch)
-                    gemm(scores, q_fragments, warp_lines, keys, lane)
-                    gemm(gradients, dout_fragments, warp_lines + rows * pitch, keys + tile_bytes, lane)
-                    softmax_backward(
-                        scores, gradients, row_lse, row_delta, position, first_position, key, scale_log2, lane
-                    )
-                    accumulate(acc, gradients, keys, i32(0), lane)
+            tile = base + tiles_offset + stage * i32(stage_bytes)
+            for part in range(tile_rows // WIDTH):
+                column = i32(i32(begin + i32(i32(j) * i32(tile_rows))) + i32(part * WIDTH))
+                if i32(column + i32(WIDTH)) > none and column < visible_end:
+                    first_lines = tile + part * (WIDTH * pitch)
+                    second_lines = first_lines + tile_rows * pitch
+                    gemm(scores, first_fragments, warp_lines, first_lines, lane)
+                    gemm(gradients, second_fragments, warp_lines + rows * pitch, second_lines, lane)
+                    if of_keys:
+                        tile_lse = tile + 2 * tile_rows * pitch + part * (WIDTH * 4)
+                        softmax_backward_of_keys(
+                            scores, gradients, tile_lse, tile_rows, column, full, warp_first_row,
+                            gqa_ratio, scale_log2, lane,
+                        )  # fmt: skip
+                        accumulate(second_acc, scores, second_lines, first_step, lane)
+                    else:
+                        softmax_backward_of_rows(
+                            scores, gradients, row_lse, row_delta, position, first_position, column, scale_log2, lane
+                        )
+                    accumulate(first_acc, gradients, first_lines, first_step, lane)
             cuda.syncthreads()
-            ahead = i32(i32(j) + i32(stages))
-            if ahead < tiles:
-                key = i32(ahead * i32(TILE_KEYS))
-                copy_keys(tile, k_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
-                copy_keys(tile + tile_bytes, v_source, cu_seqlens, i32(0), key, length, key_bytes, thread)
+            next_index = i32(i32(j) + i32(stages))
+            if next_index < tiles:
+                column = i32(begin + i32(next_index * i32(tile_rows)))
+                load_tile(tile, sources, lse, delta, cu_seqlens, column, tile_end, sequence, kv_head, thread)
             cp_async_commit_group()
-            k_source += next_tile
-            v_source += next_tile
+            sources = sources[0] + next_tile, sources[1] + next_tile
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
-        # No warp still reads the keys, whose shared memory dq reuses.
-        cuda.syncthreads()
+        # Gradients go through the lines of the block's rows. Of those only the warp itself reads its own; but where q
+        # and dout stay in registers, these lines hold tiles.
+        if not of_keys:
+            cuda.syncthreads()
+        first_target, column = address_of(first_out) + offset, i32(column_block * columns)
+        valid_rows = i32(valid_rows - warp_row)
         store_rows(
-            acc, scale, warp_lines, address_of(dq) + q_offset, i32(0), i32(valid_rows - warp_row), gqa_ratio,
-            token_bytes, i32(first_row + warp_row), lane,
-        )  # fmt: skip
+            first_acc, scale, warp_lines, first_target, column, valid_rows, ratio, row_bytes, warp_first_row, lane
+        )
+        if of_keys:
+            store_rows(
+                second_acc, f32(1.0), warp_lines + rows * pitch, address_of(second_out) + offset, column, valid_rows,
+                ratio, row_bytes, warp_first_row, lane,
+            )  # fmt: skip
 
-    return sm80_dq_kernel
+    return sm80_gradient_kernel
 
 
 @functools.cache
 def dkv_config(head_dim, element, limit):
     """As many rows a tile, of two stages, as fit `limit` bytes beside the keys of eight warps, or of fewer."""
     for warps in (8, 4, 2):
-        for rows in (64, 32):
-            config = Sm80DkvConfig(head_dim, element, warps, rows)
+        for tile_rows in (64, 32):
+            config = Sm80GradientConfig(head_dim, element, True, warps, 2, tile_rows)
             if config.shared_bytes + BLOCK_BYTES <= limit + SYSTEM_BYTES:
                 return config
-    return Sm80DkvConfig(head_dim, element, 2, 32, 1)
+    return Sm80GradientConfig(head_dim, element, True, 2, 1, 32)
 
 
 @functools.cache
@@ -398,14 +343,14 @@ def dq_config(head_dim, element, limit):
     """q and dout in registers if these suffice, and two blocks an SM if they fit."""
     if padded(head_dim) <= 128:
         for stages in (2, 1):
-            config = Sm80DqConfig(head_dim, element, 4, stages)
+            config = Sm80GradientConfig(head_dim, element, False, 4, stages, in_registers=True)
             if 2 * (config.shared_bytes + BLOCK_BYTES) <= limit + SYSTEM_BYTES:
                 return config
     for warps in (4, 2):
-        config = Sm80DqConfig(head_dim, element, warps, rows_in_registers=False)
+        config = Sm80GradientConfig(head_dim, element, False, warps, 1)
         if config.shared_bytes + BLOCK_BYTES <= limit + SYSTEM_BYTES:
             return config
-    return Sm80DqConfig(head_dim, element, 1, rows_in_registers=False)
+    return Sm80GradientConfig(head_dim, element, False, 1, 1)
 
 
 def attention_backward_sm80(
@@ -413,11 +358,12 @@ def attention_backward_sm80(
 ):
     """As the operator attention_backward, which has checked the arguments; for_dkv, for_dq: instead of the configs."""
     _, heads, head_dim = q.shape
-    kv_heads, sequences, element = k.shape[1], len(cu_seqlens) - 1, q.dtype.name
-    for_dkv = for_dkv or dkv_config(head_dim, element, device.max_shared_bytes())
-    for_dq = for_dq or dq_config(head_dim, element, device.max_shared_bytes())
+    kv_heads, element, limit = k.shape[1], q.dtype.name, device.max_shared_bytes()
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
-    grid = (kv_heads * for_dkv.column_blocks, sequences, -(-max_seqlen // for_dkv.keys))
-    launch(sm80_dkv_kernel(for_dkv), grid, for_dkv.threads, *arguments, dk, dv, shared=for_dkv.shared_bytes)
-    grid = (kv_heads, sequences, -(-max_seqlen * (heads // kv_heads) // for_dq.rows))
-    launch(sm80_dq_kernel(for_dq), grid, for_dq.threads, *arguments, dq, shared=for_dq.shared_bytes)
+    for config, rows, gradients in (
+        (for_dkv or dkv_config(head_dim, element, limit), max_seqlen, (dk, dv)),
+        (for_dq or dq_config(head_dim, element, limit), max_seqlen * (heads // kv_heads), (dq, dq)),
+    ):
+        grid = (kv_heads * config.column_blocks, len(cu_seqlens) - 1, -(-rows // config.rows))
+        kernel = sm80_gradient_kernel(config)
+        launch(kernel, grid, config.threads, *arguments, *gradients, shared=config.shared_bytes)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.sm80_forward import (
-    SegmentTotals,
     Sm80AttentionConfig,
     attention_config,
-    paged_prefill_sm80,
+    prefill_sm80,
+    totals_shape,
 )
 from rlnumba.kernels.attention.sm80_tiles import (
     copy_functions,
@@ -39,7 +39,7 @@ from rlnumba.kernels.attention.softmax import (
     quad_max,
     quad_sum,
 )
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import Workspace, no_array
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
 from rlnumba.kernels.ptx.sm80 import CHUNK, SYSTEM_BYTES, copy_to_global, cp_async_wait_group, mma
@@ -336,27 +336,20 @@ def decode_config(head_dim, element, block_size, limit):
     return Sm80DecodeConfig(head_dim, element, 1, block_size)
 
 
-def split_partials(rows, columns):
-    """(partial (rows, columns), weights (rows, 2)), float32, of the current context's workspace, with any content."""
-    flat = current().own(Workspace).float_array(rows * (columns + 2))
-    return flat[: rows * columns].reshape(rows, columns), flat[rows * columns :].reshape(rows, 2)
-
-
 def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
     """As paged.reserve_workspace, which calls this."""
     decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
     prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
-    totals, rows = current().own(SegmentTotals), 1
+    rows, floats, counters = 1, 0, 0
     for sequences, tokens, max_seqlen_q, max_context_len in calls:
         segments = -(-max_context_len // decode.segment)
         if segments > 1:
             # A sequence with more queries than this is not decode's.
             decode_tokens = min(max_seqlen_q, DECODE_ROWS // gqa_ratio)
             rows = max(rows, segments * min(tokens, sequences * decode_tokens) * gqa_ratio * kv_heads)
-        # Steps with short contexts have a slot of their own.
-        for longest in (0, max_context_len):
-            totals.get(prefill, longest)
-    return totals.nbytes + current().own(Workspace).reserve(rows * (padded(head_dim) + 2))
+        slots, slot_floats = totals_shape(prefill, max_context_len)
+        floats, counters = max(floats, rows * (padded(head_dim) + 2), slots * slot_floats), max(counters, slots)
+    return current().own(Workspace).reserve(floats, counters)
 
 
 def paged_attention_sm80(
@@ -372,15 +365,17 @@ def paged_attention_sm80(
     (tokens, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], context_lens.shape[0]
     gqa_ratio = heads // kv_heads
     if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:
-        paged_prefill_sm80(
+        prefill_sm80(
             q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-            config,
+            no_array(2, np.float32), config,
         )  # fmt: skip
         return
     config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     segments = max(-(-max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
-    partial, weights = split_partials(rows, padded(head_dim))
+    columns = padded(head_dim)
+    flat = current().own(Workspace).float_array(rows * (columns + 2))
+    partial, weights = flat[: rows * columns].reshape(rows, columns), flat[rows * columns :].reshape(rows, 2)
     launch(
         sm80_decode_kernel(config),
         (kv_heads, sequences, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),

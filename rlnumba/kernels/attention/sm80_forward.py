@@ -37,7 +37,7 @@ from rlnumba.kernels.attention.softmax import (
     merge_weights,
     quad_sum,
 )
-from rlnumba.kernels.attention.split_kv import no_array
+from rlnumba.kernels.attention.split_kv import Workspace, no_array
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address
 from rlnumba.kernels.ptx.sm80 import (
@@ -392,50 +392,33 @@ def attention_config(head_dim, element, block_size, limit):
     return narrow if narrow.shared_bytes + BLOCK_BYTES <= limit else narrow._replace(warps=2)
 
 
-class SegmentTotals:
-    """The slots in which blocks of sm80_attention_kernel keep their totals over segments; one for each context."""
-
-    def __init__(self):
-        self._slots = {}
-
-    def get(self, config, max_context_len):
-        """(totals, in_use) of the kernel: one unused slot if no sequence has more than one segment."""
-        floats = config.slot_floats if max_context_len > config.segment else 0
-        if floats not in self._slots:
-            xp, count = device.xp(), device.sm_count() * config.blocks_per_sm if floats else 1
-            self._slots[floats] = xp.empty((count, max(floats, 1)), np.float32), xp.zeros(count, np.int32)
-        return self._slots[floats]
-
-    @property
-    def nbytes(self):
-        return sum(array.nbytes for pair in self._slots.values() for array in pair)
+def totals_shape(config, max_context_len):
+    """(slots, floats of each) that a block's totals over segments take; one unused float without a second segment."""
+    if max_context_len <= config.segment:
+        return 1, 1
+    return device.sm_count() * config.blocks_per_sm, config.slot_floats
 
 
 def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
     """As the operator attention, which has checked the arguments. config: by default what attention_config chooses."""
-    config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
-    gqa_ratio, no_lens = q.shape[1] // k.shape[1], no_array(1)
-    launch(
-        sm80_attention_kernel(config),
-        (k.shape[1], cu_seqlens.shape[0] - 1, -(-max_seqlen * gqa_ratio // config.rows)),
-        config.threads,
-        q, k, v, cu_seqlens, no_lens, no_lens, 0, float(scale * LOG2_E),
-        *current().own(SegmentTotals).get(config, max_seqlen), out, lse,
-        shared=config.shared_bytes,
-    )  # fmt: skip
+    no_tables, no_lens = no_array(2), no_array(1)
+    prefill_sm80(q, k, v, 0, no_tables, cu_seqlens, no_lens, max_seqlen, max_seqlen, scale, out, lse, config)
 
 
-def paged_prefill_sm80(
-    q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, config=None
+def prefill_sm80(
+    q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, lse, config
 ):
-    """As paged_attention_sm80, of kernels/attention/sm80_decode.py, for more rows than decode's kernel takes."""
-    (_, heads, head_dim), (_, kv_heads, _) = q.shape, k.shape
+    """As paged_attention_sm80, of kernels/attention/sm80_decode.py, for more rows than decode's kernel takes.
+
+    block_size 0: packed sequences, whose lse is written; block_tables and context_lens are empty.
+    """
+    (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
     config = config or attention_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     launch(
         sm80_attention_kernel(config),
-        (kv_heads, context_lens.shape[0], -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
+        (kv_heads, cu_seqlens.shape[0] - 1, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
         q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1], float(scale * LOG2_E),
-        *current().own(SegmentTotals).get(config, max_context_len), out, no_array(2, np.float32),
+        *current().own(Workspace).segment_totals(*totals_shape(config, max_context_len)), out, lse,
         shared=config.shared_bytes,
     )  # fmt: skip

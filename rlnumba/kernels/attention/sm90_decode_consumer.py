@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS
-from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP
+from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP, AttentionConfig
 from rlnumba.kernels.attention.softmax import (
     MINUS_INFINITY,
     SEGMENT_KEYS,
@@ -20,7 +20,6 @@ from rlnumba.kernels.attention.softmax import (
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout
 from rlnumba.kernels.ptx.shared_memory import (
-    BOX_BYTES,
     LINE,
     Address,
     fence_proxy_async,
@@ -81,14 +80,7 @@ class DecodeConfig(NamedTuple):
         """Whether a sequence's own item may resume its group's partial, which takes the registers of a total."""
         return self.grouped and self.max_leading > 1
 
-    @property
-    def boxes(self):
-        return -(-self.head_dim // 64)
-
-    @property
-    def tile_bytes(self):
-        """Of 64 rows of K or V in shared memory."""
-        return self.boxes * BOX_BYTES
+    boxes, tile_bytes = AttentionConfig.boxes, AttentionConfig.tile_bytes
 
     @property
     def q_bytes(self):

@@ -160,7 +160,7 @@ def no_array(dimensions, dtype=np.int32):
 
 
 class Workspace:
-    """Partials, counters and lists of work items of one context.
+    """Partials, counters and lists of work items of one context. Counters are zero before and after a launch.
 
     Arrays grow with what is asked for. Those that were handed out stay, since captured graphs hold their addresses.
     """
@@ -186,6 +186,11 @@ class Workspace:
         row_max = floats[count * head_dim : count * (head_dim + 1)]
         row_sum = floats[count * (head_dim + 1) :]
         return acc, row_max, row_sum, self._at_least(self.counters, counters, np.int32)
+
+    def segment_totals(self, slots, floats):
+        """(totals (slots, floats) with any content, in_use (slots,)) of sm80_attention_kernel."""
+        totals = self.float_array(slots * floats).reshape(slots, floats)
+        return totals, self._at_least(self.counters, slots, np.int32)[:slots]
 
     def item_list(self, items, columns):
         words = (1 + items) * columns

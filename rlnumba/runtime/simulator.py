@@ -49,9 +49,9 @@ class Thread:
         # The barrier or instruction at which it waits, for the message of a deadlock.
         self.awaited = None
         # What simulated instructions keep from one call of this thread to the next, by name.
-        self.notes = {}
+        self.state = {}
         # Called when the thread returns; each raises if an operation of the thread is unfinished.
-        self.last_checks = []
+        self.exit_checks = []
 
     def run(self):
         """Run it until it waits or returns; True if it returned."""
@@ -60,7 +60,7 @@ class Thread:
         try:
             self.coroutine.switch()
             if self.coroutine.dead:
-                for check in self.last_checks:
+                for check in self.exit_checks:
                     check()
         except Exception as error:
             error.add_note(f"in thread {self.thread_idx} of block {self.block.block_idx}")
@@ -70,21 +70,21 @@ class Thread:
         return self.coroutine.dead
 
 
-class Gate:
+class Condition:
     """A condition variable: threads wait until another one opens it."""
 
     def __init__(self):
         self.waiting = []
 
     def wait(self, what):
-        """Suspend this thread until the gate is opened; what: its name in the message of a deadlock."""
+        """Suspend this thread until notify_all; what: its name in the message of a deadlock."""
         thread = _thread
         self.waiting.append(thread)
         thread.awaited = what
         thread.block.grid.scheduler.switch()
         thread.awaited = None
 
-    def open(self):
+    def notify_all(self):
         """Make all waiting threads ready to run."""
         if self.waiting:
             self.waiting[0].block.grid.ready.extend(self.waiting)
@@ -142,7 +142,7 @@ class Block:
         self.block_idx = Dim3(*block_idx)
         self.objects = {}
         self.dynamic_shared = poisoned(grid.shared_bytes, np.uint8)
-        self.gate = Gate()
+        self.condition = Condition()
         indices = [index[::-1] for index in np.ndindex(*block_dim[::-1])]
         self.threads = [Thread(self, i, thread_idx, function) for i, thread_idx in enumerate(indices)]
         self.running = len(self.threads)
@@ -151,17 +151,17 @@ class Block:
     def thread_returned(self):
         """Syncthreads no longer waits for a thread that has returned."""
         self.running -= 1
-        if len(self.gate.waiting) == self.running:
-            self.gate.open()
+        if len(self.condition.waiting) == self.running:
+            self.condition.notify_all()
         if not self.running:
             self.grid.blocks.remove(self)
 
     def syncthreads(self):
         """Wait for all threads of the block that have not returned."""
-        if len(self.gate.waiting) + 1 < self.running:
-            self.gate.wait("syncthreads")
+        if len(self.condition.waiting) + 1 < self.running:
+            self.condition.wait("syncthreads")
         else:
-            self.gate.open()
+            self.condition.notify_all()
 
 
 def ranges(threads):
@@ -190,7 +190,7 @@ class SharedArrays:
             memory = _thread.block.dynamic_shared
             return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         caller = sys._getframe(1)
-        return of_block((caller.f_code, caller.f_lineno), lambda: poisoned(shape, dtype))
+        return block_state((caller.f_code, caller.f_lineno), lambda: poisoned(shape, dtype))
 
 
 class LocalArrays:
@@ -264,17 +264,17 @@ def run(function, grid, block, shared_bytes, arguments):
         _kernel = None
 
 
-def this_thread():
+def current_thread():
     """The Thread that runs now."""
     return _thread
 
 
-def later(action):
+def complete_async(action):
     """Start an asynchronous operation: action() completes it, at the latest when no thread can run any more."""
     _thread.block.grid.pending.append(action)
 
 
-def of_block(key, make, owner=None):
+def block_state(key, make, owner=None):
     """State of the block under a key, made by make() at its first use."""
     objects = (owner or _thread.block).objects
     if key not in objects:
@@ -282,16 +282,16 @@ def of_block(key, make, owner=None):
     return objects[key]
 
 
-def of_grid(key, make):
-    """State of the grid, as of_block."""
-    return of_block(key, make, _thread.block.grid)
+def grid_state(key, make):
+    """State of the grid, as block_state."""
+    return block_state(key, make, _thread.block.grid)
 
 
 class Collective:
     """The operands of an instruction that the threads of a warp or a warpgroup execute together, by lane."""
 
     def __init__(self):
-        self.gate, self.operands, self.compute = Gate(), {}, None
+        self.condition, self.operands, self.compute = Condition(), {}, None
 
 
 def collective(size):
@@ -307,21 +307,21 @@ def collective(size):
         def call(*operands):
             thread = _thread
             index, lane = divmod(thread.index, size)
-            operation = of_block((size, index), Collective)
+            operation = block_state((size, index), Collective)
             if operation.compute not in (None, compute):
                 raise RuntimeError(f"{name}: other threads of the {size} are in {operation.compute.__name__}")
             operation.compute = compute
             operation.operands[lane] = operands
             if len(operation.operands) < size:
-                operation.gate.wait(name)
-                return thread.notes.pop(call)
+                operation.condition.wait(name)
+                return thread.state.pop(call)
             operands = [operation.operands[lane] for lane in range(size)]
             operation.operands, operation.compute = {}, None
             results = compute(operands)
             for other, result in enumerate(results):
-                thread.block.threads[index * size + other].notes[call] = result
-            operation.gate.open()
-            return thread.notes.pop(call)
+                thread.block.threads[index * size + other].state[call] = result
+            operation.condition.notify_all()
+            return thread.state.pop(call)
 
         return call
 

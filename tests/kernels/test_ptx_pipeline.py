@@ -61,12 +61,12 @@ def test_paged_attention(rng):
 def late(function, latencies, warps):
     """`function` of a kernel; in some warps after as long as so many copies take one after the other."""
 
-    def later(*arguments):
+    def complete_async(*arguments):
         thread = simulator._thread
         for _ in range(latencies if thread.index // 32 in warps else 0):
-            gate = simulator.Gate()
-            thread.block.grid.pending.append(gate.open)
-            gate.wait("a latency")
+            condition = simulator.Condition()
+            thread.block.grid.pending.append(condition.open)
+            condition.wait("a latency")
         return function(*arguments)
 
     return later

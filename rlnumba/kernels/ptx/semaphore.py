@@ -8,12 +8,12 @@ Source: PTX ISA, sections on ld.acquire, st.release, atom, fence.proxy.
 from rlnumba.kernels.ptx.instruction import SIMULATED, instruction
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import Gate, of_grid
+    from rlnumba.runtime.simulator import Condition, grid_state
 
 
 def _gate(semaphores, index):
     """Where the simulator's threads wait for a semaphore to change."""
-    return of_grid(("semaphore", semaphores.ctypes.data, int(index)), Gate)
+    return grid_state(("semaphore", semaphores.ctypes.data, int(index)), Condition)
 
 
 # Semaphores are read and written by ordinary accesses, what they guard by TMA: hence the proxy fences.

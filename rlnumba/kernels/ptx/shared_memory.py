@@ -24,7 +24,7 @@ DTYPES = {"r": np.int32, "f": np.float32}
 Address = np.int64 if SIMULATED else np.int32
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import this_thread
+    from rlnumba.runtime.simulator import current_thread
 
     def shared_address(array):
         """The address of a shared array."""
@@ -65,7 +65,7 @@ def write_shared(address, values):
     """Write an array to shared memory as ordinary code does: the async proxy sees it after fence_proxy_async only."""
     content = values.view(np.uint8)
     memory(address, len(content))[:] = content
-    this_thread().notes.setdefault("unfenced", set()).update(_units(address, len(content)))
+    current_thread().state.setdefault("unfenced", set()).update(_units(address, len(content)))
 
 
 class AsyncRead:
@@ -82,8 +82,8 @@ class AsyncRead:
 
 def read_shared(address, nbytes):
     """An AsyncRead of shared memory."""
-    for thread in this_thread().block.threads:
-        unfenced = thread.notes.get("unfenced")
+    for thread in current_thread().block.threads:
+        unfenced = thread.state.get("unfenced")
         if unfenced and not unfenced.isdisjoint(_units(address, nbytes)):
             raise RuntimeError(f"thread {thread.index} wrote what is read here, without fence_proxy_async")
     return AsyncRead(memory(address, nbytes), "shared memory was written to while a copy or a product still read it")
@@ -101,7 +101,7 @@ def swizzled_units(lines):
 @instruction("fence.proxy.async.shared::cta;")
 def fence_proxy_async():
     """Make this thread's ordinary writes of shared memory visible to TMA and the tensor cores."""
-    this_thread().notes.pop("unfenced", None)
+    current_thread().state.pop("unfenced", None)
 
 
 def _vector(values, first):

@@ -48,7 +48,7 @@ CHUNK = 16
 SYSTEM_BYTES = 1024
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import this_thread
+    from rlnumba.runtime.simulator import current_thread
 
 
 @device_function
@@ -118,7 +118,7 @@ def smid():
 
 def _copy_groups():
     """The simulator's groups of copies of this thread, the open one last."""
-    return this_thread().notes.setdefault("copies", [[]])
+    return current_thread().state.setdefault("copies", [[]])
 
 
 def _start_copy(destination, source, nbytes, size):

@@ -15,7 +15,7 @@ from rlnumba.kernels.ptx.instruction import SIMULATED, address_of, instruction
 from rlnumba.kernels.ptx.shared_memory import LINE, memory, read_shared, swizzled_units
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import Gate, later, of_block, this_thread
+    from rlnumba.runtime.simulator import Condition, complete_async, block_state, current_thread
 
     def tensor_map_address(tensor_map):
         """A tensor map as an argument for TMA instructions."""
@@ -32,7 +32,7 @@ class Mbarrier:
     """The simulator's mbarrier: a phase completes when all arrivals have come and all expected bytes are there."""
 
     def __init__(self):
-        self.gate = Gate()
+        self.condition = Condition()
 
     def init(self, count):
         self.count = self.pending = count
@@ -45,18 +45,18 @@ class Mbarrier:
         if self.pending == 0 and self.bytes == 0:
             self.pending = self.count
             self.completed += 1
-            self.gate.open()
+            self.condition.notify_all()
 
     def wait(self, parity):
         before = self.completed
         if self.completed % 2 == parity:
-            self.gate.wait(f"mbarrier_wait of parity {parity}")
+            self.condition.wait(f"mbarrier_wait of parity {parity}")
         if self.completed > before + 1:
             raise RuntimeError("mbarrier_wait: the next phase was over too before this thread had seen its own end")
 
 
 def _mbarrier(address):
-    return of_block(("mbarrier", int(address)), Mbarrier)
+    return block_state(("mbarrier", int(address)), Mbarrier)
 
 
 @instruction("mbarrier.init.shared::cta.b64 [$0], $1;", "rr")
@@ -92,7 +92,7 @@ def mbarrier_wait(address, parity):
 
 
 def start_load(target, mbarrier, write):
-    """The simulator's copy to shared memory: write() fills it, later, and completes its bytes at the mbarrier."""
+    """The simulator's asynchronous copy to shared memory: write() fills it, then its bytes complete at the mbarrier."""
     target[:] = 0xFF
     mbarrier = _mbarrier(mbarrier)
 
@@ -100,7 +100,7 @@ def start_load(target, mbarrier, write):
         write()
         mbarrier.update(0, -len(target))
 
-    later(arrive)
+    complete_async(arrive)
 
 
 def _load_box(destination, tensor_map, start, mbarrier):
@@ -173,10 +173,10 @@ class BulkStore:
 
     def __init__(self, source, nbytes, write):
         self.source, self.write, self.reading = read_shared(source, nbytes), write, True
-        thread = this_thread()
-        thread.notes.setdefault("stores", []).append(self)
-        thread.last_checks.append(self.check_read)
-        later(self.finish)
+        thread = current_thread()
+        thread.state.setdefault("stores", []).append(self)
+        thread.exit_checks.append(self.check_read)
+        complete_async(self.finish)
 
     def check_read(self):
         """Raise if the block's shared memory is still read when it is given to another block."""
@@ -248,14 +248,14 @@ def bulk_reduce_add(array, offset, count, source):
 @instruction("cp.async.bulk.commit_group;")
 def bulk_commit_group():
     """End a group of bulk stores of this thread."""
-    notes = this_thread().notes
+    state = current_thread().state
     notes.setdefault("committed", []).append(notes.get("stores", []))
     notes["stores"] = []
 
 
 def _finish_reading(pending):
     """The committed groups of this thread, of which all but the latest `pending` have read their shared memory."""
-    groups = this_thread().notes.get("committed", [])
+    groups = current_thread().state.get("committed", [])
     for group in groups[: len(groups) - pending]:
         for store in group:
             store.finish_reading()
@@ -291,22 +291,22 @@ class NamedBarrier:
     """The simulator's named barrier: opens when a given number of threads have arrived."""
 
     def __init__(self):
-        self.gate = Gate()
+        self.condition = Condition()
         self.arrived = 0
 
     def arrive(self, name, threads):
         self.arrived += 1
         if self.arrived == threads:
             self.arrived = 0
-            self.gate.open()
+            self.condition.notify_all()
         else:
-            self.gate.wait(name)
+            self.condition.wait(name)
 
 
 @instruction("bar.sync $0, $1;", "rr")
 def named_barrier_sync(index, threads):
     """Wait for `threads` threads of the block, whole warps, at barrier `index` (1 .. 15; 0 is syncthreads)."""
-    barrier = of_block(("named barrier", int(index)), NamedBarrier)
+    barrier = block_state(("named barrier", int(index)), NamedBarrier)
     barrier.arrive(f"named_barrier_sync {index} of {threads} threads", int(threads))
 
 

@@ -35,7 +35,7 @@ def _box_bytes(major, rows):
 
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import of_block, this_thread, warpgroup_wide
+    from rlnumba.runtime.simulator import block_state, current_thread, warpgroup_wide
 
     class Product:
         """What a thread has of a product under way: accumulators that hold NaN until it is waited for."""
@@ -63,7 +63,7 @@ if SIMULATED:
 
     def _products(thread):
         """The products of a thread that are under way, the latest last."""
-        return thread.notes.setdefault("products", [])
+        return thread.state.setdefault("products", [])
 
     def _accumulated(thread, acc):
         """What acc will hold after the products that are under way."""
@@ -74,8 +74,8 @@ if SIMULATED:
 
     def _threads():
         """The 128 threads of the warpgroup that runs."""
-        first = this_thread().index // WARPGROUP * WARPGROUP
-        return this_thread().block.threads[first : first + WARPGROUP]
+        first = current_thread().index // WARPGROUP * WARPGROUP
+        return current_thread().block.threads[first : first + WARPGROUP]
 
     def _operand(address, rows, k, major, box_bytes, dtype, reads):
         """(rows, k) of an operand in shared memory; rows are A's rows or B's columns. Its AsyncReads join `reads`."""
@@ -155,7 +155,7 @@ if SIMULATED:
 
         @warpgroup_wide
         def start_product(threads):
-            started = of_block(("started", this_thread().index // WARPGROUP), PartlyStarted)
+            started = block_state(("started", current_thread().index // WARPGROUP), PartlyStarted)
             for part in started.operands[-1]:
                 part.check()
             compute(started.operands, threads)
@@ -163,8 +163,8 @@ if SIMULATED:
             return [None] * WARPGROUP
 
         def start(*operands):
-            index = this_thread().index
-            started = of_block(("started", index // WARPGROUP), PartlyStarted)
+            index = current_thread().index
+            started = block_state(("started", index // WARPGROUP), PartlyStarted)
             warp = index % WARPGROUP // 32
             started.arrived[warp] += 1
             if started.arrived[warp] == 32 and started.operands is None:
@@ -182,7 +182,7 @@ if SIMULATED:
         """
 
         def wait(acc, a=None):
-            products = _products(this_thread())
+            products = _products(current_thread())
             while len(products) > pending:
                 first = products.pop(0)
                 first.finish(any(other.acc.ctypes.data == first.acc.ctypes.data for other in products))

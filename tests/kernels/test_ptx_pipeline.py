@@ -61,15 +61,15 @@ def test_paged_attention(rng):
 def late(function, latencies, warps):
     """`function` of a kernel; in some warps after as long as so many copies take one after the other."""
 
-    def complete_async(*arguments):
+    def complete_late(*arguments):
         thread = simulator._thread
         for _ in range(latencies if thread.index // 32 in warps else 0):
             condition = simulator.Condition()
-            thread.block.grid.pending.append(condition.open)
+            thread.block.grid.pending.append(condition.notify_all)
             condition.wait("a latency")
         return function(*arguments)
 
-    return later
+    return complete_late
 
 
 @pytest.mark.parametrize("function, latencies, warps", [("atomic_add_acq_rel", 40, [6]), ("mbarrier_wait", 10, [5])])

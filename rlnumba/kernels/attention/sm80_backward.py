@@ -17,27 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention import sm80_tiles
 from rlnumba.kernels.attention.simt import attention_delta
-from rlnumba.kernels.attention.sm80_tiles import (
-    BLOCK_BYTES,
-    copy_functions,
-    gemm_functions,
-    line_pitch,
-    padded,
-    sequence_function,
-    store_rows_function,
-)
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
+from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, shared_address
-from rlnumba.kernels.ptx.sm80 import (
-    CHUNK,
-    SYSTEM_BYTES,
-    cp_async_4,
-    cp_async_16,
-    cp_async_commit_group,
-    cp_async_wait_group,
-)
 from rlnumba.kernels.ptx.warp import device_function, exp2
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -78,28 +63,28 @@ class Sm80GradientConfig(NamedTuple):
     @property
     def columns(self):
         """Columns of a gradient that a block computes."""
-        return min(padded(self.head_dim), COLUMNS) if self.of_keys else padded(self.head_dim)
+        return min(sm80_tiles.padded(self.head_dim), COLUMNS) if self.of_keys else sm80_tiles.padded(self.head_dim)
 
     @property
     def column_blocks(self):
         """Blocks that share the columns of dk and dv."""
-        return -(-padded(self.head_dim) // self.columns)
+        return -(-sm80_tiles.padded(self.head_dim) // self.columns)
 
     @property
     def stage_bytes(self):
         """A tile: [q | dout | lse | delta] of rows, or [k | v] of keys."""
-        return 2 * self.tile_rows * (line_pitch(self.head_dim) + (4 if self.of_keys else 0))
+        return 2 * self.tile_rows * (sm80_tiles.line_pitch(self.head_dim) + (4 if self.of_keys else 0))
 
     @property
     def shared_bytes(self):
-        block, tiles = 2 * self.rows * line_pitch(self.head_dim), self.stages * self.stage_bytes
+        block, tiles = 2 * self.rows * sm80_tiles.line_pitch(self.head_dim), self.stages * self.stage_bytes
         return max(block, tiles) if self.in_registers else block + tiles
 
 
 @functools.cache
 def row_tile_function(head_dim, rows, threads):
     """The device function that starts the copy of a tile of rows of q and dout, and of their lse and delta."""
-    chunks, real_chunks, pitch = padded(head_dim) // 8, head_dim // 8, line_pitch(head_dim)
+    chunks, real_chunks, pitch = sm80_tiles.padded(head_dim) // 8, head_dim // 8, sm80_tiles.line_pitch(head_dim)
     lanes = 1 << (chunks - 1).bit_length()
     lines_per_pass = threads // lanes
     passes = -(-rows // lines_per_pass)
@@ -116,11 +101,11 @@ def row_tile_function(head_dim, rows, threads):
             for i in range(passes):
                 row = i32(line + i32(i * lines_per_pass))
                 if rows % lines_per_pass == 0 or row < rows:
-                    offset = np.int64(token) * token_bytes + (head * (head_dim * 2) + chunk * CHUNK)
-                    chunk_target = target + row * i32(pitch) + chunk * i32(CHUNK)
-                    nbytes = i32(CHUNK) if i32(first_row + row) < end_row and chunk < real_chunks else i32(0)
-                    cp_async_16(chunk_target, q_source + offset, nbytes)
-                    cp_async_16(chunk_target + rows * pitch, dout_source + offset, nbytes)
+                    offset = np.int64(token) * token_bytes + (head * (head_dim * 2) + chunk * sm80.CHUNK)
+                    chunk_target = target + row * i32(pitch) + chunk * i32(sm80.CHUNK)
+                    nbytes = i32(sm80.CHUNK) if i32(first_row + row) < end_row and chunk < real_chunks else i32(0)
+                    sm80.cp_async_16(chunk_target, q_source + offset, nbytes)
+                    sm80.cp_async_16(chunk_target + rows * pitch, dout_source + offset, nbytes)
                 token, head = i32(token + token_step), i32(head + head_step)
                 if head >= gqa_ratio:
                     token, head = i32(token + i32(1)), i32(head - gqa_ratio)
@@ -129,8 +114,8 @@ def row_tile_function(head_dim, rows, threads):
             offset = (np.int64(kv_head * gqa_ratio + row % gqa_ratio) * lse.shape[1] + start + row // gqa_ratio) * 4
             word_target = target + 2 * rows * pitch + thread * 4
             nbytes = i32(4) if row < end_row else i32(0)
-            cp_async_4(word_target, address_of(lse) + offset, nbytes)
-            cp_async_4(word_target + rows * 4, address_of(delta) + offset, nbytes)
+            sm80.cp_async_4(word_target, address_of(lse) + offset, nbytes)
+            sm80.cp_async_4(word_target + rows * 4, address_of(delta) + offset, nbytes)
 
     return load_row_tile
 
@@ -174,17 +159,20 @@ def softmax_backward_of_rows(scores, gradients, lse, delta, position, first_posi
 def sm80_gradient_kernel(config):
     """The kernel of a Sm80GradientConfig: the same steps, with keys and rows in each other's place."""
     head_dim, element, of_keys, _, stages, tile_rows, in_registers = config
-    threads, rows, columns, pitch = config.threads, config.rows, config.columns, line_pitch(head_dim)
+    threads, rows, columns, pitch = config.threads, config.rows, config.columns, sm80_tiles.line_pitch(head_dim)
     column_blocks, column_steps, score_count = config.column_blocks, columns // 16, WIDTH // 2
-    acc_count, fragment_words = columns // 2, 4 * (padded(head_dim) // 16 if in_registers else 1)
+    acc_count, fragment_words = columns // 2, 4 * (sm80_tiles.padded(head_dim) // 16 if in_registers else 1)
     second_count = acc_count if of_keys else 1
     # Shared memory in bytes: k and v, or q and dout, of the block, unless they stay in registers; stages of a tile.
     stage_bytes, tiles_offset = config.stage_bytes, 0 if in_registers else 2 * rows * pitch
-    copy_rows, copy_keys = copy_functions(head_dim, rows, threads, 0)
+    copy_rows, copy_keys = sm80_tiles.copy_functions(head_dim, rows, threads, 0)
     load_row_tile = row_tile_function(head_dim, tile_rows, threads)
-    load_rows, gemm, accumulate = gemm_functions(head_dim, element, WIDTH, 1, in_registers, columns)
-    read_sequence, store_rows = sequence_function(head_dim), store_rows_function(head_dim, columns, 16, element)
-    wait_for_tile, wait_for_all = cp_async_wait_group(stages - 1), cp_async_wait_group(0)
+    load_rows, gemm, accumulate = sm80_tiles.gemm_functions(head_dim, element, WIDTH, 1, in_registers, columns)
+    read_sequence, store_rows = (
+        sm80_tiles.sequence_function(head_dim),
+        sm80_tiles.store_rows_function(head_dim, columns, 16, element),
+    )
+    wait_for_tile, wait_for_all = sm80.cp_async_wait_group(stages - 1), sm80.cp_async_wait_group(0)
 
     @device_function
     def load_tile(target, sources, lse, delta, cu_seqlens, column, end, sequence, kv_head, thread):
@@ -254,7 +242,7 @@ def sm80_gradient_kernel(config):
             visible_end = i32(0)
         tiles = i32(i32(i32(end - begin) + i32(tile_rows - 1)) // i32(tile_rows))
         if in_registers:
-            cp_async_commit_group()
+            sm80.cp_async_commit_group()
             wait_for_all()
             cuda.syncthreads()
             load_rows(first_fragments, warp_lines, lane)
@@ -264,7 +252,7 @@ def sm80_gradient_kernel(config):
             if stage < tiles:
                 tile, column = base + tiles_offset + stage * stage_bytes, i32(begin + i32(stage * tile_rows))
                 load_tile(tile, sources, lse, delta, cu_seqlens, column, tile_end, sequence, kv_head, thread)
-            cp_async_commit_group()
+            sm80.cp_async_commit_group()
             sources = sources[0] + next_tile, sources[1] + next_tile
         if not of_keys:
             for half in range(2):
@@ -305,7 +293,7 @@ def sm80_gradient_kernel(config):
             if next_index < tiles:
                 column = i32(begin + i32(next_index * i32(tile_rows)))
                 load_tile(tile, sources, lse, delta, cu_seqlens, column, tile_end, sequence, kv_head, thread)
-            cp_async_commit_group()
+            sm80.cp_async_commit_group()
             sources = sources[0] + next_tile, sources[1] + next_tile
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
@@ -333,7 +321,7 @@ def dkv_config(head_dim, element, limit):
     for warps in (8, 4, 2):
         for tile_rows in (64, 32):
             config = Sm80GradientConfig(head_dim, element, True, warps, 2, tile_rows)
-            if config.shared_bytes + BLOCK_BYTES <= limit + SYSTEM_BYTES:
+            if config.shared_bytes + sm80_tiles.BLOCK_BYTES <= limit + sm80.SYSTEM_BYTES:
                 return config
     return Sm80GradientConfig(head_dim, element, True, 2, 1, 32)
 
@@ -341,14 +329,14 @@ def dkv_config(head_dim, element, limit):
 @functools.cache
 def dq_config(head_dim, element, limit):
     """q and dout in registers if these suffice, and two blocks an SM if they fit."""
-    if padded(head_dim) <= 128:
+    if sm80_tiles.padded(head_dim) <= 128:
         for stages in (2, 1):
             config = Sm80GradientConfig(head_dim, element, False, 4, stages, in_registers=True)
-            if 2 * (config.shared_bytes + BLOCK_BYTES) <= limit + SYSTEM_BYTES:
+            if 2 * (config.shared_bytes + sm80_tiles.BLOCK_BYTES) <= limit + sm80.SYSTEM_BYTES:
                 return config
     for warps in (4, 2):
         config = Sm80GradientConfig(head_dim, element, False, warps, 1)
-        if config.shared_bytes + BLOCK_BYTES <= limit + SYSTEM_BYTES:
+        if config.shared_bytes + sm80_tiles.BLOCK_BYTES <= limit + sm80.SYSTEM_BYTES:
             return config
     return Sm80GradientConfig(head_dim, element, False, 1, 1)
 

@@ -12,32 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention import sm80_tiles, softmax
 from rlnumba.kernels.attention.sm80_forward import (
     Sm80AttentionConfig,
     attention_config,
     prefill_sm80,
     totals_shape,
-)
-from rlnumba.kernels.attention.sm80_tiles import (
-    copy_functions,
-    fragment_functions,
-    gemm_functions,
-    kv_tile_function,
-    lane_sum,
-    line_pitch,
-    padded,
-    sequence_function,
-)
-from rlnumba.kernels.attention.softmax import (
-    LOG2_E,
-    MINUS_INFINITY,
-    SEGMENT_KEYS,
-    TILE_KEYS,
-    finite_row_max,
-    merge_weights,
-    next_row_max,
-    quad_max,
-    quad_sum,
 )
 from rlnumba.kernels.attention.split_kv import Workspace, no_array
 from rlnumba.kernels.ptx.instruction import address_of
@@ -66,18 +46,18 @@ class Sm80DecodeConfig(NamedTuple):
     element: str
     stages: int = 2
     block_size: int = 16
-    segment: int = SEGMENT_KEYS
+    segment: int = softmax.SEGMENT_KEYS
 
     @property
     def shared_bytes(self):
-        lines = DECODE_ROWS + 2 * self.stages * TILE_KEYS
-        return lines * line_pitch(self.head_dim) + DECODE_ROWS * line_pitch(TILE_KEYS)
+        lines = DECODE_ROWS + 2 * self.stages * softmax.TILE_KEYS
+        return lines * sm80_tiles.line_pitch(self.head_dim) + DECODE_ROWS * sm80_tiles.line_pitch(softmax.TILE_KEYS)
 
 
 @functools.cache
 def decode_softmax_functions(element):
     """(publish_max, online_softmax_step, add_sums): a softmax step of 16 rows, with barriers between the three."""
-    pack, p_pitch = cvt_pack(element), line_pitch(TILE_KEYS)
+    pack, p_pitch = cvt_pack(element), sm80_tiles.line_pitch(softmax.TILE_KEYS)
 
     @device_function
     def publish_max(scores, key, position, maxima, warp, lane):
@@ -86,9 +66,9 @@ def decode_softmax_functions(element):
             for block in range(2):
                 for i in range(2):
                     if key + block * 8 + i > position[half]:
-                        scores[4 * block + 2 * half + i] = MINUS_INFINITY
+                        scores[4 * block + 2 * half + i] = softmax.MINUS_INFINITY
             at = 2 * half
-            warp_max = quad_max(max(max(scores[at], scores[at + 1]), max(scores[at + 4], scores[at + 5])))
+            warp_max = softmax.quad_max(max(max(scores[at], scores[at + 1]), max(scores[at + 4], scores[at + 5])))
             if lane & i32(3) == 0:
                 maxima[warp * DECODE_ROWS + half * 8 + (lane >> i32(2))] = warp_max
 
@@ -100,8 +80,8 @@ def decode_softmax_functions(element):
             tile_max = maxima[row]
             for other in range(1, DECODE_WARPS):
                 tile_max = max(tile_max, maxima[other * DECODE_ROWS + row])
-            new_max = next_row_max(row_max[half], tile_max, scale)
-            subtracted = finite_row_max(new_max)
+            new_max = softmax.next_row_max(row_max[half], tile_max, scale)
+            subtracted = softmax.finite_row_max(new_max)
             rescale[half] = exp2(row_max[half] - subtracted)
             row_max[half] = new_max
             for block in range(2):
@@ -110,7 +90,7 @@ def decode_softmax_functions(element):
                     scores[at] = exp2(cuda.fma(scores[at], scale, -subtracted))
                 word = pack(scores[4 * block + 2 * half], scores[4 * block + 2 * half + 1])
                 store_word(p_lines + row * p_pitch + warp * i32(32) + block * CHUNK + ((lane & i32(3)) << i32(2)), word)
-            lane_sums[(warp * DECODE_ROWS + row) * 4 + (lane & i32(3))] = lane_sum(scores, 2 * half)
+            lane_sums[(warp * DECODE_ROWS + row) * 4 + (lane & i32(3))] = sm80_tiles.lane_sum(scores, 2 * half)
 
     @device_function
     def add_sums(sums, rescale, lane_sums, lane):
@@ -126,10 +106,10 @@ def decode_softmax_functions(element):
 @functools.cache
 def pv_function(head_dim, element):
     """The device function of a warp's part of P V of a tile."""
-    pitch, steps = line_pitch(head_dim), padded(head_dim) // 16
+    pitch, steps = sm80_tiles.line_pitch(head_dim), sm80_tiles.padded(head_dim) // 16
     warp_steps = -(-steps // DECODE_WARPS)
-    _, _, load_b_transposed = fragment_functions(head_dim)
-    load_probabilities, _, _ = fragment_functions(TILE_KEYS)
+    _, _, load_b_transposed = sm80_tiles.fragment_functions(head_dim)
+    load_probabilities, _, _ = sm80_tiles.fragment_functions(softmax.TILE_KEYS)
     mma_fragments = mma(element)
 
     @device_function
@@ -141,7 +121,7 @@ def pv_function(head_dim, element):
             for block in range(2):
                 for e in range(4):
                     acc[8 * i + 4 * block + e] *= rescale[e // 2]
-        for step in range(TILE_KEYS // 16):
+        for step in range(softmax.TILE_KEYS // 16):
             load_probabilities(words, 0, p_lines, step, lane)
             for i in range(warp_steps):
                 n = warp * warp_steps + i
@@ -156,19 +136,19 @@ def pv_function(head_dim, element):
 def sm80_decode_kernel(config):
     """The kernel of a Sm80DecodeConfig."""
     head_dim, element, stages, block_size, segment = config
-    threads, pitch = 32 * DECODE_WARPS, line_pitch(head_dim)
-    steps = padded(head_dim) // 16
+    threads, pitch = 32 * DECODE_WARPS, sm80_tiles.line_pitch(head_dim)
+    steps = sm80_tiles.padded(head_dim) // 16
     q_words, warp_steps = 4 * steps, -(-steps // DECODE_WARPS)
     acc_count = 8 * warp_steps
     # Shared memory in bytes: rows of q; stages of keys; stages of values; probabilities.
-    k_tiles, tile_bytes = DECODE_ROWS * pitch, TILE_KEYS * pitch
+    k_tiles, tile_bytes = DECODE_ROWS * pitch, softmax.TILE_KEYS * pitch
     v_tiles = k_tiles + stages * tile_bytes
     p_offset = v_tiles + stages * tile_bytes
     segment_blocks, max_count = segment // block_size, DECODE_WARPS * DECODE_ROWS
     sum_count = 4 * max_count
-    copy_rows, copy_keys = copy_functions(head_dim, DECODE_ROWS, threads, block_size)
-    load_kv_tile, read_sequence = kv_tile_function(copy_keys), sequence_function(head_dim, True)
-    load_q, qk, _ = gemm_functions(head_dim, element, TILE_KEYS // DECODE_WARPS, 1, True)
+    copy_rows, copy_keys = sm80_tiles.copy_functions(head_dim, DECODE_ROWS, threads, block_size)
+    load_kv_tile, read_sequence = sm80_tiles.kv_tile_function(copy_keys), sm80_tiles.sequence_function(head_dim, True)
+    load_q, qk, _ = sm80_tiles.gemm_functions(head_dim, element, softmax.TILE_KEYS // DECODE_WARPS, 1, True)
     publish_max, online_softmax_step, add_sums = decode_softmax_functions(element)
     pv, pack = pv_function(head_dim, element), cvt_pack(element)
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
@@ -226,7 +206,7 @@ def sm80_decode_kernel(config):
         if segment_index > 0 and first_key >= visible_keys:
             return
         segment_keys = min(i32(visible_keys - first_key), i32(segment))
-        tiles = i32((segment_keys + TILE_KEYS - 1) // TILE_KEYS)
+        tiles = i32((segment_keys + softmax.TILE_KEYS - 1) // softmax.TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
         k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
@@ -235,7 +215,7 @@ def sm80_decode_kernel(config):
         copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         cuda.syncthreads()
         for half in range(2):
-            row_max[half], sums[half] = MINUS_INFINITY, f32(0.0)
+            row_max[half], sums[half] = softmax.MINUS_INFINITY, f32(0.0)
             position[half] = i32(query_offset + i32(first_row + i32(half * 8) + (lane >> i32(2))) // gqa_ratio)
         for i in range(acc_count):
             acc[i] = f32(0.0)
@@ -259,7 +239,7 @@ def sm80_decode_kernel(config):
             v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, blocks, i32(0), v_tile, tiles, segment_keys, key_bytes, thread)
             qk(scores, q_fragments, base, base + k_tiles + stage * i32(tile_bytes) + warp * i32(16 * pitch), lane)
-            key = i32(first_key + i32(i32(j) * i32(TILE_KEYS))) + warp * i32(16) + ((lane & i32(3)) << i32(1))
+            key = i32(first_key + i32(i32(j) * i32(softmax.TILE_KEYS))) + warp * i32(16) + ((lane & i32(3)) << i32(1))
             publish_max(scores, key, position, maxima, warp, lane)
             cuda.syncthreads()
             online_softmax_step(scores, row_max, rescale, scale, maxima, lane_sums, base + p_offset, warp, lane)
@@ -273,7 +253,7 @@ def sm80_decode_kernel(config):
         wait_for_all()
 
         for half in range(2):
-            sums[half] = quad_sum(sums[half])
+            sums[half] = softmax.quad_sum(sums[half])
             row = i32(half * 8) + (lane >> i32(2))
             token, head = i32(first_row + row) // gqa_ratio, kv_head * gqa_ratio + i32(first_row + row) % gqa_ratio
             inverse = f32(1.0) / sums[half] if sums[half] != f32(0.0) else f32(0.0)
@@ -318,7 +298,7 @@ def merge_segments_kernel(segment):
             total, row_max, total_sum = partial[index, column], weights[index, 0], weights[index, 1]
             for _ in range(1, segments):
                 index += tokens * heads
-                row_max, a, b = merge_weights(row_max, weights[index, 0])
+                row_max, a, b = softmax.merge_weights(row_max, weights[index, 0])
                 total_sum = cuda.fma(weights[index, 1], b, total_sum * a)
                 total = cuda.fma(partial[index, column], b, total * a)
             out[start + token, head, column] = narrow(total * (f32(1.0) / total_sum), out)
@@ -348,7 +328,10 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
             decode_tokens = min(max_seqlen_q, DECODE_ROWS // gqa_ratio)
             rows = max(rows, segments * min(tokens, sequences * decode_tokens) * gqa_ratio * kv_heads)
         slots, slot_floats = totals_shape(prefill, max_context_len)
-        floats, counters = max(floats, rows * (padded(head_dim) + 2), slots * slot_floats), max(counters, slots)
+        floats, counters = (
+            max(floats, rows * (sm80_tiles.padded(head_dim) + 2), slots * slot_floats),
+            max(counters, slots),
+        )
     return current().own(Workspace).reserve(floats, counters)
 
 
@@ -360,8 +343,8 @@ def paged_attention_sm80(
     k, v: the cache as (blocks * block_size, HK, E). config: of decode or of prefill; by default decode's for up to
     DECODE_ROWS rows of a KV head. Raises ValueError for a block_size that does not divide SEGMENT_KEYS.
     """
-    if SEGMENT_KEYS % block_size:
-        raise ValueError(f"paged_attention: block_size must divide {SEGMENT_KEYS}, got {block_size}")
+    if softmax.SEGMENT_KEYS % block_size:
+        raise ValueError(f"paged_attention: block_size must divide {softmax.SEGMENT_KEYS}, got {block_size}")
     (tokens, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], context_lens.shape[0]
     gqa_ratio = heads // kv_heads
     if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:
@@ -373,7 +356,7 @@ def paged_attention_sm80(
     config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     segments = max(-(-max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
-    columns = padded(head_dim)
+    columns = sm80_tiles.padded(head_dim)
     flat = current().own(Workspace).float_array(rows * (columns + 2))
     partial, weights = flat[: rows * columns].reshape(rows, columns), flat[rows * columns :].reshape(rows, 2)
     launch(
@@ -381,7 +364,7 @@ def paged_attention_sm80(
         (kv_heads, sequences, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),
         32 * DECODE_WARPS,
         q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1], segments,
-        float(scale * LOG2_E), partial, weights, out,
+        float(scale * softmax.LOG2_E), partial, weights, out,
         shared=config.shared_bytes,
     )  # fmt: skip
     if segments > 1:

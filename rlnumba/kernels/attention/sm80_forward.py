@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     copy_functions,
@@ -28,27 +29,10 @@ from rlnumba.kernels.attention.sm80_tiles import (
     softmax_functions,
     store_rows_function,
 )
-from rlnumba.kernels.attention.softmax import (
-    LOG2_E,
-    MINUS_INFINITY,
-    SEGMENT_KEYS,
-    TILE_KEYS,
-    log_sum_exp,
-    merge_weights,
-    quad_sum,
-)
 from rlnumba.kernels.attention.split_kv import Workspace, no_array
+from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address
-from rlnumba.kernels.ptx.sm80 import (
-    CHUNK,
-    SYSTEM_BYTES,
-    cp_async_commit_group,
-    cp_async_wait_group,
-    load_global_four,
-    smid,
-    store_global_four,
-)
 from rlnumba.kernels.ptx.warp import ballot, device_function
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
@@ -76,7 +60,7 @@ class Sm80AttentionConfig(NamedTuple):
     stages: int = 1
     q_in_registers: bool = False
     block_size: int = 0
-    segment: int = SEGMENT_KEYS
+    segment: int = softmax.SEGMENT_KEYS
 
     @property
     def threads(self):
@@ -92,7 +76,7 @@ class Sm80AttentionConfig(NamedTuple):
 
     @property
     def shared_bytes(self):
-        q, kv = self.rows * line_pitch(self.head_dim), 2 * self.stages * TILE_KEYS * line_pitch(self.head_dim)
+        q, kv = self.rows * line_pitch(self.head_dim), 2 * self.stages * softmax.TILE_KEYS * line_pitch(self.head_dim)
         return max(q, kv) if self.q_in_registers else q + kv
 
     @property
@@ -109,7 +93,7 @@ class Sm80AttentionConfig(NamedTuple):
 @device_function
 def acquire_slot(in_use):
     """The number of a slot that no other block uses; the caller releases it by writing 0."""
-    slot = i32(smid() % i32(in_use.shape[0]))
+    slot = i32(sm80.smid() % i32(in_use.shape[0]))
     while cuda.atomic.cas(in_use, slot, i32(0), i32(1)) != 0:
         slot = i32(i32(slot + i32(1)) % i32(in_use.shape[0]))
     return slot
@@ -123,35 +107,41 @@ def segment_functions(config):
 
     @device_function
     def thread_address(totals, slot, thread):
-        return address_of(totals) + (np.int64(slot) * (slot_floats // 4) + thread) * CHUNK
+        return address_of(totals) + (np.int64(slot) * (slot_floats // 4) + thread) * sm80.CHUNK
 
     @device_function
     def store_first(total, acc, row_max, sums):
         for n in range(acc_count // 4):
-            store_global_four(total + n * threads * CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
+            sm80.store_global_four(
+                total + n * threads * sm80.CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]
+            )
         for i in range(blocks):
-            address = total + (acc_count // 4 + i) * threads * CHUNK
-            store_global_four(
-                address, row_max[2 * i], quad_sum(sums[2 * i]), row_max[2 * i + 1], quad_sum(sums[2 * i + 1])
+            address = total + (acc_count // 4 + i) * threads * sm80.CHUNK
+            sm80.store_global_four(
+                address,
+                row_max[2 * i],
+                softmax.quad_sum(sums[2 * i]),
+                row_max[2 * i + 1],
+                softmax.quad_sum(sums[2 * i + 1]),
             )
 
     @device_function
     def merge(total, acc, row_max, sums):
         """Add a segment to the total."""
         for i in range(blocks):
-            address = total + (acc_count // 4 + i) * threads * CHUNK
-            first_max, first_sum, second_max, second_sum = load_global_four(address)
-            first_max, a, b = merge_weights(first_max, row_max[2 * i])
-            second_max, c, d = merge_weights(second_max, row_max[2 * i + 1])
-            first_sum = cuda.fma(quad_sum(sums[2 * i]), b, first_sum * a)
-            second_sum = cuda.fma(quad_sum(sums[2 * i + 1]), d, second_sum * c)
-            store_global_four(address, first_max, first_sum, second_max, second_sum)
+            address = total + (acc_count // 4 + i) * threads * sm80.CHUNK
+            first_max, first_sum, second_max, second_sum = sm80.load_global_four(address)
+            first_max, a, b = softmax.merge_weights(first_max, row_max[2 * i])
+            second_max, c, d = softmax.merge_weights(second_max, row_max[2 * i + 1])
+            first_sum = cuda.fma(softmax.quad_sum(sums[2 * i]), b, first_sum * a)
+            second_sum = cuda.fma(softmax.quad_sum(sums[2 * i + 1]), d, second_sum * c)
+            sm80.store_global_four(address, first_max, first_sum, second_max, second_sum)
             for n in range(2 * steps):
-                at, address = (i * 2 * steps + n) * 4, total + (i * 2 * steps + n) * threads * CHUNK
-                first, second, third, fourth = load_global_four(address)
+                at, address = (i * 2 * steps + n) * 4, total + (i * 2 * steps + n) * threads * sm80.CHUNK
+                first, second, third, fourth = sm80.load_global_four(address)
                 first, second = cuda.fma(acc[at], b, first * a), cuda.fma(acc[at + 1], b, second * a)
                 third, fourth = cuda.fma(acc[at + 2], d, third * c), cuda.fma(acc[at + 3], d, fourth * c)
-                store_global_four(address, first, second, third, fourth)
+                sm80.store_global_four(address, first, second, third, fourth)
 
     @device_function
     def add_segment(is_first, totals, in_use, block_values, acc, row_max, sums, thread):
@@ -168,10 +158,12 @@ def segment_functions(config):
     def load_total(totals, slot, thread, acc, row_max, sums):
         total = thread_address(totals, slot, thread)
         for n in range(acc_count // 4):
-            acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3] = load_global_four(total + n * threads * CHUNK)
+            acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3] = sm80.load_global_four(
+                total + n * threads * sm80.CHUNK
+            )
         for i in range(blocks):
-            address = total + (acc_count // 4 + i) * threads * CHUNK
-            row_max[2 * i], sums[2 * i], row_max[2 * i + 1], sums[2 * i + 1] = load_global_four(address)
+            address = total + (acc_count // 4 + i) * threads * sm80.CHUNK
+            row_max[2 * i], sums[2 * i], row_max[2 * i + 1], sums[2 * i + 1] = sm80.load_global_four(address)
 
     return add_segment, load_total
 
@@ -202,7 +194,7 @@ def epilogue_functions(config):
             if is_packed and (lane & i32(3)) == 0 and index < valid_rows:
                 index = i32(first_row + index)
                 head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
-                lse[head, token] = log_sum_exp(row_max[row], sums[row])
+                lse[head, token] = softmax.log_sum_exp(row_max[row], sums[row])
             # A row without keys (an empty context) gives zeros.
             sums[row] = f32(1.0) / sums[row] if sums[row] != f32(0.0) else f32(0.0)
         rescale_rows(acc, sums)
@@ -222,19 +214,19 @@ def sm80_attention_kernel(config):
     head_dim, _, _, warp_rows, stages, q_in_registers, block_size, segment = config
     threads, rows, pitch = config.threads, config.rows, line_pitch(head_dim)
     steps, blocks = padded(head_dim) // 16, warp_rows // 16
-    row_count, score_count, acc_count = 2 * blocks, blocks * TILE_KEYS // 2, config.accumulators
+    row_count, score_count, acc_count = 2 * blocks, blocks * softmax.TILE_KEYS // 2, config.accumulators
     q_words = 4 * blocks * (steps if q_in_registers else 1)
     # Shared memory in bytes: rows of q, unless they stay in registers; stages of keys; stages of values.
     k_tiles = 0 if q_in_registers else rows * pitch
-    tile_bytes, v_tiles = TILE_KEYS * pitch, k_tiles + stages * TILE_KEYS * pitch
-    segment_tiles = segment // TILE_KEYS
+    tile_bytes, v_tiles = softmax.TILE_KEYS * pitch, k_tiles + stages * softmax.TILE_KEYS * pitch
+    segment_tiles = segment // softmax.TILE_KEYS
     copy_rows, copy_keys = copy_functions(head_dim, rows, threads, block_size)
     load_kv_tile = kv_tile_function(copy_keys)
-    load_q, qk, pv = gemm_functions(head_dim, config.element, TILE_KEYS, blocks, q_in_registers)
+    load_q, qk, pv = gemm_functions(head_dim, config.element, softmax.TILE_KEYS, blocks, q_in_registers)
     apply_causal_mask, online_softmax_step = softmax_functions(blocks)
     add_segment, load_total = segment_functions(config)
     (rescale_rows, epilogue), read_sequence = epilogue_functions(config), sequence_function(head_dim, bool(block_size))
-    wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
+    wait_for_tile, wait_for_all = sm80.cp_async_wait_group(2 * (stages - 1)), sm80.cp_async_wait_group(0)
 
     @device_function
     def mask_scores(scores, mask_offset, block_values, warp_first_row, tile_start, lane):
@@ -257,7 +249,7 @@ def sm80_attention_kernel(config):
     @device_function
     def clear(acc, row_max, sums):
         for row in range(row_count):
-            row_max[row], sums[row] = MINUS_INFINITY, f32(0.0)
+            row_max[row], sums[row] = softmax.MINUS_INFINITY, f32(0.0)
         for i in range(acc_count):
             acc[i] = f32(0.0)
 
@@ -297,7 +289,7 @@ def sm80_attention_kernel(config):
         visible_keys = i32(i32(query_offset + i32(i32(first_row + valid_rows) - 1) // gqa_ratio) + 1)
         if context_len == 0:
             visible_keys = i32(0)
-        tiles = i32((visible_keys + TILE_KEYS - 1) // TILE_KEYS)
+        tiles = i32((visible_keys + softmax.TILE_KEYS - 1) // softmax.TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
         k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
@@ -313,14 +305,14 @@ def sm80_attention_kernel(config):
             block_values[VALID_ROWS], block_values[QUERY_OFFSET] = valid_rows, query_offset
         copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         if q_in_registers:
-            cp_async_commit_group()
+            sm80.cp_async_commit_group()
             wait_for_all()
             cuda.syncthreads()
             load_q(q_fragments, warp_lines, lane)
             cuda.syncthreads()
         # cp.async groups alternate, K0 V0 K1 V1 ..., `stages` tiles ahead. Packed keys are contiguous, so their address
         # advances with the tiles.
-        next_tile = np.int64(0) if block_size else np.int64(TILE_KEYS) * key_bytes
+        next_tile = np.int64(0) if block_size else np.int64(softmax.TILE_KEYS) * key_bytes
         for j in range(stages):
             target = base + k_tiles + j * tile_bytes
             load_kv_tile(target, k_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
@@ -340,11 +332,11 @@ def sm80_attention_kernel(config):
             v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, block_tables, table, v_tile, tiles, context_len, key_bytes, thread)
             v_source += next_tile
-            tile_start = i32(i32(j) * i32(TILE_KEYS))
+            tile_start = i32(i32(j) * i32(softmax.TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
-                if i32(tile_start + i32(TILE_KEYS - 1)) > first_position:
+                if i32(tile_start + i32(softmax.TILE_KEYS - 1)) > first_position:
                     mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
@@ -364,7 +356,7 @@ def sm80_attention_kernel(config):
             load_total(totals, block_values[SLOT], thread, acc, row_max, sums)
         else:
             for row in range(row_count):
-                sums[row] = quad_sum(sums[row])
+                sums[row] = softmax.quad_sum(sums[row])
         # A warp may still wait for its rows of q, whose lines now take out, or load its total from the slot.
         cuda.syncthreads()
         if tiles > segment_tiles and thread == 0:
@@ -384,7 +376,7 @@ def attention_config(head_dim, element, block_size, limit):
     wide = Sm80AttentionConfig(head_dim, element, 4, 32, block_size=block_size)
     # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB, and at 128 for sm_90, whose blocks have 227 KB.
     widest = 64 if limit < 128 * 1024 else 96 if block_size or limit > 200 * 1024 else 128
-    if padded(head_dim) <= widest and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + SYSTEM_BYTES:
+    if padded(head_dim) <= widest and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + sm80.SYSTEM_BYTES:
         return wide
     if padded(head_dim) <= 128:
         return Sm80AttentionConfig(head_dim, element, 4, 16, q_in_registers=True, block_size=block_size)
@@ -414,11 +406,11 @@ def prefill_sm80(
     """
     (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
     config = config or attention_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
+    totals = current().own(Workspace).segment_totals(*totals_shape(config, max_context_len))
     launch(
         sm80_attention_kernel(config),
         (kv_heads, cu_seqlens.shape[0] - 1, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
-        q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1], float(scale * LOG2_E),
-        *current().own(Workspace).segment_totals(*totals_shape(config, max_context_len)), out, lse,
-        shared=config.shared_bytes,
+        q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1],
+        float(scale * softmax.LOG2_E), *totals, out, lse, shared=config.shared_bytes,
     )  # fmt: skip

@@ -13,24 +13,15 @@ from collections import namedtuple
 import numpy as np
 
 from rlnumba.kernels.attention.softmax import MINUS_INFINITY, TILE_KEYS, finite_row_max, next_row_max, quad_max
+from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.shared_memory import store_word
-from rlnumba.kernels.ptx.sm80 import (
-    CHUNK,
-    SYSTEM_BYTES,
-    copy_to_global,
-    cp_async_16,
-    cp_async_commit_group,
-    ldmatrix_fragment,
-    ldmatrix_fragment_trans,
-    mma,
-)
 from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, device_function, exp2, sync_warp
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
 
 # Shared memory that a block takes beyond the tiles: what kernels declare, and what the system reserves.
-BLOCK_BYTES = SYSTEM_BYTES + 64
+BLOCK_BYTES = sm80.SYSTEM_BYTES + 64
 
 
 def is_supported(element, head_dim, gqa_ratio):
@@ -48,7 +39,7 @@ def padded(head_dim):
 
 def line_pitch(columns):
     """Bytes from one line of 16-bit values to the next in shared memory, an odd number of 16."""
-    return padded(columns) * 2 + CHUNK
+    return padded(columns) * 2 + sm80.CHUNK
 
 
 # A sequence, seen from one KV head: query heads of the KV head, first packed row, query tokens; bytes from one token to
@@ -91,17 +82,17 @@ def copy_functions(head_dim, rows, threads, block_size):
             row = i32(line + i32(i * lines_per_pass))
             if row < rows and chunk < chunks:
                 token, head = (first_row + row) // gqa_ratio, (first_row + row) % gqa_ratio
-                chunk_source = source + np.int64(token) * token_bytes + (head * head_dim * 2 + chunk * CHUNK)
-                nbytes = i32(CHUNK) if row < valid_rows and chunk < real_chunks else i32(0)
-                cp_async_16(target + row * i32(pitch) + chunk * i32(CHUNK), chunk_source, nbytes)
+                chunk_source = source + np.int64(token) * token_bytes + (head * head_dim * 2 + chunk * sm80.CHUNK)
+                nbytes = i32(sm80.CHUNK) if row < valid_rows and chunk < real_chunks else i32(0)
+                sm80.cp_async_16(target + row * i32(pitch) + chunk * i32(sm80.CHUNK), chunk_source, nbytes)
 
     @device_function
     def copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread):
         """TILE_KEYS keys, zeros from end_key on. source: address of first_key, or of row 0 of a cache with tables."""
         line, chunk = thread // i32(lanes), thread % i32(lanes)
         if chunk < chunks:
-            source += chunk * i32(CHUNK)
-            target += line * i32(pitch) + chunk * i32(CHUNK)
+            source += chunk * i32(sm80.CHUNK)
+            target += line * i32(pitch) + chunk * i32(sm80.CHUNK)
             valid_lines = i32(end_key - first_key) if chunk < real_chunks else i32(0)
             if not block_size:
                 source += np.int64(line) * key_bytes
@@ -113,7 +104,9 @@ def copy_functions(head_dim, rows, threads, block_size):
                     block = block_table[table_offset + key // i32(block_size)]
                     row = i32(block * i32(block_size) + key % i32(block_size))
                     chunk_source += np.int64(row) * key_bytes
-                cp_async_16(target + i * lines_per_pass * pitch, chunk_source, i32(CHUNK) if is_valid else i32(0))
+                sm80.cp_async_16(
+                    target + i * lines_per_pass * pitch, chunk_source, i32(sm80.CHUNK) if is_valid else i32(0)
+                )
                 if not block_size:
                     source += np.int64(lines_per_pass) * key_bytes
 
@@ -130,7 +123,7 @@ def kv_tile_function(copy_keys):
         if tile < tiles:
             first_key = i32(tile * i32(TILE_KEYS))
             copy_keys(target, source, block_table, table_offset, first_key, end_key, key_bytes, thread)
-        cp_async_commit_group()
+        sm80.cp_async_commit_group()
 
     return load_kv_tile
 
@@ -143,20 +136,20 @@ def fragment_functions(columns):
     @device_function
     def load_a(words, first, lines, step, lane):
         """Of A: 16 lines at address `lines`, 16 columns from 16 step on."""
-        address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(CHUNK)
-        ldmatrix_fragment(words, first, address + step * 2 * CHUNK)
+        address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(sm80.CHUNK)
+        sm80.ldmatrix_fragment(words, first, address + step * 2 * sm80.CHUNK)
 
     @device_function
     def load_b(words, first, lines, step, lane):
         line = (lane & i32(7)) | ((lane >> i32(4)) << i32(3))
-        address = lines + line * i32(pitch) + ((lane >> i32(3)) & i32(1)) * i32(CHUNK)
-        ldmatrix_fragment(words, first, address + step * 2 * CHUNK)
+        address = lines + line * i32(pitch) + ((lane >> i32(3)) & i32(1)) * i32(sm80.CHUNK)
+        sm80.ldmatrix_fragment(words, first, address + step * 2 * sm80.CHUNK)
 
     @device_function
     def load_b_transposed(words, first, lines, step, lane):
         """Of B: 16 columns, from 16 step on, whose k are the 16 lines at address `lines`."""
-        address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(CHUNK)
-        ldmatrix_fragment_trans(words, first, address + step * 2 * CHUNK)
+        address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(sm80.CHUNK)
+        sm80.ldmatrix_fragment_trans(words, first, address + step * 2 * sm80.CHUNK)
 
     return load_a, load_b, load_b_transposed
 
@@ -170,7 +163,7 @@ def gemm_functions(head_dim, element, keys, blocks=1, in_registers=False, column
     pitch, steps, column_steps = line_pitch(head_dim), padded(head_dim) // 16, padded(columns or head_dim) // 16
     score_count, word_count = blocks * keys // 2, 4 * blocks
     load_a, load_b, load_b_transposed = fragment_functions(head_dim)
-    mma_fragments, pack = mma(element), cvt_pack(element)
+    mma_fragments, pack = sm80.mma(element), cvt_pack(element)
 
     @device_function
     def load_rows(fragments, row_lines, lane):
@@ -266,7 +259,7 @@ def store_rows_function(head_dim, columns, warp_rows, element):
         words = lines + (lane >> i32(2)) * i32(pitch) + ((lane & i32(3)) << i32(2))
         for i in range(warp_rows // 16):
             for n in range(blocks):
-                at, address = (i * blocks + n) * 4, words + i * 16 * pitch + n * CHUNK
+                at, address = (i * blocks + n) * 4, words + i * 16 * pitch + n * sm80.CHUNK
                 store_word(address, pack(acc[at] * factor, acc[at + 1] * factor))
                 store_word(address + 8 * pitch, pack(acc[at + 2] * factor, acc[at + 3] * factor))
         sync_warp()
@@ -274,7 +267,9 @@ def store_rows_function(head_dim, columns, warp_rows, element):
         for index in range(lane, min(valid_rows, i32(warp_rows)) * chunks, 32):
             row, chunk = i32(index) // chunks, i32(index) % chunks
             token, head = i32(first_row + row) // gqa_ratio, i32(first_row + row) % gqa_ratio
-            chunk_target = target + np.int64(token) * token_bytes + (head * (head_dim * 2) + column * 2 + chunk * CHUNK)
-            copy_to_global(chunk_target, lines + row * i32(pitch) + chunk * i32(CHUNK))
+            chunk_target = (
+                target + np.int64(token) * token_bytes + (head * (head_dim * 2) + column * 2 + chunk * sm80.CHUNK)
+            )
+            sm80.copy_to_global(chunk_target, lines + row * i32(pitch) + chunk * i32(sm80.CHUNK))
 
     return store_rows

@@ -60,26 +60,10 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
     AttentionBackwardConfig,
     consumer_function,
 )
+from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
 from rlnumba.kernels.ptx.shared_memory import LINE
-from rlnumba.kernels.ptx.sm90 import (
-    bulk_commit_group,
-    bulk_copy_load,
-    bulk_copy_store,
-    bulk_reduce_add,
-    bulk_wait_group,
-    bulk_wait_group_read,
-    mbarrier_arrive,
-    mbarrier_expect_tx,
-    mbarrier_init,
-    mbarrier_init_fence,
-    mbarrier_wait,
-    setmaxnreg,
-    tensor_map_address,
-    tma_load_3d,
-    warp_uniform,
-)
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, vector_access, warp_sum
 from rlnumba.runtime import device
@@ -164,30 +148,30 @@ def producer_function(config):
     @device_function
     def load_boxes(target, tensor, boxes_bytes, head, row, full):
         for box in range(boxes):
-            tma_load_3d(target + box * boxes_bytes, tensor, box * 64, head, row, full)
+            sm90.tma_load_3d(target + box * boxes_bytes, tensor, box * 64, head, row, full)
 
     @device_function
     def producer(base, q, k, v, dout, rows, kv_head, gqa_ratio, heads, first_row, query_tiles, tile):
         """K and V; then q, dout and their rows of the tiles from the last to the first, which is `tile` in `rows`."""
-        mbarrier_expect_tx(base + shared.k_full, key_bytes)
+        sm90.mbarrier_expect_tx(base + shared.k_full, key_bytes)
         load_boxes(base + shared.k, k, key_box, kv_head, first_row, base + shared.k_full)
-        mbarrier_expect_tx(base + shared.v_full, key_bytes)
+        sm90.mbarrier_expect_tx(base + shared.v_full, key_bytes)
         load_boxes(base + shared.v, v, key_box, kv_head, first_row, base + shared.v_full)
         q_stage, q_parity = FIRST_EMPTY
         dout_stage, dout_parity = FIRST_EMPTY
         head, row = i32(0), first_row + (query_tiles - i32(1)) * i32(QUERIES)
         for _ in range(query_tiles * gqa_ratio):
             q_head, row_index = kv_head * gqa_ratio + head, (tile + head) * (2 * QUERIES)
-            mbarrier_wait(base + shared.q_empty + q_stage * MBARRIER_BYTES, q_parity)
+            sm90.mbarrier_wait(base + shared.q_empty + q_stage * MBARRIER_BYTES, q_parity)
             full = base + shared.q_full + q_stage * MBARRIER_BYTES
-            mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
+            sm90.mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
             load_boxes(base + shared.q + q_stage * query_bytes, q, QUERY_BOX, q_head, row, full)
-            bulk_copy_load(base + shared.lse + q_stage * ROW_BYTES, rows, row_index, QUERIES, full)
-            mbarrier_wait(base + shared.dout_empty + dout_stage * MBARRIER_BYTES, dout_parity)
+            sm90.bulk_copy_load(base + shared.lse + q_stage * ROW_BYTES, rows, row_index, QUERIES, full)
+            sm90.mbarrier_wait(base + shared.dout_empty + dout_stage * MBARRIER_BYTES, dout_parity)
             full = base + shared.dout_full + dout_stage * MBARRIER_BYTES
-            mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
+            sm90.mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
             load_boxes(base + shared.dout + dout_stage * query_bytes, dout, QUERY_BOX, q_head, row, full)
-            bulk_copy_load(base + shared.delta + dout_stage * ROW_BYTES, rows, row_index + QUERIES, QUERIES, full)
+            sm90.bulk_copy_load(base + shared.delta + dout_stage * ROW_BYTES, rows, row_index + QUERIES, QUERIES, full)
             q_stage, q_parity = advance_q(q_stage, q_parity)
             dout_stage, dout_parity = advance_dout(dout_stage, dout_parity)
             head += i32(1)
@@ -214,16 +198,16 @@ def reduce_dq_function(config):
                 index = (tile + head) * parts + (part & (parts - 1))
                 if key_tile > 0:
                     semaphore_wait(semaphores, index, key_tile)
-                mbarrier_wait(base + shared.dq_full + parity_of_parts * MBARRIER_BYTES, parity)
+                sm90.mbarrier_wait(base + shared.dq_full + parity_of_parts * MBARRIER_BYTES, parity)
                 parity ^= i32(1)
                 if key_tile > 0:
-                    bulk_reduce_add(dq_sums, i64(index) * part_size, part_size, base + shared.dq)
+                    sm90.bulk_reduce_add(dq_sums, i64(index) * part_size, part_size, base + shared.dq)
                 else:
-                    bulk_copy_store(dq_sums, i64(index) * part_size, part_size, base + shared.dq)
-                bulk_commit_group()
-                bulk_wait_group_read()
-                mbarrier_arrive(base + shared.dq_empty)
-                bulk_wait_group()
+                    sm90.bulk_copy_store(dq_sums, i64(index) * part_size, part_size, base + shared.dq)
+                sm90.bulk_commit_group()
+                sm90.bulk_wait_group_read()
+                sm90.mbarrier_arrive(base + shared.dq_empty)
+                sm90.bulk_wait_group()
                 semaphore_release(semaphores, index, key_tile + 1)
             if part & (parts - 1) == parts - 1:
                 head += i32(1)
@@ -263,21 +247,24 @@ def attention_backward_kernel(config):
     """The kernel of an AttentionBackwardConfig that computes dk, dv and the sums of dq."""
     keys, shared = config.keys, config.layout
     (init_q_ring, _), (init_dout_ring, _) = ring(config.q_stages), ring(config.dout_stages)
-    setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
+    setmaxnreg_dec, setmaxnreg_inc = (
+        sm90.setmaxnreg(PRODUCER_REGISTERS, False),
+        sm90.setmaxnreg(CONSUMER_REGISTERS, True),
+    )
     schedule, producer, reduce_dq = schedule_function(config), producer_function(config), reduce_dq_function(config)
     consumer = consumer_function(config)
 
     @device_function
     def init_barriers(base):
         """By one thread. A stage is empty when all threads of the consumers have arrived."""
-        mbarrier_init(base + shared.k_full, 1)
-        mbarrier_init(base + shared.v_full, 1)
-        mbarrier_init(base + shared.dq_full, 2 * WARPGROUP)
-        mbarrier_init(base + shared.dq_full + MBARRIER_BYTES, 2 * WARPGROUP)
-        mbarrier_init(base + shared.dq_empty, 1)
+        sm90.mbarrier_init(base + shared.k_full, 1)
+        sm90.mbarrier_init(base + shared.v_full, 1)
+        sm90.mbarrier_init(base + shared.dq_full, 2 * WARPGROUP)
+        sm90.mbarrier_init(base + shared.dq_full + MBARRIER_BYTES, 2 * WARPGROUP)
+        sm90.mbarrier_init(base + shared.dq_empty, 1)
         init_q_ring(base + shared.q_full, base + shared.q_empty, 1, 2 * WARPGROUP)
         init_dout_ring(base + shared.dout_full, base + shared.dout_empty, 1, 2 * WARPGROUP)
-        mbarrier_init_fence()
+        sm90.mbarrier_init_fence()
 
     @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
     def attention_backward_kernel(
@@ -291,7 +278,7 @@ def attention_backward_kernel(config):
         0 loads tiles, warps 1 and 2 add dq to its sums.
         """
         thread = i32(cuda.threadIdx.x)
-        warpgroup = warp_uniform(thread >> i32(7))
+        warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
         work_index = cuda.shared.array(1, np.int32)
         if thread == 0:
@@ -301,7 +288,7 @@ def attention_backward_kernel(config):
 
         kv_heads = i32(dk.shape[1])
         sequence, kv_head, key_tile, start, length = schedule(
-            warp_uniform(work_index[0]), cu_seqlens, kv_heads, max_seqlen
+            sm90.warp_uniform(work_index[0]), cu_seqlens, kv_heads, max_seqlen
         )
         if key_tile < 0:
             return
@@ -316,8 +303,8 @@ def attention_backward_kernel(config):
         if warpgroup == 0:
             setmaxnreg_dec()
             if thread == 0:
-                q, dout = tensor_map_address(q_map), tensor_map_address(dout_map)
-                k, v = tensor_map_address(k_map), tensor_map_address(v_map)
+                q, dout = sm90.tensor_map_address(q_map), sm90.tensor_map_address(dout_map)
+                k, v = sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map)
                 producer(base, q, k, v, dout, rows, kv_head, gqa_ratio, i32(heads), first_row, query_tiles, tile)
             elif thread == 32 or thread == 64:
                 reduce_dq(

@@ -17,19 +17,7 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.attention.scheduler import (
-    CONTEXT_LEN,
-    FIRST_KEY,
-    GROUP_SIZE,
-    ITEM_COLUMNS,
-    SEQUENCE,
-    SPLIT,
-    SPLITS,
-    START,
-    TILES,
-    page_lookup,
-    split_functions,
-)
+from rlnumba.kernels.attention import scheduler
 from rlnumba.kernels.attention.sm90_decode_consumer import (
     CONSUMER_REGISTERS,
     ITEM_FIELDS,
@@ -87,17 +75,17 @@ def producer_functions(config):
     """(publish_item, next_work_index, look_up_pages, resumes_partial): the steps of the producer warps."""
     boxes, rows, box, layout, q_bytes = config.boxes, config.rows, config.box, config.layout, config.q_bytes
     # Cache rows that a lane looks up for a segment.
-    lookups, page_row = -(-config.segment // (box * 32)), page_lookup(box)
+    lookups, page_row = -(-config.segment // (box * 32)), scheduler.page_lookup(box)
 
     @device_function
     def publish_item(record, kv_head, resumes, q_source, batch, items, base, slot, lane):
         """Write an item, of which lane i holds column i, load its queries; return the next work index, in lane 0."""
-        draw, tiles, start = i32(0), shuffle(record, TILES), shuffle(record, START)
+        draw, tiles, start = i32(0), shuffle(record, scheduler.TILES), shuffle(record, scheduler.START)
         q_full = Address(base + layout.q_full + slot * MBARRIER_BYTES)
-        if lane < ITEM_COLUMNS:
+        if lane < scheduler.ITEM_COLUMNS:
             items[slot, lane] = record
         # Every lane that wrote arrives, the first one below.
-        if 0 < lane < ITEM_COLUMNS:
+        if 0 < lane < scheduler.ITEM_COLUMNS:
             mbarrier_arrive(q_full)
         if lane == 0:
             draw = i32(cuda.atomic.add(batch.counters, 0, i32(1)))
@@ -138,9 +126,9 @@ def producer_functions(config):
     @device_function
     def resumes_partial(record, kv_head, batch, lane):
         """Whether a sequence's only own item may resume its group's partial, in lane 0: it is there already."""
-        resumes, own, splits = i32(0), shuffle(record, GROUP_SIZE) == 0, shuffle(record, SPLITS)
-        if own and shuffle(record, SPLIT) == 1 and splits == 2:
-            counter = i32(2 + shuffle(record, SEQUENCE) * batch.kv_heads + kv_head)
+        resumes, own, splits = i32(0), shuffle(record, scheduler.GROUP_SIZE) == 0, shuffle(record, scheduler.SPLITS)
+        if own and shuffle(record, scheduler.SPLIT) == 1 and splits == 2:
+            counter = i32(2 + shuffle(record, scheduler.SEQUENCE) * batch.kv_heads + kv_head)
             if lane == 0:
                 resumes = i32(load_acquire(batch.counters, counter))
         return resumes
@@ -183,12 +171,16 @@ def producer_function(config):
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile) % i32(boxes)
         target = Address(base + layout.kv + (i32(0) if loads_k else i32(tile_bytes)))
         target = Address(target + column_box * BOX_BYTES + part * (box * LINE))
-        field, last_row, listed = min(lane, i32(ITEM_COLUMNS - 1)), i32(batch.items.shape[0] - 1), batch.items[0, 0]
+        field, last_row, listed = (
+            min(lane, i32(scheduler.ITEM_COLUMNS - 1)),
+            i32(batch.items.shape[0] - 1),
+            batch.items[0, 0],
+        )
         drawn, work_index, resuming = i32(0), i32(cuda.blockIdx.x), i32(0)
         index = udiv(work_index, batch.kv_heads)
         record, working = batch.items[min(i32(1 + index), last_row), field], index < listed
-        tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
-        first_key, context_len = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT_LEN)
+        tiles, sequence = shuffle(record, scheduler.TILES), shuffle(record, scheduler.SEQUENCE)
+        first_key, context_len = shuffle(record, scheduler.FIRST_KEY), shuffle(record, scheduler.CONTEXT_LEN)
         if working and tiles > 0:
             look_up_pages(page_rows, pages, sequence, first_key, context_len, lane)
         griddepcontrol_wait()
@@ -222,27 +214,26 @@ def producer_function(config):
                             index = udiv(work_index, batch.kv_heads)
                             record, working = batch.items[min(i32(1 + index), last_row), field], index < listed
                         if first_segment and i == 0 and t == stages - 1 and working:
-                            if shuffle(record, TILES) > 0:
-                                look_up_pages(
-                                    next_item_rows, pages, shuffle(record, SEQUENCE), shuffle(record, FIRST_KEY),
-                                    shuffle(record, CONTEXT_LEN), lane,
-                                )  # fmt: skip
+                            if shuffle(record, scheduler.TILES) > 0:
+                                next_sequence = shuffle(record, scheduler.SEQUENCE)
+                                span = shuffle(record, scheduler.FIRST_KEY), shuffle(record, scheduler.CONTEXT_LEN)
+                                look_up_pages(next_item_rows, pages, next_sequence, span[0], span[1], lane)
                             if resumes and loads_k:
                                 next_kv_head = i32(work_index - index * batch.kv_heads)
                                 resuming = resumes_partial(record, next_kv_head, batch, lane)
                 first_segment, tiles = False, i32(tiles - segment_tiles)
                 for i in range(lookups):
                     page_rows[i] = next_page_rows[i]
-            tiles, sequence = shuffle(record, TILES), shuffle(record, SEQUENCE)
-            first_key, context_len = shuffle(record, FIRST_KEY), shuffle(record, CONTEXT_LEN)
+            tiles, sequence = shuffle(record, scheduler.TILES), shuffle(record, scheduler.SEQUENCE)
+            first_key, context_len = shuffle(record, scheduler.FIRST_KEY), shuffle(record, scheduler.CONTEXT_LEN)
             for i in range(lookups):
                 page_rows[i] = next_item_rows[i]
             slot, q_parity = next_slot(slot, q_parity)
         if loads_k:
             mbarrier_wait(Address(q_empty + slot * MBARRIER_BYTES), q_parity)
             if lane == 0:
-                queues.items[slot, TILES] = i32(-1)
-            if lane < ITEM_COLUMNS:
+                queues.items[slot, scheduler.TILES] = i32(-1)
+            if lane < scheduler.ITEM_COLUMNS:
                 mbarrier_arrive(Address(q_full + slot * MBARRIER_BYTES))
         # The last block to draw nothing resets the counters for the next launch.
         if loads_k and lane == 0 and cuda.atomic.add(batch.counters, 1, i32(1)) == cuda.gridDim.x - 1:
@@ -256,7 +247,7 @@ def producer_function(config):
 def merger_function(config):
     """The device function of the merging warp."""
     layout, (_, next_slot) = config.layout, ring(MERGE_SLOTS)
-    _, count_splits, _ = split_functions(config.segment, config.grouped)
+    _, count_splits, _ = scheduler.split_functions(config.segment, config.grouped)
     merge_partials = partial_merge(config.head_dim, config.element, 8 if config.rows == 8 else 4)
 
     @device_function
@@ -323,7 +314,9 @@ def paged_attention_sm90_kernel(config):
         lane, warp, base = i32(thread & i32(31)), warp_uniform(thread >> i32(5)), shared_base()
         if thread == 0:
             init_ring(Address(base + layout.full), Address(base + layout.empty), 2, 1)
-            init_q(Address(base + layout.q_full), Address(base + layout.q_empty), ITEM_COLUMNS, WARPGROUP + 32)
+            init_q(
+                Address(base + layout.q_full), Address(base + layout.q_empty), scheduler.ITEM_COLUMNS, WARPGROUP + 32
+            )
             for slot in range(WORK_INDICES):
                 mbarrier_init(Address(base + layout.work_ready + slot * MBARRIER_BYTES), 1)
             init_merges(Address(base + layout.merge_full), Address(base + layout.merge_empty), WARPGROUP, 32)

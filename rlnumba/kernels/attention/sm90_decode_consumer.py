@@ -6,29 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS
 from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP, AttentionConfig
-from rlnumba.kernels.attention.softmax import (
-    MINUS_INFINITY,
-    SEGMENT_KEYS,
-    TILE_KEYS,
-    finite_row_max,
-    log_sum_exp,
-    next_row_max,
-    zero_function,
-)
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
+from rlnumba.kernels.ptx import shared_memory
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout
-from rlnumba.kernels.ptx.shared_memory import (
-    LINE,
-    Address,
-    fence_proxy_async,
-    load_pair,
-    load_word,
-    load_words,
-    stmatrix_x2_trans,
-    store_pair,
-)
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, int_as_float, shuffle_xor, udiv, vector_access
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
@@ -68,7 +51,7 @@ class DecodeConfig(NamedTuple):
     stages: int = 3
     blocks: int = 2
     grouped: bool = False
-    segment: int = SEGMENT_KEYS
+    segment: int = softmax.SEGMENT_KEYS
 
     @property
     def max_leading(self):
@@ -85,14 +68,14 @@ class DecodeConfig(NamedTuple):
     @property
     def q_bytes(self):
         """Of the query rows of a work item in shared memory."""
-        return self.boxes * self.rows * LINE
+        return self.boxes * self.rows * shared_memory.LINE
 
     @property
     def layout(self):
         """Shared memory. The computing warps exchange row_max, twice for alternating tiles, row_sum, and P^T."""
         barriers = self.stages * MBARRIER_BYTES
         return shared_layout(
-            kv=2 * self.stages * self.tile_bytes, q=Q_SLOTS * self.q_bytes, p=self.rows * LINE,
+            kv=2 * self.stages * self.tile_bytes, q=Q_SLOTS * self.q_bytes, p=self.rows * shared_memory.LINE,
             row_max=4 * self.rows * 4, row_result=4 * self.rows * 4, row_sum=4 * 8 * self.rows * 4,
             full=barriers, empty=barriers, q_full=Q_SLOTS * MBARRIER_BYTES, q_empty=Q_SLOTS * MBARRIER_BYTES,
             work_ready=WORK_INDICES * MBARRIER_BYTES, merge_full=MERGE_SLOTS * MBARRIER_BYTES,
@@ -144,15 +127,15 @@ def column_sum_function(rows):
     @device_function
     def column_sums(sums, memory, warp, group_lane, pair):
         """sums becomes the sums over all keys, in softmax.row_sum's order. memory: 128 rows bytes of shared memory."""
-        exchange = Address(memory + (group_lane * rows + pair) * 4)
+        exchange = shared_memory.Address(memory + (group_lane * rows + pair) * 4)
         for i in range(0, rows // 4, 2):
-            store_pair(exchange + (warp * 8 * rows + i * 4) * 4, sums[i], sums[i + 1])
+            shared_memory.store_pair(exchange + (warp * 8 * rows + i * 4) * 4, sums[i], sums[i + 1])
         named_barrier_sync(EXCHANGED, WARPGROUP)
         for i in range(0, rows // 4, 2):
-            a0, a1 = load_pair(exchange + i * 16)
-            b0, b1 = load_pair(exchange + i * 16 + 32 * rows)
-            c0, c1 = load_pair(exchange + i * 16 + 64 * rows)
-            d0, d1 = load_pair(exchange + i * 16 + 96 * rows)
+            a0, a1 = shared_memory.load_pair(exchange + i * 16)
+            b0, b1 = shared_memory.load_pair(exchange + i * 16 + 32 * rows)
+            c0, c1 = shared_memory.load_pair(exchange + i * 16 + 64 * rows)
+            d0, d1 = shared_memory.load_pair(exchange + i * 16 + 96 * rows)
             sums[i], sums[i + 1] = (a0 + b0) + (c0 + d0), (a1 + b1) + (c1 + d1)
         for i in range(rows // 4):
             sums[i] += shuffle_xor(sums[i], 4)
@@ -173,14 +156,14 @@ def softmax_functions(rows):
         for i in range(columns):
             j = i // 2 * 4 + i % 2
             if key > position[i]:
-                scores[j] = MINUS_INFINITY
+                scores[j] = softmax.MINUS_INFINITY
             if key + 8 > position[i]:
-                scores[j + 2] = MINUS_INFINITY
+                scores[j + 2] = softmax.MINUS_INFINITY
 
     @device_function
     def column_max(tile_max, scores, memory, at):
         """tile_max: the largest score of each column over all warps, which exchange theirs in shared memory."""
-        exchange = Address(memory + at.pair * 4)
+        exchange = shared_memory.Address(memory + at.pair * 4)
         for i in range(columns):
             j = i // 2 * 4 + i % 2
             value = max(scores[j], scores[j + 2])
@@ -189,19 +172,19 @@ def softmax_functions(rows):
             tile_max[i] = max(value, shuffle_xor(value, 16))
         if at.lane < 4:
             for i in range(0, columns, 2):
-                store_pair(exchange + (at.warp * rows + i * 4) * 4, tile_max[i], tile_max[i + 1])
+                shared_memory.store_pair(exchange + (at.warp * rows + i * 4) * 4, tile_max[i], tile_max[i + 1])
         named_barrier_sync(EXCHANGED, WARPGROUP)
         for i in range(0, columns, 2):
             for w in range(4):
-                first, second = load_pair(exchange + (w * rows + i * 4) * 4)
+                first, second = shared_memory.load_pair(exchange + (w * rows + i * 4) * 4)
                 tile_max[i], tile_max[i + 1] = max(tile_max[i], first), max(tile_max[i + 1], second)
 
     @device_function
     def softmax_step(scores, row_max, row_sum, tile_max, rescale, c):
         for i in range(columns):
             j = i // 2 * 4 + i % 2
-            updated = next_row_max(row_max[i], tile_max[i], c)
-            subtracted = finite_row_max(updated)
+            updated = softmax.next_row_max(row_max[i], tile_max[i], c)
+            subtracted = softmax.finite_row_max(updated)
             rescale[i] = exp2(row_max[i] - subtracted)
             row_max[i] = updated
             scores[j] = exp2(cuda.fma(scores[j], c, -subtracted))
@@ -215,20 +198,25 @@ def softmax_functions(rows):
 def mainloop_function(config):
     """The device function of the loop over the tiles of K and V of a work item."""
     head_dim, element, rows, _, stages, _, grouped, segment = config
-    boxes, tile_bytes, layout, segment_tiles = config.boxes, config.tile_bytes, config.layout, segment // TILE_KEYS
+    boxes, tile_bytes, layout, segment_tiles = (
+        config.boxes,
+        config.tile_bytes,
+        config.layout,
+        segment // softmax.TILE_KEYS,
+    )
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     several = config.max_leading > 1
     start_scores, wait_scores = wgmma_async(rows, element, -(-head_dim // 16)), wgmma_wait_group(score_count, 0)
-    start_values = wgmma_async(rows, element, TILE_KEYS // 16, "mn", blocks=boxes)
+    start_values = wgmma_async(rows, element, softmax.TILE_KEYS // 16, "mn", blocks=boxes)
     wait_values = wgmma_wait_group(acc_count, 0)
     apply_mask, column_max, softmax_step = softmax_functions(rows)
     column_sums, merge_segment = column_sum_function(rows), segment_merge(acc_count, columns)
-    zero_rows, cvt_pair, (_, advance) = zero_function(boxes), cvt_pack(element), ring(stages)
+    zero_rows, cvt_pair, (_, advance) = softmax.zero_function(boxes), cvt_pack(element), ring(stages)
 
     @device_function
     def reset(row_max, row_sum):
         for i in range(columns):
-            row_max[i], row_sum[i] = MINUS_INFINITY, f32(0.0)
+            row_max[i], row_sum[i] = softmax.MINUS_INFINITY, f32(0.0)
 
     @device_function
     def store_probabilities(words, scores, target):
@@ -236,7 +224,7 @@ def mainloop_function(config):
         for i in range(word_count):
             words[i] = cvt_pair(scores[2 * i], scores[2 * i + 1])
         for i in range(word_count // 2):
-            stmatrix_x2_trans(target + i * (8 * LINE), words[2 * i], words[2 * i + 1])
+            shared_memory.stmatrix_x2_trans(target + i * (8 * shared_memory.LINE), words[2 * i], words[2 * i + 1])
 
     @device_function
     def rescale_acc(acc, rescale):
@@ -250,45 +238,47 @@ def mainloop_function(config):
     def mainloop(registers, item, base, q_tile, stage, parity, reciprocal, c, at):
         """Leave (m, l, acc) of the work item in row_max, row_sum and acc; returns (stage, parity) of the ring."""
         scores, acc, total, words, row_max, row_sum, total_max, total_sum, tile_max, rescale, position, _ = registers
-        p, kv = Address(base + layout.p), Address(base + layout.kv)
-        full, empty = Address(base + layout.full), Address(base + layout.empty)
+        p, kv = shared_memory.Address(base + layout.p), shared_memory.Address(base + layout.kv)
+        full, empty = shared_memory.Address(base + layout.full), shared_memory.Address(base + layout.empty)
         reset(row_max, row_sum)
         # Groups share keys that all their queries see.
         first_position = i32(item.context_len - item.length)
         for i in range(columns):
             position[i] = i32(first_position + token_of_row(i32(i // 2 * 8 + at.pair + i % 2), reciprocal))
         if grouped and item.group_size > 0:
-            first_position = i32(item.first_key + item.tiles * TILE_KEYS)
+            first_position = i32(item.first_key + item.tiles * softmax.TILE_KEYS)
             for i in range(columns):
                 position[i] = first_position
         for index in range(item.tiles):
-            tile_key = i32(item.first_key + index * TILE_KEYS)
-            k_tile = Address(kv + stage * (2 * tile_bytes))
-            v_tile = Address(k_tile + tile_bytes)
+            tile_key = i32(item.first_key + index * softmax.TILE_KEYS)
+            k_tile = shared_memory.Address(kv + stage * (2 * tile_bytes))
+            v_tile = shared_memory.Address(k_tile + tile_bytes)
             new_segment = (index & i32(segment_tiles - 1)) == 0
             if several and new_segment and index > 0:
-                column_sums(row_sum, Address(base + layout.row_sum), at.warp, at.group_lane, at.pair)
+                column_sums(row_sum, shared_memory.Address(base + layout.row_sum), at.warp, at.group_lane, at.pair)
                 merge_segment(acc, row_max, row_sum, total, total_max, total_sum, index == segment_tiles)
                 reset(row_max, row_sum)
-            mbarrier_wait(Address(full + stage * MBARRIER_BYTES), parity)
+            mbarrier_wait(shared_memory.Address(full + stage * MBARRIER_BYTES), parity)
             start_scores(scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
             wait_scores(scores)
-            if i32(tile_key + (TILE_KEYS - 1)) > first_position:
+            if i32(tile_key + (softmax.TILE_KEYS - 1)) > first_position:
                 apply_mask(scores, i32(tile_key + at.warp * 16 + at.group_lane), position)
-            column_max(tile_max, scores, Address(base + layout.row_max + (index & 1) * (4 * rows * 4)), at)
+            column_max(
+                tile_max, scores, shared_memory.Address(base + layout.row_max + (index & 1) * (4 * rows * 4)), at
+            )
             softmax_step(scores, row_max, row_sum, tile_max, rescale, c)
-            store_probabilities(words, scores, Address(p + at.offset))
-            if i32(item.context_len - tile_key) < TILE_KEYS:
+            store_probabilities(words, scores, shared_memory.Address(p + at.offset))
+            if i32(item.context_len - tile_key) < softmax.TILE_KEYS:
                 zero_rows(v_tile, i32(item.context_len - tile_key), at.thread)
-            fence_proxy_async()
+            shared_memory.fence_proxy_async()
             rescale_acc(acc, rescale)
             named_barrier_sync(STORED, WARPGROUP)
             start_values(acc, smem_descriptor(v_tile), smem_descriptor(p), i32(not new_segment))
             wait_values(acc)
             if at.thread == 0:
-                mbarrier_arrive(Address(empty + stage * MBARRIER_BYTES))
+                mbarrier_arrive(shared_memory.Address(empty + stage * MBARRIER_BYTES))
             stage, parity = advance(stage, parity)
-        column_sums(row_sum, Address(base + layout.row_sum), at.warp, at.group_lane, at.pair)
+        column_sums(row_sum, shared_memory.Address(base + layout.row_sum), at.warp, at.group_lane, at.pair)
         if several and (item.tiles > segment_tiles or item.resumes_partial > 0):
             merge_segment(acc, row_max, row_sum, total, total_max, total_sum, False)
             for i in range(columns):
@@ -327,12 +317,12 @@ def partial_functions(config):
         # From a sequence's slot to that of the next.
         sequence_rows = i32(batch.kv_heads * partials.max_splits * partials.rows)
         if at.thread < valid_rows:
-            result, row = Address(row_result + at.thread * 4), i32(first_row + at.thread)
+            result, row = shared_memory.Address(row_result + at.thread * 4), i32(first_row + at.thread)
             if grouped and item.group_size > 0:
                 token = token_of_row(at.thread, reciprocal)
                 row = i32(row + token * (sequence_rows - batch.gqa_ratio))
-            partials.row_max[row] = int_as_float(load_word(result))
-            partials.row_sum[row] = int_as_float(load_word(result + rows * 4))
+            partials.row_max[row] = int_as_float(shared_memory.load_word(result))
+            partials.row_sum[row] = int_as_float(shared_memory.load_word(result + rows * 4))
         for i in range(columns):
             column = i32(i // 2 * 8 + at.pair + i % 2)
             rows_of[i] = i32(first_row + column)
@@ -348,13 +338,13 @@ def partial_functions(config):
         """Put an item's MERGE_FIELDS into the merging warp's queue; returns (slot, parity). Sequence -1 ends it."""
         # All threads wait: after a loop for one of them alone, ptxas would not assume that the warp has reconverged,
         # and would use no uniform registers in the main loop.
-        full, empty = Address(base + layout.merge_full), Address(base + layout.merge_empty)
-        mbarrier_wait(Address(empty + slot * MBARRIER_BYTES), parity)
+        full, empty = shared_memory.Address(base + layout.merge_full), shared_memory.Address(base + layout.merge_empty)
+        mbarrier_wait(shared_memory.Address(empty + slot * MBARRIER_BYTES), parity)
         if thread == 0:
             for i in range(MERGE_FIELDS):
                 merges[slot, i] = fields[i]
         # All threads arrive: what each of them wrote of the partial is then visible to the merging warp.
-        mbarrier_arrive(Address(full + slot * MBARRIER_BYTES))
+        mbarrier_arrive(shared_memory.Address(full + slot * MBARRIER_BYTES))
         return next_slot(slot, parity)
 
     return resume, write_partial, enqueue
@@ -374,22 +364,22 @@ def output_functions(config):
         for i in range(columns):
             inverse[i] = f32(1.0) / registers.row_sum[i]
         stage_out(registers.acc, inverse, q_tile, at.offset)
-        fence_proxy_async()
+        shared_memory.fence_proxy_async()
         named_barrier_sync(EXCHANGED, WARPGROUP)
         head = i32(item.kv_head * batch.gqa_ratio)
         if at.thread < valid_rows and lse.shape[0] > 0:
-            result, token = Address(row_result + at.thread * 4), token_of_row(at.thread, reciprocal)
-            lse[head + at.thread - token * batch.gqa_ratio, item.start + token] = log_sum_exp(
-                int_as_float(load_word(result)), int_as_float(load_word(result + rows * 4))
+            result, token = shared_memory.Address(row_result + at.thread * 4), token_of_row(at.thread, reciprocal)
+            lse[head + at.thread - token * batch.gqa_ratio, item.start + token] = softmax.log_sum_exp(
+                int_as_float(shared_memory.load_word(result)), int_as_float(shared_memory.load_word(result + rows * 4))
             )
         index = at.thread
         while index < valid_rows * chunks:
             row = udiv(index, chunks)
             chunk = i32(index - row * chunks)
             index = i32(index + WARPGROUP)
-            source = Address(q_tile + ((chunk >> i32(3)) * rows + row) * LINE)
-            source = Address(source + (((chunk ^ row) & i32(7)) << i32(4)))
-            words[0], words[1], words[2], words[3] = load_words(source)
+            source = shared_memory.Address(q_tile + ((chunk >> i32(3)) * rows + row) * shared_memory.LINE)
+            source = shared_memory.Address(source + (((chunk ^ row) & i32(7)) << i32(4)))
+            words[0], words[1], words[2], words[3] = shared_memory.load_words(source)
             token = token_of_row(row, reciprocal)
             row = i32((item.start + token) * batch.heads + head + row - token * batch.gqa_ratio)
             store_chunk(out[np.uint32(row)], chunk * 4, words, 0)
@@ -431,7 +421,7 @@ def consumer_function(config):
         """Compute work items until there are none."""
         lane, warp = i32(thread & i32(31)), i32(thread >> i32(5))
         line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
-        offset = Address(line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
+        offset = shared_memory.Address(line * shared_memory.LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
         at = Lane(thread, warp, lane, i32(lane >> i32(2)), i32(i32(2) * i32(lane & i32(3))), offset)
         registers = Registers(
             cuda.local.array(score_count, np.float32), cuda.local.array(acc_count, np.float32),
@@ -445,14 +435,14 @@ def consumer_function(config):
             registers.scores[i] = f32(0.0)
         for i in range(acc_count):
             registers.acc[i] = f32(0.0)
-        row_result = Address(base + layout.row_result)
-        q_full, q_empty = Address(base + layout.q_full), Address(base + layout.q_empty)
+        row_result = shared_memory.Address(base + layout.row_result)
+        q_full, q_empty = shared_memory.Address(base + layout.q_full), shared_memory.Address(base + layout.q_empty)
         reciprocal = udiv(i32(65535) + batch.gqa_ratio, batch.gqa_ratio)
         stage, parity, slot, q_parity, working = i32(0), i32(0), i32(0), i32(0), True
         merge_slot, merge_parity = i32(0), i32(1)
         while working:
-            mbarrier_wait(Address(q_full + slot * MBARRIER_BYTES), q_parity)
-            item, q_tile = read_item(queues.items, slot), Address(base + layout.q + slot * q_bytes)
+            mbarrier_wait(shared_memory.Address(q_full + slot * MBARRIER_BYTES), q_parity)
+            item, q_tile = read_item(queues.items, slot), shared_memory.Address(base + layout.q + slot * q_bytes)
             working = item.tiles >= 0
             if item.tiles > 0:
                 if resumes and item.resumes_partial > 0:
@@ -466,22 +456,22 @@ def consumer_function(config):
                 if (not whole or lse.shape[0] > 0) and at.warp == 0 and at.group_lane == 0:
                     for i in range(0, columns, 2):
                         result = row_result + (i * 4 + at.pair) * 4
-                        store_pair(result, registers.row_max[i], registers.row_max[i + 1])
-                        store_pair(result + rows * 4, registers.row_sum[i], registers.row_sum[i + 1])
+                        shared_memory.store_pair(result, registers.row_max[i], registers.row_max[i + 1])
+                        shared_memory.store_pair(result + rows * 4, registers.row_sum[i], registers.row_sum[i + 1])
                 if resumes and item.resumes_partial > 0 and thread == 0:
                     batch.counters[2 + item.sequence * batch.kv_heads + item.kv_head] = i32(0)
                 if whole:
                     write_out(registers, item, batch, out, lse, q_tile, row_result, valid_rows, reciprocal, at)
-                    mbarrier_arrive(Address(q_empty + slot * MBARRIER_BYTES))
+                    mbarrier_arrive(shared_memory.Address(q_empty + slot * MBARRIER_BYTES))
                 else:
-                    mbarrier_arrive(Address(q_empty + slot * MBARRIER_BYTES))
+                    mbarrier_arrive(shared_memory.Address(q_empty + slot * MBARRIER_BYTES))
                     named_barrier_sync(EXCHANGED, WARPGROUP)
                     write_partial(registers, item, batch, partials, row_result, valid_rows, reciprocal, at)
                     fields = item.sequence, item.kv_head, item.start, sequences, i32(valid_rows // sequences)
                     merge_slot, merge_parity = enqueue(queues.merges, base, merge_slot, merge_parity, fields, thread)
             elif item.tiles == 0:
                 write_zeros(item, batch, out, thread)
-                mbarrier_arrive(Address(q_empty + slot * MBARRIER_BYTES))
+                mbarrier_arrive(shared_memory.Address(q_empty + slot * MBARRIER_BYTES))
             slot, q_parity = next_slot(slot, q_parity)
         end = i32(-1), i32(0), i32(0), i32(0), i32(0)
         enqueue(queues.merges, base, merge_slot, merge_parity, end, thread)

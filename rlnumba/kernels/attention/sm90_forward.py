@@ -33,20 +33,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import Batch, page_lookup, prefill_scheduler
-from rlnumba.kernels.attention.softmax import (
-    LOG2_E,
-    MINUS_INFINITY,
-    SEGMENT_KEYS,
-    TILE_KEYS,
-    apply_causal_mask,
-    log_sum_exp,
-    merge_weights,
-    online_softmax_step,
-    row_sum,
-    zero_function,
-)
 from rlnumba.kernels.attention.split_kv import no_array
+from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
@@ -57,22 +47,6 @@ from rlnumba.kernels.ptx.shared_memory import (
     load_four,
     stmatrix_x4,
     store_four,
-)
-from rlnumba.kernels.ptx.sm90 import (
-    bulk_commit_group,
-    bulk_wait_group,
-    bulk_wait_group_read,
-    mbarrier_arrive,
-    mbarrier_expect_tx,
-    mbarrier_init,
-    mbarrier_init_fence,
-    mbarrier_wait,
-    named_barrier_sync,
-    setmaxnreg,
-    tensor_map_address,
-    tma_load_3d,
-    tma_store_3d,
-    warp_uniform,
 )
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import PTX_TYPES, ballot, cvt_pack, device_function, shuffle, sync_warp
@@ -113,8 +87,8 @@ class AttentionConfig(NamedTuple):
     stages: int = 3
     paired: bool = True
     paged: bool = False
-    box: int = TILE_KEYS
-    segment: int = SEGMENT_KEYS
+    box: int = softmax.TILE_KEYS
+    segment: int = softmax.SEGMENT_KEYS
 
     @property
     def item_tokens(self):
@@ -156,7 +130,7 @@ def load_functions(config):
     """(load_q, load_kv): the device functions by which a producer warp loads a work item's tiles."""
     _, _, consumers, stages, paired, paged, box, _ = config
     boxes, tile_bytes = config.boxes, config.tile_bytes
-    boxes_per_tile = TILE_KEYS // box
+    boxes_per_tile = softmax.TILE_KEYS // box
     # 32 lanes look up the rows of so many tiles' boxes at once. A box of 64 keys is looked up when it is due: a
     # producer has no registers left for more.
     tiles_per_lookup, several = 32 // boxes_per_tile, boxes_per_tile > 1
@@ -164,12 +138,12 @@ def load_functions(config):
 
     @device_function
     def load_q(q_source, target, head, row, q_full):
-        mbarrier_expect_tx(q_full, consumers * tile_bytes)
+        sm90.mbarrier_expect_tx(q_full, consumers * tile_bytes)
         for consumer in range(consumers):
             q_head, q_row = (head + consumer, row) if paired else (head, row + consumer * TILE_ROWS)
             for b in range(boxes):
                 box_target = target + consumer * tile_bytes + b * BOX_BYTES
-                tma_load_3d(box_target, q_source, b * 64, q_head, q_row, q_full)
+                sm90.tma_load_3d(box_target, q_source, b * 64, q_head, q_row, q_full)
 
     @device_function
     def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
@@ -194,16 +168,18 @@ def load_functions(config):
                 index = i32((index + boxes_per_tile) & i32(31))
             elif paged:
                 row = page_row(block_tables, block_size, sequence, key, context_len)
-                key = i32(key + TILE_KEYS)
-            mbarrier_wait(Address(empty + stage * MBARRIER_BYTES), parity)
+                key = i32(key + softmax.TILE_KEYS)
+            sm90.mbarrier_wait(Address(empty + stage * MBARRIER_BYTES), parity)
             barrier = Address(full + stage * MBARRIER_BYTES)
             if lane == 0:
-                mbarrier_expect_tx(barrier, tile_bytes)
+                sm90.mbarrier_expect_tx(barrier, tile_bytes)
             sync_warp()
             if lane < boxes * boxes_per_tile:
-                tma_load_3d(Address(target + stage * tile_bytes), source, column_box * i32(64), kv_head, row, barrier)
+                sm90.tma_load_3d(
+                    Address(target + stage * tile_bytes), source, column_box * i32(64), kv_head, row, barrier
+                )
             stage, parity = advance(stage, parity)
-            row = i32(row + TILE_KEYS)
+            row = i32(row + softmax.TILE_KEYS)
             tiles = i32(tiles - 1)
         return stage, parity
 
@@ -241,7 +217,7 @@ def producer_function(config):
                 work_index, query_tile, items_before, longer, heads, batch, lane
             )
             if loads_k:
-                mbarrier_wait(q_empty, q_parity)
+                sm90.mbarrier_wait(q_empty, q_parity)
             q_parity ^= i32(1)
             if query_tile >= 0:
                 rank = i32(i32(work_index - items_before) // heads)
@@ -254,14 +230,14 @@ def producer_function(config):
                 length = i32(batch.cu_seqlens[sequence + 1] - start)
                 context_len = batch.context_lens[sequence] if paged else length
                 last = i32(context_len - length + min(i32(first + item_tokens), length) - 1)
-                tiles = i32(last // i32(TILE_KEYS) + 1)
+                tiles = i32(last // i32(softmax.TILE_KEYS) + 1)
                 if loads_k and lane == 0:
                     item[0] = tiles
                     item[1] = head
                     item[2] = start + first
                     item[3] = context_len - length + first
                     item[4] = length - first
-                    item[5] = context_len - (tiles - 1) * TILE_KEYS
+                    item[5] = context_len - (tiles - 1) * softmax.TILE_KEYS
                     load_q(q_source, Address(base + layout.q), head, start + first, q_full)
                 stage, parity = load_kv(
                     source, target, full, empty, stage, parity, tiles, i32(head // batch.gqa_ratio), start, sequence,
@@ -269,7 +245,7 @@ def producer_function(config):
                 )  # fmt: skip
             elif loads_k and lane == 0:
                 item[0] = i32(0)
-                mbarrier_arrive(q_full)
+                sm90.mbarrier_arrive(q_full)
 
     return produce
 
@@ -298,7 +274,7 @@ def accumulator_functions(head_dim):
         """Merge a segment with those before it; the result goes to shared memory, or, after the last one, to acc."""
         weight = cuda.local.array(4, np.float32)
         for half in range(2):
-            largest, a, b = merge_weights(merged_max[half], row_max[half])
+            largest, a, b = softmax.merge_weights(merged_max[half], row_max[half])
             merged_max[half] = largest
             merged_sum[half] = cuda.fma(sums[half], b, merged_sum[half] * a)
             weight[half], weight[2 + half] = a, b
@@ -327,16 +303,16 @@ Registers = namedtuple("Registers", "q scores p acc sums row_max rescale segment
 def mainloop_function(config):
     """The device function of a consumer's loop over the tiles of K and V of a work item."""
     head_dim, element, _, stages, _, _, _, segment = config
-    tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // TILE_KEYS, config.q_in_registers
+    tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // softmax.TILE_KEYS, config.q_in_registers
     q_steps, layout, merged_bytes = -(-head_dim // 16), config.layout, config.merged_bytes
-    start_scores = wgmma_async(TILE_KEYS, element, q_steps, "registers" if in_registers else "k")
+    start_scores = wgmma_async(softmax.TILE_KEYS, element, q_steps, "registers" if in_registers else "k")
     wait_all_but_latest, wait_all = (
-        wgmma_wait_group(TILE_KEYS // 2, pending, 4 * q_steps * in_registers) for pending in (1, 0)
+        wgmma_wait_group(softmax.TILE_KEYS // 2, pending, 4 * q_steps * in_registers) for pending in (1, 0)
     )
-    start_values = wgmma_async(head_dim, element, TILE_KEYS // 16, "registers", "mn")
-    wait_values = wgmma_wait_group(head_dim // 2, 0, TILE_KEYS // 4)
+    start_values = wgmma_async(head_dim, element, softmax.TILE_KEYS // 16, "registers", "mn")
+    wait_values = wgmma_wait_group(head_dim // 2, 0, softmax.TILE_KEYS // 4)
     scale, keep, merge = accumulator_functions(head_dim)
-    zero_rows, cvt_pair, (_, advance) = zero_function(config.boxes), cvt_pack(element), ring(stages)
+    zero_rows, cvt_pair, (_, advance) = softmax.zero_function(config.boxes), cvt_pack(element), ring(stages)
 
     @device_function
     def load_q(q, q_tile, warp, lane):
@@ -359,13 +335,13 @@ def mainloop_function(config):
 
     @device_function
     def round_probabilities(p, scores):
-        for i in range(TILE_KEYS // 4):
+        for i in range(softmax.TILE_KEYS // 4):
             p[i] = cvt_pair(scores[2 * i], scores[2 * i + 1])
 
     @device_function
     def reset(row_max, sums):
         for half in range(2):
-            row_max[half] = MINUS_INFINITY
+            row_max[half] = softmax.MINUS_INFINITY
         for i in range(16):
             sums[i] = f32(0.0)
 
@@ -373,7 +349,7 @@ def mainloop_function(config):
     def release(empty, stage, parity, thread):
         """Give a stage back, when all of the consumer's warps have waited for the wgmma that read it: the next one."""
         if thread == 0:
-            mbarrier_arrive(Address(empty + stage * MBARRIER_BYTES))
+            sm90.mbarrier_arrive(Address(empty + stage * MBARRIER_BYTES))
         return advance(stage, parity)
 
     @device_function
@@ -385,42 +361,42 @@ def mainloop_function(config):
         q_tile = Address(base + layout.q + consumer * tile_bytes)
         q = load_q(registers.q, q_tile, i32(thread >> i32(5)), i32(thread & i32(31)))
         if in_registers:
-            mbarrier_arrive(Address(base + layout.q_empty))
+            sm90.mbarrier_arrive(Address(base + layout.q_empty))
         reset(row_max, sums)
 
         # The first tile's probabilities.
-        mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
+        sm90.mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
         start_scores(scores, q, smem_descriptor(Address(base + layout.k + k_stage * tile_bytes)), i32(0))
         wait_scores(wait_all, scores, q)
         k_stage, k_parity = release(base + layout.k_empty, k_stage, k_parity, thread)
-        if item.position < TILE_KEYS - 1:
-            apply_causal_mask(scores, mask_offset)
-        online_softmax_step(scores, row_max, sums, rescale, c)
+        if item.position < softmax.TILE_KEYS - 1:
+            softmax.apply_causal_mask(scores, mask_offset)
+        softmax.online_softmax_step(scores, row_max, sums, rescale, c)
         round_probabilities(p, scores)
         # 0: the next O += P V overwrites acc.
         accumulate, index = i32(0), i32(1)
         if index < item.tiles:
-            mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
+            sm90.mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
         while index < item.tiles:
             # S = Q K^T of this tile and O += P V of the one before run on the tensor cores together.
             start_scores(scores, q, smem_descriptor(Address(base + layout.k + k_stage * tile_bytes)), i32(0))
-            mbarrier_wait(Address(base + layout.v_full + v_stage * MBARRIER_BYTES), v_parity)
+            sm90.mbarrier_wait(Address(base + layout.v_full + v_stage * MBARRIER_BYTES), v_parity)
             start_values(acc, p, smem_descriptor(Address(base + layout.v + v_stage * tile_bytes)), accumulate)
             wait_scores(wait_all_but_latest, scores, q)
             k_stage, k_parity = release(base + layout.k_empty, k_stage, k_parity, thread)
             new_segment = (index & i32(segment_tiles - 1)) == 0
             if new_segment:
                 for half in range(2):
-                    segment_max[half], segment_sum[half] = row_max[half], row_sum(sums, half)
+                    segment_max[half], segment_sum[half] = row_max[half], softmax.row_sum(sums, half)
                 reset(row_max, sums)
-            if i32(index * TILE_KEYS + (TILE_KEYS - 1)) > item.position:
-                apply_causal_mask(scores, i32(mask_offset - index * TILE_KEYS))
-            online_softmax_step(scores, row_max, sums, rescale, c)
+            if i32(index * softmax.TILE_KEYS + (softmax.TILE_KEYS - 1)) > item.position:
+                softmax.apply_causal_mask(scores, i32(mask_offset - index * softmax.TILE_KEYS))
+            softmax.online_softmax_step(scores, row_max, sums, rescale, c)
             index = i32(index + 1)
             # The wait for the next K stands here because ptxas moves nothing across it: else it would move the wait
             # for O += P V above the exponentials, which are to overlap with it.
             if index < item.tiles:
-                mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
+                sm90.mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
             wait_values(acc, p)
             v_stage, v_parity = release(base + layout.v_empty, v_stage, v_parity, thread)
             accumulate = i32(1)
@@ -429,8 +405,8 @@ def mainloop_function(config):
                 if index == segment_tiles + 1:
                     # TMA must have read the last item's out from this memory.
                     if thread == 0:
-                        bulk_wait_group_read()
-                    named_barrier_sync(1 + consumer, WARPGROUP)
+                        sm90.bulk_wait_group_read()
+                    sm90.named_barrier_sync(1 + consumer, WARPGROUP)
                     keep(merged, acc, merged_max, merged_sum, segment_max, segment_sum)
                 else:
                     merge(merged, acc, merged_max, merged_sum, segment_max, segment_sum, False)
@@ -440,14 +416,14 @@ def mainloop_function(config):
 
         # The last tile's O += P V.
         if not in_registers:
-            mbarrier_arrive(Address(base + layout.q_empty))
-        mbarrier_wait(Address(base + layout.v_full + v_stage * MBARRIER_BYTES), v_parity)
-        if item.valid_keys < TILE_KEYS:
+            sm90.mbarrier_arrive(Address(base + layout.q_empty))
+        sm90.mbarrier_wait(Address(base + layout.v_full + v_stage * MBARRIER_BYTES), v_parity)
+        if item.valid_keys < softmax.TILE_KEYS:
             zero_rows(Address(base + layout.v + v_stage * tile_bytes), item.valid_keys, thread)
-            named_barrier_sync(1 + consumer, WARPGROUP)
+            sm90.named_barrier_sync(1 + consumer, WARPGROUP)
         start_values(acc, p, smem_descriptor(Address(base + layout.v + v_stage * tile_bytes)), accumulate)
         for half in range(2):
-            segment_sum[half] = row_sum(sums, half)
+            segment_sum[half] = softmax.row_sum(sums, half)
         wait_values(acc, p)
         v_stage, v_parity = release(base + layout.v_empty, v_stage, v_parity, thread)
         if item.tiles > segment_tiles:
@@ -478,15 +454,15 @@ def epilogue_function(config):
         for half in range(2):
             inverse[half] = f32(1.0) / registers.merged_sum[half]
             if lse.shape[0] > 0 and (lane & i32(3)) == 0 and line + half * 8 < item.valid_rows:
-                lse[item.head, item.row + line + half * 8] = log_sum_exp(
+                lse[item.head, item.row + line + half * 8] = softmax.log_sum_exp(
                     registers.merged_max[half], registers.merged_sum[half]
                 )
         scale(acc, inverse)
         if staged and item.valid_rows >= TILE_ROWS:
             # TMA must have read the last item's out, and all threads their merged accumulators, from this memory.
             if thread == 0:
-                bulk_wait_group_read()
-            named_barrier_sync(1 + consumer, WARPGROUP)
+                sm90.bulk_wait_group_read()
+            sm90.named_barrier_sync(1 + consumer, WARPGROUP)
             for block in range(head_dim // 16):
                 stmatrix_x4(
                     matrix_address(tile, block, warp, lane),
@@ -496,12 +472,12 @@ def epilogue_function(config):
                     cvt_pair(acc[block * 8 + 6], acc[block * 8 + 7]),
                 )
             fence_proxy_async()
-            named_barrier_sync(1 + consumer, WARPGROUP)
+            sm90.named_barrier_sync(1 + consumer, WARPGROUP)
             if thread == 0:
                 for b in range(boxes):
                     source = tile + b * BOX_BYTES
-                    tma_store_3d(tensor_map_address(out_map), b * 64, item.head, item.row, source)
-                bulk_commit_group()
+                    sm90.tma_store_3d(sm90.tensor_map_address(out_map), b * 64, item.head, item.row, source)
+                sm90.bulk_commit_group()
         else:
             # The rows behind the sequence's last are another sequence's.
             for half in range(2):
@@ -519,7 +495,7 @@ def consumer_function(config):
     head_dim, layout, paired = config.head_dim, config.layout, config.paired
     # Lengths of local arrays are constants in a kernel, which these are there, and expressions are not.
     q_words = -(-head_dim // 16) * 4 if config.q_in_registers else 1
-    score_count, word_count, acc_count = TILE_KEYS // 2, TILE_KEYS // 4, head_dim // 2
+    score_count, word_count, acc_count = softmax.TILE_KEYS // 2, softmax.TILE_KEYS // 4, head_dim // 2
     mainloop, epilogue = mainloop_function(config), epilogue_function(config)
 
     @device_function
@@ -551,7 +527,7 @@ def consumer_function(config):
         line = i32((thread >> i32(5)) * 16 + (i32(thread & i32(31)) >> i32(2)))
         ring_state = i32(0), i32(0), i32(0), i32(0)
         while working:
-            mbarrier_wait(Address(base + layout.q_full), q_parity)
+            sm90.mbarrier_wait(Address(base + layout.q_full), q_parity)
             q_parity ^= i32(1)
             item = read_item(fields, consumer)
             working = item.tiles > 0
@@ -560,7 +536,7 @@ def consumer_function(config):
                 ring_state = mainloop(registers, base, item, mask_offset, ring_state, c, consumer, thread)
                 epilogue(registers, base, item, out_map, out, lse, line, consumer, thread)
         if thread == 0:
-            bulk_wait_group()
+            sm90.bulk_wait_group()
 
     return consume
 
@@ -569,7 +545,10 @@ def consumer_function(config):
 def attention_sm90_kernel(config):
     """The kernel of an AttentionConfig."""
     head_dim, consumers, stages, layout = config.head_dim, config.consumers, config.stages, config.layout
-    setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
+    setmaxnreg_dec, setmaxnreg_inc = (
+        sm90.setmaxnreg(PRODUCER_REGISTERS, False),
+        sm90.setmaxnreg(CONSUMER_REGISTERS, True),
+    )
     produce, consume, (init_ring, _) = producer_function(config), consumer_function(config), ring(stages)
 
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
@@ -584,13 +563,13 @@ def attention_sm90_kernel(config):
         """
         item = cuda.shared.array(ITEM_FIELDS, np.int32)
         thread = i32(cuda.threadIdx.x)
-        warpgroup, base = warp_uniform(thread >> i32(7)), shared_base()
+        warpgroup, base = sm90.warp_uniform(thread >> i32(7)), shared_base()
         if thread == 0:
-            mbarrier_init(Address(base + layout.q_full), 1)
-            mbarrier_init(Address(base + layout.q_empty), consumers * WARPGROUP)
+            sm90.mbarrier_init(Address(base + layout.q_full), 1)
+            sm90.mbarrier_init(Address(base + layout.q_empty), consumers * WARPGROUP)
             init_ring(Address(base + layout.k_full), Address(base + layout.k_empty), 1, consumers)
             init_ring(Address(base + layout.v_full), Address(base + layout.v_empty), 1, consumers)
-            mbarrier_init_fence()
+            sm90.mbarrier_init_fence()
         cuda.syncthreads()
         if warpgroup == 0:
             if consumers > 1:
@@ -598,8 +577,9 @@ def attention_sm90_kernel(config):
             if thread < 64:
                 batch = Batch(cu_seqlens, context_lens, i32(cu_seqlens.shape[0] - 1), gqa_ratio, decode_rows)
                 produce(
-                    tensor_map_address(q_map), tensor_map_address(k_map), tensor_map_address(v_map), batch,
-                    i32(out.shape[1] * 2 // head_dim), query_tiles, (block_tables, block_size), item, base, thread,
+                    sm90.tensor_map_address(q_map), sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map),
+                    batch, i32(out.shape[1] * 2 // head_dim), query_tiles, (block_tables, block_size), item, base,
+                    thread,
                 )  # fmt: skip
         else:
             if consumers > 1:
@@ -614,7 +594,7 @@ def is_supported(element, head_dim, gqa_ratio):
     return element in PTX_TYPES and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
 
 
-def attention_config(head_dim, element, gqa_ratio, paged=False, box=TILE_KEYS):
+def attention_config(head_dim, element, gqa_ratio, paged=False, box=softmax.TILE_KEYS):
     """The AttentionConfig for heads of this size; gqa_ratio: query heads of a key head."""
     consumers = 2 if head_dim <= 128 else 1
     config = AttentionConfig(head_dim, element, consumers, 2, gqa_ratio % 2 == 0 or head_dim > 128, paged, box)
@@ -631,7 +611,7 @@ def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None
     k_map, v_map = (tensor_map(x, TILE_ROWS, 1, 64) for x in (k, v))
     launch_attention(
         config, q, k_map, v_map, cu_seqlens, no_array(1), no_array(2), 1, gqa_ratio, max_seqlen, 0,
-        float(scale * LOG2_E), out, lse,
+        float(scale * softmax.LOG2_E), out, lse,
     )  # fmt: skip
 
 

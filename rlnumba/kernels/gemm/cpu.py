@@ -18,22 +18,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from rlnumba.kernels.simd import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    Loop,
-    array_argument,
-    broadcast,
-    clamped,
-    fma,
-    fold_all,
-    lanes_below,
-    load,
-    splat,
-    store,
-)
+from rlnumba.kernels import simd
 
 # libgomp's threads spin for milliseconds after a parallel loop. If BLAS wants the cores next, it waits out the
 # spinning: on 2 cores a product here followed by np.matmul took 8.0 ms, and 2.1 ms with the spinning cut to
@@ -72,37 +57,37 @@ def _make_tile(rows, columns):
     @intrinsic
     def tile(typingctx, x, w, out, m, n):
         def codegen(context, builder, signature, args):
-            x, w, out = (array_argument(context, builder, signature, args, i) for i in range(3))
+            x, w, out = (simd.array_argument(context, builder, signature, args, i) for i in range(3))
             k = builder.extract_value(x.shape, 1)
             n_columns = builder.extract_value(out.shape, 1)
 
-            row_indices = clamped(builder, args[3], rows, builder.extract_value(out.shape, 0))
-            column_indices = clamped(builder, args[4], columns, n_columns)
-            x_rows = [builder.gep(x.data, [builder.mul(i, k)], source_etype=F32) for i in row_indices]
-            w_rows = [builder.gep(w.data, [builder.mul(j, k)], source_etype=F32) for j in column_indices]
+            row_indices = simd.clamped(builder, args[3], rows, builder.extract_value(out.shape, 0))
+            column_indices = simd.clamped(builder, args[4], columns, n_columns)
+            x_rows = [builder.gep(x.data, [builder.mul(i, k)], source_etype=simd.F32) for i in row_indices]
+            w_rows = [builder.gep(w.data, [builder.mul(j, k)], source_etype=simd.F32) for j in column_indices]
 
             def step(sums, offset, mask):
-                x_vectors = [load(builder, row, offset, mask) for row in x_rows]
-                w_vectors = [load(builder, row, offset, mask) for row in w_rows]
+                x_vectors = [simd.load(builder, row, offset, mask) for row in x_rows]
+                w_vectors = [simd.load(builder, row, offset, mask) for row in w_rows]
                 pairs = [(a, b) for a in x_vectors for b in w_vectors]
-                return [fma(builder, a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
+                return [simd.fma(builder, a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
 
-            whole = builder.and_(k, I64(-LANES))
-            loop = Loop(builder, I64(0), whole, [splat(F32, 0.0)] * (rows * columns))
+            whole = builder.and_(k, simd.I64(-simd.LANES))
+            loop = simd.Loop(builder, simd.I64(0), whole, [simd.splat(simd.F32, 0.0)] * (rows * columns))
             loop.next(step(loop.carried, loop.index, None))
-            remainder = Loop(builder, whole, k, loop.carried)
-            mask = lanes_below(builder, builder.sub(k, remainder.index))
+            remainder = simd.Loop(builder, whole, k, loop.carried)
+            mask = simd.lanes_below(builder, builder.sub(k, remainder.index))
             remainder.next(step(remainder.carried, remainder.index, mask))
             targets = [(i, j) for i in row_indices for j in column_indices]
-            for first in range(0, rows * columns, LANES):
-                group = remainder.carried[first : first + LANES]
-                totals, owners = fold_all(builder, group)
+            for first in range(0, rows * columns, simd.LANES):
+                group = remainder.carried[first : first + simd.LANES]
+                totals, owners = simd.fold_all(builder, group)
                 for lane, owner in enumerate(owners):
                     if owner < len(group):
                         i, j = targets[first + owner]
                         offset = builder.add(builder.mul(i, n_columns), j)
-                        address = builder.gep(out.data, [offset], source_etype=F32)
-                        builder.store(builder.extract_element(totals, I32(lane)), address)
+                        address = builder.gep(out.data, [offset], source_etype=simd.F32)
+                        builder.store(builder.extract_element(totals, simd.I32(lane)), address)
             return context.get_dummy_value()
 
         return types.void(x, w, out, m, n), codegen
@@ -153,28 +138,28 @@ def _make_outer_tile(masked):
     @intrinsic
     def tile(typingctx, a, a_row, a_step, b, out, i, j, start, stop, add):
         def codegen(context, builder, signature, args):
-            a, b, out = (array_argument(context, builder, signature, args, position) for position in (0, 3, 4))
+            a, b, out = (simd.array_argument(context, builder, signature, args, position) for position in (0, 3, 4))
             a_row, a_step = args[1:3]
             i, j, start, stop, add = args[5:]
             columns = builder.extract_value(b.shape, 1)
-            rows = clamped(builder, i, OUTER_ROWS, builder.extract_value(out.shape, 0))
-            offsets = [builder.add(j, I64(v * LANES)) for v in range(OUTER_VECTORS)]
-            masks = [lanes_below(builder, builder.sub(columns, o)) if masked else None for o in offsets]
-            a_rows = [builder.gep(a.data, [builder.mul(row, a_row)], source_etype=F32) for row in rows]
-            out_rows = [builder.gep(out.data, [builder.mul(row, columns)], source_etype=F32) for row in rows]
+            rows = simd.clamped(builder, i, OUTER_ROWS, builder.extract_value(out.shape, 0))
+            offsets = [builder.add(j, simd.I64(v * simd.LANES)) for v in range(OUTER_VECTORS)]
+            masks = [simd.lanes_below(builder, builder.sub(columns, o)) if masked else None for o in offsets]
+            a_rows = [builder.gep(a.data, [builder.mul(row, a_row)], source_etype=simd.F32) for row in rows]
+            out_rows = [builder.gep(out.data, [builder.mul(row, columns)], source_etype=simd.F32) for row in rows]
             targets = [(row, o, mask) for row in out_rows for o, mask in zip(offsets, masks, strict=True)]
-            add = builder.icmp_signed("!=", add, I64(0))
-            sums = [builder.select(add, load(builder, *target), splat(F32, 0.0)) for target in targets]
-            loop = Loop(builder, start, stop, sums, 1)
-            b_row = builder.gep(b.data, [builder.mul(loop.index, columns)], source_etype=F32)
-            vectors = [load(builder, b_row, o, mask) for o, mask in zip(offsets, masks, strict=True)]
+            add = builder.icmp_signed("!=", add, simd.I64(0))
+            sums = [builder.select(add, simd.load(builder, *target), simd.splat(simd.F32, 0.0)) for target in targets]
+            loop = simd.Loop(builder, start, stop, sums, 1)
+            b_row = builder.gep(b.data, [builder.mul(loop.index, columns)], source_etype=simd.F32)
+            vectors = [simd.load(builder, b_row, o, mask) for o, mask in zip(offsets, masks, strict=True)]
             step = builder.mul(loop.index, a_step)
-            elements = [builder.load(builder.gep(row, [step], source_etype=F32), typ=F32) for row in a_rows]
-            pairs = [(broadcast(builder, element), vector) for element in elements for vector in vectors]
-            loop.next([fma(builder, x, y, total) for (x, y), total in zip(pairs, loop.carried, strict=True)])
+            elements = [builder.load(builder.gep(row, [step], source_etype=simd.F32), typ=simd.F32) for row in a_rows]
+            pairs = [(simd.broadcast(builder, element), vector) for element in elements for vector in vectors]
+            loop.next([simd.fma(builder, x, y, total) for (x, y), total in zip(pairs, loop.carried, strict=True)])
             # All of out was read before this writes it, so a row that is there twice is right both times.
             for (row, o, mask), total in zip(targets, loop.carried, strict=True):
-                store(builder, total, row, o, mask)
+                simd.store(builder, total, row, o, mask)
             return context.get_dummy_value()
 
         return types.void(a, a_row, a_step, b, out, i, j, start, stop, add), codegen
@@ -192,7 +177,7 @@ def _outer_part(a, a_row, a_step, steps, b, out, accumulate, i_start, i_stop, j)
         stop = min(start + OUTER_STEPS, steps)
         add = np.int64(accumulate or start > 0)
         for i in range(i_start, i_stop, OUTER_ROWS):
-            if j + LANES * OUTER_VECTORS <= out.shape[1]:
+            if j + simd.LANES * OUTER_VECTORS <= out.shape[1]:
                 _outer_tile(a, a_row, a_step, b, out, i, j, start, stop, add)
             else:
                 _outer_edge_tile(a, a_row, a_step, b, out, i, j, start, stop, add)
@@ -206,7 +191,7 @@ def outer_product(a, a_row, a_step, steps, b, out, accumulate):
     The sum runs in ascending s, so the result does not depend on threads.
     """
     rows, columns = out.shape
-    width = LANES * OUTER_VECTORS
+    width = simd.LANES * OUTER_VECTORS
     panels = (columns + width - 1) // width
     if rows * columns * steps < SERIAL_BELOW:
         for panel in range(panels):

@@ -11,18 +11,9 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.nn.swiglu import sigmoid
+from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import accumulator_address, stage_function, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, load_word
-from rlnumba.kernels.ptx.sm90 import (
-    bulk_commit_group,
-    bulk_wait_group_read,
-    bulk_wait_group_read_1,
-    mbarrier_expect_tx,
-    named_barrier_sync,
-    tma_load_2d,
-    tma_reduce_add_2d,
-    tma_store_2d,
-)
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
 
@@ -52,11 +43,11 @@ def addends(config):
     @device_function
     def prefetch(source, first_row, tile_column, staged, prefetched):
         """One thread starts to load the residual's, or C's, part of a consumer's tile to where its output is staged."""
-        bulk_wait_group_read()
-        mbarrier_expect_tx(prefetched, staged_bytes)
+        sm90.bulk_wait_group_read()
+        sm90.mbarrier_expect_tx(prefetched, staged_bytes)
         for box in range(staged_bytes // BOX_BYTES):
             column = tile_column * tile_columns + box * box_columns
-            tma_load_2d(staged + box * BOX_BYTES, source, column, first_row, prefetched)
+            sm90.tma_load_2d(staged + box * BOX_BYTES, source, column, first_row, prefetched)
 
     @device_function
     def addend(words, staged, block, half, warp, lane):
@@ -139,23 +130,23 @@ def store_by_tma_function(config):
     output, prefetches, prefetched_columns = config.output, config.prefetches, config.prefetched_columns
     part_bytes = staged_columns // box_columns * BOX_BYTES
     buffers = config.staged_bytes // part_bytes
-    wait_for_buffer = bulk_wait_group_read_1 if buffers == 2 else bulk_wait_group_read
+    wait_for_buffer = sm90.bulk_wait_group_read_1 if buffers == 2 else sm90.bulk_wait_group_read
     stage, activate = stage_function(config.element, staged_columns, output != "same"), swiglu_function(config)
 
     @device_function
     def stage_and_store(acc, first, c_map, column, row, staged, add, warpgroup, warp, lane, leader):
         """Stage accumulators `first` and so on once TMA has read what `staged` held; one thread stores or adds them."""
-        named_barrier_sync(warpgroup, WARPGROUP)
+        sm90.named_barrier_sync(warpgroup, WARPGROUP)
         stage(acc, first, staged, warp, lane)
         fence_proxy_async()
-        named_barrier_sync(warpgroup, WARPGROUP)
+        sm90.named_barrier_sync(warpgroup, WARPGROUP)
         if leader:
             for box in range(staged_columns // box_columns):
                 if add:
-                    tma_reduce_add_2d(c_map, column + box * box_columns, row, staged + box * BOX_BYTES)
+                    sm90.tma_reduce_add_2d(c_map, column + box * box_columns, row, staged + box * BOX_BYTES)
                 else:
-                    tma_store_2d(c_map, column + box * box_columns, row, staged + box * BOX_BYTES)
-            bulk_commit_group()
+                    sm90.tma_store_2d(c_map, column + box * box_columns, row, staged + box * BOX_BYTES)
+            sm90.bulk_commit_group()
 
     @device_function
     def store_part(acc, part, c_map, first_row, tile_column, n, staged, warpgroup, warp, lane, leader):
@@ -173,7 +164,7 @@ def store_by_tma_function(config):
         for i in range(0, columns // 4, 2):
             activate(acc, i)
         if leader:
-            bulk_wait_group_read()
+            sm90.bulk_wait_group_read()
         column = tile_column * tile_columns
         stage_and_store(acc, 0, activated_map, column, first_row, staged, False, warpgroup, warp, lane, leader)
 

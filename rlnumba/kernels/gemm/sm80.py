@@ -20,18 +20,9 @@ import numpy as np
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
 from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, best_config
+from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, load_word, shared_address, store_pair, store_word
-from rlnumba.kernels.ptx.sm80 import (
-    CHUNK,
-    copy_to_global,
-    cp_async_16,
-    cp_async_commit_group,
-    cp_async_wait_group,
-    ldmatrix_fragment,
-    ldmatrix_fragment_trans,
-    mma,
-)
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -45,13 +36,13 @@ def chunk_offset(chunk, line, line_bytes):
     """Byte offset of a chunk in its line, permuted so that equal chunks of neighbouring lines meet no bank twice."""
     if line_bytes >= BANK_BYTES:
         return (chunk ^ (line & i32(7))) << i32(4)
-    return (chunk ^ ((line // i32(BANK_BYTES // line_bytes)) & i32(line_bytes // CHUNK - 1))) << i32(4)
+    return (chunk ^ ((line // i32(BANK_BYTES // line_bytes)) & i32(line_bytes // sm80.CHUNK - 1))) << i32(4)
 
 
 @functools.cache
 def box_copy_function(lines, line_bytes, threads):
     """The device function that starts the copy of a box of `lines` lines to shared memory."""
-    chunks = line_bytes // CHUNK
+    chunks = line_bytes // sm80.CHUNK
     together = threads // chunks
     passes = -(-lines // together)
 
@@ -63,16 +54,16 @@ def box_copy_function(lines, line_bytes, threads):
         every together-th line.
         """
         line, chunk = thread // i32(chunks), thread % i32(chunks)
-        source += np.int64(line) * pitch + np.int64(chunk * i32(CHUNK))
+        source += np.int64(line) * pitch + np.int64(chunk * i32(sm80.CHUNK))
         target += line * i32(line_bytes)
         if chunk >= valid_chunks:
             valid_lines = i32(0)
         for i in range(passes):
             box_line = i32(line + i32(i * together))
             if lines % together == 0 or box_line < lines:
-                nbytes = i32(CHUNK) if box_line < valid_lines else i32(0)
+                nbytes = i32(sm80.CHUNK) if box_line < valid_lines else i32(0)
                 destination = target + i * together * line_bytes + chunk_offset(chunk, box_line, line_bytes)
-                cp_async_16(destination, source + i * together * pitch, nbytes)
+                sm80.cp_async_16(destination, source + i * together * pitch, nbytes)
 
     return copy_box
 
@@ -99,7 +90,7 @@ def stage_copy_function(config):
             b_lines, b_length = (valid_steps, valid_columns) if b_mn else (valid_columns, valid_steps)
             copy_a(target, a_source, a_pitch, a_lines, i32(a_length >> i32(3)), thread)
             copy_b(target + a_bytes, b_source, b_pitch, b_lines, i32(b_length >> i32(3)), thread)
-        cp_async_commit_group()
+        sm80.cp_async_commit_group()
         target += stage_bytes
         if target == base + ring_bytes:
             target = base
@@ -126,12 +117,12 @@ def fragment_load_function(count, line_bytes, mn_major, of_a):
             operand += i32((line + k) * i32(line_bytes))
             for i in range(count):
                 chunk = i32((first >> i32(3)) + i32(2 * i) + half)
-                ldmatrix_fragment_trans(fragments, 4 * i, operand + chunk_offset(chunk, line, line_bytes))
+                sm80.ldmatrix_fragment_trans(fragments, 4 * i, operand + chunk_offset(chunk, line, line_bytes))
         else:
             operand += i32((first + line) * i32(line_bytes))
             operand += chunk_offset(i32((k >> i32(3)) + half), line, line_bytes)
             for i in range(count):
-                ldmatrix_fragment(fragments, 4 * i, operand + i * 16 * line_bytes)
+                sm80.ldmatrix_fragment(fragments, 4 * i, operand + i * 16 * line_bytes)
 
     return load
 
@@ -145,7 +136,7 @@ def main_loop_function(config):
     a_line, b_line = 2 * (config.rows if config.a_mn else step), 2 * (config.columns if config.b_mn else step)
     load_a = fragment_load_function(down, a_line, config.a_mn, True)
     load_b = fragment_load_function(across, b_line, config.b_mn, False)
-    add_product, wait_for_stage = mma(config.element), cp_async_wait_group(config.stages - 2)
+    add_product, wait_for_stage = sm80.mma(config.element), sm80.cp_async_wait_group(config.stages - 2)
     copy_stage = stage_copy_function(config)
 
     @device_function
@@ -198,9 +189,9 @@ def epilogue_function(config):
     has_bias, has_addend = config.bias, config.residual or config.output == "add"
     wide, prefetches, item_bytes = config.output != "same", config.prefetch, config.item_bytes
     part_columns, line_bytes = config.part_columns, config.part_columns * config.item_bytes
-    part_blocks, part_chunks = part_columns // 8, line_bytes // CHUNK
+    part_blocks, part_chunks = part_columns // 8, line_bytes // sm80.CHUNK
     lines_together = 32 // part_chunks
-    copy_part, wait_for_all = box_copy_function(warp_rows, line_bytes, 32), cp_async_wait_group(0)
+    copy_part, wait_for_all = box_copy_function(warp_rows, line_bytes, 32), sm80.cp_async_wait_group(0)
     pack_two, unpack_two = cvt_pack(config.element), cvt_unpack(config.element)
 
     @device_function
@@ -241,19 +232,19 @@ def epilogue_function(config):
         offset = (row * n + column) * item_bytes
         valid_bytes = (n - column) * item_bytes
         if has_addend and not prefetches:
-            copy_part(part, addend + offset, n * item_bytes, valid_rows, i32(valid_bytes // CHUNK), lane)
-            cp_async_commit_group()
+            copy_part(part, addend + offset, n * item_bytes, valid_rows, i32(valid_bytes // sm80.CHUNK), lane)
+            sm80.cp_async_commit_group()
             wait_for_all()
             sync_warp()
         stage_part(acc, p, part, bias, column, n, lane)
         sync_warp()
         chunk = lane % i32(part_chunks)
-        if chunk * CHUNK < valid_bytes:
+        if chunk * sm80.CHUNK < valid_bytes:
             for i in range(warp_rows // lines_together):
                 line = i32(i32(i * lines_together) + lane // i32(part_chunks))
                 if line < valid_rows:
                     source = part + line * i32(line_bytes) + chunk_offset(chunk, line, line_bytes)
-                    copy_to_global(c + offset + line * (n * item_bytes) + chunk * CHUNK, source)
+                    sm80.copy_to_global(c + offset + line * (n * item_bytes) + chunk * sm80.CHUNK, source)
         sync_warp()
 
     return epilogue
@@ -270,7 +261,7 @@ def gemm_sm80_kernel(config):
     parts_offset = stages * config.stage_bytes if prefetches else 0
     copy_stage, main_loop = stage_copy_function(config), main_loop_function(config)
     copy_part, epilogue = box_copy_function(warp_rows, part_columns * item_bytes, 32), epilogue_function(config)
-    wait_for_all = cp_async_wait_group(0)
+    wait_for_all = sm80.cp_async_wait_group(0)
 
     @cuda.jit(launch_bounds=(threads, config.blocks_per_sm))
     def gemm_sm80_kernel(a, b, c, bias, residual, m, n, k):

@@ -23,23 +23,9 @@ from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
 from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config
+from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
-from rlnumba.kernels.ptx.sm90 import (
-    bulk_wait_group,
-    mbarrier_arrive,
-    mbarrier_expect_tx,
-    mbarrier_init,
-    mbarrier_init_fence,
-    mbarrier_wait,
-    prefetch_tensor_map,
-    setmaxnreg_dec,
-    setmaxnreg_inc,
-    tensor_map_address,
-    tma_load_2d,
-    tma_load_3d,
-    warp_uniform,
-)
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
@@ -68,29 +54,29 @@ def load_functions(config):
     def load_a(target, a, tile_row, tile_column, step, full, n):
         if a_mn:
             for box in range(consumers):
-                tma_load_2d(target + box * BOX_BYTES, a, tile_row * rows + box * ROWS, step, full)
+                sm90.tma_load_2d(target + box * BOX_BYTES, a, tile_row * rows + box * ROWS, step, full)
         elif eight_rows and panels > 1:
-            tma_load_3d(target, a, 0, tile_row * rows, udiv(step, i32(STEPS)), full)
+            sm90.tma_load_3d(target, a, 0, tile_row * rows, udiv(step, i32(STEPS)), full)
         else:
             # One box for all panels would put them too close together where A has fewer than 64 rows.
             for panel in range(panels):
-                tma_load_2d(target + panel * BOX_BYTES, a, step + panel * STEPS, tile_row * rows, full)
+                sm90.tma_load_2d(target + panel * BOX_BYTES, a, step + panel * STEPS, tile_row * rows, full)
 
     @device_function
     def load_b(target, b, tile_row, tile_column, step, full, n):
         first_column = tile_column * tile_columns
         if b_mn:
             for box in range(columns // 64):
-                tma_load_2d(target + box * BOX_BYTES, b, first_column + box * 64, step, full)
+                sm90.tma_load_2d(target + box * BOX_BYTES, b, first_column + box * 64, step, full)
         elif swiglu:
             for panel in range(panels):
                 box, first_step = target + panel * columns * LINE, step + panel * STEPS
-                tma_load_2d(box, b, first_step, first_column, full)
-                tma_load_2d(box + tile_columns * LINE, b, first_step, n + first_column, full)
+                sm90.tma_load_2d(box, b, first_step, first_column, full)
+                sm90.tma_load_2d(box + tile_columns * LINE, b, first_step, n + first_column, full)
         elif panels > 1:
-            tma_load_3d(target, b, 0, first_column, udiv(step, i32(STEPS)), full)
+            sm90.tma_load_3d(target, b, 0, first_column, udiv(step, i32(STEPS)), full)
         else:
-            tma_load_2d(target, b, step, first_column, full)
+            sm90.tma_load_2d(target, b, step, first_column, full)
 
     return load_a, load_b
 
@@ -114,15 +100,15 @@ def producer(config, load, before_wait):
         last_step = i32(rounds * steps)
         if not before_wait:
             if lane == 0:
-                prefetch_tensor_map(operand_map)
+                sm90.prefetch_tensor_map(operand_map)
             griddepcontrol_wait()
         while index < tiles:
             # Not a range: the number of its rounds would be computed behind the wait, for 0.1 us.
             step = i32(0)
             while step < last_step:
-                mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
                 if lane == 0:
-                    mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
+                    sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                     stage_full = full + stage * MBARRIER_BYTES
                     load(target + stage * stage_bytes, operand_map, tile_row, tile_column, step, stage_full, n)
                 step = i32(step + steps)
@@ -146,18 +132,18 @@ def main_loop_function(columns, stages, stage_bytes, start, each_round):
         """a, b: where this consumer's operands lie in the first stage; leader: arrives for its warpgroup."""
         previous = i32(0)
         for done in range(rounds):
-            mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
+            sm90.mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
             offset = stage * stage_bytes
             start(acc, smem_descriptor(a + offset), smem_descriptor(b + offset), i32(done != 0))
             wait_all_but_latest(acc)
             each_round(done, rounds, leader, arguments)
             if done != 0 and leader:
-                mbarrier_arrive(empty + previous * MBARRIER_BYTES)
+                sm90.mbarrier_arrive(empty + previous * MBARRIER_BYTES)
             previous = stage
             stage, parity = advance(stage, parity)
         wait_all(acc)
         if leader:
-            mbarrier_arrive(empty + previous * MBARRIER_BYTES)
+            sm90.mbarrier_arrive(empty + previous * MBARRIER_BYTES)
         return stage, parity
 
     return main_loop
@@ -215,7 +201,7 @@ def consumer_function(config):
             full, empty = base + layout.full, base + layout.empty
             stage, parity = main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, part)
             if prefetches:
-                mbarrier_wait(prefetched, prefetched_parity)
+                sm90.mbarrier_wait(prefetched, prefetched_parity)
                 prefetched_parity ^= i32(1)
             add_addends(acc, bias, words, staged, pair, n, warp, lane)
             if staged_columns:
@@ -224,7 +210,7 @@ def consumer_function(config):
             else:
                 store_by_threads(acc, c, residual, row, pair, m, n)
         if leader:
-            bulk_wait_group()
+            sm90.bulk_wait_group()
 
     return consume
 
@@ -250,14 +236,14 @@ def gemm_sm90_kernel(config):
         element long. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
-        warpgroup = warp_uniform(thread >> i32(7))
+        warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
         full, empty = base + layout.full, base + layout.empty
         if thread == 0:
             init_ring(full, empty, 2, consumers)
             for consumer in range(consumers):
-                mbarrier_init(base + layout.prefetched + consumer * MBARRIER_BYTES, 1)
-            mbarrier_init_fence()
+                sm90.mbarrier_init(base + layout.prefetched + consumer * MBARRIER_BYTES, 1)
+            sm90.mbarrier_init_fence()
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         tiles_down = i32((m + rows - 1) // rows)
@@ -265,18 +251,18 @@ def gemm_sm90_kernel(config):
         shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, i32((k + steps - 1) // steps), i32(n)
         if warpgroup == 0:
             if reallocates_registers:
-                setmaxnreg_dec()
+                sm90.setmaxnreg_dec()
             # Two warps, so that the many boxes of B do not delay those of A.
-            warp = warp_uniform(thread >> i32(5))
+            warp = sm90.warp_uniform(thread >> i32(5))
             if warp == 0:
-                produce_a(tensor_map_address(a_map), i32(a_stage_bytes), base, full, empty, shape)
+                produce_a(sm90.tensor_map_address(a_map), i32(a_stage_bytes), base, full, empty, shape)
             elif warp == 1:
-                produce_b(tensor_map_address(b_map), i32(b_bytes), base + a_bytes, full, empty, shape)
+                produce_b(sm90.tensor_map_address(b_map), i32(b_bytes), base + a_bytes, full, empty, shape)
         else:
             if reallocates_registers:
-                setmaxnreg_inc()
+                sm90.setmaxnreg_inc()
             griddepcontrol_wait()
-            c_address, residual_address = tensor_map_address(c_map), tensor_map_address(residual_map)
+            c_address, residual_address = sm90.tensor_map_address(c_map), sm90.tensor_map_address(residual_map)
             consumer = warpgroup - i32(1)
             consume(base, consumer, thread, c_address, residual_address, c, bias, residual, i32(m), shape)
 

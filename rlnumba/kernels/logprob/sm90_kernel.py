@@ -22,6 +22,7 @@ import numpy as np
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
+from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import (
     FIRST_EMPTY,
     FIRST_FULL,
@@ -32,23 +33,6 @@ from rlnumba.kernels.ptx.pipeline import (
     stage_function,
 )
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async
-from rlnumba.kernels.ptx.sm90 import (
-    bulk_commit_group,
-    bulk_wait_group,
-    bulk_wait_group_read,
-    mbarrier_arrive,
-    mbarrier_expect_tx,
-    mbarrier_init,
-    mbarrier_init_fence,
-    mbarrier_wait,
-    named_barrier_sync,
-    setmaxnreg_dec,
-    setmaxnreg_inc,
-    tensor_map_address,
-    tma_load_2d,
-    tma_store_2d,
-    warp_uniform,
-)
 from rlnumba.kernels.ptx.warp import (
     device_function,
     exp2,
@@ -184,16 +168,18 @@ def producer_function(config):
             first_row, first_column = tile_row * rows, tile_column * TILE_COLUMNS
             first_step = i32(split * split_rounds) * i32(STEPS) if split_k else i32(0)
             for done in range(rounds):
-                mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
                 stage_full, target = full + stage * MBARRIER_BYTES, base + stage * stage_bytes
-                mbarrier_expect_tx(stage_full, nbytes)
+                sm90.mbarrier_expect_tx(stage_full, nbytes)
                 step = first_step + i32(done) * i32(STEPS)
-                tma_load_2d(target, a, step, first_row, stage_full)
+                sm90.tma_load_2d(target, a, step, first_row, stage_full)
                 if split_k:
                     for box in range(TILE_COLUMNS // 64):
-                        tma_load_2d(target + a_bytes + box * BOX_BYTES, b, first_column + box * 64, step, stage_full)
+                        sm90.tma_load_2d(
+                            target + a_bytes + box * BOX_BYTES, b, first_column + box * 64, step, stage_full
+                        )
                 else:
-                    tma_load_2d(target + a_bytes, b, step, first_column, stage_full)
+                    sm90.tma_load_2d(target + a_bytes, b, step, first_column, stage_full)
                 stage, parity = advance(stage, parity)
 
     return produce
@@ -251,11 +237,11 @@ def store_function(config):
         stage(acc, piece * box_columns // 2, box, warp, lane)
         fence_proxy_async()
         if warp == (piece + 1) % boxes and lane == 0:
-            bulk_wait_group_read()
-        named_barrier_sync(group, WARPGROUP)
+            sm90.bulk_wait_group_read()
+        sm90.named_barrier_sync(group, WARPGROUP)
         if warp == piece % boxes and lane == 0:
-            tma_store_2d(tensor_map_address(out_map), column + piece * box_columns, row, box)
-            bulk_commit_group()
+            sm90.tma_store_2d(sm90.tensor_map_address(out_map), column + piece * box_columns, row, box)
+            sm90.bulk_commit_group()
 
     return store_columns
 
@@ -403,7 +389,7 @@ def consumer_function(config):
         """The first consumer completes the stagger barrier's phase `stagger` rounds into a tile."""
         consumer, staggered = arguments
         if stagger > 0 and consumer == 0 and leader and done == min(stagger, rounds - 1):
-            mbarrier_arrive(staggered)
+            sm90.mbarrier_arrive(staggered)
 
     main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
@@ -441,7 +427,7 @@ def consumer_function(config):
                     if exponentials:
                         shift[half] = lse[row + half * 8]
             if stagger > 0 and consumer == 1:
-                mbarrier_wait(staggered, stagger_parity)
+                sm90.mbarrier_wait(staggered, stagger_parity)
             stage, parity = main_loop(
                 acc, base + consumer * BOX_BYTES, base + a_bytes, base + layout.full, base + layout.empty, rounds,
                 stage, parity, leader, (consumer, staggered),
@@ -463,7 +449,7 @@ def consumer_function(config):
                 for piece in range(TILE_COLUMNS // 32):
                     store_columns(acc, piece, output)
         if stores and warp < boxes and lane == 0:
-            bulk_wait_group()
+            sm90.bulk_wait_group()
 
     return consume
 
@@ -491,23 +477,23 @@ def logprob_kernel(config):
         stage's boxes. Shared memory: LogprobConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
-        group = warp_uniform(thread >> i32(7))
+        group = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
         if thread == 0:
             init_ring(base + layout.full, base + layout.empty, 1, consumers)
-            mbarrier_init(base + layout.stagger, 1)
-            mbarrier_init_fence()
+            sm90.mbarrier_init(base + layout.stagger, 1)
+            sm90.mbarrier_init_fence()
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
         schedule = schedule_tiles(m, n, k, split_rounds)
         if group == 0:
-            setmaxnreg_dec()
+            sm90.setmaxnreg_dec()
             if thread == 0:
-                a, b = tensor_map_address(a_map), tensor_map_address(b_map)
+                a, b = sm90.tensor_map_address(a_map), sm90.tensor_map_address(b_map)
                 produce(a, b, base, stage_nbytes, schedule)
         else:
-            setmaxnreg_inc()
+            sm90.setmaxnreg_inc()
             arrays = ids, lse, dlogp, results, target_logits
             consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule)
 

@@ -11,7 +11,7 @@ if SIMULATED:
     from rlnumba.runtime.simulator import Condition, grid_state
 
 
-def _gate(semaphores, index):
+def _condition(semaphores, index):
     """Where the simulator's threads wait for a semaphore to change."""
     return grid_state(("semaphore", semaphores.ctypes.data, int(index)), Condition)
 
@@ -25,14 +25,14 @@ def _gate(semaphores, index):
 def semaphore_wait(semaphores, index, value):
     """Wait until semaphores[index] is `value`: what its writer did before is visible then, bulk copies included."""
     while semaphores[index] != value:
-        _gate(semaphores, index).wait(f"semaphore_wait {value}")
+        _condition(semaphores, index).wait(f"semaphore_wait {value}")
 
 
 @instruction("fence.proxy.async.global; st.release.gpu.global.b32 [$0], $1;", "er")
 def semaphore_release(semaphores, index, value):
     """Set semaphores[index] to `value` for a block in semaphore_wait."""
     semaphores[index] = value
-    _gate(semaphores, index).open()
+    _condition(semaphores, index).notify_all()
 
 
 @instruction("atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;", "e", "r")

@@ -15,7 +15,7 @@ from rlnumba.kernels.ptx.instruction import SIMULATED, address_of, instruction
 from rlnumba.kernels.ptx.shared_memory import LINE, memory, read_shared, swizzled_units
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import Condition, complete_async, block_state, current_thread
+    from rlnumba.runtime.simulator import Condition, block_state, complete_async, current_thread
 
     def tensor_map_address(tensor_map):
         """A tensor map as an argument for TMA instructions."""
@@ -249,8 +249,8 @@ def bulk_reduce_add(array, offset, count, source):
 def bulk_commit_group():
     """End a group of bulk stores of this thread."""
     state = current_thread().state
-    notes.setdefault("committed", []).append(notes.get("stores", []))
-    notes["stores"] = []
+    state.setdefault("committed", []).append(state.get("stores", []))
+    state["stores"] = []
 
 
 def _finish_reading(pending):

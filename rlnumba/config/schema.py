@@ -204,7 +204,9 @@ class PolicyLossConfig(Section):
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
     )
     epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
-    epsilon_high: float | None = key(None, "Clip above 1 + this, in `cispo` above this; None: epsilon.", minimum=0)
+    epsilon_high: float | None = key(
+        None, "Clip above 1 + this (DAPO 0.28; None: epsilon); `cispo`: cap of the ratio (ScaleRL 5.0).", minimum=0
+    )
     delta: float | None = key(None, "Upper bound of the ratio at negative advantages, too (INTELLECT-2).", above=0)
     beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
     use_bias_correction_kl: bool = key(False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.")

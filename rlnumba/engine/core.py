@@ -13,8 +13,7 @@ Weights are read in place: after writing them, call `update_weights` with the ne
 
 All device work runs in the engine's own Context, on its own stream. `step` returns after all work on that stream has
 ended, so between steps the weights may be written on any stream. In the other direction, `update_weights` and `wake`
-make the engine's stream wait for what the caller's current context has launched: call them in the one that wrote the
-weights.
+make the engine's stream wait for the caller's current context: call them in the one that wrote the weights.
 """
 
 import math

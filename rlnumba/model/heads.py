@@ -52,8 +52,7 @@ def lm_head_forward_backward(
 ):  # fmt: skip
     """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
 
-    accumulate: whether the head's own gradient is added to grads.lm_head or, where that is still zero, written, which
-    is faster.
+    accumulate: whether the head's own gradient is added to grads.lm_head or, where that is zero, written (faster).
     """
     gathered, dgathered = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
     lse = arena.empty((rows.shape[0],), np.float32)

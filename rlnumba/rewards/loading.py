@@ -36,8 +36,7 @@ def _per_sample(compute_score):
 def load_rewards(config, functions=()):
     """The functions that a RewardsConfig names, or those given instead: Rewards.
 
-    Raises ConfigError for an unknown name, UserError for a missing file or package, RewardError for a file that fails
-    on import.
+    Raises ConfigError for an unknown name, UserError for a missing file or package, RewardError where importing fails.
     """
     functions = list(functions) or [resolve(spec) for spec in config.funcs]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]

@@ -7,8 +7,7 @@
 | sim    | the simulator | NumPy  | the kernels themselves, thread by thread, under pdb; tiny shapes |
 
 Importing a module of kernels chooses no device and creates no CUDA context. `cuda`, the module whose `jit` decorates
-every kernel, can be imported on all three devices: decorating compiles nothing. No other module imports numba.cuda or
-cupy first.
+every kernel, can be imported on all devices: decorating compiles nothing. No other module imports numba.cuda first.
 """
 
 import functools

@@ -11,8 +11,7 @@ of all lanes from the instruction's documented meaning, and each lane gets its o
 Asynchronous operations, above all TMA copies and wgmma, complete as late as possible: when no thread can run any more,
 and then in any order. Until then their destination holds NaN. A kernel that omits a wait therefore computes NaN, or the
 simulated instruction finds that its operands have changed and raises an error. RLNUMBA_SIMULATOR_SEED=N draws at random
-which thread runs next and when an operation completes; equal bits for several N are good evidence that no barrier is
-missing.
+which thread runs next and when an operation completes; equal bits for several N are evidence that no barrier is absent.
 """
 
 import functools

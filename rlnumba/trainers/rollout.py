@@ -287,8 +287,7 @@ class Rollouts:
 class RolloutBatch:
     """Rollouts on the device: `targets` for the policy, the rest for the loss.
 
-    cu_seqlens (B + 1,) i32 cuts every (T,) array into completions. old_logprobs, ref_logprobs: None where the rollouts
-    have none.
+    cu_seqlens (B + 1,) i32 cuts every (T,) array into completions. old_logprobs, ref_logprobs: None without them.
     """
 
     targets: TargetBatch

@@ -22,8 +22,7 @@ because dq sums over the keys of both warpgroups. The sum of dq runs over blocks
 In KV order: blocks add to the float32 sums of a query tile in ascending order of their keys, ordered by a semaphore for
 each (query tile, head); the first block stores. Two warps wait for semaphores and start bulk reduce-adds of 32 KB, so
 a block that must wait delays its consumers only when it is more than a step late. Deadlock-free on any grid: blocks
-take work indices from a counter, and those of a KV head's key tiles ascend, so the predecessor is always resident or
-complete.
+take work indices from a counter, in the order of a KV head's key tiles, so the predecessor is resident or complete.
 
 The order of the work indices decides the speed. A step of 64 queries x 128 keys loads 32 KB of q and dout and reads and
 writes 32 KB of sums, in some 2.2 us: on 132 SMs 5.9 TB/s, more than the memory gives. Blocks of one chain (the key

@@ -130,8 +130,7 @@ def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, 
     """The config that a simple model of time finds the fastest for C (m, n) with k steps.
 
     A round of a stage takes as long as the tensor cores need for the tiles that share an SM, or L2 to deliver them, or
-    the stages under way to arrive; tiles are worked through in waves. Fewer than eight warps leave the tensor cores
-    idle at times.
+    the stages in flight to arrive; tiles run in waves. Fewer than eight warps leave the tensor cores idle at times.
     """
     best = None
     for config, blocks in configs_for(element, a_mn, b_mn, output, bias, residual, limit):

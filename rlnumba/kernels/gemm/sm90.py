@@ -8,8 +8,7 @@ tiles. Two producer warps load the next steps of A and of B by TMA, `stages` ahe
 add what is to be added; their accumulators go through shared memory to TMA, which stores them during the next tile's
 main loop (gemm/epilogue.py).
 
-For SwiGLU a tile has as many columns of the gate as of what it gates, from two boxes of W: a thread finds both in its
-accumulators.
+For SwiGLU a tile has the same columns of gate and up, from two boxes of W: a thread has both in its accumulators.
 
 Every element of C adds its products in the order of the reduction index, 16 at a time, in one accumulator,
 whatever the tile's shape: a row's bits do not depend on M or on the config.

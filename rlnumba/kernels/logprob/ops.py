@@ -8,9 +8,8 @@
 A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
 
 A log-prob has the same bits where a token is drawn (kernels/sampling) and where it is scored: both add up a row in the
-order of nn/row_sum.py. Two implementations: sm90.py, whose logits never leave the registers, and chunked.py, for
-everything else. runtime/dispatch.py chooses; sm90.py also needs the GEMM family sm90, whose float32 logits give these
-bits.
+order of nn/row_sum.py. Two implementations: sm90.py, whose logits never leave the registers, and chunked.py, for all
+else. runtime/dispatch.py chooses; sm90.py also needs the GEMM family sm90, whose float32 logits give these bits.
 """
 
 import numpy as np

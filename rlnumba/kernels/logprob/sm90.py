@@ -125,8 +125,7 @@ def backward_rows(width):
 def chunk_columns(rows, width, vocabulary):
     """Columns of a chunk of dz: what fits into EXTRA_BYTES, and fills the SMs best in dweight's GEMM.
 
-    Beside dz are the float32 gradient of the rows, and copies of the rows and of their gradient where the caller leaves
-    rows out.
+    Beside dz are the float32 gradient of the rows, and, where the caller leaves rows out, copies of both.
     """
     most = max(1, (EXTRA_BYTES - (4 + COPIES) * rows * width) // (2 * rows * TILE_COLUMNS)) * TILE_COLUMNS
     if most >= vocabulary:
@@ -170,8 +169,7 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
 def one_pass_shape(width, vocabulary):
     """(rows, splits) of the one-pass form's blocks: as many rows as EXTRA_BYTES allow, splits that fill the SMs.
 
-    A row has its exponentials, its tile results, its scaled hidden state, a partial gradient in each split, and the
-    copies.
+    A row has its exponentials, tile results, scaled hidden state, a partial gradient in each split, and the copies.
     """
     pitch, costs = _padded(vocabulary), {}
     row_bytes = 2 * pitch + 4 * RESULTS * -(-vocabulary // TILE_COLUMNS) + (2 + COPIES) * width

@@ -145,8 +145,7 @@ def finish_exponentials_kernel(
     factor - lse log2(e)), and the factor c goes to row_factors[row] and to scaled_hidden[row] = c hidden[row]; only the
     target's element becomes e - 1 / p. In any other row they become dz, scaled_hidden[row] = hidden[row] and
     row_factors[row] = 1. The target's comes from its own float32 logit, so that a probability near 1 leaves an exact
-    gradient. Columns from the vocabulary's end on stay 0. A block owns a row, a thread EIGHT neighbouring elements at a
-    time.
+    gradient. Columns beyond the vocabulary stay 0. A block owns a row, a thread EIGHT neighbouring elements at a time.
     """
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()

@@ -252,7 +252,7 @@ def test_forms_of_attention_are_of_one_family(rng, monkeypatch, dtype, heads, kv
             monkeypatch.setitem(implementations, family, lambda *arguments, family=family: called.append(family))
     note(paged_attention.sm90_paged, "paged_attention_sm90", "sm90")
     note(paged_attention.sm80_decode, "paged_attention_sm80", "sm80")
-    note(paged_attention, "launch", "simt")
+    note(paged_attention, "paged_attention_simt", "simt")
     case = Sequences(rng, [3, 1], heads, kv_heads, head_dim, dtype)
     taken = {}
     for family in dispatch.FAMILIES:

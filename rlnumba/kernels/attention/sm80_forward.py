@@ -321,18 +321,16 @@ def sm80_attention_kernel(config):
                 target = base + v_tiles + j * tile_bytes
                 load_kv_tile(target, v_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
                 v_source += next_tile
-        stage = i32(0)
-        for j in range(tiles):
+        stage = tile = i32(0)
+        while tile < tiles:
             # After this, the keys are in shared memory, and no warp still reads the values of the previous tile.
             wait_for_tile()
             cuda.syncthreads()
-            v_stage = i32(stage + i32(stages - 1))
-            if v_stage >= i32(stages):
-                v_stage = i32(v_stage - i32(stages))
-            v_tile, target = i32(i32(j) + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
+            v_stage = i32(stage - i32(1)) if stage > i32(0) else i32(stages - 1)
+            v_tile, target = i32(tile + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
             load_kv_tile(target, v_source, block_tables, table, v_tile, tiles, context_len, key_bytes, thread)
             v_source += next_tile
-            tile_start = i32(i32(j) * i32(softmax.TILE_KEYS))
+            tile_start = i32(tile * i32(softmax.TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
@@ -341,15 +339,16 @@ def sm80_attention_kernel(config):
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
             cuda.syncthreads()
-            k_tile, target = i32(i32(j) + i32(stages)), base + k_tiles + stage * i32(tile_bytes)
+            k_tile, target = i32(tile + i32(stages)), base + k_tiles + stage * i32(tile_bytes)
             load_kv_tile(target, k_source, block_tables, table, k_tile, tiles, context_len, key_bytes, thread)
             k_source += next_tile
             if is_visible:
                 values = base + v_tiles + stage * i32(tile_bytes)
                 softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane)
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
-            if tiles > segment_tiles and ((j + 1) % segment_tiles == 0 or j + 1 == tiles):
-                add_segment(j + 1 == segment_tiles, totals, in_use, block_values, acc, row_max, sums, thread)
+            tile = i32(tile + i32(1))
+            if tiles > segment_tiles and (tile % i32(segment_tiles) == 0 or tile == tiles):
+                add_segment(tile == segment_tiles, totals, in_use, block_values, acc, row_max, sums, thread)
                 clear(acc, row_max, sums)
         wait_for_all()
         if tiles > segment_tiles:
@@ -374,8 +373,8 @@ def attention_config(head_dim, element, block_size, limit):
     limit: bytes of shared memory that a block may have.
     """
     wide = Sm80AttentionConfig(head_dim, element, 4, 32, block_size=block_size)
-    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB, and at 128 for sm_90, whose blocks have 227 KB.
-    widest = 64 if limit < 128 * 1024 else 96 if block_size or limit > 200 * 1024 else 128
+    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB; at 128, 108 bytes for sm_100 (untimed).
+    widest = 64 if limit < 128 * 1024 else 96 if block_size else 128
     if padded(head_dim) <= widest and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + sm80.SYSTEM_BYTES:
         return wide
     if padded(head_dim) <= 128:

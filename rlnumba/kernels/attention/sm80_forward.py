@@ -111,6 +111,7 @@ def segment_functions(config):
 
     @device_function
     def store_first(total, acc, row_max, sums):
+        """Write the first segment as the total."""
         for n in range(acc_count // 4):
             sm80.store_global_four(
                 total + n * threads * sm80.CHUNK, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]

@@ -103,6 +103,7 @@ def store_by_threads_function(config):
 
     @device_function
     def store_by_threads(acc, c, activated, row, pair, m, n):
+        """Write rows `row` and row + 8, from the word `pair` on, to c and, with SwiGLU, to activated."""
         # One row and one column at a time, in 32 bits: instructions here delay the next kernel.
         for half in range(2):
             if i32(row + half * 8) < m:

@@ -207,6 +207,7 @@ def epilogue_function(config):
 
     @device_function
     def stage_part(acc, p, part, bias, column, n, lane):
+        """Write part p of a warp's accumulators, plus the bias, to shared memory at `part`."""
         # This lane's accumulators: rows `line` and line + 8 of each 16, columns 8 b + 2 (lane % 4) and the next.
         for block in range(part_blocks):
             low, high = np.float32(0.0), np.float32(0.0)

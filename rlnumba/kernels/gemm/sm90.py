@@ -63,6 +63,7 @@ def load_functions(config):
 
     @device_function
     def load_b(target, b, tile_row, tile_column, step, full, n):
+        """Load a stage of B by TMA: the boxes of a tile from `step` of K on."""
         first_column = tile_column * tile_columns
         if b_mn:
             for box in range(columns // 64):
@@ -175,6 +176,7 @@ def consumer_function(config):
 
     @device_function
     def consume(base, consumer, thread, c_map, residual_map, c, bias, residual, m, shape):
+        """Compute and store this block's tiles; shape: (tiles, tiles down, across, stages of a tile, n)."""
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane, warp, leader = thread & i32(31), (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
         staged = base + layout.staged + consumer * staged_bytes

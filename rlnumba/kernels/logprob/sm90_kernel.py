@@ -395,6 +395,7 @@ def consumer_function(config):
 
     @device_function
     def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):
+        """Compute this block's tiles and reduce or store them; arrays: (ids, lse, dlogp, results, target_logits)."""
         ids, lse, dlogp, results, target_logits = arrays
         tiles, stride, _, tiles_down, tiles_across, _, _ = schedule
         consumer = group - i32(1)

@@ -35,7 +35,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-    # A letter of `operands` and `results`: its LLVM type, its Numba type, and the constraint of inline assembly.
+    # A code of `operands` and `results`: its LLVM type, its Numba type, and the constraint of inline assembly.
     KINDS = {
         "r": (I32, types.int32, "r"),
         "u": (I32, types.uint32, "r"),
@@ -60,12 +60,12 @@ else:
     def instruction(text, operands="", results="", effects=True, memory=True):
         """Decorator of a twin: the name becomes an intrinsic that emits `text`.
 
-        operands, results: one letter each, r (int32), u (uint32), l (int64) or f (float32), for an operand also e: the
+        operands, results: one code each, r (int32), u (uint32), l (int64) or f (float32), for an operand also e: the
         address of an array's element, two arguments of the intrinsic. In the text results are numbered before operands:
         $0, $1, ... Several results come back as a tuple. effects: not to be removed or repeated; memory: other accesses
         to memory do not move across.
         """
-        letters = operands.replace("e", "ei")
+        codes = operands.replace("e", "ei")
         constraints = [f"={KINDS[k][2]}" for k in results] + [KINDS[k][2] for k in operands]
         constraints = ",".join([*constraints, "~{memory}"] if effects and memory else constraints)
         result = KINDS[results[0]][1] if results else types.void
@@ -74,10 +74,10 @@ else:
         def define(typingctx, *arguments):
             def codegen(context, builder, signature, args):
                 values = []
-                for letter, kind, value in zip(letters, signature.args, args, strict=True):
-                    if letter == "e":
+                for code, kind, value in zip(codes, signature.args, args, strict=True):
+                    if code == "e":
                         value, element_bytes = array_data(context, builder, kind, value), kind.dtype.bitwidth // 8
-                    if letter == "i":
+                    if code == "i":
                         value = builder.add(values.pop(), builder.mul(value, I64(element_bytes)))
                     values.append(value)
                 values = inline_asm(builder, [KINDS[k][0] for k in results], text, constraints, values, effects)
@@ -85,9 +85,9 @@ else:
                     return context.get_dummy_value()
                 return values[0] if len(values) == 1 else cgutils.pack_array(builder, values)
 
-            return result(*(KINDS[k][1] or given for k, given in zip(letters, arguments, strict=True))), codegen
+            return result(*(KINDS[k][1] or given for k, given in zip(codes, arguments, strict=True))), codegen
 
-        return lambda twin: as_intrinsic(define, len(letters), twin)
+        return lambda twin: as_intrinsic(define, len(codes), twin)
 
     def instruction_since_sm90(text):
         """As instruction, without operands: nothing on GPUs before compute capability 9.0."""

@@ -18,7 +18,7 @@ from rlnumba.kernels.ptx.instruction import SIMULATED, instruction, warp_wide
 # Bytes of a line of a swizzled box, and of a box of 64 lines.
 LINE = 128
 BOX_BYTES = 64 * LINE
-# Of the letters of load_function and store_function.
+# By the codes of @instruction that load_function and store_function take.
 DTYPES = {"r": np.int32, "f": np.float32}
 
 Address = np.int64 if SIMULATED else np.int32
@@ -105,7 +105,7 @@ def fence_proxy_async():
 
 
 def _vector(values, first):
-    """(suffix, registers) of PTX that moves values of these letters, "f" or "r", whose first operand is $first."""
+    """(suffix, registers) of PTX that moves values of these codes, "f" or "r", whose first operand is $first."""
     kind = "f32" if values[0] == "f" else "b32"
     registers = ", ".join(f"${first + i}" for i in range(len(values)))
     return f".v{len(values)}.{kind}" if len(values) > 1 else f".{kind}", f"{{{registers}}}"

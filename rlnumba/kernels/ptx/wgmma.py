@@ -216,8 +216,8 @@ else:
     def _update(builder, pointers, types_, tied, text, constraints, operands):
         """PTX whose results replace what the pointers point to; `tied` of them come in as operands, too."""
         values = [builder.load(pointer) for pointer in pointers[:tied]]
-        letters = ["=f" if type_ == F32 else "=r" for type_ in types_]
-        constraints = ",".join([*letters, *map(str, range(tied)), *constraints, "~{memory}"])
+        outputs = ["=f" if type_ == F32 else "=r" for type_ in types_]
+        constraints = ",".join([*outputs, *map(str, range(tied)), *constraints, "~{memory}"])
         results = inline_asm(builder, types_, text, constraints, [*values, *operands])
         for pointer, result in zip(pointers, results, strict=True):
             builder.store(result, pointer)

@@ -39,8 +39,8 @@ def check(op, name, array, shape, dtypes):
 
 @functools.cache
 def unused(dimensions=1, dtype=np.int32):
-    """An array of one element that stands for an argument of a kernel that is left out."""
-    return device.xp().zeros((1,) * dimensions, dtype)
+    """An array without elements that stands for an argument of a kernel that is left out."""
+    return device.xp().zeros((0,) * dimensions, dtype)
 
 
 def check_all(op, shape, dtypes, **arrays):

@@ -12,22 +12,11 @@ from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, PromptError, SamplingParams
 from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import pack, score
 from rlnumba.runtime import device, memory
 from tests.engine.test_llm import EOS, make_model
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def native_gemm():
-    """GEMMs whose rows do not depend on how many there are; cuBLAS picks its kernel by the shape."""
-    before = gemm.backend()
-    if device.name() == "cuda":
-        gemm.set_backend("native")
-    yield
-    gemm.set_backend(before)
 
 
 @pytest.fixture(scope="module")

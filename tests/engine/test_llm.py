@@ -52,16 +52,6 @@ def make_model(dtype="float32", seed=0, **changes):
     return Transformer(config, weights)
 
 
-@pytest.fixture(autouse=True)
-def native_gemm():
-    """GEMMs whose rows do not depend on how many there are; cuBLAS picks its kernel by the shape."""
-    before = gemm.backend()
-    if device.name() == "cuda":
-        gemm.set_backend("native")
-    yield
-    gemm.set_backend(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     return make_model()
@@ -535,9 +525,15 @@ def test_graphs_change_nothing(dtype, prompts):
     assert drawn(graphs.generate(prompts, params)) == expected
 
 
-@pytest.mark.gpu
-def test_cublas_is_captured(prompts):
+@pytest.fixture
+def cublas():
     gemm.set_backend("cublas")
+    yield
+    gemm.set_backend("auto")
+
+
+@pytest.mark.gpu
+def test_cublas_is_captured(cublas, prompts):
     model, params = make_model("bfloat16", head_dim=64), SamplingParams(temperature=0, max_tokens=20)
     eager = generate(model, prompts, params, enforce_eager=True, num_gpu_blocks_override=400)
     graphs = generate(model, prompts, params, num_gpu_blocks_override=400)

@@ -223,7 +223,6 @@ def test_rows_on_the_device_are_those_that_predict():
     assert batch.advantages.tolist() == [2, 3]
 
 
-@pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_rollout_logprobs_are_those_of_the_training_forward(temperature):
     model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)

@@ -61,7 +61,6 @@ def test_packing_does_not_change_the_loss(tmp_path):
         assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-6)
 
 
-@pytest.mark.skipif(device.name() == "cuda", reason="cuBLAS is not exact")
 def test_packed_rows_have_the_bits_of_rows_alone(tmp_path):
     model = load_model(MODEL)
     run = sft_run(tmp_path, packing=True)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.split_kv import no_array
+from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx.warp import device_function, narrow, shuffle_xor, sync_warp, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -380,7 +380,7 @@ def paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_
     launch(
         attention_kernel(config, True), (-(-rows // config.rows), kv_heads, len(context_lens)), config.threads,
         q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
-        no_array(2, np.float32), shared=config.shared_bytes(),
+        unused(2, np.float32), shared=config.shared_bytes(),
     )  # fmt: skip
 
 

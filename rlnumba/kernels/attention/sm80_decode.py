@@ -19,7 +19,8 @@ from rlnumba.kernels.attention.sm80_forward import (
     prefill_sm80,
     totals_shape,
 )
-from rlnumba.kernels.attention.split_kv import Workspace, no_array
+from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
 from rlnumba.kernels.ptx.sm80 import CHUNK, SYSTEM_BYTES, copy_to_global, cp_async_wait_group, mma
@@ -350,7 +351,7 @@ def paged_attention_sm80(
     if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:
         prefill_sm80(
             q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-            no_array(2, np.float32), config,
+            unused(2, np.float32), config,
         )  # fmt: skip
         return
     config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())

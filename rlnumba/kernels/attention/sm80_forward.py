@@ -29,7 +29,8 @@ from rlnumba.kernels.attention.sm80_tiles import (
     softmax_functions,
     store_rows_function,
 )
-from rlnumba.kernels.attention.split_kv import Workspace, no_array
+from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address
@@ -393,7 +394,7 @@ def totals_shape(config, max_context_len):
 
 def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
     """As the operator attention, which has checked the arguments. config: by default what attention_config chooses."""
-    no_tables, no_lens = no_array(2), no_array(1)
+    no_tables, no_lens = unused(2), unused(1)
     prefill_sm80(q, k, v, 0, no_tables, cu_seqlens, no_lens, max_seqlen, max_seqlen, scale, out, lse, config)
 
 

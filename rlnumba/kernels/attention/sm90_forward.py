@@ -35,7 +35,7 @@ import numpy as np
 
 from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import Batch, page_lookup, prefill_scheduler
-from rlnumba.kernels.attention.split_kv import no_array
+from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
 from rlnumba.kernels.ptx.shared_memory import (
@@ -610,7 +610,7 @@ def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None
     config = config or attention_config(head_dim, q.dtype.name, gqa_ratio)
     k_map, v_map = (tensor_map(x, TILE_ROWS, 1, 64) for x in (k, v))
     launch_attention(
-        config, q, k_map, v_map, cu_seqlens, no_array(1), no_array(2), 1, gqa_ratio, max_seqlen, 0,
+        config, q, k_map, v_map, cu_seqlens, unused(1), unused(2), 1, gqa_ratio, max_seqlen, 0,
         float(scale * softmax.LOG2_E), out, lse,
     )  # fmt: skip
 

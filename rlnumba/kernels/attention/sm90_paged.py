@@ -13,7 +13,8 @@ from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_decode_consumer import THREADS, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
-from rlnumba.kernels.attention.split_kv import Workspace, no_array
+from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
@@ -95,7 +96,7 @@ def plan_decode(
         config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len, 1 if config.grouped else max_leading
     )
     items = current().own(Workspace).item_list(sequences * splits, ITEM_COLUMNS)
-    groups = (shared_prefix_lens, group_sizes) if config.grouped else (no_array(1), no_array(1))
+    groups = (shared_prefix_lens, group_sizes) if config.grouped else (unused(1), unused(1))
     launch(
         list_work_items_kernel(config.rows, config.segment, config.grouped), 1,
         min(-(-max(sequences, 1) // 32) * 32, LISTING_THREADS),
@@ -132,7 +133,7 @@ def paged_attention_sm90(
     made_for = (*shape, sequences, max_seqlen_q, max_context_len, max_group_size)
     if plan.made_for != made_for:
         raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
-    lse = no_array(2, np.float32) if lse is None else lse
+    lse = unused(2, np.float32) if lse is None else lse
     box = min(block_size, TILE_KEYS)
     k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
     k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
@@ -144,7 +145,7 @@ def paged_attention_sm90(
     launch(
         paged_attention_sm90_kernel(config), plan.blocks, THREADS,
         tensor_map(q, item_tokens, gqa_ratio, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
-        context_lens, shared_prefix_lens if config.grouped else no_array(1), plan.items, block_tables,
+        context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, block_tables,
         np.int32(block_size), np.int32(heads), np.int32(gqa_ratio), np.int32(item_tokens), np.int32(plan.splits),
         np.int32(plan.rows), np.int32(plan.max_leading), acc, row_max, row_sum, counters, c,
         shared=config.layout.nbytes,

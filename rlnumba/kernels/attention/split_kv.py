@@ -17,7 +17,6 @@ from rlnumba.kernels.attention.softmax import MINUS_INFINITY, log_sum_exp, merge
 from rlnumba.kernels.ptx.shared_memory import LINE, Address, stmatrix_x2_trans
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, udiv, vector_access
 from rlnumba.runtime import device
-from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
@@ -152,11 +151,6 @@ def partial_merge(head_dim, element, prefetch):
                 lse[row_head, row_token] = log_sum_exp(total_max, total_sum)
 
     return merge_partials
-
-
-def no_array(dimensions, dtype=np.int32):
-    """An array without elements that stands for an argument left out."""
-    return current().own(device.xp().zeros, (0,) * dimensions, dtype)
 
 
 class Workspace:

@@ -1,12 +1,12 @@
-"""Writes docs/configuration.md from the dataclasses in rlnumba/config/schema.py."""
+"""Writes docs/configuration.md from the dataclasses in rlnumba/config."""
 
 import dataclasses
 import typing
 from pathlib import Path
 
 from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, RewardsConfig, Run, SFTConfig, TrainConfig
+from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
-from rlnumba.config.schema import LIMITS, keys_of, split_optional
 from rlnumba.config.writing import toml_value
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -15,7 +15,7 @@ HEADER = """# Configuration reference
 
 Which keys does the TOML file of an SFT or GRPO run have, with which types, defaults and meanings, and which metrics
 does a run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
-`rlnumba/config/schema.py`; do not edit it.
+`rlnumba/config`; do not edit it.
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
 above all sections); dashes and underscores are the same, `None` unsets a key, lists are TOML arrays or separated by

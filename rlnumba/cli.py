@@ -8,6 +8,7 @@ imports are inside the commands, so that --help and a wrong option are answered 
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -128,7 +129,7 @@ def _fail(error, message, code, arguments):
     metavar="[auto|native|cublas]",
     help="GEMM backend on a GPU: native, the kernels of this package, whose rows do not depend on the batch; cublas, "
     "with which rollout and training log-probs differ in their last bits; auto, which is native. "
-    "sft and grpo read the key gemm of their configuration instead.",
+    "Trainers read the key gemm of their configuration instead.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(device_name, gemm_backend, debug):
@@ -371,10 +372,7 @@ def _trainer(kind, purpose, files):
             click.echo(to_toml(run), nl=False)
             return
         _log_device()
-        if kind == "sft":
-            from rlnumba.trainers.sft import run_sft as train
-        else:
-            from rlnumba.trainers.grpo import run_grpo as train
+        train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
         train(run, resume_step or resume)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlnumba.config import EngineConfig, GRPOConfig, RewardsConfig, SFTConfig, load_run, schema, to_toml
+from rlnumba.config import EngineConfig, GRPOConfig, RewardsConfig, SFTConfig, load_run, to_toml
+from rlnumba.config.keys import keys_of, sections_of
+from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -265,9 +267,9 @@ def test_every_key_is_read_by_some_code():
     accepted_without_effect = {"padding_free"}
     unread = [
         f"{section}.{name}"
-        for run_class in schema.RUNS.values()
-        for section, section_class in schema.sections_of(run_class).items()
-        for name in schema.keys_of(section_class)
+        for run_class in RUNS.values()
+        for section, section_class in sections_of(run_class).items()
+        for name in keys_of(section_class)
         if name not in accepted_without_effect and not re.search(rf"\.{name}\b|\b{name}=", code)
     ]
     # Read through properties of GRPOConfig and PolicyLossConfig.

@@ -1,17 +1,9 @@
-"""A run's keys: `schema` has them, `reading` makes a Run of TOML files and command-line overrides, `writing` TOML."""
+"""A run's keys: `schema` has those of all trainers, a module of a trainer's name its own; `reading` makes a Run of TOML
+files and command-line overrides, `writing` TOML."""
 
+from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
+from rlnumba.config.keys import key
 from rlnumba.config.reading import load_run
-from rlnumba.config.schema import (
-    DataConfig,
-    EngineConfig,
-    GRPOConfig,
-    GRPORun,
-    PolicyLossConfig,
-    RewardsConfig,
-    Run,
-    SFTConfig,
-    SFTRun,
-    TrainConfig,
-    key,
-)
+from rlnumba.config.schema import DataConfig, EngineConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.sft import SFTConfig, SFTRun
 from rlnumba.config.writing import to_toml

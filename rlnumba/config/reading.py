@@ -10,7 +10,8 @@ import tomllib
 import typing
 from pathlib import Path
 
-from rlnumba.config.schema import REQUIRED, RUNS, keys_of, range_problem, sections_of, split_optional
+from rlnumba.config.keys import REQUIRED, keys_of, range_problem, sections_of, split_optional
+from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
 
 # (section, key) of other tools -> the key here. Sources: TRL [train], prime-rl, verl, RL.cu.
@@ -33,8 +34,9 @@ ALIASES = {
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
 }
-# batch_size is the batch of one step: prime-rl counts completions, SFT files count sequences.
-BATCH_SIZE = {"sft": ("train", "per_device_train_batch_size"), "grpo": ("train", "generation_batch_size")}
+# batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
+SEQUENCES = ("train", "per_device_train_batch_size")
+BATCH_SIZE = {"grpo": ("train", "generation_batch_size")}
 
 # TRL keys without a counterpart, and what to write instead.
 INSTEAD = {
@@ -110,7 +112,7 @@ class _Values:
     """The values of all files and overrides so far, each checked when it is set."""
 
     def __init__(self, kind):
-        self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE[kind]}
+        self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE.get(kind, SEQUENCES)}
         self.sections = sections_of(RUNS[kind])
         self.keys = {name: keys_of(section) for name, section in self.sections.items()}
         self.given = {name: {} for name in self.sections}
@@ -192,7 +194,7 @@ def _read_toml(path):
 
 
 def load_run(kind, path, overrides=()):
-    """The SFTRun or GRPORun of a trainer, "sft" or "grpo".
+    """The Run of a trainer, such as "sft" or "grpo".
 
     path: a TOML file, or a list of them, of which later ones win key by key. overrides: (key, text) pairs from the
     command line, such as ("train.learning_rate", "1e-5"); dashes stand for underscores, the text "None" for None, and a

@@ -2,7 +2,7 @@
 
 import json
 
-from rlnumba.config.schema import keys_of, sections_of
+from rlnumba.config.keys import keys_of, sections_of
 
 
 def toml_value(value):

@@ -125,6 +125,26 @@ class Policy:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
         return metrics
 
+    def state_dict(self):
+        """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`."""
+        moves = self.reference is not None and self.train.sync_ref_model
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "reference": np.array(device.to_host(self.reference.weights.flat)) if moves else None,
+        }
+
+    def load_state_dict(self, state):
+        """Restore what state_dict returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.weights.flat[...] = device.asarray(state["reference"])
+
+    def move_reference_if_due(self, step):
+        """With sync_ref_model, move the reference every ref_model_sync_steps steps; step: optimizer steps done."""
+        train = self.train
+        if self.reference is not None and train.sync_ref_model and step % train.ref_model_sync_steps == 0:
+            self.move_reference(train.ref_model_mixup_alpha)
+
     def move_reference(self, alpha):
         """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""
         flat = self.reference.weights.flat
@@ -133,6 +153,11 @@ class Policy:
             scale(self.model.weights.flat, alpha, part)
             scale(flat, 1.0 - alpha, flat)
             add(part, flat, flat)
+
+
+def epoch_order(count, shuffle, seed, epoch):
+    """(count,) int64: the rows of an epoch in the order in which they are visited."""
+    return np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
 
 
 class Schedule:

@@ -57,12 +57,12 @@ def run_grpo(run, resume=False, reward_funcs=()):
     policy = Policy(model, train, reference, train.temperature)
     state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
-        load_policy(policy, folder.state["learner"])
+        policy.load_state_dict(folder.state["policy"])
         state.load_state_dict(folder.state["data"], train)
         llm.update_weights(folder.step)
 
     def save(step, data_state):
-        folder.save(step, model, tokenizer, {"learner": policy_state(policy), "data": data_state})
+        folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
 
     clock = Clock()
     with policy.context.use(), folder.writer(schedule.total_steps) as writer:
@@ -90,8 +90,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
                 metrics = train_step(policy, micro_batches, learning_rate_at(train, step, schedule.total_steps))
-                if train.sync_ref_model and (step + 1) % train.ref_model_sync_steps == 0:
-                    policy.move_reference(train.ref_model_mixup_alpha)
+                policy.move_reference_if_due(step + 1)
             llm.update_weights(step + 1)
             # The run's own names take precedence over those that rewards log.
             metrics = metrics | mean_metrics(generation_metrics_of) | metrics
@@ -370,21 +369,6 @@ class DataState:
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")
-
-
-def policy_state(policy):
-    """The state for a checkpoint besides the weights; without sync_ref_model the reference is the run's `model`."""
-    moves = policy.train.sync_ref_model
-    return {
-        "optimizer": policy.optimizer.state_dict(),
-        "reference": np.array(device.to_host(policy.reference.weights.flat)) if moves else None,
-    }
-
-
-def load_policy(policy, state):
-    policy.optimizer.load_state_dict(state["optimizer"])
-    if policy.reference is not None and state["reference"] is not None:
-        policy.reference.weights.flat[...] = device.asarray(state["reference"])
 
 
 class TrainerState(NamedTuple):

@@ -17,7 +17,7 @@ from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.runtime import device
-from rlnumba.trainers.core import TargetBatch
+from rlnumba.trainers.core import TargetBatch, epoch_order
 
 
 class PromptOrder:
@@ -34,11 +34,6 @@ class PromptOrder:
         self.position += count
         order = epoch_order(self.num_prompts, self.shuffle, self.seed, self.epoch)
         return order[self.position - count : self.position].tolist()
-
-
-def epoch_order(count, shuffle, seed, epoch):
-    """(count,) int64: the rows of an epoch in the order in which they are visited."""
-    return np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
 
 
 def derived_seed(seed, *counters):

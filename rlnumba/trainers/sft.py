@@ -14,11 +14,10 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model
-from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device
-from rlnumba.trainers.core import Policy, Schedule, TargetBatch
-from rlnumba.trainers.rollout import epoch_order
-from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memory_metrics
+from rlnumba.trainers.core import Policy, TargetBatch
+from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.run_folder import RunFolder, log, log_kernels
 
 
 def run_sft(run, resume=False):
@@ -34,38 +33,14 @@ def run_sft(run, resume=False):
     log_kernels(model.dtype)
     tokenizer = Tokenizer.from_folder(source)
     rows = load_rows(run.data.train, run, model, tokenizer)
-    eval_data = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None
-    rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps
-    schedule = Schedule(train, -(-len(rows) // train.per_device_train_batch_size))
+    eval_rows = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None
     policy = Policy(model, train)
-    num_tokens = 0
-    if folder.state is not None:
-        policy.optimizer.load_state_dict(folder.state["optimizer"])
-        num_tokens = folder.state["num_tokens"]
-    clock = Clock()
-    with policy.context.use(), folder.writer(schedule.total_steps) as writer:
-        for step in range(folder.step, schedule.total_steps):
-            epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
-            order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
-            chosen = [rows[i] for i in order[step_of_epoch * rows_per_step : (step_of_epoch + 1) * rows_per_step]]
-            with clock.phase("train"):
-                metrics = train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
-            step_tokens = sum(len(sequence) for row in chosen for sequence in row)
-            num_tokens += step_tokens
-            metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
-            last = step + 1 == schedule.total_steps
-            if eval_data and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
-                with clock.phase("eval"):
-                    metrics |= evaluate(policy, eval_data)
-            metrics |= clock.read()
-            metrics["perf/throughput"] = step_tokens / metrics["time/train"]
-            writer.log(step + 1, metrics | memory_metrics())
-            if last or (step + 1) % train.save_steps == 0:
-                with clock.phase("save"):
-                    state = {"optimizer": policy.optimizer.state_dict(), "num_tokens": num_tokens}
-                    folder.save(step + 1, model, tokenizer, state)
-        folder.finish(model, tokenizer)
-    log(f"{folder.path} has the curves (curves.png) and the model (final)")
+    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+
+def num_tokens(row):
+    """The tokens of a row's sequences: int."""
+    return sum(map(len, row))
 
 
 def load_rows(path, run, model, tokenizer):
@@ -103,12 +78,12 @@ def train_step(policy, rows, learning_rate):
 
 
 def evaluate(policy, rows):
-    """Metrics of held-out rows: {"eval_loss": ..., "eval_mean_token_accuracy": ..., ...}."""
+    """Metrics of held-out rows: {"loss": ..., "mean_token_accuracy": ..., ...}."""
     sums = TargetSums(rows)
     for sequences in micro_batches_of(rows, policy.train):
         batch = target_batch(sequences)
         policy.logprobs(batch, *sums.next(batch.target_ids))
-    return {f"eval_{name}": value for name, value in sums.means(policy.train.loss_type).items()}
+    return sums.means(policy.train.loss_type)
 
 
 def micro_batches_of(rows, train):

@@ -224,19 +224,19 @@ def test_the_reference_is_saved_where_it_moves():
     policy.move_reference(0.25)
     weights = device.to_host(policy.model.weights.flat).astype(np.float64)
     assert_close(policy.reference.weights.flat, 0.25 * weights + 0.75 * initial, terms=2, what="reference")
-    state = grpo.policy_state(policy)
+    state = policy.state_dict()
     kept = state["reference"].copy()
     policy.move_reference(1.0)
     assert_same_bits(policy.reference.weights.flat, policy.model.weights.flat)
     assert_same_bits(state["reference"], kept, "the state is a copy")
-    grpo.load_policy(other, state)
+    other.load_state_dict(state)
     assert_same_bits(other.reference.weights.flat, kept)
     assert other.optimizer.steps == 1
     assert_same_bits(other.optimizer.m, state["optimizer"]["m"])
     # Where it stands still it is the model that the run began with, and is not saved.
     still = Policy(load_model(MODEL), grpo_config(beta=0.1), load_model(MODEL))
-    assert grpo.policy_state(still)["reference"] is None
-    grpo.load_policy(still, grpo.policy_state(still))
+    assert still.state_dict()["reference"] is None
+    still.load_state_dict(still.state_dict())
     assert_same_bits(still.reference.weights.flat, load_model(MODEL).weights.flat)
 
 

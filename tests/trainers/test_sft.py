@@ -109,10 +109,10 @@ def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_ty
 
 
 def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):
-    orders = [sft.epoch_order(37, True, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    orders = [core.epoch_order(37, True, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
     assert sorted(orders[0]) == list(range(37))
     assert orders[0] != orders[1] and orders[0] != orders[2] and orders[0] == orders[3]
-    assert sft.epoch_order(3, False, 1, 5).tolist() == [0, 1, 2]
+    assert core.epoch_order(3, False, 1, 5).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -154,7 +154,7 @@ def test_evaluation_and_files(tmp_path):
     # The same rows held out as trained on: what is left at the end is the loss of the final weights.
     model = load_model(tmp_path / "final")
     loss = sft.evaluate(Policy(model, run.train), rows_of(run, model))
-    assert loss["eval_loss"] == rows[-1]["eval_loss"]
+    assert loss["loss"] == rows[-1]["eval_loss"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-5"]
     for name in ("curves.png", "config.toml", "final/tokenizer.json", "final/config.json"):
         assert (tmp_path / name).is_file(), name

@@ -1,0 +1,156 @@
+"""The run file of `rlnumba grpo`."""
+
+from dataclasses import dataclass
+
+from rlnumba.config.keys import Section, key
+from rlnumba.config.schema import RewardsConfig, Run, TrainConfig
+from rlnumba.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig(Section):
+    """The options of the policy losses (kernels/rl/policy_loss.py); trainers that use them inherit from it."""
+
+    section = "train"
+    loss_type: str = key(
+        "dapo",
+        "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    )
+    importance_sampling_level: str = key(
+        "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
+    )
+    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
+    epsilon_high: float | None = key(
+        None, "Clip above 1 + this (DAPO 0.28; None: epsilon); `cispo`: cap of the ratio (ScaleRL 5.0).", minimum=0
+    )
+    delta: float | None = key(None, "Upper bound of the ratio at negative advantages, too (INTELLECT-2).", above=0)
+    beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
+    use_bias_correction_kl: bool = key(False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.")
+    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
+    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
+    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
+    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
+    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
+    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
+    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
+    vllm_importance_sampling_correction: bool = key(True, "Weight the loss by training / sampling probability.")
+    vllm_importance_sampling_mode: str = key(
+        "sequence_mask",
+        "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
+    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+    off_policy_mask_threshold: float | None = key(
+        None, "Leave out sequences of advantage < 0 whose mean log-prob fell by more (arXiv 2512.02556).", minimum=0
+    )
+
+    @property
+    def clip_high(self):
+        """epsilon_high, or epsilon where it is not set: float."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def importance_sampling_correction(self):
+        """vllm_importance_sampling_mode, or None without the correction."""
+        return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
+
+    def __post_init__(self):
+        super().__post_init__()
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
+                f"({high})"
+            )
+        mode = self.importance_sampling_correction
+        if low is None and high is None and mode in ("token_truncate", "sequence_truncate"):
+            raise ConfigError(
+                f"train.vllm_importance_sampling_mode {mode} needs vllm_importance_sampling_clip_max or _clip_min"
+            )
+
+
+@dataclass(frozen=True)
+class GRPOConfig(PolicyLossConfig, TrainConfig):
+    """[train] of `rlnumba grpo`."""
+
+    learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
+    num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
+    generation_batch_size: int | None = key(
+        None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
+    )
+    steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
+    num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
+    temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
+    top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
+    top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
+    min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
+    repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+    sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
+    ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
+    ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
+    scale_rewards: str = key(
+        "group",
+        "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
+        choices=("group", "batch", "none"),
+        words={"true": "group", "false": "none"},
+    )
+    multi_objective_aggregation: str = key(
+        "sum_then_normalize",
+        "`sum_then_normalize`: a completion's weighted sum within its group; `normalize_then_sum`: each function's "
+        "rewards in the group, then their sum over the batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+    mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
+    dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
+    max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
+
+    @property
+    def rollout_steps(self):
+        """Passes of per_device_train_batch_size completions that one generation feeds: int."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size // self.per_device_train_batch_size
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def rollout_batch_size(self):
+        """Completions of one generation: int."""
+        return self.per_device_train_batch_size * self.rollout_steps
+
+    @property
+    def prompts_per_rollout(self):
+        """Prompts of one generation, each with num_generations completions: int."""
+        return self.rollout_batch_size // self.num_generations
+
+    def __post_init__(self):
+        super().__post_init__()
+        size_key = "train.per_device_train_batch_size x steps_per_generation"
+        if self.generation_batch_size is not None:
+            size_key = "train.generation_batch_size"
+            if self.steps_per_generation is not None:
+                raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
+            if self.generation_batch_size % self.per_device_train_batch_size:
+                raise ConfigError(
+                    f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
+                    f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
+                )
+        if self.rollout_batch_size % self.num_generations:
+            raise ConfigError(
+                f"{size_key} ({self.rollout_batch_size}) must be divisible by "
+                f"train.num_generations ({self.num_generations})"
+            )
+        if self.sync_ref_model and not self.beta:
+            raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORun(Run):
+    """A file of `rlnumba grpo`."""
+
+    rewards: RewardsConfig
+    train: GRPOConfig = GRPOConfig()
+
+    def __post_init__(self):
+        if not self.rewards.funcs:
+            raise ConfigError("rewards.funcs must name at least one reward function")

@@ -1,0 +1,79 @@
+"""What a key of a run is: a dataclass field with its type, default, limits and line of documentation.
+
+A value out of range is a ConfigError that names the key.
+"""
+
+import math
+import operator
+import types
+import typing
+from dataclasses import MISSING, field, fields
+
+from rlnumba.errors import ConfigError
+
+# Limits of a key: how a message names each, and whether a value meets it.
+LIMITS = {
+    "above": ("above", operator.gt),
+    "minimum": ("at least", operator.ge),
+    "below": ("below", operator.lt),
+    "maximum": ("at most", operator.le),
+}
+REQUIRED = MISSING
+
+
+def key(default, doc, **limits):
+    """A dataclass field with its line of documentation.
+
+    limits: those of LIMITS, `choices` (tuple), `nonempty` (bool), `words` (dict of other spellings, in lower case).
+    """
+    metadata = {"doc": doc, **limits}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def range_problem(metadata, value):
+    """The limit that a value violates, as the end of a sentence: str, or None."""
+    if value == "" and "nonempty" in metadata:
+        return "must not be empty"
+    if "choices" in metadata and value not in metadata["choices"]:
+        return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"must be a finite number, got {value}"
+    limits = [(word, is_met, metadata[name]) for name, (word, is_met) in LIMITS.items() if name in metadata]
+    if all(is_met(value, limit) for _, is_met, limit in limits):
+        return None
+    return f"must be {' and '.join(f'{word} {limit}' for word, _, limit in limits)}, got {value}"
+
+
+class Section:
+    """A section of a run, whose values are checked when it is made; `section` is its name."""
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            problem = None if value is None else range_problem(f.metadata, value)
+            if problem:
+                raise ConfigError(f"{self.section}.{f.name} {problem}")
+
+
+def _is_section(f):
+    return isinstance(f.type, type) and issubclass(f.type, Section)
+
+
+def sections_of(run_class):
+    """{section name: dataclass}, with "" for the keys above all sections: dict."""
+    return {"": run_class} | {f.name: f.type for f in fields(run_class) if _is_section(f)}
+
+
+def keys_of(section_class):
+    """{name: dataclass field} of the keys of one section: dict."""
+    return {f.name: f for f in fields(section_class) if not _is_section(f)}
+
+
+def split_optional(hint):
+    """(the type without None, whether None is allowed)."""
+    if isinstance(hint, types.UnionType):
+        (inner,) = [a for a in typing.get_args(hint) if a is not type(None)]
+        return inner, True
+    return hint, False

@@ -1,0 +1,6 @@
+"""Which Run a trainer's files are read as."""
+
+from rlnumba.config.grpo import GRPORun
+from rlnumba.config.sft import SFTRun
+
+RUNS = {"sft": SFTRun, "grpo": GRPORun}

@@ -1,0 +1,51 @@
+"""The loop of the trainers whose data is a file of rows: optimizer steps in epochs, evaluation, checkpoints.
+
+epoch            the rows in the file's order, or shuffled from the seed and the epoch
+optimizer step   gradient_accumulation_steps micro-batches of per_device_train_batch_size rows; the last one of an
+                 epoch has what is left
+"""
+
+from rlnumba.optim import learning_rate_at
+from rlnumba.trainers.core import Schedule, epoch_order
+from rlnumba.trainers.run_folder import Clock, log, memory_metrics
+
+
+def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):
+    """Train from where the RunFolder's checkpoint ends to the run's last step; writes the run's folder.
+
+    rows, eval_rows: lists, the latter empty or None without data.eval. train_step(policy, rows, learning_rate):
+    metrics of one optimizer step on these rows, by name. evaluate(policy, eval_rows): metrics by name.
+    count_tokens(row): int.
+    """
+    run, train = folder.run, folder.run.train
+    rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    schedule = Schedule(train, -(-len(rows) // train.per_device_train_batch_size))
+    num_tokens = 0
+    if folder.state is not None:
+        policy.load_state_dict(folder.state["policy"])
+        num_tokens = folder.state["num_tokens"]
+    clock = Clock()
+    with policy.context.use(), folder.writer(schedule.total_steps) as writer:
+        for step in range(folder.step, schedule.total_steps):
+            epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
+            order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
+            chosen = [rows[i] for i in order[step_of_epoch * rows_per_step : (step_of_epoch + 1) * rows_per_step]]
+            with clock.phase("train"):
+                metrics = train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
+                policy.move_reference_if_due(step + 1)
+            step_tokens = sum(map(count_tokens, chosen))
+            num_tokens += step_tokens
+            metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
+            last = step + 1 == schedule.total_steps
+            if eval_rows and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
+                with clock.phase("eval"):
+                    metrics |= {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
+            metrics |= clock.read()
+            metrics["perf/throughput"] = step_tokens / metrics["time/train"]
+            writer.log(step + 1, metrics | memory_metrics())
+            if last or (step + 1) % train.save_steps == 0:
+                with clock.phase("save"):
+                    state = {"policy": policy.state_dict(), "num_tokens": num_tokens}
+                    folder.save(step + 1, policy.model, tokenizer, state)
+        folder.finish(policy.model, tokenizer)
+    log(f"{folder.path} has the curves (curves.png) and the model (final)")

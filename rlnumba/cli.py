@@ -1,9 +1,10 @@
 """The command line: `rlnumba [--device auto|cuda|sim|cpu] [--gemm auto|native|cublas] [--debug] COMMAND ...`.
 
 Exit codes: 0 success; 1 a failure; 2 a wrong option, key or value; 128 + n for signal n, as in a shell (130 Ctrl-C,
-143 SIGTERM). A failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go
-to the files named, progress to stderr. All input of a command is validated before the model's weights are read. Slow
-imports are inside the commands, so that --help and a wrong option are answered at once.
+143 SIGTERM); a trainer first writes a checkpoint of its last complete step, and a second signal ends it at once. A
+failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go to the files
+named, progress to stderr. All input of a command is validated before the model's weights are read. Slow imports are
+inside the commands, so that --help and a wrong option are answered at once.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -30,42 +30,23 @@ MODEL = click.option("--model", required=True, help="Hugging Face folder or hub 
 DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 
-# The signal that ends the command, once one has arrived, and the exception that it raised.
-_signal = _signal_error = None
+# The exception that a signal raised.
+_signal_error = None
 
 
 def main(arguments=None):
     """Runs the command line and exits the process."""
     if sys.stderr is None:  # closed by the parent process
         sys.stderr = open(os.devnull, "w")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _on_signal)
-    sys.unraisablehook = _unraisable
+    signals.install()
     code = run(sys.argv[1:] if arguments is None else arguments)
-    if _signal is not None:
+    if signals.received() is not None:
         # Code that the signal interrupted, such as the compiler, may crash while Python is finalized.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, AttributeError):
                 stream.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _on_signal(number, frame):
-    """Unwinds the command, so that it leaves no half-written file."""
-    global _signal
-    _signal = signal.Signals(number)
-    raise KeyboardInterrupt
-
-
-def _unraisable(unraisable):
-    """sys.unraisablehook: a signal that arrived in a callback of the compiler, where it is lost, is sent again."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        # After a delay: an exception raised from here would be lost as well.
-        threading.Timer(0.05, os.kill, (os.getpid(), _signal)).start()
-    elif _signal is None:
-        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments):
@@ -100,11 +81,12 @@ def run(arguments):
 
 def _fail(error, message, code, arguments):
     global _signal_error
-    if _signal is not None:
+    number = signals.received()
+    if number is not None:
         # Keeps the frames of the traceback alive: freeing the compiler's objects may crash.
         _signal_error = error
-        message = "interrupted" if _signal == signal.SIGINT else f"ended by {_signal.name}"
-        code = 128 + _signal
+        message = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+        code = 128 + number
     if "--debug" in arguments:
         traceback.print_exception(error)
     clear = "\r\033[K" if sys.stderr.isatty() else ""  # erases a progress line

@@ -67,7 +67,7 @@ class Optimizer:
 
     def state_dict(self):
         """What a resumed run restores: NumPy float32 arrays m, v and, of a 16-bit model, master; the counters."""
-        arrays = {key: np.array(device.to_host(array)) for key, array in self._arrays().items()}
+        arrays = {key: device.host_copy(array) for key, array in self._arrays().items()}
         return {**arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def _arrays(self):

@@ -15,7 +15,7 @@ from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.launch import pdl_scope
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
@@ -302,10 +302,12 @@ class Runner:
             return
         # This run computes the step. It also compiles what is missing, which is not possible during a capture.
         self._compute(sent, bucket, 1, longest, max_group_size)
-        stream.begin_capture()
-        with keep_tensor_maps(), pdl_scope():
-            self._compute(sent, bucket, 1, longest, max_group_size)
-        self.graphs[bucket, longest, max_group_size] = stream.end_capture()
+        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
+        with signals.held():
+            stream.begin_capture()
+            with keep_tensor_maps(), pdl_scope():
+                self._compute(sent, bucket, 1, longest, max_group_size)
+            self.graphs[bucket, longest, max_group_size] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):

@@ -7,6 +7,7 @@ reverse the tape that `forward` wrote. Log-probs come from the hidden states (mo
 never exist at once.
 """
 
+import copy
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -265,6 +266,13 @@ def load_model(path_or_hub_id, dtype=None):
     generation_config = read_json(generation) if generation.exists() else {}
     weights = load_weights(folder, config, dtype or ("float32" if on_cpu else config.dtype))
     return Transformer(config, weights, generation_config)
+
+
+def host_copy(model):
+    """A copy of a model, for save_model alone, whose weights are on the host and do not change with the model's."""
+    copied = copy.copy(model)
+    copied.weights = model.weights.host_copy()
+    return copied
 
 
 def save_model(model, folder, tokenizer=None, dtype=None):

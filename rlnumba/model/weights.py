@@ -7,6 +7,7 @@ that one AdamW launch, one norm and one copy do for all of them. Matrices that r
 has the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
 """
 
+import copy
 import functools
 import json
 import math
@@ -111,7 +112,7 @@ class Weights:
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
-        self.views = {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
+        self.views = self._views(self.flat)
         self.embed_tokens = self["model.embed_tokens"]
         self.norm = self["model.norm"]
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else self["lm_head"]
@@ -119,6 +120,9 @@ class Weights:
             LayerWeights(*(self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights._fields))
             for layer in range(config.num_hidden_layers)
         ]
+
+    def _views(self, flat):
+        return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
 
     def __getitem__(self, name):
         return self.views[name]
@@ -130,6 +134,13 @@ class Weights:
             for source, rows in p.rows:
                 yield source, self[p.name][start : start + rows]
                 start += rows
+
+    def host_copy(self):
+        """A copy on the host, of which only dtype and tensors() are used."""
+        copied = copy.copy(self)
+        copied.flat = device.host_copy(self.flat)
+        copied.views = self._views(copied.flat)
+        return copied
 
     def grads(self):
         """Gradients: zeros of float32 in the same layout, with the same names."""

@@ -18,7 +18,7 @@ from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
 
@@ -119,7 +119,9 @@ class Policy:
         """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
 
         It may return before the weights are written: a reader on another stream, as the engine, waits for this one.
+        From here on a signal waits until the trainer's loop calls signals.release, when the step is complete.
         """
+        signals.hold()
         metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
@@ -130,7 +132,7 @@ class Policy:
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reference": np.array(device.to_host(self.reference.weights.flat)) if moves else None,
+            "reference": device.host_copy(self.reference.weights.flat) if moves else None,
         }
 
     def load_state_dict(self, state):

@@ -21,12 +21,12 @@ import numpy as np
 from rlnumba import data
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
@@ -37,8 +37,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
     """Train a GRPORun; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-    the functions themselves, where run.rewards.funcs only names them. A reward that fails in the middle of the run
-    leaves a checkpoint of the last complete step.
+    the functions themselves, where run.rewards.funcs only names them. A reward that fails, or a signal, in the middle
+    of the run leaves a checkpoint of the last complete step.
     """
     train = run.train
     gemm.set_backend(run.gemm)
@@ -56,25 +56,22 @@ def run_grpo(run, resume=False, reward_funcs=()):
         state.load_state_dict(folder.state["data"], train)
         llm.update_weights(folder.step)
 
-    def save(step, data_state):
+    complete = folder.step, state.state_dict(schedule.within_generation(folder.step))
+
+    def save():
+        step, data_state = complete
         folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
 
     clock = Clock()
-    with policy.context.use(), folder.writer(schedule.total_steps) as writer:
+    with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
         for step in range(folder.step, schedule.total_steps):
-            # The state of the checkpoint if a reward fails in this step.
-            before = state.state_dict(schedule.within_generation(step))
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
             micro_batches, generation_metrics_of, num_generated = [], [], 0
             for micro in schedule.micro_steps(step):
                 if micro.begins_generation or state.rollouts is None:
-                    try:
-                        rollouts, generations = roll_out(
-                            llm, rewards, prompts, state.order, run, trainer_state, micro.index, clock, writer
-                        )
-                    except UserError:
-                        save(step, before)
-                        raise
+                    rollouts, generations = roll_out(
+                        llm, rewards, prompts, state.order, run, trainer_state, micro.index, clock, writer
+                    )
                     with clock.phase("logprob"):
                         add_logprobs(policy, rollouts, schedule.on_policy)
                     state.begin(rollouts, generations, rewards.names, train)
@@ -84,9 +81,11 @@ def run_grpo(run, resume=False, reward_funcs=()):
                 micro_batches.append(part)
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
+                # Signals are held from the update of the weights on.
                 metrics = train_step(policy, micro_batches, learning_rate_at(train, step, schedule.total_steps))
                 policy.move_reference_if_due(step + 1)
             llm.update_weights(step + 1)
+            complete = step + 1, state.state_dict(schedule.within_generation(step + 1))
             # The run's own names take precedence over those that rewards log.
             metrics = metrics | mean_metrics(generation_metrics_of) | metrics
             metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": state.num_tokens}
@@ -94,21 +93,18 @@ def run_grpo(run, resume=False, reward_funcs=()):
                 metrics["dropped_prompts"] = prompts.dropped_prompts
             last = step + 1 == schedule.total_steps
             if eval_data and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
-                try:
-                    with clock.phase("eval"):
-                        metrics |= evaluate(llm, rewards, eval_data, run, trainer_state)
-                except UserError:
-                    writer.log(step + 1, metrics)
-                    save(step + 1, state.state_dict(schedule.within_generation(step + 1)))
-                    raise
+                with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
+                    metrics |= evaluate(llm, rewards, eval_data, run, trainer_state)
             metrics |= clock.read()
             metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
             if num_generated:
                 metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
             writer.log(step + 1, metrics | memory_metrics())
+            folder.saver.check()
             if last or (step + 1) % train.save_steps == 0:
                 with clock.phase("save"):
-                    save(step + 1, state.state_dict(schedule.within_generation(step + 1)))
+                    save()
+            signals.release()
         folder.finish(model, tokenizer)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))

@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import HEADS, LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.heads import value_head_backward, value_head_forward
 from rlnumba.model.layers import HeapAllocator
+from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model
 from rlnumba.model.weights import parameters
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
-from tests.model.test_transformer import MODELS, NAMES
+from tests.model.test_transformer import GOLDEN, MODELS, NAMES
 
 TIED, UNTIED = "qwen3_tied", "qwen3_untied"
 
@@ -110,6 +111,40 @@ def test_values_and_their_gradient(rng):
         sums.append(device.to_host(values_of(model, sequences, rows)[0]).astype(np.float64) @ dvalues)
     slope = float(direction.astype(np.float64) @ gradient)
     assert abs((sums[0] - sums[1]) / (2 * step) - slope) < 5e-3 * np.sqrt(np.sum((direction * gradient) ** 2))
+
+
+def test_scores_of_transformers(tmp_path):
+    """Folders as transformers saves them: their scores, in one batch and alone, and the config.json that we write."""
+    for name, golden in json.loads((GOLDEN / "sequence_scores.json").read_text()).items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(golden["config"]))
+        tensors = {
+            key: value for path in (MODELS / name).glob("*.safetensors") for key, value in load_file(path).items()
+        }
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors | {"score.weight": np.array([golden["score"]], np.float32)}, folder / "model.safetensors")
+        model = load_model(folder, "float32", SCORE_HEAD)
+        scores = score_sequences(model, golden["sequences"])
+        np.testing.assert_allclose(scores, golden["scores"], rtol=0, atol=1e-5)
+        assert_same_bits(score_sequences(model, golden["sequences"], max_tokens=1), scores)
+        written = model.config.to_dict()
+        for key in ("architectures", "id2label", "label2id", "pad_token_id", "tie_word_embeddings"):
+            assert written[key] == golden["config"][key], key
+
+
+def test_sequences_that_cannot_be_scored():
+    model = load_model(MODELS / TIED, "float32", SCORE_HEAD)
+    assert score_sequences(model, []).shape == (0,)
+    limit = model.config.max_position_embeddings
+    for length in (0, limit + 1):
+        with pytest.raises(
+            UserError, match=f"a sequence of {length} tokens cannot be scored: max_position_emb.* {limit}"
+        ):
+            score_sequences(model, [[3], [3] * length])
+    model.score[0, 0] = np.nan
+    with pytest.raises(UserError, match="the model's scores are not finite"):
+        score_sequences(model, [[3]])
 
 
 @pytest.mark.parametrize(

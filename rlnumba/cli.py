@@ -279,11 +279,13 @@ def generate(model, prompts, output, dtype, **options):
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
 def score(model, source, output, dtype, temperature):
-    """Compute the log-prob of every token given those before it, with the training forward.
+    """Compute the log-prob of every token given those before it, with the training forward; or a reward model's score.
 
-    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
+    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null. With a model that `rlnumba
+    reward` trained, or another for sequence classification, it writes {"token_ids", "score"}; EOS is then appended to
+    a text that lacks it, as in training.
     """
-    from rlnumba.data import encode_pair
+    from rlnumba.data import encode_pair, encode_scored
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
@@ -291,20 +293,32 @@ def score(model, source, output, dtype, temperature):
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     with replacing(output) as file:
         rows = _read_rows(source, "token_ids", completion=True)
+        from rlnumba.model.config import LM_HEAD, SCORE_HEAD
         from rlnumba.model.transformer import load_model
 
         folder, config, tokenizer = _open(model)
+        classifies = config.heads == SCORE_HEAD
+        if classifies and temperature != 1.0:
+            raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
 
         def encode(row):
+            if classifies:
+                return encode_scored(tokenizer, row["prompt"], row["completion"], config.eos_token_ids)
             return encode_pair(tokenizer, row["prompt"], row["completion"])[0]
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
-        transformer = load_model(folder, dtype)
+        transformer = load_model(folder, dtype, SCORE_HEAD if classifies else LM_HEAD)
         progress = _Progress()
-        scored = _score_all(transformer, sequences, temperature or 1.0, progress)
-        for ids, logprobs in zip(sequences, scored, strict=True):
-            file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
+        if classifies:
+            from rlnumba.model.sequence_score import score_sequences
+
+            for ids, value in zip(sequences, score_sequences(transformer, sequences).tolist(), strict=True):
+                file.write(to_line({"token_ids": ids, "score": value}))
+        else:
+            scored = _score_all(transformer, sequences, temperature or 1.0, progress)
+            for ids, logprobs in zip(sequences, scored, strict=True):
+                file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
@@ -362,6 +376,8 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
+_trainer("reward", REWARD, "metrics.jsonl")
 
 
 def parse_overrides(arguments):

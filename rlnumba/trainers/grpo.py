@@ -25,11 +25,11 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.optim import learning_rate_at
-from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device, signals
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
 
 
@@ -43,7 +43,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     train = run.train
     gemm.set_backend(run.gemm)
     folder = RunFolder("grpo", run, resume)
-    rewards = load_rewards(run.rewards, reward_funcs)
+    rewards = load_rewards(run, reward_funcs)
     policy, tokenizer = load_policy(run, folder, train.beta > 0, train.temperature)
     model = policy.model
     llm = LLM(model, tokenizer, run.engine)

@@ -65,11 +65,18 @@ def midpoints(code):
     return np.append(between, np.inf).astype(np.float32)
 
 
+# The codes of moments that are 0, by name.
+ZERO_CODES = {name: int(np.searchsorted(dynamic_code(signed), 0.0)) for name, signed in (("m", True), ("v", False))}
+
+
 @functools.cache
 def _tables():
     """(4, 256) float32 on the device: code and midpoints of m, code and midpoints of v."""
     codes = dynamic_code(True), dynamic_code(False)
-    return device.asarray(np.stack([row for code in codes for row in (code, midpoints(code))]))
+    tables = device.asarray(np.stack([row for code in codes for row in (code, midpoints(code))]))
+    # Later launches may be on other streams.
+    device.synchronize()
+    return tables
 
 
 def _make_nearest():
@@ -200,19 +207,13 @@ def _adamw_8bit_cpu(master, grads, m, v, m_absmax, v_absmax, tables, scalars, de
             v[start + i] = max(nearest_cpu(tables[3], fraction), 1 if fraction > 0 else 0)
 
 
-def zero_codes(size):
-    """(m, v) of moments that are 0: uint8 arrays (size,) of the device."""
-    codes = [int(np.searchsorted(dynamic_code(signed), 0.0)) for signed in (True, False)]
-    return tuple(device.xp().full(size, code, np.uint8) for code in codes)
-
-
 def adamw_8bit(
     weights, master, grads, m, v, m_absmax, v_absmax, scalars, decay_end, noise=None, first_element=0
 ):  # fmt: skip
     """One AdamW step in place, with quantized moments.
 
     weights, master, grads, scalars, decay_end, noise and first_element as of adamw, n a multiple of 4 and first_element
-    of BLOCK; m, v (n,) uint8 codes, of zero_codes before the first step; m_absmax, v_absmax (ceil(n / BLOCK),) float32,
+    of BLOCK; m, v (n,) uint8 codes, ZERO_CODES before the first step; m_absmax, v_absmax (ceil(n / BLOCK),) float32,
     0 before it. weights, master and the last four but scalars are written. Raises ValueError for other shapes, dtypes
     or layouts. Source: Dettmers et al. 2021.
     """

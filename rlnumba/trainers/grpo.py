@@ -54,7 +54,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
     reference = load_model(source, model.dtype.name) if train.beta else None
-    policy = Policy(model, train, reference, train.temperature)
+    policy = Policy(model, train, reference, train.temperature, run.seed)
     state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])

@@ -34,7 +34,7 @@ def run_sft(run, resume=False):
     tokenizer = Tokenizer.from_folder(source)
     rows = load_rows(run.data.train, run, model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None
-    policy = Policy(model, train)
+    policy = Policy(model, train, seed=run.seed)
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 

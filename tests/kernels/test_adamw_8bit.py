@@ -4,6 +4,7 @@ import pytest
 from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
 from rlnumba.kernels.adamw_8bit import (
     BLOCK,
+    ZERO_CODES,
     adamw_8bit,
     adamw_8bit_kernel,
     adamw_8bit_ref,
@@ -11,7 +12,6 @@ from rlnumba.kernels.adamw_8bit import (
     dynamic_code,
     midpoints,
     quantize_ref,
-    zero_codes,
 )
 from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device
@@ -19,6 +19,10 @@ from tests.close import assert_close, assert_same_bits
 
 SIZES = [0, 4, BLOCK - 4, BLOCK, BLOCK + 128, 8 * BLOCK + 4]
 HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}
+
+
+def zero_codes(size):
+    return tuple(device.xp().full(size, ZERO_CODES[name], np.uint8) for name in "mv")
 
 
 def gradients(rng, size):

@@ -65,15 +65,16 @@ class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits.
+    temperature: divides the logits; seed: of the optimizer's stochastic rounding.
     """
 
-    def __init__(self, model, train, reference=None, temperature=1.0):
+    def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.grads = model.weights.grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
-        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits)
+        kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
+        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits, **kept, seed=seed)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False

@@ -19,4 +19,4 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     log_kernels(model.dtype)
     tokenizer = Tokenizer.from_folder(source)
     before = load_model(source, model.dtype.name) if reference else None
-    return Policy(model, run.train, before, temperature), tokenizer
+    return Policy(model, run.train, before, temperature, run.seed), tokenizer

@@ -232,7 +232,7 @@ def test_the_reference_is_saved_where_it_moves():
     other.load_state_dict(state)
     assert_same_bits(other.reference.weights.flat, kept)
     assert other.optimizer.steps == 1
-    assert_same_bits(other.optimizer.m, state["optimizer"]["m"])
+    assert_same_bits(other.optimizer.state["m"], state["optimizer"]["m"])
     # Where it stands still it is the model that the run began with, and is not saved.
     still = Policy(load_model(MODEL), grpo_config(beta=0.1), load_model(MODEL))
     assert still.state_dict()["reference"] is None

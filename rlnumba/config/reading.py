@@ -33,6 +33,7 @@ ALIASES = {
     ("train", "num_gens"): ("train", "num_generations"),
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
+    ("train", "optimizer_offload"): ("train", "offload_optimizer"),
 }
 # batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
 SEQUENCES = ("train", "per_device_train_batch_size")

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, RewardsConfig, Run, SFTConfig, TrainConfig
+from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, LoraConfig, RewardsConfig, Run, SFTConfig, TrainConfig
 from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.writing import toml_value
@@ -111,7 +111,7 @@ def reference():
     parts = [HEADER]
     blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
-    blocks += [("[engine]", EngineConfig)]
+    blocks += [("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

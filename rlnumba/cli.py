@@ -26,7 +26,8 @@ POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(min=0, min_open=True, max=1)
 # Options of several commands.
-MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id.")
+MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id, of a model or a PEFT adapter.")
+BASE = click.option("--base", help="Of an adapter; default: its base_model_name_or_path.")
 DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 
@@ -171,14 +172,20 @@ class _Progress:
         click.echo(f"\r\033[K{text}" if self.live else text, err=True)
 
 
-def _open(model):
-    """(folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, which are read last."""
+def _open(model, base):
+    """(folder, base folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, read last.
+
+    base: of an adapter, and None of a model, as load_model takes it.
+    """
     from rlnumba.model.config import ModelConfig
     from rlnumba.model.tokenizer import Tokenizer
-    from rlnumba.model.transformer import find_model
+    from rlnumba.model.transformer import find_base
 
-    folder = find_model(model)
-    return folder, ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+    folder, adapter = find_base(model, base)
+    config = ModelConfig.from_folder(folder)
+    if adapter is None:
+        return folder, None, config, Tokenizer.from_folder(folder)
+    return adapter, folder, config, Tokenizer.from_folder(adapter) or Tokenizer.from_folder(folder)
 
 
 def _read_rows(path, column, completion=False):
@@ -230,6 +237,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 
 @cli.command()
 @MODEL
+@BASE
 @click.option("--prompts", required=True, help='JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.')
 @click.option("--output", required=True, help="JSONL, a line for each prompt in the same order.")
 @click.option("--max-tokens", type=POSITIVE, default=128, help="Most tokens of a completion.")
@@ -247,7 +255,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
 @click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
-def generate(model, prompts, output, dtype, **options):
+def generate(model, base, prompts, output, dtype, **options):
     """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
     "finish_reason"}]}, a line for each prompt.
 
@@ -269,14 +277,14 @@ def generate(model, prompts, output, dtype, **options):
         from rlnumba.engine.llm import LLM
         from rlnumba.model.transformer import load_model
 
-        folder, config, tokenizer = _open(model)
+        folder, base, config, tokenizer = _open(model, base)
         limit = longest_sequence(config, engine)
 
         def encode(row):
             return encode_prompt(tokenizer, row["prompt"])
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
-        llm = LLM(load_model(folder, dtype), tokenizer, engine)
+        llm = LLM(load_model(folder, dtype, base), tokenizer, engine)
         progress = _Progress()
         try:
             outputs = llm.generate(ids, params, progress.generated)
@@ -292,11 +300,12 @@ def generate(model, prompts, output, dtype, **options):
 
 @cli.command()
 @MODEL
+@BASE
 @click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
-def score(model, source, output, dtype, temperature):
+def score(model, base, source, output, dtype, temperature):
     """Compute the log-prob of every token given those before it, with the training forward.
 
     Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
@@ -311,14 +320,14 @@ def score(model, source, output, dtype, temperature):
         rows = _read_rows(source, "token_ids", completion=True)
         from rlnumba.model.transformer import load_model
 
-        folder, config, tokenizer = _open(model)
+        folder, base, config, tokenizer = _open(model, base)
 
         def encode(row):
             return encode_pair(tokenizer, row["prompt"], row["completion"])[0]
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
-        transformer = load_model(folder, dtype)
+        transformer = load_model(folder, dtype, base)
         progress = _Progress()
         scored = _score_all(transformer, sequences, temperature or 1.0, progress)
         for ids, logprobs in zip(sequences, scored, strict=True):
@@ -409,11 +418,12 @@ def parse_overrides(arguments):
 
 @cli.command()
 @MODEL
+@BASE
 @DTYPE
 @click.option("--temperature", type=ABOVE_0, default=1.0, help="Divides the logits.")
 @click.option("--max-tokens", type=POSITIVE, default=48, help="Most tokens of a completion.")
 @SEED
-def check(model, dtype, temperature, max_tokens, seed):
+def check(model, base, dtype, temperature, max_tokens, seed):
     """Compare rollout log-probs with training log-probs of a model, and name the first operator that differs.
 
     The exit code is 1 if they differ where they must be equal bit for bit: everywhere except with --gemm cublas.
@@ -423,7 +433,7 @@ def check(model, dtype, temperature, max_tokens, seed):
     from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.model.transformer import load_model
 
-    transformer = load_model(model, dtype)
+    transformer = load_model(model, dtype, base)
     progress = _Progress()
     found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
     progress.end(f"checked in {time.monotonic() - progress.started:.1f} s")
@@ -476,6 +486,34 @@ def _run_of_any_trainer(config, trainer, overrides):
         except ConfigError as error:
             problem = error
     raise problem
+
+
+@cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id of the base.")
+@click.option("--adapter", required=True, help="PEFT adapter folder or hub id.")
+@click.option("--output", required=True, help="Folder of the merged model, written.")
+@click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Of the merged model; default: the base's.")
+def merge(model, adapter, output, dtype):
+    """Add an adapter to the weights of its base, in float32, and write the result as a model of its own."""
+    _log_device()
+    from rlnumba.model.lora import is_adapter
+    from rlnumba.model.lora import merge as merge_weights
+    from rlnumba.model.transformer import find_model, load_model, save_model
+    from rlnumba.reporting.files import make_folder
+
+    folder, adapter_folder = find_model(model), find_model(adapter)
+    if is_adapter(folder):
+        raise UserError(f"--model: {folder} is an adapter folder; it must be the base's")
+    if not is_adapter(adapter_folder):
+        raise UserError(f"--adapter: {adapter_folder} has no adapter_config.json, or is a model")
+    if Path(output).resolve() in (folder.resolve(), adapter_folder.resolve()):
+        raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
+    make_folder(output)
+    _, _, config, tokenizer = _open(adapter, model)
+    transformer = load_model(adapter_folder, "float32", folder)
+    merge_weights(transformer.weights, transformer.adapter)
+    save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
+    click.echo(f"{adapter_folder} merged into {folder} -> {output}", err=True)
 
 
 @cli.command()

@@ -188,7 +188,7 @@ def train_step(policy, micro_batches, learning_rate):
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
-    exact = sampler_is_exact(train)
+    exact = sampler_is_exact(train) and not policy.has_dropout
     # On the device until the step is done, so that no micro-batch waits for the host.
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)

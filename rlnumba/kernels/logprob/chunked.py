@@ -164,6 +164,7 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
             linear(h, weight[chunk], logits)
             logp_of_logits_backward(logits, ids[batch], temperature, lse[batch], dlogp[batch], dlogits, chunk.start)
             linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
-            linear_backward_weight(dlogits, h, dweight[chunk])
+            if dweight is not None:
+                linear_backward_weight(dlogits, h, dweight[chunk])
         if not is_float32:
             cast(sums, dhidden[batch])

@@ -15,12 +15,14 @@ from functools import cache
 import numpy as np
 
 from rlnumba import data
+from rlnumba.config.lora import LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.lora import Adapter, adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
 from rlnumba.model.weights import Weights
@@ -87,14 +89,13 @@ class Planner:
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
         regions.pop(SHARED, None)
-        elements = regions["grads"] // 4
-        itemsize = device.dtype(dtype).itemsize
-        notes["weights"] = f"{elements:,} parameters, {dtype}"
+        trained, itemsize = regions["grads"] // 4, device.dtype(dtype).itemsize
+        notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
         notes["grads"] = "float32"
         moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]
         notes["moments"] = " and ".join(moments) + (", in host memory but for two chunks" if host else "")
         if host and self.on_gpu:
-            regions["moments"] = STREAMS * host * min(CHUNK, elements) // elements
+            regions["moments"] = STREAMS * host * min(CHUNK, trained) // trained
         notes["activations"] = f"{tokens:,} tokens in a micro-batch" + (
             ", recomputed layer by layer" if run.train.gradient_checkpointing else ""
         )
@@ -105,7 +106,7 @@ class Planner:
             extra["operators"] = logits_bytes(tokens, self.config) + attention_bytes
             extra["CUDA context"] = CONTEXT_BYTES
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
-        order = ["weights", "reference", "grads", "moments", "activations", "engine activations", "kv"]
+        order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}
         return Plan(regions, notes, tokens, extra, host)
@@ -149,7 +150,8 @@ class Planner:
         for switch, changes in _switches(self.run, self.on_gpu, self.config.dtype):
             try:
                 sections = {
-                    name: dataclasses.replace(getattr(self.run, name), **keys) for name, keys in changes.items()
+                    name: keys if name == "lora" else dataclasses.replace(getattr(self.run, name), **keys)
+                    for name, keys in changes.items()
                 }
                 saved = plan.total - self.plan(dataclasses.replace(self.run, **sections)).total
             except ConfigError:
@@ -162,7 +164,9 @@ class Planner:
 def _train(config, dtype, run, batch_of):
     """Make the policy and let a batch go through it: (tokens, bytes of the sums of attention's backward)."""
     model = Transformer(config, Weights(config, dtype))
-    has_reference = getattr(run.train, "beta", 0) > 0
+    model.adapter = _adapter(run, config, dtype, "adapter")
+    # With an adapter, the reference is the model without it.
+    has_reference = getattr(run.train, "beta", 0) > 0 and run.lora is None
     reference = Transformer(config, Weights(config, dtype, region="reference")) if has_reference else None
     policy = Policy(model, run.train, reference)
     batch, empty = batch_of(), policy.arena.empty
@@ -178,10 +182,21 @@ def _train(config, dtype, run, batch_of):
     return tokens, 4 * tokens * config.num_attention_heads * config.head_dim
 
 
+def _adapter(run, config, dtype, region):
+    """The Adapter of a run with [lora], else None."""
+    if run.lora is None:
+        return None
+    lora = run.lora
+    if lora.init is not None:
+        lora = adapter_of_run(lora, config, dtype, run.model, run.seed).lora
+    return Adapter(config, lora, dtype, region=region)
+
+
 def _generate(planner, dtype, run, prompts):
     """Let the engine's largest step reserve its activations."""
     config, engine = planner.config, run.engine
     model = Transformer(config, Weights(config, dtype, region=SHARED))
+    model.adapter = _adapter(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     if not planner.on_gpu:
         seqs = min(seqs, run.train.num_generations * len(prompts))
@@ -241,7 +256,7 @@ LARGEST_BATCH = {"sft": _largest_sft_batch, "grpo": _largest_grpo_batch}
 
 
 def _switches(run, on_gpu, model_dtype):
-    """(switch as one would write it, {section: {key: value}}) of what may save memory."""
+    """(switch as one would write it, {section: {key: value}, or "lora": LoraConfig}) of what may save memory."""
     train, found = run.train, []
 
     def add(section, **keys):
@@ -249,6 +264,8 @@ def _switches(run, on_gpu, model_dtype):
         found.append((text, {section: keys}))
 
     dtype = train.dtype or (model_dtype if on_gpu else "float32")
+    if run.lora is None:
+        found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
     if not train.gradient_checkpointing:
         add("train", gradient_checkpointing=True)
     for optim in ("adamw_bf16", "adamw_8bit"):
@@ -269,7 +286,7 @@ def _switches(run, on_gpu, model_dtype):
     for name in ("max_completion_length", "max_length"):
         if getattr(train, name, None) and getattr(train, name) > 1:
             add("train", **{name: getattr(train, name) // 2})
-    if getattr(train, "beta", 0):
+    if getattr(train, "beta", 0) and run.lora is None:
         add("train", beta=0.0)
     if hasattr(train, "num_generations") and on_gpu:
         add("engine", gpu_memory_utilization=round(run.engine.gpu_memory_utilization / 2, 3))

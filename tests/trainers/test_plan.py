@@ -9,6 +9,7 @@ import pytest
 
 from rlnumba import cli
 from rlnumba.config import to_toml
+from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import UserError
 from rlnumba.model import layers, transformer
 from rlnumba.model.config import ModelConfig
@@ -73,6 +74,13 @@ def test_sft_takes_what_was_planned(tmp_path, options):
 @pytest.mark.parametrize("options", [{}, {"beta": 0.04, "gradient_checkpointing": True, "num_iterations": 2}], ids=str)
 def test_grpo_takes_what_was_planned(tmp_path, options):
     assert_planned("grpo", grpo_run(tmp_path / "run", max_steps=4, **options), run_grpo)
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_run_with_an_adapter_takes_what_was_planned(tmp_path, kind):
+    run = sft_run(tmp_path / "run", max_steps=3) if kind == "sft" else grpo_run(tmp_path / "run", max_steps=3, beta=0.1)
+    run = dataclasses.replace(run, lora=LoraConfig(r=4))
+    assert_planned(kind, run, run_sft if kind == "sft" else run_grpo)
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

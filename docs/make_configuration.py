@@ -8,6 +8,7 @@ from rlnumba.config import (
     DataConfig,
     EngineConfig,
     GRPOConfig,
+    LoraConfig,
     RewardConfig,
     RewardsConfig,
     Run,
@@ -124,8 +125,7 @@ def reference():
     parts = [HEADER]
     blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
-    blocks += [("[train]: reward", RewardConfig)]
-    blocks += [("[engine]", EngineConfig)]
+    blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

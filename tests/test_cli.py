@@ -560,3 +560,52 @@ def test_streams_that_are_closed_or_full(tmp_path):
         ended = subprocess.run(f"{sys.executable} -m rlnumba {arguments}", shell=True, capture_output=True)
         assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (code, b"", message)
     assert (tmp_path / "out.jsonl").exists()
+
+
+ADAPTER = str(Path(__file__).parent / "golden" / "lora" / "all_linear" / "final")
+TEXT = [{"prompt": "what is 3+4? ", "completion": "3+4=7."}]
+
+
+def test_an_adapter_is_a_model(tmp_path, capsys):
+    """generate, score and check take its folder; the base is named by the file or by --base."""
+    ids = [{"token_ids": c["token_ids"]} for c in score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)]
+    scored = score(tmp_path, ids, "--base", MODEL, model=ADAPTER)[0]["logprobs"]
+    plain = score(tmp_path, ids)[0]["logprobs"]
+    assert scored != plain
+    rows = generate(tmp_path, [{"prompt": "what is 3+4? "}], "--base", MODEL, "--temperature", "0", model=ADAPTER)
+    assert rows[0]["completions"][0]["text"]
+    assert cli.run(["check", "--model", ADAPTER, "--base", MODEL, "--max-tokens", "6"]) == 0
+    assert "first differing operator   none" in capsys.readouterr().out
+
+
+def test_merge(tmp_path, fails):
+    merged = tmp_path / "merged"
+    assert cli.run(["merge", "--model", MODEL, "--adapter", ADAPTER, "--output", str(merged)]) == 0
+    assert not (merged / "adapter_config.json").exists()
+    (adapted,) = score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)
+    (whole,) = score(tmp_path, TEXT, model=str(merged))
+    np.testing.assert_allclose(whole["logprobs"][1:], adapted["logprobs"][1:], atol=2e-5)
+    half = tmp_path / "half"
+    command = ["merge", "--model", MODEL, "--adapter", ADAPTER, "--output"]
+    assert cli.run([*command, str(half), "--dtype", "bfloat16"]) == 0
+    assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    fails(1, f"{MODEL} is the folder of the base", *command, MODEL)
+    fails(1, f"{ADAPTER} is the folder of the adapter", *command, ADAPTER)
+    fails(1, f"{MODEL} has no adapter_config.json", "merge", "--model", MODEL, "--adapter", MODEL, "--output", half)
+    fails(1, f"{ADAPTER} is an adapter folder", "merge", "--model", ADAPTER, "--adapter", ADAPTER, "--output", half)
+    other = Path(MODEL).parent / "models" / "qwen3_tied"
+    command[2] = str(other)
+    fails(1, "the adapter does not fit its base", *command, tmp_path / "none")
+
+
+def test_adapters_that_cannot_be_opened(tmp_path, fails):
+    prompts, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    command = ["generate", "--prompts", prompts, "--output", output, "--model"]
+    fails(1, "not an adapter folder, so it has no base", *command, MODEL, "--base", MODEL)
+    fails(1, "no such model folder", *command, ADAPTER, "--base", tmp_path / "gone" / "base")
+    lonely = tmp_path / "adapter"
+    lonely.mkdir()
+    (lonely / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    fails(1, "names no base_model_name_or_path", *command, lonely)
+    fails(1, "target_modules must be a string or a list of strings", *command, lonely, "--base", MODEL)
+    assert not output.exists()

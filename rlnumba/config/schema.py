@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import REQUIRED, Section, key
+from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
 
@@ -148,3 +149,4 @@ class Run:
     data: DataConfig
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoraConfig | None = None

@@ -353,7 +353,7 @@ class Engine:
         """How many blocks fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
-        own = self.model.weights.flat.nbytes + self.runner.arena.peak + workspace
+        own = self.model.nbytes + self.runner.arena.peak + workspace
         share = int(total * self.config.gpu_memory_utilization)
         room = min(share - own, free - GPU_MARGIN_BYTES)
         num_blocks = room // self.runner.block_bytes

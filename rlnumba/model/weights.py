@@ -63,6 +63,10 @@ LayerWeights = namedtuple(
 )
 
 
+# In place of a layer's gradients where its weights are not trained.
+NOT_TRAINED = LayerWeights(*[None] * len(LayerWeights._fields))
+
+
 def parameters(config):
     """Every Parameter of a model, in the order of the flat buffer: what decays first."""
     D, E, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
@@ -114,7 +118,9 @@ class Weights:
         self.dtype = device.dtype(dtype)
         self.parameters = parameters(config)
         last = self.parameters[-1]
-        self.flat = device.xp().zeros(last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT, dtype=self.dtype)
+        size = last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT
+        with memory.allocating(region, size * self.dtype.itemsize):
+            self.flat = device.xp().zeros(size, dtype=self.dtype)
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
@@ -201,17 +207,17 @@ def load_weights(folder, config, dtype=None, heads=None):
     found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
     problems = []
     if missing := [name for name in expected if name not in found]:
-        problems.append(f"missing tensors: {_listed(missing)}")
+        problems.append(f"missing tensors: {listed(missing)}")
     if extra := sorted(found - expected.keys()):
-        problems.append(f"tensors that {config.model_type} does not have: {_listed(extra)}")
+        problems.append(f"tensors that {config.model_type} does not have: {listed(extra)}")
     shapes = {name: files[name].shape for name in expected if name in found}
     wrong = [f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
     if wrong:
-        problems.append(f"wrong shapes: {_listed(wrong)}")
+        problems.append(f"wrong shapes: {listed(wrong)}")
     if problems:
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
-        _check_dtype(name, files[name])
+        check_dtype(name, files[name])
     weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype)
     for source, view in weights.tensors():
         if source in expected:
@@ -238,7 +244,8 @@ def _open_checkpoint(folder):
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def _check_dtype(name, stored):
+def check_dtype(name, stored):
+    """Raise UserError unless a Stored tensor has one of DTYPES."""
     if stored.dtype not in DTYPES:
         raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype} (supported: {', '.join(DTYPES)})")
 
@@ -250,14 +257,14 @@ def _drop_tied_head(files):
     if embedding not in files:
         raise UserError(f"{path}: tie_word_embeddings is true, but {head} is there and {embedding} is not")
     for name in (head, embedding):
-        _check_dtype(name, files[name])
+        check_dtype(name, files[name])
     same = files[head].shape == files[embedding].shape
     if not same or not np.array_equal(files[head].read(), files[embedding].read()):
         raise UserError(f"{path}: tie_word_embeddings is true, but {head} differs from {embedding}")
     del files[head]
 
 
-def _listed(items, limit=16):
+def listed(items, limit=16):
     """The first few of a list, and how many more there are."""
     shown = ", ".join(str(item) for item in items[:limit])
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

@@ -22,6 +22,7 @@ from rlnumba.model.heads import (
     value_head_backward,
     value_head_forward,
 )
+from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, signals
@@ -65,16 +66,18 @@ class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits; seed: of the optimizer's stochastic rounding.
+    temperature: divides the logits; seed: of dropout and of the optimizer's stochastic rounding. A model with an
+    adapter trains that alone.
     """
 
     def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
-        self.grads = model.weights.grads()
+        self.seed, self.micro_batch = seed, 0
+        self.grads = model.trained.grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
-        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits, **kept, seed=seed)
+        self.optimizer = Optimizer(model.trained, self.grads, **moments, **limits, **kept, seed=seed)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
@@ -93,9 +96,23 @@ class Policy:
         with self.scope():
             self._forward(model or self.model, batch, None, logprobs, entropy, top1)
 
+    @property
+    def has_dropout(self):
+        """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
+        return self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
+
+    def _tape(self):
+        """A Tape for the next micro-batch of the optimizer step."""
+        dropout = None
+        if self.has_dropout:
+            step = self.optimizer.steps + self.optimizer.skipped_steps
+            dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
+        self.micro_batch += 1
+        return Tape(self.train.gradient_checkpointing, dropout)
+
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
 
     def _forward(self, model, batch, tape, *outputs):
@@ -115,7 +132,7 @@ class Policy:
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         hidden = self._hidden(self.model, batch, tape)
         dhidden = lm_head_forward_backward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
@@ -147,6 +164,7 @@ class Policy:
     def zero_grad(self):
         """Set the gradients to zero."""
         self.optimizer.zero_grad()
+        self.micro_batch = 0
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):

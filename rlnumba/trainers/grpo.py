@@ -199,7 +199,7 @@ def train_step(policy, micro_batches, learning_rate):
         of_all = entropies.entropies_of(policy, micro_batches)
         kept = entropies.high_entropy_mask(of_all, mask, train.top_entropy_quantile)
         num_kept = int(kept.sum())
-    gradient_is_known = sampler_is_exact(train) and not selects and coef == 0
+    gradient_is_known = sampler_is_exact(train) and not policy.has_dropout and not selects and coef == 0
     # On the device until the step is done, so that no micro-batch waits for the host.
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)

@@ -197,6 +197,7 @@ def linear_logp_backward(
             of_rows = ids[batch], temperature, lse[batch], dlogp[batch]
             logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *of_entropy)
             linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
-            linear_backward_weight(dlogits, h, dweight[chunk])
+            if dweight is not None:
+                linear_backward_weight(dlogits, h, dweight[chunk])
         if not is_float32:
             cast(sums, dhidden[batch])

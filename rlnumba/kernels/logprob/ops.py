@@ -49,9 +49,9 @@ def linear_logp_backward(
     """The gradient of linear_logp: dhidden =, dweight +=. The logits are computed again.
 
     hidden, weight, ids, temperature as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden (N, D) of
-    hidden's dtype; dweight (V, D) float32. entropy as linear_logp wrote it and dentropy (N,) float32, the loss's
-    derivatives by the entropies, or both None. The gradient of the logits is rounded to hidden's dtype. Rows with dlogp
-    and dentropy 0 give 0. Raises ValueError as linear_logp.
+    hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp wrote it and
+    dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient of the logits is rounded
+    to hidden's dtype. Rows with dlogp and dentropy 0 give 0. Raises ValueError as linear_logp.
     """
     rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
@@ -92,7 +92,7 @@ def linear_logp_with_gradient(
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
     if _implementation(hidden, weight) is chunked:
         linear_logp(hidden, weight, ids, temperature, *outputs)
-        if not accumulate:
+        if not accumulate and dweight is not None:
             fill(0.0, dweight)
         linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
         return
@@ -111,7 +111,7 @@ def linear_logp_with_gradient(
     # The form that allocates more runs first, so that the pool can reuse its memory for the other.
     rows_at_once, _ = logprob_sm90.one_pass_shape(hidden.shape[1], vocabulary)
     _run_on_rows(one_pass, has_id & has_gradient, (hidden, ids, dlogp), (*outputs, dhidden), rows_at_once)
-    if not accumulate:
+    if not accumulate and dweight is not None:
         fill(0.0, dweight)
     rows_at_once = logprob_sm90.forward_rows(vocabulary)
     _run_on_rows(forward, has_id & ~has_gradient, (hidden, ids), outputs, rows_at_once, clear=False)
@@ -192,7 +192,8 @@ def _check_outputs(op, rows, logp, lse, entropy, top1):
 def _check_gradients(op, hidden, weight, dlogp, dhidden, dweight):
     check(op, "dlogp", dlogp, (hidden.shape[0],), F32)
     check(op, "dhidden", dhidden, hidden.shape, (hidden.dtype,))
-    check(op, "dweight", dweight, weight.shape, F32)
+    if dweight is not None:
+        check(op, "dweight", dweight, weight.shape, F32)
 
 
 def logp_ref(logits, ids, temperature=1.0):

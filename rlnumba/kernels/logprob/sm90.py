@@ -167,7 +167,8 @@ def linear_logp_backward(
             of_rows = ids[rows], lse[rows], dlogp[rows], *of_entropy
             _launch(config, h, part, dz, temperature, *of_rows, first_id=chunk.start)
             gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
-            gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
+            if dweight is not None:
+                gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
         cast(sums, dhidden[rows])
 
 
@@ -249,4 +250,5 @@ def linear_logp_with_gradient(
         partials = all_partials[: -(-rounds // split_rounds) * padded]
         _launch(split_config, dz, weight, partials, split_rounds=split_rounds)
         launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, row_factors, dhidden[rows], pdl=ALWAYS)
-        gemm(dz, scaled_hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)
+        if dweight is not None:
+            gemm(dz, scaled_hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

@@ -382,8 +382,11 @@ def _trainer(kind, purpose, files):
             click.echo(to_toml(run), nl=False)
             return
         _log_device()
+        from rlnumba.trainers.plan import advise
+
         train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-        train(run, resume_step or resume)
+        with advise(kind, run):
+            train(run, resume_step or resume)
 
 
 SFT = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
@@ -444,6 +447,48 @@ def check(model, base, dtype, temperature, max_tokens, seed):
     click.echo(f"GEMM backend               {gemm.describe(transformer.dtype)}")
     if found.operator and gemm.backend() != "cublas":
         raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
+
+
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="--config RUN.toml [OPTIONS]",
+)
+@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
+@click.option(
+    "--trainer", help="Whose file it is. Default: the first of sft, grpo, ... that reads it without an error."
+)
+@click.option("--gpu-memory", type=ABOVE_0, metavar="GIB", help="Plan for a GPU of this size. Default: this machine's.")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+def plan(config, trainer, gpu_memory, overrides):
+    """Print the memory that a run will take, by region, and which switch would save how much.
+
+    Reads config.json, the tokenizer and the data, and loads no weights; every key of the file is also an option.
+    """
+    from rlnumba.trainers.plan import Planner, describe
+
+    kind, run = _run_of_any_trainer(config, trainer, parse_overrides(overrides))
+    on_gpu = gpu_memory is not None or device.name() == "cuda"
+    total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
+    planner = Planner(kind, run, on_gpu, total)
+    found = planner.plan()
+    click.echo(f"{kind} of {run.model} on {'a GPU' if on_gpu else 'the cpu device'}")
+    click.echo("\n".join(describe(planner, found)))
+
+
+def _run_of_any_trainer(config, trainer, overrides):
+    """(trainer, Run) of the trainer named, or of the first that reads the files; if none does, the last ConfigError."""
+    from rlnumba.config import load_run
+    from rlnumba.config.runs import RUNS
+
+    if trainer is not None and trainer not in RUNS:
+        raise ConfigError(f"--trainer: must be one of {', '.join(RUNS)}, got {trainer!r}")
+    problem = None
+    for kind in RUNS if trainer is None else (trainer,):
+        try:
+            return kind, load_run(kind, config, overrides)
+        except ConfigError as error:
+            problem = error
+    raise problem
 
 
 @cli.command()

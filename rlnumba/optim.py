@@ -86,9 +86,14 @@ class Optimizer:
             raise ConfigError(f"train.master_weights = false needs bfloat16 or float32 weights, got {dtype}")
         self.is_rounded_at_random = optim == "adamw_bf16" or (dtype == BF16 and not master_weights)
         size, empty = weights.flat.shape[0], empty_pinned if offload else device.xp().empty
-        self.state = {name: empty(-(-size // each), kind) for name, (kind, each) in self.layout.items()}
+        region = "host" if offload else "moments"
+        self.state = {}
+        for name, (kind, each) in self.layout.items():
+            count = -(-size // each)
+            with memory.allocating(region, count * kind.itemsize):
+                self.state[name] = empty(count, kind)
         self._sum = device.xp().zeros(1, np.float32)
-        _track(self, "host" if offload else "moments", self.state)
+        _track(self, region, self.state)
         self._lanes = []
         if offload and device.name() == "cuda":
             self._lanes = [_Lane(self.layout, min(CHUNK, size)) for _ in range(STREAMS)]
@@ -221,7 +226,7 @@ def _copy(source, target, nbytes, stream):
 def empty_pinned(size, dtype):
     """A NumPy array (size,) of page-locked memory on the GPU's machine, which copies reach at full speed; else any."""
     if device.name() != "cuda":
-        return np.empty(size, dtype)
+        return device.xp().empty(size, dtype)
     from cupy.cuda import PinnedMemory, PinnedMemoryPointer
 
     nbytes = size * dtype.itemsize

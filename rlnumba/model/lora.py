@@ -370,30 +370,38 @@ def save_adapter(adapter, folder, heads=None):
     write_tensors(folder / TENSORS, tensors, {"format": "pt"})
 
 
+def lora_of_run(lora, config):
+    """The LoraConfig of a run's adapter: the section, or the keys of lora.init's adapter, but for lora_dropout not 0.
+
+    Raises ConfigError for a key of the section that is set to another value than lora.init's.
+    """
+    if lora.init is None:
+        return lora
+    path, default = Path(lora.init) / CONFIG, LoraConfig()
+    if not path.exists():
+        raise UserError(f"lora.init: {path}: no such file")
+    found = LoraConfig(**_lora_keys(read_adapter_config(lora.init)[0], config, path))
+    given = replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
+    for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
+        wanted, has = getattr(given, key), getattr(found, key)
+        if getattr(lora, key) != getattr(default, key) and wanted != has:
+            raise ConfigError(f"lora.{key} is {wanted}, but that of the adapter {lora.init} is {has}")
+    return replace(found, lora_dropout=lora.lora_dropout or found.lora_dropout)
+
+
 def adapter_of_run(lora, weights, dtype, base, seed):
     """The Adapter that a run with this [lora] section starts from: a new one, or that of lora.init.
 
-    weights: of the base; a new score head is theirs.
-
-    The keys of lora.init's adapter hold; ConfigError for a key of the section that is set to another value, but for
-    lora_dropout, which is the section's where it is not 0.
+    weights: of the base; a score head that lora.init does not have is theirs. Raises as lora_of_run and load_adapter.
     """
-    config = weights.config
-    if lora.init is None:
-        adapter = Adapter.new(config, lora, dtype, base, seed)
-        if adapter.score is not None:
-            cast(weights.score, adapter.score)
+    settings = lora_of_run(lora, weights.config)
+    if lora.init is not None:
+        adapter = load_adapter(lora.init, weights, dtype, base)
+        adapter.lora = settings
         return adapter
-    if not (Path(lora.init) / CONFIG).exists():
-        raise UserError(f"lora.init: {Path(lora.init) / CONFIG}: no such file")
-    adapter, default = load_adapter(lora.init, weights, dtype, base), LoraConfig()
-    given = replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
-    for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
-        wanted, has = getattr(given, key), getattr(adapter.lora, key)
-        if getattr(lora, key) != getattr(default, key) and wanted != has:
-            raise ConfigError(f"lora.{key} is {wanted}, but that of the adapter {lora.init} is {has}")
-    if lora.lora_dropout:
-        adapter.lora = replace(adapter.lora, lora_dropout=lora.lora_dropout)
+    adapter = Adapter.new(weights.config, settings, dtype, base, seed)
+    if adapter.score is not None:
+        cast(weights.score, adapter.score)
     return adapter
 
 

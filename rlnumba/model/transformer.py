@@ -271,10 +271,10 @@ def check_finite(logprobs):
         raise UserError("the model's log-probs are not finite: its weights hold NaN, or values too large for the dtype")
 
 
-def find_model(path_or_hub_id):
+def find_model(path_or_hub_id, weights=True):
     """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if it is not cached.
 
-    Raises UserError if it is neither, or cannot be downloaded.
+    weights: whether *.safetensors are needed. Raises UserError if it is neither, or cannot be downloaded.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -288,7 +288,7 @@ def find_model(path_or_hub_id):
     except ImportError:
         remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
         raise UserError(f"{name}: no such folder; {remedy}") from None
-    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
@@ -352,7 +352,7 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
 
 
 def host_copy(model):
-    """A copy of a model, for save_model alone, whose weights are on the host and do not change with the model's."""
+    """A copy of a model, for save_model alone, of which what is saved is on the host and does not change any more."""
     copied = copy.copy(model)
     if model.adapter is None:
         copied.weights = model.weights.host_copy()

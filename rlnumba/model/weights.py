@@ -118,7 +118,9 @@ class Weights:
         self.dtype = device.dtype(dtype)
         self.parameters = parameters(config)
         last = self.parameters[-1]
-        self.flat = device.xp().zeros(last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT, dtype=self.dtype)
+        size = last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT
+        with memory.allocating(region, size * self.dtype.itemsize):
+            self.flat = device.xp().zeros(size, dtype=self.dtype)
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)

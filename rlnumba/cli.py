@@ -1,9 +1,10 @@
 """The command line: `rlnumba [--device auto|cuda|sim|cpu] [--gemm auto|native|cublas] [--debug] COMMAND ...`.
 
 Exit codes: 0 success; 1 a failure; 2 a wrong option, key or value; 128 + n for signal n, as in a shell (130 Ctrl-C,
-143 SIGTERM). A failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go
-to the files named, progress to stderr. All input of a command is validated before the model's weights are read. Slow
-imports are inside the commands, so that --help and a wrong option are answered at once.
+143 SIGTERM); a trainer first writes a checkpoint of its last complete step, and a second signal ends it at once. A
+failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go to the files
+named, progress to stderr. All input of a command is validated before the model's weights are read. Slow imports are
+inside the commands, so that --help and a wrong option are answered at once.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -20,53 +20,35 @@ from pathlib import Path
 import click
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(min=0, min_open=True, max=1)
+PENALTY = click.FloatRange(min=-2, max=2)
 # Options of several commands.
 MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id, of a model or a PEFT adapter.")
 BASE = click.option("--base", help="Of an adapter; default: its base_model_name_or_path.")
 DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 
-# The signal that ends the command, once one has arrived, and the exception that it raised.
-_signal = _signal_error = None
+# The exception that a signal raised.
+_signal_error = None
 
 
 def main(arguments=None):
     """Runs the command line and exits the process."""
     if sys.stderr is None:  # closed by the parent process
         sys.stderr = open(os.devnull, "w")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _on_signal)
-    sys.unraisablehook = _unraisable
+    signals.install()
     code = run(sys.argv[1:] if arguments is None else arguments)
-    if _signal is not None:
+    if signals.received() is not None:
         # Code that the signal interrupted, such as the compiler, may crash while Python is finalized.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, AttributeError):
                 stream.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _on_signal(number, frame):
-    """Unwinds the command, so that it leaves no half-written file."""
-    global _signal
-    _signal = signal.Signals(number)
-    raise KeyboardInterrupt
-
-
-def _unraisable(unraisable):
-    """sys.unraisablehook: a signal that arrived in a callback of the compiler, where it is lost, is sent again."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        # After a delay: an exception raised from here would be lost as well.
-        threading.Timer(0.05, os.kill, (os.getpid(), _signal)).start()
-    elif _signal is None:
-        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments):
@@ -101,11 +83,12 @@ def run(arguments):
 
 def _fail(error, message, code, arguments):
     global _signal_error
-    if _signal is not None:
+    number = signals.received()
+    if number is not None:
         # Keeps the frames of the traceback alive: freeing the compiler's objects may crash.
         _signal_error = error
-        message = "interrupted" if _signal == signal.SIGINT else f"ended by {_signal.name}"
-        code = 128 + _signal
+        message = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+        code = 128 + number
     if "--debug" in arguments:
         traceback.print_exception(error)
     clear = "\r\033[K" if sys.stderr.isatty() else ""  # erases a progress line
@@ -246,6 +229,11 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--top-p", type=SHARE, default=1.0, help="1 is off.")
 @click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, help="0 is off.")
 @click.option("--repetition-penalty", type=ABOVE_0, default=1.0, help="Above 1: tokens seen become less likely.")
+@click.option("--presence-penalty", type=PENALTY, default=0.0, help="Subtracted from logits of drawn tokens.")
+@click.option("--frequency-penalty", type=PENALTY, default=0.0, help="The same for each time that a token occurred.")
+@click.option("--min-tokens", type=click.IntRange(min=0), default=0, help="No stop before so many tokens.")
+@click.option("--stop", multiple=True, help="A string that ends a completion, cut from its text; may be repeated.")
+@click.option("--stop-token-ids", type=int, multiple=True, help="A token id that does; may be repeated.")
 @SEED
 @click.option("--n", type=POSITIVE, default=1, help="Completions of each prompt.")
 @DTYPE
@@ -284,7 +272,7 @@ def generate(model, base, prompts, output, dtype, **options):
             return encode_prompt(tokenizer, row["prompt"])
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
-        llm = LLM(load_model(folder, dtype, base), tokenizer, engine)
+        llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
         progress = _Progress()
         try:
             outputs = llm.generate(ids, params, progress.generated)
@@ -306,11 +294,13 @@ def generate(model, base, prompts, output, dtype, **options):
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
 def score(model, base, source, output, dtype, temperature):
-    """Compute the log-prob of every token given those before it, with the training forward.
+    """Compute the log-prob of every token given those before it, with the training forward; or a reward model's score.
 
-    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
+    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null. With a model that `rlnumba
+    reward` trained, or another for sequence classification, it writes {"token_ids", "score"}; EOS is then appended to
+    a text that lacks it, as in training.
     """
-    from rlnumba.data import encode_pair
+    from rlnumba.data import encode_pair, encode_scored
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
@@ -318,20 +308,32 @@ def score(model, base, source, output, dtype, temperature):
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     with replacing(output) as file:
         rows = _read_rows(source, "token_ids", completion=True)
+        from rlnumba.model.config import LM_HEAD, SCORE_HEAD
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
+        classifies = config.heads == SCORE_HEAD
+        if classifies and temperature != 1.0:
+            raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
 
         def encode(row):
+            if classifies:
+                return encode_scored(tokenizer, row["prompt"], row["completion"], config.eos_token_ids)
             return encode_pair(tokenizer, row["prompt"], row["completion"])[0]
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
-        transformer = load_model(folder, dtype, base)
+        transformer = load_model(folder, dtype, SCORE_HEAD if classifies else LM_HEAD, base=base)
         progress = _Progress()
-        scored = _score_all(transformer, sequences, temperature or 1.0, progress)
-        for ids, logprobs in zip(sequences, scored, strict=True):
-            file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
+        if classifies:
+            from rlnumba.model.sequence_score import score_sequences
+
+            for ids, value in zip(sequences, score_sequences(transformer, sequences).tolist(), strict=True):
+                file.write(to_line({"token_ids": ids, "score": value}))
+        else:
+            scored = _score_all(transformer, sequences, temperature or 1.0, progress)
+            for ids, logprobs in zip(sequences, scored, strict=True):
+                file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
@@ -392,6 +394,8 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
+_trainer("reward", REWARD, "metrics.jsonl")
 
 
 def parse_overrides(arguments):
@@ -433,7 +437,7 @@ def check(model, base, dtype, temperature, max_tokens, seed):
     from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.model.transformer import load_model
 
-    transformer = load_model(model, dtype, base)
+    transformer = load_model(model, dtype, base=base)
     progress = _Progress()
     found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
     progress.end(f"checked in {time.monotonic() - progress.started:.1f} s")
@@ -510,7 +514,7 @@ def merge(model, adapter, output, dtype):
         raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
     make_folder(output)
     _, _, config, tokenizer = _open(adapter, model)
-    transformer = load_model(adapter_folder, "float32", folder)
+    transformer = load_model(adapter_folder, "float32", base=folder)
     merge_weights(transformer.weights, transformer.adapter)
     save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
     click.echo(f"{adapter_folder} merged into {folder} -> {output}", err=True)

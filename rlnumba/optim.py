@@ -170,7 +170,7 @@ class Optimizer:
     def state_dict(self):
         """What a resumed run restores: optim, NumPy arrays of the state (m, v, ..., master), and the counters."""
         device.synchronize()
-        arrays = {key: np.array(array if self.offload else device.to_host(array)) for key, array in self.state.items()}
+        arrays = {key: np.array(a) if self.offload else device.host_copy(a) for key, a in self.state.items()}
         return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state):

@@ -44,7 +44,9 @@ class RewardsConfig(Section):
 
     section = "rewards"
     funcs: list[str] = key(
-        [], 'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"'
+        [],
+        'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"; the '
+        "folder of a reward model (docs/reward.md).",
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
@@ -124,6 +126,7 @@ class TrainConfig(Section):
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
+    save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)

@@ -11,6 +11,7 @@ multiple of COLUMNS by zero rows of A, zero columns of B. Entries that are zero 
 An adapter's folder is PEFT's: adapter_config.json and adapter_model.safetensors, a tensor for each A and B.
 """
 
+import copy
 import json
 import math
 import re
@@ -179,6 +180,12 @@ class Adapter:
     def grads(self):
         """Gradients: zeros of float32 in the same layout."""
         return Adapter(self.config, self.lora, "float32", region="grads")
+
+    def host_copy(self):
+        """A copy on the host, for save_adapter alone."""
+        copied = copy.copy(self)
+        copied.flat = device.host_copy(self.flat)
+        return copied
 
     def zero_outside_blocks(self):
         """Set what is in no block of a B to zero."""

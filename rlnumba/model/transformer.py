@@ -21,7 +21,7 @@ from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tok
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model import layers
-from rlnumba.model.config import ModelConfig, read_json
+from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
 from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
 from rlnumba.model.lora import Dropout, LoraContext, is_adapter, load_adapter, read_adapter_config, save_adapter
 from rlnumba.model.weights import NOT_TRAINED, load_weights, save_weights, write_json
@@ -56,8 +56,8 @@ class Transformer:
     """
 
     def __init__(self, config, weights, generation_config=None, adapter=None):
-        self.config, self.weights, self.dtype, self.lm_head = config, weights, weights.dtype, weights.lm_head
-        self.adapter = adapter
+        self.config, self.weights, self.dtype, self.adapter = config, weights, weights.dtype, adapter
+        self.lm_head, self.score = weights.lm_head, weights.score
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
@@ -309,29 +309,48 @@ def find_base(path_or_hub_id, base=None):
     return find_model(base), folder
 
 
-def load_model(path_or_hub_id, dtype=None, base=None):
+def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None):
     """A Transformer from a Hugging Face folder or hub id, or from those of an adapter, with its base.
 
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
-    has no other (ConfigError). base: as find_base takes it. Raises UserError naming the file, key or tensor at fault.
+    has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
+    seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). base: as
+    find_base takes it. Raises UserError naming the file, key or tensor at fault, or a folder without a language-model
+    head where one is wanted.
     """
     folder, adapter_folder = find_base(path_or_hub_id, base)
     config = ModelConfig.from_folder(folder)
+    if "lm" in heads and "lm" not in config.heads:
+        raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
     on_cpu = device.name() == "cpu"
     if on_cpu and dtype not in (None, "float32"):
         raise ConfigError(f"dtype {dtype}: the cpu device computes in float32 only")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     dtype = dtype or ("float32" if on_cpu else config.dtype)
+    weights = load_weights(folder, config, dtype, heads)
+    if "score" in heads and "score" not in config.heads:
+        weights.init_score(head_init, seed)
     adapter = None if adapter_folder is None else load_adapter(adapter_folder, config, dtype, str(folder))
-    return Transformer(config, load_weights(folder, config, dtype), generation_config, adapter)
+    return Transformer(weights.config, weights, generation_config, adapter)
 
 
-def save_model(model, folder, tokenizer=None, dtype=None):
+def host_copy(model):
+    """A copy of a model, for save_model alone, of which what is saved is on the host and does not change any more."""
+    copied = copy.copy(model)
+    if model.adapter is None:
+        copied.weights = model.weights.host_copy()
+    else:
+        copied.adapter = model.adapter.host_copy()
+    return copied
+
+
+def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
     """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
     *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
 
-    Of a model with an adapter, PEFT's folder of the adapter instead.
+    heads: those that are written, by default all; with both, transformers loads the causal language model. Of a model
+    with an adapter, PEFT's folder of the adapter is written instead.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -340,11 +359,11 @@ def save_model(model, folder, tokenizer=None, dtype=None):
         if tokenizer is not None:
             tokenizer.save(folder)
         return
-    config = replace(model.config, dtype=dtype or model.dtype.name)
+    config = replace(model.config, dtype=dtype or model.dtype.name, heads=heads or model.config.heads)
     write_json(folder / "config.json", config.to_dict())
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kept = {key: value for key, value in ids.items() if value is not None}
     write_json(folder / "generation_config.json", {**model.generation_config, **kept})
     if tokenizer is not None:
         tokenizer.save(folder)
-    save_weights(model.weights, folder, config.dtype)
+    save_weights(model.weights, folder, config.dtype, config.heads)

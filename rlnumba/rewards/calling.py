@@ -45,12 +45,23 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class ModelReward:
+    """A model as a reward, called in the process that has the device and without a timeout.
+
+    name: for metrics. score(prompts, completions, columns): the values of B completions, a list of float; a failure
+    that a user can cause is a UserError.
+    """
+
+    def __init__(self, name, score):
+        self.__name__, self.score = name, score
+
+
 class Rewards:
     """The reward functions of a run.
 
-    functions: callables with TRL's signature. weights: one float each, or None for 1.0. timeout_s: seconds that one
-    call may take. errors: "raise" or "skip", see RewardsConfig.reward_errors. names: for metrics, or None for the
-    functions' own.
+    functions: callables with TRL's signature, or ModelRewards. weights: one float each, or None for 1.0. timeout_s:
+    seconds that one call may take. errors: "raise" or "skip", see RewardsConfig.reward_errors. names: for metrics, or
+    None for the functions' own.
     """
 
     def __init__(self, functions, weights=None, timeout_s=30.0, errors="raise", names=None):
@@ -104,7 +115,12 @@ class Rewards:
         results = {}
         coroutines = [function for function in self.functions if _is_async(function)]
         for k, function in enumerate(self.functions):
-            if function not in coroutines:
+            if isinstance(function, ModelReward):
+                try:
+                    results[k] = function.score(keywords["prompts"], keywords["completions"], keywords)
+                except UserError as error:
+                    results[k] = error
+            elif function not in coroutines:
                 results[k] = _call_with_timeout(lambda f=function: f(**_accepted_keywords(f, keywords)), self.timeout_s)
         awaited = iter(self._await_all(coroutines, keywords) if coroutines else ())
         return [results[k] if k in results else next(awaited) for k in range(len(self.functions))]

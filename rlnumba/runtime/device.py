@@ -125,6 +125,11 @@ def to_host(array):
     return xp().asnumpy(array) if name() == "cuda" else np.asarray(array)
 
 
+def host_copy(array):
+    """A copy, as a NumPy array, of an array of the device; synchronizes with the device."""
+    return xp().asnumpy(array) if name() == "cuda" else np.array(array)
+
+
 def synchronize():
     """Wait for all work submitted to the current stream."""
     if name() == "cuda":

@@ -15,11 +15,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import add, scale
-from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
+from rlnumba.model.heads import (
+    lm_head_backward,
+    lm_head_forward,
+    lm_head_forward_backward,
+    value_head_backward,
+    value_head_forward,
+)
 from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
 
@@ -28,8 +34,8 @@ from rlnumba.runtime.memory import Arena
 class TargetBatch:
     """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
 
-    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets;
-    target_ids (T,) i32.
+    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
+    whose values are computed; target_ids (T,) i32, None where only values are.
     """
 
     input_ids: object
@@ -48,6 +54,12 @@ class TargetBatch:
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
         return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
+
+    @staticmethod
+    def of_values(token_ids, lengths, rows):
+        """As `of`, for the values of positions `rows` (T,) i32 and no log-probs."""
+        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), device.asarray(rows), None)
 
 
 class Policy:
@@ -69,6 +81,8 @@ class Policy:
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
+        # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
+        self.loss_state = {}
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -107,10 +121,13 @@ class Policy:
         head = batch.rows, batch.target_ids, self.temperature
         return lm_head_forward(model, hidden, *head, self.arena, *outputs)
 
-    def backward(self, forward, dlogprobs):
-        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""
+    def backward(self, forward, dlogprobs, dentropy=None):
+        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
+
+        dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
+        """
         tape, head = forward
-        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena)
+        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena, dentropy)
         self._head_grad_is_zero = False
         self.model.backward(dhidden, tape, self.grads)
 
@@ -123,6 +140,22 @@ class Policy:
             logprobs, entropy, top1, accumulate=not self._head_grad_is_zero,
         )  # fmt: skip
         self._head_grad_is_zero = False
+        self.model.backward(dhidden, tape, self.grads)
+
+    def values(self, batch, values):
+        """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
+        with self.scope():
+            value_head_forward(self.model, self._hidden(self.model, batch), batch.rows, values)
+
+    def forward_values(self, batch, values):
+        """As `values`; returns what `backward_values` reads, inside the same scope."""
+        tape = Tape(self.train.gradient_checkpointing)
+        return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
+
+    def backward_values(self, forward, dvalues):
+        """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
+        tape, head = forward
+        dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
         self.model.backward(dhidden, tape, self.grads)
 
     def _hidden(self, model, batch, tape=None):
@@ -139,7 +172,9 @@ class Policy:
         """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
 
         It may return before the weights are written: a reader on another stream, as the engine, waits for this one.
+        From here on a signal waits until the trainer's loop calls signals.release, when the step is complete.
         """
+        signals.hold()
         metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
@@ -150,12 +185,14 @@ class Policy:
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reference": np.array(device.to_host(self.reference.weights.flat)) if moves else None,
+            "reference": device.host_copy(self.reference.weights.flat) if moves else None,
+            "loss": dict(self.loss_state),
         }
 
     def load_state_dict(self, state):
         """Restore what state_dict returned."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_state = dict(state.get("loss", {}))
         if self.reference is not None and state["reference"] is not None:
             self.reference.weights.flat[...] = device.asarray(state["reference"])
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.config import LM_HEAD
 from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model
@@ -10,20 +11,23 @@ from rlnumba.trainers.core import Policy
 from rlnumba.trainers.run_folder import log_kernels
 
 
-def load_policy(run, folder, reference=False, temperature=1.0):
+def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, head_init="zeros"):
     """(Policy, Tokenizer) of a run, the weights those of its RunFolder's checkpoint if there is one.
 
     With [lora], the policy is the run's `model` with an adapter, which alone is trained and saved.
     reference: whether the policy needs the log-probs of the run's `model` as it was before training; policy.reference
     is None otherwise. With [lora] it is the same model with the adapter switched off, and takes no memory.
-    temperature: divides the logits. Raises UserError for a folder that is damaged or does not fit.
+    temperature: divides the logits. heads, head_init: as in load_model, with the run's seed. Raises UserError for a
+    folder that is damaged or does not fit.
     """
     source, train = find_model(run.model), run.train
     if is_adapter(source):
         raise UserError(f"{source}: an adapter folder, not a model's; set lora.init to it, or merge it (rlnumba merge)")
     if run.lora is None:
-        model = load_model(_checkpoint(folder, False) or source, train.dtype)
+        model = load_model(_checkpoint(folder, False) or source, train.dtype, heads, head_init, run.seed)
     else:
+        if heads != LM_HEAD:
+            raise ConfigError("lora: a model that scores sequences is trained as a whole; leave [lora] out")
         if reference and train.sync_ref_model:
             raise ConfigError("train.sync_ref_model: with [lora] the reference is the model without its adapter")
         model = load_model(source, train.dtype)

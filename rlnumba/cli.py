@@ -466,7 +466,7 @@ def plan(config, trainer, gpu_memory, overrides):
     """
     from rlnumba.trainers.plan import Planner, describe
 
-    kind, run = _run_of_any_trainer(config, trainer, parse_overrides(overrides))
+    kind, run = run_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
     total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
     planner = Planner(kind, run, on_gpu, total)
@@ -475,7 +475,7 @@ def plan(config, trainer, gpu_memory, overrides):
     click.echo("\n".join(describe(planner, found)))
 
 
-def _run_of_any_trainer(config, trainer, overrides):
+def run_of_any_trainer(config, trainer, overrides):
     """(trainer, Run) of the trainer named, or of the first that reads the files; if none does, the last ConfigError."""
     from rlnumba.config import load_run
     from rlnumba.config.runs import RUNS

@@ -108,7 +108,8 @@ class Policy:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        return Tape(self.train.gradient_checkpointing, dropout)
+        kept = self.train.kept_activations
+        return Tape(kept == "minimal", dropout, selective=kept == "selective")
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""

@@ -8,6 +8,7 @@ from rlnumba.config import (
     DataConfig,
     EngineConfig,
     GRPOConfig,
+    LoraConfig,
     RewardConfig,
     RewardsConfig,
     Run,
@@ -72,6 +73,7 @@ names:
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
 | `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
+| `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
@@ -123,8 +125,7 @@ def reference():
     parts = [HEADER]
     blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
-    blocks += [("[train]: reward", RewardConfig)]
-    blocks += [("[engine]", EngineConfig)]
+    blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

@@ -256,12 +256,29 @@ def test_bad_rows_of_score(tmp_path, fails, rows, message):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_generate_stops_at_ids_and_strings(tmp_path):
+    free = generate(tmp_path, ROWS, "--seed", 3, "--ignore-eos", "--max-tokens", 30)[0]["completions"][0]
+    options = ("--seed", 3, "--ignore-eos", "--max-tokens", 30)
+    token, stop = free["token_ids"][4], free["text"][3:5]
+    by_id, by_text, late = (
+        generate(tmp_path, ROWS, *options, *more)[0]["completions"][0]
+        for more in (("--stop-token-ids", token), ("--stop", "no such", "--stop", stop), ("--min-tokens", 30))
+    )
+    assert by_id["token_ids"] == free["token_ids"][: free["token_ids"].index(token) + 1]
+    assert by_text["text"] == free["text"][: free["text"].index(stop)] and by_text["finish_reason"] == "stop"
+    assert by_text["token_ids"] == free["token_ids"][: len(by_text["token_ids"])]
+    assert late["token_ids"] == free["token_ids"]
+    penalised = generate(tmp_path, ROWS, *options, "--presence-penalty", 2, "--frequency-penalty", 2)
+    assert len(set(penalised[0]["completions"][0]["token_ids"])) > len(set(free["token_ids"]))
+
+
 @pytest.mark.parametrize(
     "option, value",
     [
         ("--temperature", "-1"), ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "x"),
         ("--top-p", "0"), ("--top-p", "1.5"), ("--top-k", "-2"), ("--min-p", "-0.1"), ("--max-tokens", "0"),
-        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"),
+        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"), ("--presence-penalty", "3"),
+        ("--frequency-penalty", "-2.1"), ("--min-tokens", "-1"), ("--min-tokens", "129"), ("--stop-token-ids", "-3"),
     ],
 )  # fmt: skip
 def test_bad_options_are_usage_errors(tmp_path, fails, option, value):
@@ -543,3 +560,52 @@ def test_streams_that_are_closed_or_full(tmp_path):
         ended = subprocess.run(f"{sys.executable} -m rlnumba {arguments}", shell=True, capture_output=True)
         assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (code, b"", message)
     assert (tmp_path / "out.jsonl").exists()
+
+
+ADAPTER = str(Path(__file__).parent / "golden" / "lora" / "all_linear" / "final")
+TEXT = [{"prompt": "what is 3+4? ", "completion": "3+4=7."}]
+
+
+def test_an_adapter_is_a_model(tmp_path, capsys):
+    """generate, score and check take its folder; the base is named by the file or by --base."""
+    ids = [{"token_ids": c["token_ids"]} for c in score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)]
+    scored = score(tmp_path, ids, "--base", MODEL, model=ADAPTER)[0]["logprobs"]
+    plain = score(tmp_path, ids)[0]["logprobs"]
+    assert scored != plain
+    rows = generate(tmp_path, [{"prompt": "what is 3+4? "}], "--base", MODEL, "--temperature", "0", model=ADAPTER)
+    assert rows[0]["completions"][0]["text"]
+    assert cli.run(["check", "--model", ADAPTER, "--base", MODEL, "--max-tokens", "6"]) == 0
+    assert "first differing operator   none" in capsys.readouterr().out
+
+
+def test_merge(tmp_path, fails):
+    merged = tmp_path / "merged"
+    assert cli.run(["merge", "--model", MODEL, "--adapter", ADAPTER, "--output", str(merged)]) == 0
+    assert not (merged / "adapter_config.json").exists()
+    (adapted,) = score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)
+    (whole,) = score(tmp_path, TEXT, model=str(merged))
+    np.testing.assert_allclose(whole["logprobs"][1:], adapted["logprobs"][1:], atol=2e-5)
+    half = tmp_path / "half"
+    command = ["merge", "--model", MODEL, "--adapter", ADAPTER, "--output"]
+    assert cli.run([*command, str(half), "--dtype", "bfloat16"]) == 0
+    assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    fails(1, f"{MODEL} is the folder of the base", *command, MODEL)
+    fails(1, f"{ADAPTER} is the folder of the adapter", *command, ADAPTER)
+    fails(1, f"{MODEL} has no adapter_config.json", "merge", "--model", MODEL, "--adapter", MODEL, "--output", half)
+    fails(1, f"{ADAPTER} is an adapter folder", "merge", "--model", ADAPTER, "--adapter", ADAPTER, "--output", half)
+    other = Path(MODEL).parent / "models" / "qwen3_tied"
+    command[2] = str(other)
+    fails(1, "the adapter does not fit its base", *command, tmp_path / "none")
+
+
+def test_adapters_that_cannot_be_opened(tmp_path, fails):
+    prompts, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    command = ["generate", "--prompts", prompts, "--output", output, "--model"]
+    fails(1, "not an adapter folder, so it has no base", *command, MODEL, "--base", MODEL)
+    fails(1, "no such model folder", *command, ADAPTER, "--base", tmp_path / "gone" / "base")
+    lonely = tmp_path / "adapter"
+    lonely.mkdir()
+    (lonely / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    fails(1, "names no base_model_name_or_path", *command, lonely)
+    fails(1, "target_modules must be a string or a list of strings", *command, lonely, "--base", MODEL)
+    assert not output.exists()

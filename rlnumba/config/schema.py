@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import REQUIRED, Section, key
+from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
 
@@ -95,6 +96,15 @@ class TrainConfig(Section):
     adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
     adam_beta2: float = key(0.999, "Decay of AdamW's second moment.", minimum=0, below=1)
     adam_epsilon: float = key(1e-8, "Added to the root of the second moment.", above=0)
+    optim: str = key(
+        "adamw_torch",
+        "AdamW, its moments float32; `adamw_bf16` (not TRL's): bfloat16, rounded stochastically; `adamw_8bit`: 8 bits "
+        "in blocks of 256 (arXiv 2110.02861). Accepted, too: `adamw_torch_fused`, `adamw`, `adamw_bnb_8bit`.",
+        choices=("adamw_torch", "adamw_bf16", "adamw_8bit"),
+        words={"adamw_torch_fused": "adamw_torch", "adamw": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"},
+    )
+    master_weights: bool = key(True, "16-bit weights have a float32 master; false: bfloat16, rounded stochastically.")
+    offload_optimizer: bool = key(False, "Keep moments and master in pinned host memory, streamed in each step.")
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
@@ -110,12 +120,15 @@ class TrainConfig(Section):
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
+    save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
 
     def __post_init__(self):
         super().__post_init__()
+        if self.dtype == "float16" and not self.master_weights:
+            raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 
@@ -136,3 +149,4 @@ class Run:
     data: DataConfig
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoraConfig | None = None

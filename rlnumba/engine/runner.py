@@ -15,7 +15,7 @@ from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.launch import pdl_scope
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
@@ -78,12 +78,25 @@ def step_arrays(step, table, block_size):
     arrays["position"] = table.length[sampled].astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
+    return arrays | penalty_arrays(table, sampled)
+
+
+def penalty_arrays(table, sampled):
+    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict."""
+    arrays, lengths, starts = {}, table.length[sampled], table.prompt_length[sampled]
     penalty = table.repetition_penalty[sampled]
+    presence, frequency = table.presence_penalty[sampled], table.frequency_penalty[sampled]
     if (penalty != 1).any():
-        lengths = table.length[sampled]
+        arrays["penalty"] = penalty
+    if presence.any() or frequency.any():
+        arrays |= {"presence": presence, "frequency": frequency, "starts": starts.astype(np.int32)}
+    if arrays:
         history = table.token_ids[sampled, : lengths.max()]
         history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
-        arrays["penalty"], arrays["history"] = penalty, history
+        arrays["history"] = history
+    must_go_on = lengths - starts < table.min_tokens[sampled]
+    if must_go_on.any() and table.stop_ids.shape[1]:
+        arrays["banned"] = np.where(must_go_on[:, None], table.stop_ids[sampled], -1).astype(np.int32)
     return arrays
 
 
@@ -280,7 +293,7 @@ class Runner:
         max_group_size = step.prefix_groups.max_group_size if step.prefix_groups is not None else 1
         with self.context.use():
             decode = len(step.rows) == step.num_tokens == sampled
-            if decode and not self.eager and "penalty" not in arrays:
+            if decode and not self.eager and "history" not in arrays and "banned" not in arrays:
                 self._replay(arrays, max_group_size)
             else:
                 longest = int(arrays["context_lens"].max())
@@ -302,10 +315,12 @@ class Runner:
             return
         # This run computes the step. It also compiles what is missing, which is not possible during a capture.
         self._compute(sent, bucket, 1, longest, max_group_size)
-        stream.begin_capture()
-        with keep_tensor_maps(), pdl_scope():
-            self._compute(sent, bucket, 1, longest, max_group_size)
-        self.graphs[bucket, longest, max_group_size] = stream.end_capture()
+        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
+        with signals.held():
+            stream.begin_capture()
+            with keep_tensor_maps(), pdl_scope():
+                self._compute(sent, bucket, 1, longest, max_group_size)
+            self.graphs[bucket, longest, max_group_size] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):

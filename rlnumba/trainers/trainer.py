@@ -16,6 +16,7 @@ from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardRun, Rewards
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.plan import advise
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
 
@@ -62,7 +63,8 @@ class SFTTrainer:
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
-        run_sft(self.run, resume_from_checkpoint)
+        with advise("sft", self.run):
+            run_sft(self.run, resume_from_checkpoint)
 
 
 class RewardTrainer:
@@ -108,7 +110,8 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=False):
         """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
+        with advise("grpo", self.run):
+            run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
 
 def _settings(model, args, datasets, data, engine):

@@ -278,10 +278,12 @@ def test_a_step_is_saved_once(tmp_path):
     folder = RunFolder("sft", run, False)
     folder.save(0, model, None, {"a": 1})
     folder.save(0, model, None, {"a": 2})
+    folder.saver.wait()
     path = tmp_path / "run" / "checkpoints" / "step-0"
     assert folder.model_folder == path and checkpoint.load(path)[1] == {"trainer": "sft", "a": 1}
     folder.save(1, model, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
+    folder.saver.wait()
     again = RunFolder("sft", run, True)
     assert (again.step, again.state, again.step_chosen) == (1, {"trainer": "sft", "a": 3}, False)
     again.save(1, model, None, {"a": 4})
@@ -302,3 +304,50 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):
     run_sft(sft_run(tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match="step-1: a checkpoint of sft, not of grpo"):
         run_grpo(grpo_run(tmp_path / "run"), resume=True)
+
+
+def test_a_disk_that_becomes_full_ends_the_run_in_one_line(tmp_path):
+    """The kernel's limit on the size of a file stands for the disk: weights fit, the optimizer's state does not."""
+    run = sft_run(tmp_path / "run", max_steps=3, save_steps=1, save_only_model=True)
+    run_sft(run)
+    weights = (tmp_path / "run" / "checkpoints" / "step-3" / "model.safetensors").stat().st_size
+    whole = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(whole))
+    limit = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({weights + 1000}, {weights + 1000}));"
+        "from rlnumba.cli import main; main()"
+    )
+    command = [sys.executable, "-c", limit, "sft", "--config", str(config)]
+    # Compiled code, which may be larger, is in the cache.
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"RLNUMBA_DEVICE": device.name()})
+    assert ended.returncode == 1
+    message = f"rlnumba: {tmp_path / 'run' / 'checkpoints' / 'step-1'}: the checkpoint cannot be written: "
+    assert ended.stderr.splitlines()[-1].startswith(message) and "large" in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "run" / "final").exists() and not list((tmp_path / "run" / "checkpoints").iterdir())
+    # The run before was set aside, whole.
+    assert len(checkpoint.existing(tmp_path / "run" / "earlier-1")) == 3
+
+
+def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path):
+    run = sft_run(tmp_path / "run", max_steps=2, save_steps=1, save_only_model=True)
+    run_sft(run)
+    folder = tmp_path / "run" / "checkpoints" / "step-2"
+    assert load_model(folder).weights.flat.tobytes() == load_model(tmp_path / "run" / "final").weights.flat.tobytes()
+    with pytest.raises(UserError, match="step-2: holds the model alone"):
+        run_sft(run, resume=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("optim", ["adamw_bf16", "adamw_8bit"])
+def test_small_optimizer_states_resume_exactly(tmp_path, optim, offload):
+    run = sft_run(tmp_path / "run", max_steps=4, save_steps=2, optim=optim, offload_optimizer=offload)
+    run_sft(run)
+    expected, rows = hash_of(run), rows_without_times(run)
+    run_sft(run, resume=2)
+    assert hash_of(run) == expected
+    assert rows_without_times(run) == rows
+    other = sft_run(tmp_path / "run", max_steps=6, save_steps=2)
+    with pytest.raises(UserError, match=f"saved with train.optim = '{optim}', and this run has 'adamw_torch'"):
+        run_sft(other, resume=True)

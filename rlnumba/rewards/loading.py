@@ -1,6 +1,7 @@
 """Reward functions by name: built in, file.py:function or package.module:function."""
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -8,12 +9,16 @@ import inspect
 import re
 import sys
 import traceback
+import weakref
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import functions as built_in
-from rlnumba.rewards.calling import RewardError, Rewards
+from rlnumba.rewards.calling import RewardError, Rewards, importable_name
 from rlnumba.rewards.functions import BUILT_IN, FACTORIES, reference_answers, texts_of
+
+# By which name each function was found.
+_resolved = weakref.WeakKeyDictionary()
 
 
 def _per_sample(compute_score):
@@ -39,9 +44,10 @@ def load_rewards(config, functions=()):
     Raises ConfigError for an unknown name, UserError for a missing file or package, RewardError where importing fails.
     """
     functions = list(functions) or [resolve(spec) for spec in config.funcs]
+    specs = [_resolved.get(function) or importable_name(function) for function in functions]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
-    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names)
+    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names, specs)
 
 
 def resolve(spec):
@@ -60,6 +66,8 @@ def resolve(spec):
         built_in.import_math_verify()
     if "solution_str" in inspect.signature(function).parameters:
         function = _per_sample(function)
+    with contextlib.suppress(TypeError):  # an object without a hash
+        _resolved[function] = spec
     return function
 
 

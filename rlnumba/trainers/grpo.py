@@ -27,7 +27,7 @@ from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_sca
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
-from rlnumba.rewards import load_rewards
+from rlnumba.rewards import TrainerState, load_rewards
 from rlnumba.runtime import device, signals
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import Policy, Schedule
@@ -365,14 +365,6 @@ class DataState:
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")
-
-
-class TrainerState(NamedTuple):
-    """What reward functions get of the run as `trainer_state`; the names are transformers'."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
 
 
 def mean_metrics(of_parts):

@@ -4,7 +4,17 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, RewardsConfig, Run, SFTConfig, TrainConfig
+from rlnumba.config import (
+    DataConfig,
+    EngineConfig,
+    GRPOConfig,
+    LoraConfig,
+    RewardConfig,
+    RewardsConfig,
+    Run,
+    SFTConfig,
+    TrainConfig,
+)
 from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.writing import toml_value
@@ -13,7 +23,7 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 HEADER = """# Configuration reference
 
-Which keys does the TOML file of an SFT or GRPO run have, with which types, defaults and meanings, and which metrics
+Which keys does the TOML file of a run have, with which types, defaults and meanings, and which metrics
 does a run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
 `rlnumba/config`; do not edit it.
 
@@ -46,6 +56,7 @@ file. An error lists the columns found.
 | `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
 | `question`, alone or with an answer column (DeepMath) | GRPO |
 | `text` | SFT on the whole text |
+| `chosen`, `rejected`, optionally `prompt` and `margin` (strings or message lists) | reward |
 
 `data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
 functions by name.
@@ -62,6 +73,7 @@ names:
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
 | `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
+| `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
@@ -69,6 +81,8 @@ names:
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
+| `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
+| `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |
@@ -111,11 +125,11 @@ def reference():
     parts = [HEADER]
     blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
-    blocks += [("[engine]", EngineConfig)]
+    blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
-        inherited = keys_of(TrainConfig) if section_class in (SFTConfig, GRPOConfig) else {}
+        inherited = keys_of(TrainConfig) if section_class in (SFTConfig, GRPOConfig, RewardConfig) else {}
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:
                 continue

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from rlnumba import cli
 from rlnumba.model import transformer
+from rlnumba.model.sequence_score import score_sequences
+from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.runtime import device
 
 MODEL = str(Path(__file__).parent / "golden" / "tiny-qwen3")
@@ -134,6 +136,32 @@ def test_score_of_text_does_not_append_eos(tmp_path):
     assert ids == {"token_ids": [4], "logprobs": [None]}
 
 
+def test_score_of_a_sequence_classification_model(tmp_path, fails):
+    """One number a line; EOS is appended to text, as in training, and --temperature means nothing."""
+    folder = tmp_path / "judge"
+    model = transformer.load_model(MODEL, None, ("score",), "normal")
+    transformer.save_model(model, folder, Tokenizer.from_folder(MODEL))
+    rows = [{"prompt": "1+", "completion": "1=2."}, {"token_ids": [4, 7]}, {"prompt": "1+", "completion": "1=2.<eos>"}]
+    text, ids, ended = score(tmp_path, rows, model=folder)
+    assert len(text["token_ids"]) == 7 and text["token_ids"][-1] == 1 and ended == text
+    assert ids["token_ids"] == [4, 7]
+    expected = score_sequences(model, [text["token_ids"], ids["token_ids"]]).tolist()
+    assert [text, ids] == [
+        {"token_ids": each["token_ids"], "score": s} for each, s in zip([text, ids], expected, strict=True)
+    ]
+    files = ["--input", write(tmp_path / "in.jsonl", rows), "--output", tmp_path / "out.jsonl"]
+    message = "--temperature does not apply to Qwen3ForSequenceClassification"
+    fails(2, message, "score", "--model", folder, *files, "--temperature", "0.5")
+    prompts = ["--prompts", write(tmp_path / "prompts.jsonl", ROWS), "--output", tmp_path / "out.jsonl"]
+    for command, options in (("generate", prompts), ("check", [])):
+        fails(
+            1, "judge: Qwen3ForSequenceClassification has no language-model head", command, "--model", folder, *options
+        )
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"id2label": {"0": "no", "1": "yes"}}))
+    fails(1, "Qwen3ForSequenceClassification with 2 labels is not supported", "score", "--model", folder, *files)
+
+
 def test_score_takes_whole_sequences_of_at_most_32768_tokens_together(tmp_path, monkeypatch):
     """Its batches, and the forwards that compute them, of 8192 tokens at most, so that memory does not grow."""
     batches, forwards = [], []
@@ -228,12 +256,29 @@ def test_bad_rows_of_score(tmp_path, fails, rows, message):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_generate_stops_at_ids_and_strings(tmp_path):
+    free = generate(tmp_path, ROWS, "--seed", 3, "--ignore-eos", "--max-tokens", 30)[0]["completions"][0]
+    options = ("--seed", 3, "--ignore-eos", "--max-tokens", 30)
+    token, stop = free["token_ids"][4], free["text"][3:5]
+    by_id, by_text, late = (
+        generate(tmp_path, ROWS, *options, *more)[0]["completions"][0]
+        for more in (("--stop-token-ids", token), ("--stop", "no such", "--stop", stop), ("--min-tokens", 30))
+    )
+    assert by_id["token_ids"] == free["token_ids"][: free["token_ids"].index(token) + 1]
+    assert by_text["text"] == free["text"][: free["text"].index(stop)] and by_text["finish_reason"] == "stop"
+    assert by_text["token_ids"] == free["token_ids"][: len(by_text["token_ids"])]
+    assert late["token_ids"] == free["token_ids"]
+    penalised = generate(tmp_path, ROWS, *options, "--presence-penalty", 2, "--frequency-penalty", 2)
+    assert len(set(penalised[0]["completions"][0]["token_ids"])) > len(set(free["token_ids"]))
+
+
 @pytest.mark.parametrize(
     "option, value",
     [
         ("--temperature", "-1"), ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "x"),
         ("--top-p", "0"), ("--top-p", "1.5"), ("--top-k", "-2"), ("--min-p", "-0.1"), ("--max-tokens", "0"),
-        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"),
+        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"), ("--presence-penalty", "3"),
+        ("--frequency-penalty", "-2.1"), ("--min-tokens", "-1"), ("--min-tokens", "129"), ("--stop-token-ids", "-3"),
     ],
 )  # fmt: skip
 def test_bad_options_are_usage_errors(tmp_path, fails, option, value):
@@ -373,6 +418,22 @@ def run_file(tmp_path):
     return run_file
 
 
+def test_reward_writes_its_files(tmp_path, run_file, fails, capsys):
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no"} for row in TRAIN]
+    data = write(tmp_path / "pairs.jsonl", rows)
+    config = run_file("reward", max_steps=2, per_device_train_batch_size=4, logging_steps=1)
+    options = ["--config", config, "--data.train", data, "--train.head-init", "normal"]
+    assert cli.run(["reward", *options]) == 0
+    folder = tmp_path / "reward"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2"]
+    last = read(folder / "metrics.jsonl")[-1]
+    assert {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"} <= last.keys()
+    assert len(score(tmp_path, [{"prompt": "a", "completion": "b"}], model=folder / "final")) == 1
+    assert cli.run(["reward", *options, "--resume"]) == 0
+    write(tmp_path / "pairs.jsonl", [rows[0], {"prompt": "a"}])
+    fails(1, "pairs.jsonl:2: ", "reward", *options)
+
+
 def test_sft_writes_its_files(tmp_path, run_file, capsys):
     config = run_file("sft", max_steps=2, per_device_train_batch_size=4, logging_steps=1)
     assert cli.run(["sft", "--config", config, "--train.learning-rate", "1e-3", "--seed=7"]) == 0
@@ -499,3 +560,52 @@ def test_streams_that_are_closed_or_full(tmp_path):
         ended = subprocess.run(f"{sys.executable} -m rlnumba {arguments}", shell=True, capture_output=True)
         assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (code, b"", message)
     assert (tmp_path / "out.jsonl").exists()
+
+
+ADAPTER = str(Path(__file__).parent / "golden" / "lora" / "all_linear" / "final")
+TEXT = [{"prompt": "what is 3+4? ", "completion": "3+4=7."}]
+
+
+def test_an_adapter_is_a_model(tmp_path, capsys):
+    """generate, score and check take its folder; the base is named by the file or by --base."""
+    ids = [{"token_ids": c["token_ids"]} for c in score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)]
+    scored = score(tmp_path, ids, "--base", MODEL, model=ADAPTER)[0]["logprobs"]
+    plain = score(tmp_path, ids)[0]["logprobs"]
+    assert scored != plain
+    rows = generate(tmp_path, [{"prompt": "what is 3+4? "}], "--base", MODEL, "--temperature", "0", model=ADAPTER)
+    assert rows[0]["completions"][0]["text"]
+    assert cli.run(["check", "--model", ADAPTER, "--base", MODEL, "--max-tokens", "6"]) == 0
+    assert "first differing operator   none" in capsys.readouterr().out
+
+
+def test_merge(tmp_path, fails):
+    merged = tmp_path / "merged"
+    assert cli.run(["merge", "--model", MODEL, "--adapter", ADAPTER, "--output", str(merged)]) == 0
+    assert not (merged / "adapter_config.json").exists()
+    (adapted,) = score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)
+    (whole,) = score(tmp_path, TEXT, model=str(merged))
+    np.testing.assert_allclose(whole["logprobs"][1:], adapted["logprobs"][1:], atol=2e-5)
+    half = tmp_path / "half"
+    command = ["merge", "--model", MODEL, "--adapter", ADAPTER, "--output"]
+    assert cli.run([*command, str(half), "--dtype", "bfloat16"]) == 0
+    assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    fails(1, f"{MODEL} is the folder of the base", *command, MODEL)
+    fails(1, f"{ADAPTER} is the folder of the adapter", *command, ADAPTER)
+    fails(1, f"{MODEL} has no adapter_config.json", "merge", "--model", MODEL, "--adapter", MODEL, "--output", half)
+    fails(1, f"{ADAPTER} is an adapter folder", "merge", "--model", ADAPTER, "--adapter", ADAPTER, "--output", half)
+    other = Path(MODEL).parent / "models" / "qwen3_tied"
+    command[2] = str(other)
+    fails(1, "the adapter does not fit its base", *command, tmp_path / "none")
+
+
+def test_adapters_that_cannot_be_opened(tmp_path, fails):
+    prompts, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    command = ["generate", "--prompts", prompts, "--output", output, "--model"]
+    fails(1, "not an adapter folder, so it has no base", *command, MODEL, "--base", MODEL)
+    fails(1, "no such model folder", *command, ADAPTER, "--base", tmp_path / "gone" / "base")
+    lonely = tmp_path / "adapter"
+    lonely.mkdir()
+    (lonely / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    fails(1, "names no base_model_name_or_path", *command, lonely)
+    fails(1, "target_modules must be a string or a list of strings", *command, lonely, "--base", MODEL)
+    assert not output.exists()

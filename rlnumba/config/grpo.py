@@ -1,5 +1,7 @@
 """The run file of `rlnumba grpo`."""
 
+import difflib
+import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
@@ -71,6 +73,20 @@ class PolicyLossConfig(Section):
             )
 
 
+# Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_KEYS = ("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+# What generation_kwargs cannot change: the trainer sets it, or trains with it.
+OWN_KEYS = {
+    "temperature": "set train.temperature, which divides the logits in training, too",
+    "max_tokens": "set train.max_completion_length",
+    "max_new_tokens": "set train.max_completion_length",
+    "n": "set train.num_generations",
+    "seed": "set seed",
+    "logprobs": "leave it out, every token has its log-prob",
+}
+
+
 @dataclass(frozen=True)
 class GRPOConfig(PolicyLossConfig, TrainConfig):
     """[train] of `rlnumba grpo`."""
@@ -87,6 +103,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
     min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
     repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+    generation_kwargs: dict[str, typing.Any] = key(
+        {},
+        "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
+        "stop_token_ids, ignore_eos, and top_p, top_k, min_p, repetition_penalty instead of the keys above.",
+    )
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
     ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
@@ -102,6 +123,22 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         "rewards in the group, then their sum over the batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
+    entropy_coef: float = key(
+        0.0, "The loss gets minus this times the mean entropy of the trained tokens; adaptive: the first value."
+    )
+    use_adaptive_entropy: bool = key(
+        False, "Raise entropy_coef while the entropy is at most the target, else lower it (arXiv 2505.22312)."
+    )
+    entropy_coef_min: float = key(0.0, "Lowest entropy_coef of use_adaptive_entropy.")
+    entropy_coef_max: float = key(1.0, "Highest entropy_coef of use_adaptive_entropy.")
+    entropy_coef_delta: float = key(0.005, "What a step of use_adaptive_entropy adds or subtracts.", minimum=0)
+    entropy_target: float = key(
+        0.2, "Mean entropy, nats, up to which use_adaptive_entropy applies entropy_coef at all.", minimum=0
+    )
+    top_entropy_quantile: float = key(
+        1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
+        minimum=0, maximum=1,
+    )  # fmt: skip
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
     max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
@@ -139,6 +176,17 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
             raise ConfigError(
                 f"{size_key} ({self.rollout_batch_size}) must be divisible by "
                 f"train.num_generations ({self.num_generations})"
+            )
+        allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS)
+        for name in self.generation_kwargs:
+            if name not in allowed:
+                nearest = difflib.get_close_matches(name, allowed, 1)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
+                raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ConfigError(
+                f"train.entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "
+                f"({self.entropy_coef_max})"
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")

@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import REQUIRED, Section, key
+from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
 
@@ -43,7 +44,9 @@ class RewardsConfig(Section):
 
     section = "rewards"
     funcs: list[str] = key(
-        [], 'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"'
+        [],
+        'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"; the '
+        "folder of a reward model (docs/reward.md).",
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
     timeout: float = key(
@@ -95,6 +98,15 @@ class TrainConfig(Section):
     adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
     adam_beta2: float = key(0.999, "Decay of AdamW's second moment.", minimum=0, below=1)
     adam_epsilon: float = key(1e-8, "Added to the root of the second moment.", above=0)
+    optim: str = key(
+        "adamw_torch",
+        "AdamW, its moments float32; `adamw_bf16` (not TRL's): bfloat16, rounded stochastically; `adamw_8bit`: 8 bits "
+        "in blocks of 256 (arXiv 2110.02861). Accepted, too: `adamw_torch_fused`, `adamw`, `adamw_bnb_8bit`.",
+        choices=("adamw_torch", "adamw_bf16", "adamw_8bit"),
+        words={"adamw_torch_fused": "adamw_torch", "adamw": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"},
+    )
+    master_weights: bool = key(True, "16-bit weights have a float32 master; false: bfloat16, rounded stochastically.")
+    offload_optimizer: bool = key(False, "Keep moments and master in pinned host memory, streamed in each step.")
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
@@ -117,6 +129,8 @@ class TrainConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.dtype == "float16" and not self.master_weights:
+            raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 
@@ -137,3 +151,4 @@ class Run:
     data: DataConfig
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoraConfig | None = None

@@ -5,20 +5,22 @@ from pathlib import Path
 from rlnumba.engine.core import Engine
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
+from rlnumba.model.transformer import find_base, load_model
 
 
 class LLM:
     """A model that generates, offline: all prompts of a call are given at once.
 
-    model: a Transformer, or a Hugging Face folder or hub id, whose tokenizer is then the default. The other arguments
-    are Engine's, and so are update_weights, needed after every change of the weights, sleep and wake.
+    model: a Transformer, or a Hugging Face folder or hub id, also a PEFT adapter's, whose tokenizer is then the
+    default. The other arguments are Engine's, and so are update_weights, needed after every change of the weights,
+    sleep and wake.
     """
 
     def __init__(self, model, tokenizer=None, config=None):
         if isinstance(model, str | Path):
-            folder = find_model(model)
-            model, tokenizer = load_model(folder), tokenizer or Tokenizer.from_folder(folder)
+            base, adapter = find_base(model)
+            tokenizer = tokenizer or (adapter and Tokenizer.from_folder(adapter)) or Tokenizer.from_folder(base)
+            model = load_model(adapter or base)
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len

@@ -19,6 +19,7 @@ from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_inpu
 from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
+from rlnumba.model.lora import LoraContext
 from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
@@ -38,7 +39,8 @@ class HeapAllocator:
 class ForwardContext:
     """What the layers of one forward share: `ctx` below.
 
-    rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator.
+    rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the LoraContext
+    of the model's adapter, or None.
     """
 
     config: object
@@ -46,6 +48,7 @@ class ForwardContext:
     rope: tuple
     attention: object
     memory: object
+    lora: LoraContext | None = None
 
 
 class PackedAttention:
@@ -82,13 +85,25 @@ class PackedAttention:
         attention_backward(dout, q, k, v, out, lse, *lengths, self.scale, dq, dk, dv)
 
 
-def _linear_backward(dy, x, w, dw, dbias, empty):
-    """dx (N, K), from dy (N, M), of y = x w^T + bias; adds to dw and, where there is a bias, to dbias."""
-    linear_backward_weight(dy, x, dw)
-    if dbias is not None:
+def _linear(layer, name, x, w, ctx, y, residual=None):
+    """y = x w^T + bias + residual of the projection `name`, plus its adapter's update; returns `reduce`'s result."""
+    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual)
+    xa = ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
+    if xa is not None:
+        ctx.lora.expand(layer, name, xa, y)
+    return xa
+
+
+def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
+    """dx (N, K), from dy (N, M), of _linear, which returned xa; adds to the gradients of what is trained."""
+    if (dw := getattr(grads, name)) is not None:
+        linear_backward_weight(dy, x, dw)
+    if (dbias := getattr(grads, f"{name}_bias")) is not None:
         bias_backward(dy, dbias)
-    dx = empty(x.shape, x.dtype)
-    linear_backward_input(dy, w, dx)
+    dx = ctx.memory.empty(x.shape, x.dtype)
+    if xa is not None:
+        ctx.lora.backward(layer, name, dy, x, xa, dx, ctx.memory)
+    linear_backward_input(dy, getattr(w, name), dx, accumulate=xa is not None)
     return dx
 
 
@@ -103,30 +118,33 @@ def attention_block(layer, x, w, ctx, h):
     normed, rstd = empty((N, D), x.dtype), empty((N,), F32)
     rmsnorm(x, w.input_norm, config.rms_norm_eps, normed, rstd)
     qkv = empty((N, (H + 2 * HK) * E), x.dtype)
-    linear(normed, w.qkv, qkv, bias=w.qkv_bias)
+    qkv_xa = _linear(layer, "qkv", normed, w, ctx, qkv)
     q = empty((N, H, E), x.dtype)
     k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
     attended = empty((N, H, E), x.dtype)
     ctx.attention.forward(layer, q, k, v, attended)
-    linear(attended.reshape(N, H * E), w.o, h, bias=w.o_bias, residual=x)
-    return x, normed, rstd, qkv, q, k, v, head_rstd, attended
+    o_xa = _linear(layer, "o", attended.reshape(N, H * E), w, ctx, h, residual=x)
+    return x, normed, rstd, qkv, q, k, v, head_rstd, attended, (qkv_xa, o_xa)
 
 
 def attention_block_backward(layer, dx, w, grads, ctx, saved):
-    """dx: (N, D), the gradient of h on entry and of x on return. Adds to grads, the layer's LayerWeights."""
-    x, normed, rstd, qkv, q, k, v, head_rstd, attended = saved
+    """dx: (N, D), the gradient of h on entry and of x on return.
+
+    Adds to grads, the layer's LayerWeights, None where a weight is not trained, and to the adapter's gradients.
+    """
+    x, normed, rstd, qkv, q, k, v, head_rstd, attended, (qkv_xa, o_xa) = saved
     empty = ctx.memory.empty
-    dflat = _linear_backward(dx, attended.reshape(x.shape[0], -1), w.o, grads.o, grads.o_bias, empty)
+    dflat = _linear_backward(layer, "o", dx, attended.reshape(x.shape[0], -1), o_xa, w, grads, ctx)
     dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
     ctx.attention.backward(layer, dflat.reshape(attended.shape), q, k, v, attended, dq, dk, dv)
     dqkv = empty(qkv.shape, x.dtype)
     rope = *ctx.rope, ctx.position_ids
     qkv_split_backward(dq, dk, dv, qkv, w.q_norm, w.k_norm, *rope, head_rstd, dqkv, grads.q_norm, grads.k_norm)
-    dnormed = _linear_backward(dqkv, normed, w.qkv, grads.qkv, grads.qkv_bias, empty)
+    dnormed = _linear_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)
     rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
 
 
-def mlp_block(h, w, ctx, y):
+def mlp_block(layer, h, w, ctx, y):
     """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (recomputation for the backward,
     which does not read y); returns what the backward reads."""
     config, empty = ctx.config, ctx.memory.empty
@@ -135,22 +153,25 @@ def mlp_block(h, w, ctx, y):
     normed, rstd = empty((N, D), h.dtype), empty((N,), F32)
     rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
     gate_up, activated = empty((N, 2 * F), h.dtype), empty((N, F), h.dtype)
-    if w.gate_up_bias is None:
+    if w.gate_up_bias is None and (ctx.lora is None or ctx.lora.pair(layer, "gate_up") is None):
         linear_swiglu(normed, w.gate_up, gate_up, activated)
+        gate_up_xa = None
     else:
-        linear(normed, w.gate_up, gate_up, bias=w.gate_up_bias)
+        gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
         swiglu(gate_up, activated)
     if y is not None:
-        linear(activated, w.down, y, bias=w.down_bias, residual=h)
-    return h, normed, rstd, gate_up, activated
+        down_xa = _linear(layer, "down", activated, w, ctx, y, residual=h)
+    else:
+        down_xa = ctx.lora and ctx.lora.reduce(layer, "down", activated, ctx.memory)
+    return h, normed, rstd, gate_up, activated, (gate_up_xa, down_xa)
 
 
-def mlp_block_backward(dx, w, grads, ctx, saved):
-    """dx: (N, D), the gradient of y on entry and of h on return. Adds to grads, the layer's LayerWeights."""
-    h, normed, rstd, gate_up, activated = saved
+def mlp_block_backward(layer, dx, w, grads, ctx, saved):
+    """dx: (N, D), the gradient of y on entry and of h on return. grads: as attention_block_backward's."""
+    h, normed, rstd, gate_up, activated, (gate_up_xa, down_xa) = saved
     empty = ctx.memory.empty
-    dactivated = _linear_backward(dx, activated, w.down, grads.down, grads.down_bias, empty)
+    dactivated = _linear_backward(layer, "down", dx, activated, down_xa, w, grads, ctx)
     dgate_up = empty(gate_up.shape, h.dtype)
     swiglu_backward(dactivated, gate_up, dgate_up)
-    dnormed = _linear_backward(dgate_up, normed, w.gate_up, grads.gate_up, grads.gate_up_bias, empty)
+    dnormed = _linear_backward(layer, "gate_up", dgate_up, normed, gate_up_xa, w, grads, ctx)
     rmsnorm_backward(dnormed, h, w.post_norm, rstd, dx, grads.post_norm, accumulate=True)

@@ -8,6 +8,8 @@ SHOWN = {
     "loss": "loss",
     "reward": "reward",
     "mean_token_accuracy": "accuracy",
+    "accuracy": "accuracy",
+    "margin": "margin",
     "eval_loss": "eval loss",
     "eval_reward": "eval reward",
     "kl": "kl",

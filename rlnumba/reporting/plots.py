@@ -15,6 +15,9 @@ PANELS = (
     ("loss", "loss", False),
     ("eval_loss", "held-out loss", False),
     ("mean_token_accuracy", "token accuracy", False),
+    ("accuracy", "share of pairs in order", False),
+    ("eval_accuracy", "held-out pairs in order", False),
+    ("margin", "chosen above rejected reward", False),
     ("completions/mean_length", "completion length, tokens", False),
     ("entropy", "entropy, nats", False),
     ("kl", "KL to the reference, nats", False),
@@ -24,7 +27,7 @@ PANELS = (
 )
 
 # Drawn with an axis from 0 to 1 if all values are in it.
-SHARES = ("reward", "eval_reward", "mean_token_accuracy", "frac_reward_zero_std")
+SHARES = ("reward", "eval_reward", "mean_token_accuracy", "accuracy", "eval_accuracy", "frac_reward_zero_std")
 
 # Okabe and Ito: distinguishable with colour blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -69,13 +69,24 @@ class Pending:
     calls: dict
 
 
+class ModelReward:
+    """A model as a reward, called in the process that has the device and without a timeout.
+
+    name: for metrics. score(prompts, completions, columns): the values of B completions, a list of float; a failure
+    that a user can cause is a UserError.
+    """
+
+    def __init__(self, name, score):
+        self.__name__, self.score = name, score
+
+
 class Rewards:
     """The reward functions of a run.
 
-    functions: callables with TRL's signature. weights: one float each, or None for 1.0. timeout_s: seconds that a call
-    may take for each of its completions. errors: "raise" or "skip", see RewardsConfig.reward_errors. names: for
-    metrics, or None for the functions' own. specs: by which name a worker process finds each function, None for one
-    that only this process has; by default, module:function where that is so.
+    functions: callables with TRL's signature, or ModelRewards. weights: one float each, or None for 1.0. timeout_s:
+    seconds that a call may take for each of its completions. errors: "raise" or "skip", as in RewardsConfig. names:
+    for metrics, or None for the functions' own. specs: by which name a worker process finds each function, None
+    for one that only this process has; by default, module:function where that is so.
     """
 
     def __init__(self, functions, weights=None, timeout_s=30.0, errors="raise", names=None, specs=None):
@@ -181,9 +192,13 @@ class Rewards:
     def _call_here(self, pending, answers, of=None):
         """Call the functions that no worker can import, in this process; `of`: these function indices alone."""
         here = [k for k, spec in enumerate(self.specs) if spec is None and (of is None or k in of)]
+        models = [k for k in here if isinstance(self.functions[k], ModelReward)]
+        for k in models:
+            for g, answer in enumerate(self._call_model(k, pending)):
+                answers[g][k] = answer
         awaited = []
         for g, group in enumerate(pending):
-            for k in here:
+            for k in set(here) - set(models):
                 call = Call(self.functions[k], self.names[k], group.keywords, group.size)
                 if is_async(self.functions[k]):
                     awaited.append((g, k, call))
@@ -193,6 +208,21 @@ class Rewards:
         results = self._await_all([call for _, _, call in awaited]) if awaited else ()
         for (g, k, call), result in zip(awaited, results, strict=True):
             answers[g][k] = call.answer(result, self.timeout_s)
+
+    def _call_model(self, k, pending):
+        """The Answers of a ModelReward for all groups, which it scores together."""
+        names = dict.fromkeys(name for group in pending for name in group.keywords if name != "trainer_state")
+        keywords = {name: [] for name in names}
+        for group in pending:
+            for name in names:
+                keywords[name] += group.keywords.get(name, [None] * group.size)
+        try:
+            values = self.functions[k].score(keywords["prompts"], keywords["completions"], keywords)
+        except UserError as error:
+            return [Answer(None, f"reward {self.names[k]}: {error}") for _ in pending]
+        ends = np.cumsum([group.size for group in pending])
+        parts = zip(np.split(np.asarray(values, np.float64), ends[:-1]), pending, strict=True)
+        return [Call(None, self.names[k], {}, group.size).answer(part, self.timeout_s) for part, group in parts]
 
     def _await_all(self, calls):
         """The results of calls of coroutine functions that are awaited together, or exceptions: list."""

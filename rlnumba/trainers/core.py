@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import add, scale
-from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
+from rlnumba.model.heads import (
+    lm_head_backward,
+    lm_head_forward,
+    lm_head_forward_backward,
+    value_head_backward,
+    value_head_forward,
+)
+from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, signals
@@ -27,8 +34,8 @@ from rlnumba.runtime.memory import Arena
 class TargetBatch:
     """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
 
-    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets;
-    target_ids (T,) i32.
+    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
+    whose values are computed; target_ids (T,) i32, None where only values are.
     """
 
     input_ids: object
@@ -48,23 +55,34 @@ class TargetBatch:
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
         return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
 
+    @staticmethod
+    def of_values(token_ids, lengths, rows):
+        """As `of`, for the values of positions `rows` (T,) i32 and no log-probs."""
+        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), device.asarray(rows), None)
+
 
 class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits.
+    temperature: divides the logits; seed: of dropout and of the optimizer's stochastic rounding. A model with an
+    adapter trains that alone.
     """
 
-    def __init__(self, model, train, reference=None, temperature=1.0):
+    def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
-        self.grads = model.weights.grads()
+        self.seed, self.micro_batch = seed, 0
+        self.grads = model.trained.grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
-        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits)
+        kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
+        self.optimizer = Optimizer(model.trained, self.grads, **moments, **limits, **kept, seed=seed)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
+        # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
+        self.loss_state = {}
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -78,9 +96,23 @@ class Policy:
         with self.scope():
             self._forward(model or self.model, batch, None, logprobs, entropy, top1)
 
+    @property
+    def has_dropout(self):
+        """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
+        return self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
+
+    def _tape(self):
+        """A Tape for the next micro-batch of the optimizer step."""
+        dropout = None
+        if self.has_dropout:
+            step = self.optimizer.steps + self.optimizer.skipped_steps
+            dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
+        self.micro_batch += 1
+        return Tape(self.train.gradient_checkpointing, dropout)
+
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
 
     def _forward(self, model, batch, tape, *outputs):
@@ -88,22 +120,41 @@ class Policy:
         head = batch.rows, batch.target_ids, self.temperature
         return lm_head_forward(model, hidden, *head, self.arena, *outputs)
 
-    def backward(self, forward, dlogprobs):
-        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""
+    def backward(self, forward, dlogprobs, dentropy=None):
+        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
+
+        dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
+        """
         tape, head = forward
-        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena)
+        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena, dentropy)
         self._head_grad_is_zero = False
         self.model.backward(dhidden, tape, self.grads)
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         hidden = self._hidden(self.model, batch, tape)
         dhidden = lm_head_forward_backward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
             logprobs, entropy, top1, accumulate=not self._head_grad_is_zero,
         )  # fmt: skip
         self._head_grad_is_zero = False
+        self.model.backward(dhidden, tape, self.grads)
+
+    def values(self, batch, values):
+        """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
+        with self.scope():
+            value_head_forward(self.model, self._hidden(self.model, batch), batch.rows, values)
+
+    def forward_values(self, batch, values):
+        """As `values`; returns what `backward_values` reads, inside the same scope."""
+        tape = Tape(self.train.gradient_checkpointing)
+        return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
+
+    def backward_values(self, forward, dvalues):
+        """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
+        tape, head = forward
+        dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
         self.model.backward(dhidden, tape, self.grads)
 
     def _hidden(self, model, batch, tape=None):
@@ -113,6 +164,7 @@ class Policy:
     def zero_grad(self):
         """Set the gradients to zero."""
         self.optimizer.zero_grad()
+        self.micro_batch = 0
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):
@@ -133,11 +185,13 @@ class Policy:
         return {
             "optimizer": self.optimizer.state_dict(),
             "reference": device.host_copy(self.reference.weights.flat) if moves else None,
+            "loss": dict(self.loss_state),
         }
 
     def load_state_dict(self, state):
         """Restore what state_dict returned."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_state = dict(state.get("loss", {}))
         if self.reference is not None and state["reference"] is not None:
             self.reference.weights.flat[...] = device.asarray(state["reference"])
 

@@ -4,18 +4,20 @@
 
     GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=GRPOConfig(output_dir="runs/a"), train_dataset=rows).train()
 
-A trainer makes the Run that the same TOML file makes, and run_sft or run_grpo trains it: everything is written to
-output_dir, the model to final/.
+A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or another trains it: everything is written
+to output_dir, the model to final/.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
+from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardRun, RewardsConfig, SFTRun, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.plan import advise
+from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
 
 
@@ -36,6 +38,14 @@ class GRPOConfig(config.GRPOConfig):
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
+@dataclass(frozen=True)
+class RewardConfig(config.RewardConfig):
+    """[train] of `rlnumba reward`, and the keys that TRL's RewardConfig has besides."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
 class SFTTrainer:
     """Supervised fine-tuning.
 
@@ -53,13 +63,33 @@ class SFTTrainer:
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
-        run_sft(self.run, resume_from_checkpoint)
+        with advise("sft", self.run):
+            run_sft(self.run, resume_from_checkpoint)
+
+
+class RewardTrainer:
+    """A reward model, from pairs of a chosen and a rejected completion.
+
+    The arguments are SFTTrainer's, args being a RewardConfig; final/ is a sequence-classification folder, which
+    GRPOTrainer's reward_funcs may name.
+    """
+
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+        args = args or RewardConfig()
+        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.run = RewardRun(**_settings(model, args, self.datasets, data, engine))
+
+    def train(self, resume_from_checkpoint=False):
+        """As SFTTrainer.train."""
+        _write_rows(self.run, self.datasets)
+        run_reward(self.run, resume_from_checkpoint)
 
 
 class GRPOTrainer:
     """Group Relative Policy Optimization.
 
-    reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, or a list of these.
+    reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, also the folder of a
+    reward model, or a list of these.
     rewards: further keys of that section, a dict. The other arguments are SFTTrainer's, args being a GRPOConfig.
     """
 
@@ -80,7 +110,8 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=False):
         """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
+        with advise("grpo", self.run):
+            run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
 
 def _settings(model, args, datasets, data, engine):

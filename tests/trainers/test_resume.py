@@ -337,3 +337,17 @@ def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path):
     assert load_model(folder).weights.flat.tobytes() == load_model(tmp_path / "run" / "final").weights.flat.tobytes()
     with pytest.raises(UserError, match="step-2: holds the model alone"):
         run_sft(run, resume=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("optim", ["adamw_bf16", "adamw_8bit"])
+def test_small_optimizer_states_resume_exactly(tmp_path, optim, offload):
+    run = sft_run(tmp_path / "run", max_steps=4, save_steps=2, optim=optim, offload_optimizer=offload)
+    run_sft(run)
+    expected, rows = hash_of(run), rows_without_times(run)
+    run_sft(run, resume=2)
+    assert hash_of(run) == expected
+    assert rows_without_times(run) == rows
+    other = sft_run(tmp_path / "run", max_steps=6, save_steps=2)
+    with pytest.raises(UserError, match=f"saved with train.optim = '{optim}', and this run has 'adamw_torch'"):
+        run_sft(other, resume=True)

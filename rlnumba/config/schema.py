@@ -49,10 +49,12 @@ class RewardsConfig(Section):
         "folder of a reward model (docs/reward.md).",
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
-    timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
+    timeout: float = key(
+        30.0, "Seconds for one completion: a call with a group of n may take n times as long; not TRL.", above=0
+    )
     reward_errors: str = key(
         "raise",
-        "If a function fails, `raise` ends the run with a checkpoint, `skip` gives no value and counts it; not TRL.",
+        "If a function fails, `raise` ends the run with a checkpoint, `skip` counts the completion, without a value.",
         choices=("raise", "skip"),
     )
 

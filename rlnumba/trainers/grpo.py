@@ -26,6 +26,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.optim import learning_rate_at
+from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, signals
 from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers import rollout
@@ -389,14 +390,6 @@ class DataState:
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")
-
-
-class TrainerState(NamedTuple):
-    """What reward functions get of the run as `trainer_state`; the names are transformers'."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
 
 
 def mean_metrics(of_parts):

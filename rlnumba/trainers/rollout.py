@@ -116,14 +116,23 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
         if status is not None:
             status(f"{finished} of {total} completions, {num_generated} tokens")
 
+    pending = [None] * len(indices)
+
+    def submit(position, output):
+        """Rewards of a group are computed in other processes while the engine goes on with the rest."""
+        chosen, n = prompts.prompts[indices[position]], len(output.completions)
+        texts, ids = ([getattr(c, name) for c in output.completions] for name in ("text", "token_ids"))
+        columns = prompts.columns([indices[position]] * n)
+        pending[position] = rewards.submit([chosen.prompt] * n, texts, ids, all_columns | columns, trainer_state)
+
+    all_columns = dict.fromkeys(prompts.columns(indices), [None] * params.n)
     with clock.phase("generate"):
-        outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in indices], params, progress)
+        token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
+        outputs = llm.generate(token_ids, params, progress, submit)
     with clock.phase("reward"):
-        repeated = [i for i in indices for _ in range(params.n)]
-        completions = [completion for output in outputs for completion in output.completions]
-        chosen = [prompts.prompts[i] for i in repeated]
-        texts, ids = [c.text for c in completions], [c.token_ids for c in completions]
-        scores = rewards.score([p.prompt for p in chosen], texts, ids, prompts.columns(repeated), trainer_state)
+        scores = rewards.collect(pending)
+    completions = [completion for output in outputs for completion in output.completions]
+    chosen = [prompts.prompts[i] for i in indices for _ in range(params.n)]
     weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * rewards.weights, axis=1))
     extras = [{column: values[n] for column, values in scores.extra.items()} for n in range(len(completions))]
     pad_token_id = llm.tokenizer.pad_token_id if llm.tokenizer else None

@@ -713,7 +713,7 @@ def test_a_reward_that_fails_on_eval_rows_leaves_a_checkpoint(tmp_path):
 
 
 def test_wrong_count_ends_the_run(tmp_path):
-    with pytest.raises(UserError, match="reward wrong_count must return 16 values, one a completion, got 1"):
+    with pytest.raises(UserError, match="reward wrong_count must return 4 values, one a completion, got 1"):
         grpo.run_grpo(grpo_run(tmp_path / "run", "wrong_count"))
     assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
 

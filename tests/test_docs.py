@@ -288,7 +288,9 @@ def parse(arguments):
         return
     context = cli.commands[name].make_context(name, rest)
     if "overrides" in context.params:
-        load_run(name, context.params["config"], parse_overrides(context.params["overrides"]))
+        load_run(
+            "grpo" if name == "eval" else name, context.params["config"], parse_overrides(context.params["overrides"])
+        )
 
 
 def headings(page):

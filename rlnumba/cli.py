@@ -397,6 +397,30 @@ REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
 _trainer("reward", REWARD, "metrics.jsonl")
 
 
+@cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option("--config", required=True, multiple=True, help="A run file of grpo; of several, later ones win.")
+@click.option("--model", help="Folder of a model or adapter, or hub id. Default: the run's model.")
+@click.option("--output", help="Folder for metrics.json and completions.jsonl. Default: none is written.")
+@DTYPE
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+def evaluate(config, model, output, dtype, overrides):
+    """Evaluate a model on a run's data.eval: its rewards, avg@k and pass@k, with the sampling of [eval].
+
+    Prints a line for each metric.
+    """
+    from rlnumba.config import load_run
+
+    run = load_run("grpo", config, parse_overrides(overrides))
+    _log_device()
+    from rlnumba.trainers.eval import run_eval
+
+    progress = _Progress()
+    found = run_eval(run, model, output, dtype, progress)
+    progress.end(f"evaluated in {time.monotonic() - progress.started:.1f} s")
+    for name, value in found.items():
+        click.echo(f"{name:<40} {value:.6g}")
+
+
 def parse_overrides(arguments):
     """["--a.b", "1", "--c=2", "--flag"] -> [("a.b", "1"), ("c", "2"), ("flag", None)]: list of pairs.
 

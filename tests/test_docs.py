@@ -288,11 +288,11 @@ def parse(arguments):
         return
     context = cli.commands[name].make_context(name, rest)
     if name == "plan":
-        run_of_any_trainer(
-            *(context.params[key] for key in ("config", "trainer")), parse_overrides(context.params["overrides"])
-        )
+        files, trainer = (context.params[key] for key in ("config", "trainer"))
+        run_of_any_trainer(files, trainer, parse_overrides(context.params["overrides"]))
     elif "overrides" in context.params:
-        load_run(name, context.params["config"], parse_overrides(context.params["overrides"]))
+        kind = "grpo" if name == "eval" else name
+        load_run(kind, context.params["config"], parse_overrides(context.params["overrides"]))
 
 
 def headings(page):

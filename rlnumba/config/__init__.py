@@ -6,6 +6,6 @@ from rlnumba.config.keys import key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.config.reading import load_run
 from rlnumba.config.reward import RewardConfig, RewardRun
-from rlnumba.config.schema import DataConfig, EngineConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import DataConfig, EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.config.sft import SFTConfig, SFTRun
 from rlnumba.config.writing import to_toml

@@ -24,14 +24,13 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
-from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
-from rlnumba.trainers.core import Policy, Schedule
-from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memory_metrics
+from rlnumba.trainers.core import Schedule
+from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
 
 
 def run_grpo(run, resume=False, reward_funcs=()):
@@ -45,16 +44,12 @@ def run_grpo(run, resume=False, reward_funcs=()):
     gemm.set_backend(run.gemm)
     folder = RunFolder("grpo", run, resume)
     rewards = load_rewards(run.rewards, reward_funcs)
-    source = find_model(run.model)
-    model = load_model(folder.model_folder or source, train.dtype)
-    log_kernels(model.dtype)
-    tokenizer = Tokenizer.from_folder(source)
+    policy, tokenizer = load_policy(run, folder, train.beta > 0, train.temperature)
+    model = policy.model
     llm = LLM(model, tokenizer, run.engine)
     prompts = load_prompts(run.data.train, run, llm)
     eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
-    reference = load_model(source, model.dtype.name) if train.beta else None
-    policy = Policy(model, train, reference, train.temperature)
     state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])

@@ -380,6 +380,8 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
+_trainer("dpo", DPO, "metrics.jsonl")
 
 
 def parse_overrides(arguments):

@@ -133,6 +133,8 @@ class _Values:
             self.given[section][name] = None
             return
         value = metadata.get("words", {}).get(str(value).lower(), value)
+        if "choices" in metadata and hint == list[str] and convert is from_toml and isinstance(value, str):
+            value = [value]
         try:
             value = convert(value, hint)
         except ValueError as error:

@@ -1,6 +1,8 @@
 """Which Run a trainer's files are read as."""
 
+from rlnumba.config.dpo import DPORun
 from rlnumba.config.grpo import GRPORun
+from rlnumba.config.kto import KTORun
 from rlnumba.config.sft import SFTRun
 
-RUNS = {"sft": SFTRun, "grpo": GRPORun}
+RUNS = {"sft": SFTRun, "grpo": GRPORun, "dpo": DPORun, "kto": KTORun}

@@ -40,6 +40,11 @@ class PreferencePair:
     where: str
 
     @property
+    def completions(self):
+        """(chosen_ids, rejected_ids)."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
     def num_tokens(self):
         """Tokens of both sequences, each with the prompt: int."""
         return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)

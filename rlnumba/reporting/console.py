@@ -8,6 +8,7 @@ SHOWN = {
     "loss": "loss",
     "reward": "reward",
     "mean_token_accuracy": "accuracy",
+    "rewards/margins": "margin",
     "eval_loss": "eval loss",
     "eval_reward": "eval reward",
     "kl": "kl",

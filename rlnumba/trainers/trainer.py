@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
+from rlnumba.config import DataConfig, DPORun, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
 
@@ -36,6 +37,14 @@ class GRPOConfig(config.GRPOConfig):
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
+@dataclass(frozen=True)
+class DPOConfig(config.DPOConfig):
+    """[train] of `rlnumba dpo`, and the keys that TRL's DPOConfig has besides."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
 class SFTTrainer:
     """Supervised fine-tuning.
 
@@ -54,6 +63,20 @@ class SFTTrainer:
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
         run_sft(self.run, resume_from_checkpoint)
+
+
+class DPOTrainer:
+    """Direct Preference Optimization. The arguments are SFTTrainer's, args being a DPOConfig."""
+
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+        args = args or DPOConfig()
+        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.run = DPORun(**_settings(model, args, self.datasets, data, engine))
+
+    def train(self, resume_from_checkpoint=False):
+        """As SFTTrainer.train."""
+        _write_rows(self.run, self.datasets)
+        run_dpo(self.run, resume_from_checkpoint)
 
 
 class GRPOTrainer:

@@ -382,6 +382,8 @@ GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
 DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
 _trainer("dpo", DPO, "metrics.jsonl")
+KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
+_trainer("kto", KTO, "metrics.jsonl")
 
 
 def parse_overrides(arguments):

@@ -34,6 +34,11 @@ class KTOConfig(KTOLossConfig, PreferenceConfig):
                 "train.per_device_train_batch_size must be at least 2 with loss_type kto, whose KL divergence is of "
                 f"completions with the prompts of others, got {self.per_device_train_batch_size}"
             )
+        if self.loss_type == "kto" and self.precompute_ref_log_probs and self.shuffle_dataset:
+            raise ConfigError(
+                "train.precompute_ref_log_probs with loss_type kto needs train.shuffle_dataset = false, as its KL "
+                "divergence depends on which rows share a batch"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

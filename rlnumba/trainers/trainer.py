@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, DPORun, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
+from rlnumba.config import DataConfig, DPORun, EngineConfig, GRPORun, KTORun, RewardsConfig, SFTRun, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.sft import run_sft
 
 
@@ -40,6 +41,14 @@ class GRPOConfig(config.GRPOConfig):
 @dataclass(frozen=True)
 class DPOConfig(config.DPOConfig):
     """[train] of `rlnumba dpo`, and the keys that TRL's DPOConfig has besides."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
+@dataclass(frozen=True)
+class KTOConfig(config.KTOConfig):
+    """[train] of `rlnumba kto`, and the keys that TRL's KTOConfig has besides."""
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
@@ -77,6 +86,20 @@ class DPOTrainer:
         """As SFTTrainer.train."""
         _write_rows(self.run, self.datasets)
         run_dpo(self.run, resume_from_checkpoint)
+
+
+class KTOTrainer:
+    """Kahneman-Tversky Optimization. The arguments are SFTTrainer's, args being a KTOConfig."""
+
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+        args = args or KTOConfig()
+        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.run = KTORun(**_settings(model, args, self.datasets, data, engine))
+
+    def train(self, resume_from_checkpoint=False):
+        """As SFTTrainer.train."""
+        _write_rows(self.run, self.datasets)
+        run_kto(self.run, resume_from_checkpoint)
 
 
 class GRPOTrainer:

@@ -19,6 +19,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import MODEL, grpo_run, metrics_of, preference_run, sft_run
@@ -26,7 +27,7 @@ from tests.trainers.runs import MODEL, grpo_run, metrics_of, preference_run, sft
 # So that most checkpoints lie inside of a generation.
 FOUR_STEPS_A_GENERATION = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
 
-PREFERENCE = {"dpo": run_dpo}
+PREFERENCE = {"dpo": run_dpo, "kto": run_kto}
 
 
 def hash_of(run):
@@ -72,7 +73,7 @@ def kill_after(process, run, steps):
 
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
-@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
 def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "killed", max_steps=150, save_steps=10, shuffle_dataset=True, packing=True)
@@ -111,7 +112,7 @@ def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
             assert killed.read() == all.read()
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
 def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "run", max_steps=6, save_steps=1)

@@ -27,7 +27,7 @@ MAX_BLOCKS = 528
 VECTOR, UNROLL = 4, 4
 BLOCK_ELEMENTS = THREADS * UNROLL * VECTOR
 # Rows that a thread of column_sums adds at least, and blocks of rows at most; both fix the order of the sum.
-SLAB_ROWS, MAX_SLABS = 64, 264
+CHUNK_ROWS, MAX_CHUNKS = 64, 264
 # Added to the variance in masked_whiten, as in TRL.
 EPSILON = 1e-8
 MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
@@ -134,17 +134,17 @@ def group_mean_std_kernel(x, mean, std):
 
 
 @cuda.jit
-def column_sums_kernel(x, slab_rows, partials):
-    """partials[slab] = the sums of slab_rows rows.
+def column_sums_kernel(x, chunk_rows, partials):
+    """partials[chunk] = the sums of chunk_rows rows.
 
-    A block owns THREADS columns of a slab, a thread one of them, whose rows it adds in ascending order.
+    A block owns THREADS columns of a chunk, a thread one of them, whose rows it adds in ascending order.
     """
-    column, slab = cuda.blockIdx.x * THREADS + cuda.threadIdx.x, cuda.blockIdx.y
+    column, chunk = cuda.blockIdx.x * THREADS + cuda.threadIdx.x, cuda.blockIdx.y
     if column < x.shape[1]:
         total = np.float32(0.0)
-        for row in range(slab * slab_rows, min((slab + 1) * slab_rows, x.shape[0])):
+        for row in range(chunk * chunk_rows, min((chunk + 1) * chunk_rows, x.shape[0])):
             total += widen(x[row, column])
-        partials[slab, column] = total
+        partials[chunk, column] = total
 
 
 def sum_of_squares(x, out):
@@ -206,9 +206,9 @@ def column_sums(x, total):
         return
     if not rows:
         return
-    slab_rows = max(-(-rows // MAX_SLABS), SLAB_ROWS)
-    partials = device.xp().empty((-(-rows // slab_rows), columns), np.float32)
-    launch(column_sums_kernel, (-(-columns // THREADS), len(partials)), THREADS, x, slab_rows, partials)
+    chunk_rows = max(-(-rows // MAX_CHUNKS), CHUNK_ROWS)
+    partials = device.xp().empty((-(-rows // chunk_rows), columns), np.float32)
+    launch(column_sums_kernel, (-(-columns // THREADS), len(partials)), THREADS, x, chunk_rows, partials)
     add_partials(partials, total)
 
 

@@ -163,7 +163,7 @@ def sampler_is_exact(train):
     params = sampling_params(train, 0, 1)
     filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
-    return not filtered and not changed and gemm.backend() != "cublas"
+    return (not filtered or train.sampling_mask_replay) and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):
@@ -277,7 +277,13 @@ def eval_params(run):
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
     settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
-    return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
+    replay = train.sampling_mask_replay
+    params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
+    if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+        raise ConfigError(
+            "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
+        )
+    return params
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):

@@ -9,6 +9,7 @@ import importlib
 
 _TRAINERS = ("GRPOConfig", "GRPOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer")
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+_MODULES["LoraConfig"] = "rlnumba.config"
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 __all__ = list(_MODULES)
 

@@ -20,6 +20,7 @@ _TRAINERS = (
     "SFTTrainer",
 )
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+_MODULES["LoraConfig"] = "rlnumba.config"
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 __all__ = list(_MODULES)
 

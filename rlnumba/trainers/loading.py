@@ -26,8 +26,6 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     if run.lora is None:
         model = load_model(_checkpoint(folder, False) or source, train.dtype, heads, head_init, run.seed)
     else:
-        if heads != LM_HEAD:
-            raise ConfigError("lora: a model that scores sequences is trained as a whole; leave [lora] out")
         if reference and train.sync_ref_model:
             raise ConfigError("train.sync_ref_model: with [lora] the reference is the model without its adapter")
         model = load_model(source, train.dtype, heads, head_init, run.seed)

@@ -63,16 +63,17 @@ class RowTrainer:
 
     model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
     .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data,
-    engine: further keys of these sections, dicts. Raises ConfigError for keys that contradict each other.
+    engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter instead of the weights.
+    Raises ConfigError for keys that contradict each other.
     """
 
     # Of a subclass: its command, that command's Run, and the class of `args`.
     command, run_class, config_class = None, None, None
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None):
         args = args or self.config_class()
         self.datasets = {"train": train_dataset, "eval": eval_dataset}
-        self.run = self.run_class(**_settings(model, args, self.datasets, data, engine))
+        self.run = self.run_class(**_settings(model, args, self.datasets, data, engine, peft_config))
 
     def train(self, resume_from_checkpoint=False):
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
@@ -121,8 +122,9 @@ class GRPOTrainer:
     """
 
     def __init__(
-        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None
-    ):
+        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None,
+        peft_config=None,
+    ):  # fmt: skip
         args = args or GRPOConfig()
         self.datasets = {"train": train_dataset, "eval": eval_dataset}
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -141,7 +143,7 @@ class GRPOTrainer:
             run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
 
-def _settings(model, args, datasets, data, engine):
+def _settings(model, args, datasets, data, engine, peft_config):
     """The keywords of a Run, but for [rewards]: dict."""
     paths = {
         name: str(dataset if isinstance(dataset, str | Path) else Path(args.output_dir) / f"{name}.jsonl")
@@ -149,6 +151,7 @@ def _settings(model, args, datasets, data, engine):
         if dataset is not None
     }
     sections = {"data": DataConfig(**paths, **(data or {})), "train": args, "engine": EngineConfig(**(engine or {}))}
+    sections["lora"] = peft_config
     return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
 
 

@@ -149,7 +149,7 @@ class Policy:
 
     def forward_values(self, batch, values):
         """As `values`; returns what `backward_values` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
 
     def backward_values(self, forward, dvalues):

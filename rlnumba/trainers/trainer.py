@@ -132,7 +132,7 @@ class GRPOTrainer:
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
         self.run = config.GRPORun(
-            **_settings(model, args, self.datasets, data, engine),
+            **_settings(model, args, self.datasets, data, engine, peft_config),
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlnumba.config import (
     DataConfig,
     EngineConfig,
+    EvalConfig,
     GRPOConfig,
     LoraConfig,
     RewardConfig,
@@ -74,6 +75,7 @@ names:
 | `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
+| `eval_...` | the same on `data.eval`; GRPO also `eval_avg@n` and `eval_pass@k` (docs/running.md) |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
@@ -123,7 +125,12 @@ def _shown_limits(metadata):
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
-    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
+    blocks = [
+        ("Above all sections", Run),
+        ("[data]", DataConfig),
+        ("[rewards]: grpo", RewardsConfig),
+        ("[eval]: grpo", EvalConfig),
+    ]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:

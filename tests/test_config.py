@@ -273,8 +273,13 @@ def test_every_key_is_read_by_some_code():
         for name in keys_of(section_class)
         if name not in accepted_without_effect and not re.search(rf"\.{name}\b|\b{name}=", code)
     ]
-    # Read through properties of GRPOConfig and PolicyLossConfig.
-    derived = {"train.generation_batch_size", "train.steps_per_generation", "train.epsilon_high"}
+    # Read through properties of TrainConfig, GRPOConfig and PolicyLossConfig.
+    derived = {
+        "train.gradient_checkpointing",
+        "train.generation_batch_size",
+        "train.steps_per_generation",
+        "train.epsilon_high",
+    }
     derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode")}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 

@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.schema import RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 
@@ -197,6 +197,7 @@ class GRPORun(Run):
     """A file of `rlnumba grpo`."""
 
     rewards: RewardsConfig
+    eval: EvalConfig = EvalConfig()
     train: GRPOConfig = GRPOConfig()
 
     def __post_init__(self):

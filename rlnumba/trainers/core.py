@@ -66,7 +66,7 @@ class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits; seed: of dropout and of the optimizer's stochastic rounding. A model with an
+    temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
     adapter trains that alone.
     """
 
@@ -108,7 +108,8 @@ class Policy:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        return Tape(self.train.gradient_checkpointing, dropout)
+        kept = self.train.kept_activations
+        return Tape(kept == "minimal", dropout, selective=kept == "selective")
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
@@ -148,7 +149,7 @@ class Policy:
 
     def forward_values(self, batch, values):
         """As `values`; returns what `backward_values` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
 
     def backward_values(self, forward, dvalues):

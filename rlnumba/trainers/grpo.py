@@ -29,7 +29,7 @@ from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, signals
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers import rollout
+from rlnumba.trainers import evaluation, rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.reward_model import load_rewards
@@ -69,6 +69,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
 
     clock = Clock()
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+        if eval_data and train.eval_on_start and folder.step == 0:
+            writer.log(0, evaluate(llm, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
         for step in range(folder.step, schedule.total_steps):
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
             micro_batches, generation_metrics_of, num_generated = [], [], 0
@@ -200,7 +202,7 @@ def train_step(policy, micro_batches, learning_rate):
         of_all = entropies.entropies_of(policy, micro_batches)
         kept = entropies.high_entropy_mask(of_all, mask, train.top_entropy_quantile)
         num_kept = int(kept.sum())
-    gradient_is_known = sampler_is_exact(train) and not policy.has_dropout and not selects and coef == 0
+    gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
     # On the device until the step is done, so that no micro-batch waits for the host.
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
@@ -262,13 +264,14 @@ def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs,
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):
-    """Metrics of one completion for every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
-    llm.wake()
-    params = sampling_params(run.train, rollout.derived_seed(run.seed), 1)
-    generation = rollout.generate(llm, rewards, prompts, range(len(prompts.prompts)), params, trainer_state, Clock())
-    llm.sleep()
-    found = rollout.generation_metrics([generation], rewards.names)
-    return {f"eval_{name}": value for name, value in found.items()}
+    """Metrics of completions of every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
+    generation = evaluation.generate(llm, rewards, prompts, eval_params(run), trainer_state)
+    return evaluation.metrics_of(generation, rewards.names, run)
+
+
+def eval_params(run):
+    """The SamplingParams of a run's evaluation."""
+    return evaluation.eval_params(run, sampling_params(run.train, rollout.derived_seed(run.seed), 1))
 
 
 def sampling_params(train, seed, n):

@@ -22,7 +22,7 @@ from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.lora import Adapter, adapter_of_run
+from rlnumba.model.lora import Adapter, lora_of_run
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
 from rlnumba.model.weights import Weights
@@ -96,9 +96,7 @@ class Planner:
         notes["moments"] = " and ".join(moments) + (", in host memory but for two chunks" if host else "")
         if host and self.on_gpu:
             regions["moments"] = STREAMS * host * min(CHUNK, trained) // trained
-        notes["activations"] = f"{tokens:,} tokens in a micro-batch" + (
-            ", recomputed layer by layer" if run.train.gradient_checkpointing else ""
-        )
+        notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
         extra = {}
         if largest_prompts:
             self._add_kv(regions, notes, run, itemsize, largest_prompts)
@@ -186,10 +184,7 @@ def _adapter(run, config, dtype, region):
     """The Adapter of a run with [lora], else None."""
     if run.lora is None:
         return None
-    lora = run.lora
-    if lora.init is not None:
-        lora = adapter_of_run(lora, config, dtype, run.model, run.seed).lora
-    return Adapter(config, lora, dtype, region=region)
+    return Adapter(config, lora_of_run(run.lora, config), dtype, region=region)
 
 
 def _generate(planner, dtype, run, prompts):
@@ -266,8 +261,11 @@ def _switches(run, on_gpu, model_dtype):
     dtype = train.dtype or (model_dtype if on_gpu else "float32")
     if run.lora is None:
         found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
-    if not train.gradient_checkpointing:
-        add("train", gradient_checkpointing=True)
+    if train.kept_activations == "full":
+        add("train", activation_memory="selective")
+    if train.kept_activations != "minimal":
+        minimal = {"gradient_checkpointing": True} if train.activation_memory is None else {}
+        add("train", **(minimal or {"activation_memory": "minimal"}))
     for optim in ("adamw_bf16", "adamw_8bit"):
         if train.optim == "adamw_torch":
             add("train", optim=optim)

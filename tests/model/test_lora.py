@@ -438,4 +438,4 @@ def test_saving_keeps_the_dtype(tmp_path):
     save_adapter(model.adapter, tmp_path)
     tensors = open_tensors(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {"F32"}
-    assert_same_bits(load_adapter(tmp_path, model.config, "float32", "base").flat, model.adapter.flat)
+    assert_same_bits(load_adapter(tmp_path, model.weights, "float32", "base").flat, model.adapter.flat)

@@ -62,6 +62,7 @@ def assert_planned(kind, run, train):
     [
         {},
         {"gradient_checkpointing": True, "optim": "adamw_8bit"},
+        {"activation_memory": "selective"},
         {"packing": True, "max_length": 48, "shuffle_dataset": True},
         {"offload_optimizer": True, "optim": "adamw_bf16", "loss_type": "dft", "per_device_train_batch_size": 3},
     ],

@@ -82,6 +82,7 @@ def print_memory():
     if device.name() == "cuda":
         free, total = device.memory_info()
         print(f"{'taken on the device':20} {(total - free) / 2**30:8.3f} GiB")
+        print(f"{'of it CuPy':20} {device.xp().get_default_memory_pool().total_bytes() / 2**30:8.3f} GiB")
 
 
 def main():
@@ -96,10 +97,14 @@ def main():
     parser.add_argument("--lora", type=int, help="rank of an adapter on all linear layers, which alone is trained")
     parser.add_argument("--optim", default="adamw_torch")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
+    parser.add_argument("--no-master-weights", dest="master_weights", action="store_false")
+    parser.add_argument("--pool-gib", type=float, help="limit of CuPy's memory pool, on a GPU")
     parser.add_argument("--repeat", type=int, default=5)
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     batch, length = arguments.batch or (8 if on_gpu else 4), arguments.length or (2048 if on_gpu else 128)
+    if arguments.pool_gib is not None:
+        device.xp().get_default_memory_pool().set_limit(size=int(arguments.pool_gib * 2**30))
     if arguments.model:
         model = load_model(arguments.model, arguments.dtype)
     else:
@@ -109,7 +114,7 @@ def main():
     sequences = [TokenSequence(row, np.ones(length, bool)) for row in ids]
     train = SFTConfig(
         per_device_train_batch_size=batch, learning_rate=1e-6, activation_memory=arguments.activations,
-        optim=arguments.optim, offload_optimizer=arguments.offload,
+        optim=arguments.optim, offload_optimizer=arguments.offload, master_weights=arguments.master_weights,
     )  # fmt: skip
     if arguments.lora:
         model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
@@ -130,6 +135,7 @@ def main():
     options += f", LoRA {arguments.lora}" if arguments.lora else ""
     options += f", {arguments.optim}" if arguments.optim != "adamw_torch" else ""
     options += ", offloaded" if arguments.offload else ""
+    options += "" if arguments.master_weights else ", no master"
     shape = f"{num_parameters / 1e6:.0f}M parameters, {model.dtype.name}; {batch} x {length} tokens{options}"
     print(f"{device.describe()}; {shape}")
     print(f"first s {first['first']:.1f}")

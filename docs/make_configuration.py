@@ -97,7 +97,7 @@ names:
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
-| `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |
+| `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md); their sum without `host` |
 | `eval_loss`, `eval_reward` and others | the same of `data.eval` |
 
 ## Environment variables

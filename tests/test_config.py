@@ -333,3 +333,32 @@ def test_the_reference_page_is_current():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.reference(), "run python docs/make_configuration.py"
+
+
+@pytest.mark.parametrize(
+    "written, meant", [("adamw", "adamw_torch"), ("adamw_torch_fused", "adamw_torch"), ("adamw_bnb_8bit", "adamw_8bit")]
+)
+def test_names_of_optimizers_in_transformers(tmp_path, written, meant):
+    file = tmp_path / "run.toml"
+    file.write_text(f"""
+        model = "m"
+        output_dir = "o"
+        [data]
+        train = "rows.jsonl"
+        [train]
+        optim = "{written}"
+        optimizer_offload = true
+    """)
+    train = load_run("sft", file).train
+    assert (train.optim, train.offload_optimizer) == (meant, True)
+    with pytest.raises(ConfigError, match="train.optim must be one of adamw_torch, adamw_bf16, adamw_8bit, got 'sgd'"):
+        load_run("sft", file, [("train.optim", "sgd")])
+
+
+def test_activation_memory_takes_precedence():
+    config = SFTConfig(gradient_checkpointing=True)
+    assert config.kept_activations == "minimal"
+    assert SFTConfig(gradient_checkpointing=False).kept_activations == "full"
+    assert SFTConfig(gradient_checkpointing=True, activation_memory="selective").kept_activations == "selective"
+    with pytest.raises(ConfigError, match="train.activation_memory must be one of full, selective, minimal"):
+        SFTConfig(activation_memory="some")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import reward, sft
+from rlnumba.trainers import dpo, kto, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, TargetBatch, epoch_order
 
 GIB = 2**30
@@ -191,6 +191,14 @@ class Step(NamedTuple):
     prompts: list
 
 
+class _EndOfStep(Exception):
+    """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
+
+
+def _end_of_step(learning_rate):
+    raise _EndOfStep
+
+
 def _train(config, dtype, run, step):
     """Make the policy of a run and take the Step."""
     config = dataclasses.replace(config, heads=step.heads)
@@ -204,10 +212,11 @@ def _train(config, dtype, run, step):
             Transformer(config, Weights(config, dtype, region="reference")) if alone else model.without_adapter()
         )
     policy = Policy(model, run.train, reference)
-    policy.step = lambda learning_rate: {}
-    # Metrics of what was not computed.
-    with np.errstate(all="ignore"):
+    policy.step = _end_of_step
+    try:
         step.run(policy)
+    except _EndOfStep:
+        pass
 
 
 def _adapter(run, config, dtype, region):
@@ -252,7 +261,10 @@ def _row_step(planner, run):
         if sums.max() > most:
             most, at = int(sums.max()), int(sums.argmax()) * size
             chosen = [rows[index] for index in order[at : at + size]]
-    run_step = partial(trainer.module.train_step, rows=chosen, learning_rate=0.0)
+
+    def run_step(policy):
+        trainer.module.train_step(policy, chosen, 0.0)
+
     return Step(run_step, most, trainer.heads, trainer.reference, [])
 
 
@@ -281,7 +293,7 @@ def _grpo_step(planner, run):
     return Step(run_step, int(ends[-1]), LM_HEAD, train.beta > 0, prompts)
 
 
-class RowTrainer(NamedTuple):
+class PlannedTrainer(NamedTuple):
     """A trainer over a file of rows: a module with load_rows, num_tokens and train_step; whether it has a reference."""
 
     module: object
@@ -289,7 +301,12 @@ class RowTrainer(NamedTuple):
     reference: bool = False
 
 
-ROW_TRAINERS = {"sft": RowTrainer(sft), "reward": RowTrainer(reward, SCORE_HEAD)}
+ROW_TRAINERS = {
+    "sft": PlannedTrainer(sft),
+    "dpo": PlannedTrainer(dpo, reference=True),
+    "kto": PlannedTrainer(kto, reference=True),
+    "reward": PlannedTrainer(reward, SCORE_HEAD),
+}
 
 
 def _switches(kind, run, on_gpu, model_dtype):

@@ -393,8 +393,36 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
+_trainer("dpo", DPO, "metrics.jsonl")
+KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
+_trainer("kto", KTO, "metrics.jsonl")
 REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
 _trainer("reward", REWARD, "metrics.jsonl")
+
+
+@cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option("--config", required=True, multiple=True, help="A run file of grpo; of several, later ones win.")
+@click.option("--model", help="Folder of a model or adapter, or hub id. Default: the run's model.")
+@click.option("--output", help="Folder for metrics.json and completions.jsonl. Default: none is written.")
+@DTYPE
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+def evaluate(config, model, output, dtype, overrides):
+    """Evaluate a model on a run's data.eval: its rewards, avg@k and pass@k, with the sampling of [eval].
+
+    Prints a line for each metric.
+    """
+    from rlnumba.config import load_run
+
+    run = load_run("grpo", config, parse_overrides(overrides))
+    _log_device()
+    from rlnumba.trainers.eval import run_eval
+
+    progress = _Progress()
+    found = run_eval(run, model, output, dtype, progress)
+    progress.end(f"evaluated in {time.monotonic() - progress.started:.1f} s")
+    for name, value in found.items():
+        click.echo(f"{name:<40} {value:.6g}")
 
 
 def parse_overrides(arguments):
@@ -466,7 +494,7 @@ def plan(config, trainer, gpu_memory, overrides):
     """
     from rlnumba.trainers.plan import Planner, describe
 
-    kind, run = _run_of_any_trainer(config, trainer, parse_overrides(overrides))
+    kind, run = run_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
     total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
     planner = Planner(kind, run, on_gpu, total)
@@ -475,7 +503,7 @@ def plan(config, trainer, gpu_memory, overrides):
     click.echo("\n".join(describe(planner, found)))
 
 
-def _run_of_any_trainer(config, trainer, overrides):
+def run_of_any_trainer(config, trainer, overrides):
     """(trainer, Run) of the trainer named, or of the first that reads the files; if none does, the last ConfigError."""
     from rlnumba.config import load_run
     from rlnumba.config.runs import RUNS

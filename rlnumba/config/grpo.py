@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.schema import RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 
@@ -103,6 +103,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
     min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
     repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+    sampling_mask_replay: bool = key(
+        False,
+        "With top_p, top_k or min_p, train the distribution that was sampled from: the tokens that the filters kept, "
+        "renormalised. For generations that one optimizer step uses up; not in TRL.",
+    )
     generation_kwargs: dict[str, typing.Any] = key(
         {},
         "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
@@ -183,6 +188,12 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
                 nearest = difflib.get_close_matches(name, allowed, 1)
                 hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
                 raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
+        if self.sampling_mask_replay and self.gradient_accumulation_steps % (self.rollout_steps * self.num_iterations):
+            raise ConfigError(
+                "train.sampling_mask_replay needs generations that one optimizer step uses up: steps_per_generation x "
+                f"num_iterations ({self.rollout_steps * self.num_iterations}) must divide gradient_accumulation_steps "
+                f"({self.gradient_accumulation_steps})"
+            )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ConfigError(
                 f"train.entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "
@@ -197,6 +208,7 @@ class GRPORun(Run):
     """A file of `rlnumba grpo`."""
 
     rewards: RewardsConfig
+    eval: EvalConfig = EvalConfig()
     train: GRPOConfig = GRPOConfig()
 
     def __post_init__(self):

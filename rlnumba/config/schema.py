@@ -49,10 +49,12 @@ class RewardsConfig(Section):
         "folder of a reward model (docs/reward.md).",
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
-    timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
+    timeout: float = key(
+        30.0, "Seconds for one completion: a call with a group of n may take n times as long; not TRL.", above=0
+    )
     reward_errors: str = key(
         "raise",
-        "If a function fails, `raise` ends the run with a checkpoint, `skip` gives no value and counts it; not TRL.",
+        "If a function fails, `raise` ends the run with a checkpoint, `skip` counts the completion, without a value.",
         choices=("raise", "skip"),
     )
 
@@ -62,6 +64,19 @@ class RewardsConfig(Section):
             raise ConfigError(
                 f"rewards.weights must have one weight for each of the {len(self.funcs)} funcs, got {len(self.weights)}"
             )
+
+
+@dataclass(frozen=True)
+class EvalConfig(Section):
+    """How held-out prompts are completed and counted. What is None is as in training."""
+
+    section = "eval"
+    num_generations: int = key(1, "Completions of each held-out prompt.", minimum=1)
+    temperature: float | None = key(None, "Divides the logits; 0 is greedy; None: train.temperature.", minimum=0)
+    top_p: float | None = key(None, "None: train.top_p.", above=0, maximum=1)
+    top_k: int | None = key(None, "None: train.top_k; 0 is off.", minimum=-1)
+    max_completion_length: int | None = key(None, "Most tokens; None: train.max_completion_length.", minimum=1)
+    pass_threshold: float = key(1.0, "A completion passes if its value is at least this: for avg@k and pass@k.")
 
 
 @dataclass(frozen=True)
@@ -116,14 +131,26 @@ class TrainConfig(Section):
         choices=("float32", "bfloat16", "float16"),
     )
     gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
+    activation_memory: str | None = key(
+        None,
+        "What the backward finds: `full`: everything; `selective`: all but norms, rotations and SwiGLU, which are "
+        "cheap to recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
+        choices=("full", "selective", "minimal"),
+    )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
+    eval_on_start: bool = key(False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.")
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
+
+    @property
+    def kept_activations(self):
+        """activation_memory, or what gradient_checkpointing stands for: str."""
+        return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
 
     def __post_init__(self):
         super().__post_init__()

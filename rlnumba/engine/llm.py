@@ -39,11 +39,12 @@ class LLM:
     def wake(self):
         self.engine.wake()
 
-    def generate(self, prompts, params=None, progress=None, adapters=None):
+    def generate(self, prompts, params=None, progress=None, finished=None, adapters=None):
         """The completions of each prompt, in the order of the prompts.
 
         prompts: lists of token ids or, with a tokenizer, texts. params: a SamplingParams for all, or one for each.
         progress: called after every step with (completions finished, completions asked for, tokens sampled so far).
+        finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
         computed in one batch; a completion has the bits that it has with its adapter alone.
         Raises PromptError with the prompt's index and ConfigError before any work is done, and UserError where the
@@ -71,6 +72,8 @@ class LLM:
                 step = engine.step()
                 for request_id, index, completion in step.finished:
                     outputs[request_id].completions[index] = completion
+                    if finished is not None and None not in outputs[request_id].completions:
+                        finished(request_id, outputs[request_id])
                 num_finished += len(step.finished)
                 num_tokens += len(step.token_ids)
                 if progress is not None:

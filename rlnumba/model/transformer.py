@@ -43,7 +43,8 @@ F32 = np.dtype(np.float32)
 class Tape:
     """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
-    dropout: the Dropout of the adapter's inputs, or None.
+    dropout: the Dropout of the adapter's inputs, or None. selective, without recompute: keep what is dear, the outputs
+    of GEMMs and of attention.
     """
 
     recompute: bool = False
@@ -53,6 +54,7 @@ class Tape:
     input_ids: object = None
     token_list: object = None
     last: tuple = ()
+    selective: bool = False
 
 
 class Transformer:
@@ -133,8 +135,8 @@ class Transformer:
                     layers.mlp_block(index, h, w, ctx, y)
             else:
                 h = memory.empty((N, D), self.dtype)
-                saved = layers.attention_block(index, x, w, ctx, h)
-                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y)))
+                saved = layers.attention_block(index, x, w, ctx, h, tape.selective)
+                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y, tape.selective)))
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
@@ -164,8 +166,12 @@ class Transformer:
                         saved = attention, layers.mlp_block(index, h, w, ctx, None)
                     attention, mlp = saved
                     with memory.scope():
+                        if tape.selective:
+                            mlp = layers.mlp_recomputed(index, w, ctx, mlp)
                         layers.mlp_block_backward(index, dx, w, g, ctx, mlp)
                     with memory.scope():
+                        if tape.selective:
+                            attention = layers.attention_recomputed(index, w, ctx, attention)
                         layers.attention_block_backward(index, dx, w, g, ctx, attention)
             if ctx.lora is not None:
                 grads.zero_outside_blocks()

@@ -1,6 +1,7 @@
 """Rewards by name: built in, file.py:function, package.module:function, or the folder of a model."""
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -8,13 +9,17 @@ import inspect
 import re
 import sys
 import traceback
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import functions as built_in
-from rlnumba.rewards.calling import RewardError, Rewards
+from rlnumba.rewards.calling import RewardError, Rewards, importable_name
 from rlnumba.rewards.functions import BUILT_IN, FACTORIES, reference_answers, texts_of
+
+# By which name each function was found.
+_resolved = weakref.WeakKeyDictionary()
 
 
 def _per_sample(compute_score):
@@ -53,9 +58,10 @@ def load_rewards(config, functions=(), open_model=None):
             if open_model is None:
                 raise ConfigError(f"rewards.funcs: {function.path} is a folder, and models are no rewards here")
             functions[k] = open_model(function.path)
+    specs = [_resolved.get(function) or importable_name(function) for function in functions]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
-    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names)
+    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names, specs)
 
 
 def resolve(spec):
@@ -80,6 +86,8 @@ def resolve(spec):
         built_in.import_math_verify()
     if "solution_str" in inspect.signature(function).parameters:
         function = _per_sample(function)
+    with contextlib.suppress(TypeError):  # an object without a hash
+        _resolved[function] = spec
     return function
 
 

@@ -26,9 +26,10 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.optim import learning_rate_at
+from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, signals
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers import rollout
+from rlnumba.trainers import evaluation, rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.reward_model import load_rewards
@@ -68,6 +69,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
 
     clock = Clock()
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+        if eval_data and train.eval_on_start and folder.step == 0:
+            writer.log(0, evaluate(llm, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
         for step in range(folder.step, schedule.total_steps):
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
             micro_batches, generation_metrics_of, num_generated = [], [], 0
@@ -160,7 +163,7 @@ def sampler_is_exact(train):
     params = sampling_params(train, 0, 1)
     filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
-    return not filtered and not changed and gemm.backend() != "cublas"
+    return (not filtered or train.sampling_mask_replay) and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):
@@ -261,19 +264,26 @@ def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs,
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):
-    """Metrics of one completion for every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
-    llm.wake()
-    params = sampling_params(run.train, rollout.derived_seed(run.seed), 1)
-    generation = rollout.generate(llm, rewards, prompts, range(len(prompts.prompts)), params, trainer_state, Clock())
-    llm.sleep()
-    found = rollout.generation_metrics([generation], rewards.names)
-    return {f"eval_{name}": value for name, value in found.items()}
+    """Metrics of completions of every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
+    generation = evaluation.generate(llm, rewards, prompts, eval_params(run), trainer_state)
+    return evaluation.metrics_of(generation, rewards.names, run)
+
+
+def eval_params(run):
+    """The SamplingParams of a run's evaluation."""
+    return evaluation.eval_params(run, sampling_params(run.train, rollout.derived_seed(run.seed), 1))
 
 
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
     settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
-    return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
+    replay = train.sampling_mask_replay
+    params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
+    if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+        raise ConfigError(
+            "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
+        )
+    return params
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
@@ -389,14 +399,6 @@ class DataState:
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")
-
-
-class TrainerState(NamedTuple):
-    """What reward functions get of the run as `trainer_state`; the names are transformers'."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
 
 
 def mean_metrics(of_parts):

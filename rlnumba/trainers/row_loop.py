@@ -33,6 +33,8 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
 
     clock = Clock()
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+        if eval_rows and train.eval_on_start and folder.step == 0:
+            writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
         for step in range(folder.step, schedule.total_steps):
             epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
             order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)

@@ -18,8 +18,9 @@ from rlnumba.runtime import device, memory
 from rlnumba.runtime.shapes import ShapeOnly, shapes_only
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.plan import Planner, advise
+from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import MODEL, grpo_run, sft_run
+from tests.trainers.runs import MODEL, grpo_run, reward_run, sft_run
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="compares with the arrays of the cpu device")
 GIB = 1 << 30
@@ -62,6 +63,7 @@ def assert_planned(kind, run, train):
     [
         {},
         {"gradient_checkpointing": True, "optim": "adamw_8bit"},
+        {"activation_memory": "selective"},
         {"packing": True, "max_length": 48, "shuffle_dataset": True},
         {"offload_optimizer": True, "optim": "adamw_bf16", "loss_type": "dft", "per_device_train_batch_size": 3},
     ],
@@ -81,6 +83,11 @@ def test_a_run_with_an_adapter_takes_what_was_planned(tmp_path, kind):
     run = sft_run(tmp_path / "run", max_steps=3) if kind == "sft" else grpo_run(tmp_path / "run", max_steps=3, beta=0.1)
     run = dataclasses.replace(run, lora=LoraConfig(r=4))
     assert_planned(kind, run, run_sft if kind == "sft" else run_grpo)
+
+
+@pytest.mark.parametrize("kept", ["full", "minimal"])
+def test_a_reward_model_takes_what_was_planned(tmp_path, kept):
+    assert_planned("reward", reward_run(tmp_path / "run", max_steps=3, activation_memory=kept), run_reward)
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

@@ -125,15 +125,18 @@ class RequestOutput:
 class Sequence:
     """One unfinished completion of a request, which the scheduler moves between waiting and running.
 
-    prompt: (P,) int32; philox_key: (2,) uint32, of the request's noise; length_limit: tokens, prompt included, at which
-    it ends; stop_ids: ids that end it. While it runs its tokens are in row `row` of the table (None: it waits);
-    token_ids, logprobs (of every position, 0 in the prompt) and policy_versions (of sampled tokens) are up to date when
-    it leaves the row. is_prefix_leader: whether the sequences of the same prompt wait until it has computed the prompt.
+    adapter_id: in the model's AdapterStack, -1 for none. prompt: (P,) int32; philox_key: (2,) uint32, of the request's
+    noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
+    are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
+    policy_versions (of sampled tokens) are up to date when it leaves the row. is_prefix_leader: whether the sequences
+    of the same prompt wait until it has computed the prompt.
     """
 
-    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=()):
-        self.request_id, self.index = request_id, index
-        self.prompt, self.prompt_key, self.params, self.philox_key = prompt, prompt.tobytes(), params, philox_key
+    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
+        self.request_id, self.index, self.adapter_id = request_id, index, adapter_id
+        # Sequences of one key share the blocks of the prompt.
+        self.prompt_key = adapter_id, prompt.tobytes()
+        self.prompt, self.params, self.philox_key = prompt, params, philox_key
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt
         self.logprobs = np.zeros(len(prompt), np.float32)
@@ -181,7 +184,7 @@ class SequenceTable:
         counters = "prompt_length length length_limit num_computed num_blocks num_registered"
         columns = {
             np.int64: counters,
-            np.int32: "sample_index top_k min_tokens",
+            np.int32: "sample_index top_k min_tokens adapter_id",
             bool: "has_stop_strings logit_thresholds",
         }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
@@ -214,7 +217,7 @@ class SequenceTable:
             self.thresholds[row, :length] = sequence.thresholds
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
-        self.philox_key[row] = sequence.philox_key
+        self.philox_key[row], self.adapter_id[row] = sequence.philox_key, sequence.adapter_id
         self.prompt_length[row] = len(sequence.prompt)
         self.length[row] = length
         self.length_limit[row] = sequence.length_limit

@@ -186,6 +186,10 @@ class Adapter:
             if len(layout.blocks) > 1
         ]
 
+    @property
+    def nbytes(self):
+        return self.flat.nbytes
+
     def grads(self):
         """Gradients: zeros of float32 in the same layout."""
         return Adapter(self.config, self.lora, "float32", region="grads")
@@ -237,6 +241,43 @@ class Adapter:
                 view[...] = generator.uniform(-bound, bound, view.shape)
         adapter.set_flat(host)
         return adapter
+
+
+class AdapterStack:
+    """Several adapters of one base side by side, for batches whose rows have different ones; copies, not for training.
+
+    adapters: of one config and dtype, without score heads. Rows of A and columns of B of a projection are those of
+    adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: as an Adapter's.
+    """
+
+    embed_tokens = norm = lm_head = score = None
+
+    def __init__(self, adapters):
+        config, xp = adapters[0].config, device.xp()
+        self.dtype, self.nbytes = adapters[0].dtype, 0
+        self.scales = device.asarray(np.float32([adapter.lora.scaling for adapter in adapters]))
+        self.layers = [
+            LayerAdapter(*(self._stacked(xp, [getattr(a.layers[i], name) for a in adapters]) for name in PROJECTIONS))
+            for i in range(config.num_hidden_layers)
+        ]
+        memory.track("adapter", self.nbytes)
+        weakref.finalize(self, memory.track, "adapter", -self.nbytes)
+
+    def _stacked(self, xp, pairs):
+        """The Pair of all adapters' Pairs of a projection; an adapter without one has zeros; None if all are."""
+        if all(pair is None for pair in pairs):
+            return None
+        columns = max(pair.a.shape[0] for pair in pairs if pair is not None)
+        inputs, rows = next((pair.a.shape[1], pair.b.shape[0]) for pair in pairs if pair is not None)
+        stacked = Pair(
+            *(xp.zeros(s, self.dtype) for s in ((len(pairs) * columns, inputs), (rows, len(pairs) * columns)))
+        )
+        for i, pair in enumerate(pairs):
+            if pair is not None:
+                own = slice(i * columns, i * columns + pair.a.shape[0])
+                stacked.a[own], stacked.b[:, own] = pair.a, pair.b
+        self.nbytes += stacked.a.nbytes + stacked.b.nbytes
+        return stacked
 
 
 def _views(layout, flat, layers):

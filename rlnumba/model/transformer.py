@@ -24,6 +24,7 @@ from rlnumba.model import layers
 from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
 from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
 from rlnumba.model.lora import (
+    AdapterStack,
     Dropout,
     LoraContext,
     adapter_heads,
@@ -60,7 +61,7 @@ class Transformer:
     """A model: config, weights, and the forward and backward between token ids and hidden states.
 
     generation_config: the contents of generation_config.json, written back by save_model and not read here. adapter: an
-    Adapter or None; with one, it is what is trained.
+    Adapter, which is what is then trained, or an AdapterStack, or None.
     """
 
     def __init__(self, config, weights, generation_config=None, adapter=None):
@@ -84,7 +85,7 @@ class Transformer:
     @property
     def nbytes(self):
         """Bytes of the weights and the adapter."""
-        return self.weights.flat.nbytes + (0 if self.adapter is None else self.adapter.flat.nbytes)
+        return self.weights.flat.nbytes + (0 if self.adapter is None else self.adapter.nbytes)
 
     def without_adapter(self):
         """The same model, weights shared, with its adapter switched off."""
@@ -92,16 +93,19 @@ class Transformer:
         model.adapter = None
         return model
 
-    def forward(self, input_ids, position_ids, attention, tape=None, arena=None):
+    def forward(self, input_ids, position_ids, attention, tape=None, arena=None, adapter_ids=None):
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
         max_position_embeddings (not checked here). attention: the attention backend, such as PackedAttention. tape: a
         new Tape, if backward is to be called. arena: activations come from it and are valid in the scope around this
-        call; without a tape only the result is.
+        call; without a tape only the result is. adapter_ids: (N,) int32, each row's adapter in the AdapterStack, -1 for
+        none; None: all rows have the first.
         """
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
-        lora = self.adapter and LoraContext(self.adapter.layers, self.adapter.scales, dropout=tape and tape.dropout)
+        lora = None
+        if self.adapter is not None:
+            lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, tape and tape.dropout)
         ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
@@ -355,6 +359,16 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
     if adapter_folder is not None:
         model.adapter = load_adapter(adapter_folder, weights, dtype, str(folder))
     return model
+
+
+def with_adapters(model, folders):
+    """A model that shares its weights, with an AdapterStack of the adapters in PEFT folders, in their order."""
+    if model.adapter is not None:
+        raise ConfigError("several adapters need a model without one of its own")
+    loaded = [load_adapter(folder, model.weights, model.dtype.name, "the model") for folder in map(find_model, folders)]
+    result = model.without_adapter()
+    result.adapter = AdapterStack(loaded)
+    return result
 
 
 def host_copy(model):

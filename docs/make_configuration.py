@@ -70,6 +70,7 @@ names:
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
+| `rollout_corr/rollout_rs_masked_fraction` | share of the tokens that rollout_rs left out |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |

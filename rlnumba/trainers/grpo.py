@@ -33,6 +33,7 @@ from rlnumba.runtime import device
 from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import Policy, Schedule
+from rlnumba.trainers.rejection import reject
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memory_metrics
 
 
@@ -154,7 +155,10 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     # Where too few groups differ in their rewards, the last uniform ones fill the batch; their advantages are 0.
     groups += uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
     # reward -> advantage
-    rollout.set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
+    if train.advantage_estimator != "grpo" or train.length_penalty:
+        rollout.set_estimated_advantages(groups, train, order.memory)
+    else:
+        rollout.set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
     seed = rollout.derived_seed(run.seed, trainer_state.global_step, index)
@@ -176,12 +180,16 @@ def add_logprobs(policy, rollouts, on_policy):
     """Write the log-probs of the reference and, where they are needed, of the policy before its next update.
 
     on_policy: whether no part of the rollouts is trained on after an update, whose old log-probs are the forward's.
+    With rollout_rs, mask the tokens that it rejects.
     """
     parts = rollouts.parts(policy.train.per_device_train_batch_size)
     if policy.reference is not None:
         rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
-    if not on_policy and not sampler_is_exact(policy.train):
+    rejects = policy.train.rollout_rs is not None
+    if (rejects or not on_policy) and not sampler_is_exact(policy.train):
         rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
+    if rejects:
+        reject(rollouts, policy.train.rollout_rs, policy.train.rollout_rs_threshold)
 
 
 def host_logprobs(policy, model, parts):
@@ -377,6 +385,8 @@ class DataState:
         groups = [group for each in generations for group in each.groups]
         self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names)
         self.metrics["frac_reward_zero_std"] = rollout.frac_reward_zero_std(groups, train)
+        if train.rollout_rs is not None:
+            self.metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):
@@ -387,6 +397,7 @@ class DataState:
         kept = within_generation and self.rollouts is not None
         return {
             "prompts": [self.order.epoch, self.order.position],
+            "memory": dict(self.order.memory),
             "num_tokens": self.num_tokens,
             "rollouts": self.rollouts.state() if kept else None,
             "metrics": self.metrics if kept else {},
@@ -395,6 +406,7 @@ class DataState:
     def load_state_dict(self, state, train):
         """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""
         self.order.epoch, self.order.position = state["prompts"]
+        self.order.memory = dict(state.get("memory", {}))
         self.num_tokens = state["num_tokens"]
         if state["rollouts"] is None:
             return

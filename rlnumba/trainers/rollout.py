@@ -19,6 +19,7 @@ from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch, epoch_order
+from rlnumba.trainers.estimators import advantages_of, penalised
 
 
 class PromptOrder:
@@ -27,6 +28,8 @@ class PromptOrder:
     def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0):
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
         self.epoch, self.position = epoch, position
+        # What else carries over from generation to generation: JSON values, part of the checkpoint.
+        self.memory = {}
 
     def take(self, count):
         """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""
@@ -168,6 +171,26 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
         sample.advantage = advantage
 
 
+def set_estimated_advantages(groups, train, state):
+    """set_advantages by trainers/estimators.py: with an advantage_estimator or a length_penalty. Writes state."""
+    samples = [sample for group in groups for sample in group]
+    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    limit = train.max_completion_length
+    rewards = penalised(np.array([sample.reward for sample in samples]), lengths, train.length_penalty, limit)
+    if train.advantage_estimator == "grpo":
+        column = device.asarray(rewards[:, None].astype(np.float32))
+        found = device.xp().empty(len(samples), np.float32)
+        weight = device.asarray(np.ones(1, np.float32))
+        group_advantages(column, weight, len(groups[0]), found, train.scale_rewards)
+        advantages = device.to_host(found)
+    else:
+        masked = np.array([train.mask_truncated_completions and sample.truncated for sample in samples])
+        active = np.where(masked, 0, lengths)
+        advantages = advantages_of(train.advantage_estimator, rewards, len(groups[0]), active, state)
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        sample.advantage = advantage
+
+
 def generation_metrics(generations, names):
     """TRL's metrics of a list of Generations, a dict of floats. names: of the reward functions."""
     samples = [sample for each in generations for sample in each.samples]
@@ -208,6 +231,7 @@ class Rollouts:
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
+    rejected_fraction: share of the tokens whose mask rollout_rs has set to 0.
     """
 
     token_ids: np.ndarray
@@ -220,6 +244,7 @@ class Rollouts:
     ref_logprobs: np.ndarray
     thresholds: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     on_policy: bool = False
+    rejected_fraction: float = 0.0
 
     @staticmethod
     def of(samples, mask_truncated):

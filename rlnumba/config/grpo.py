@@ -215,6 +215,12 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
         minimum=0, maximum=1,
     )  # fmt: skip
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
+        "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
+        minimum=1,
+    )
     rollout_rs: str | None = key(
         None, "verl's rejection of tokens or sequences, as `token_k1` or `seq_mean_k3,token_k2`; None: none."
     )

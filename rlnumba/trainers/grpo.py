@@ -14,6 +14,7 @@ Dynamic sampling: DAPO (arXiv 2503.14476).
 
 import json
 import math
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -182,7 +183,8 @@ def add_logprobs(policy, rollouts, on_policy):
     on_policy: whether no part of the rollouts is trained on after an update, whose old log-probs are the forward's.
     With rollout_rs, mask the tokens that it rejects.
     """
-    parts = rollouts.parts(policy.train.per_device_train_batch_size)
+    limit = policy.train.max_tokens_per_micro_batch
+    parts = rollouts.parts_of_tokens(limit) if limit else rollouts.parts(policy.train.per_device_train_batch_size)
     if policy.reference is not None:
         rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
     rejects = policy.train.rollout_rs is not None
@@ -201,9 +203,28 @@ def host_logprobs(policy, model, parts):
     return np.concatenate([device.to_host(logprobs) for logprobs in found])
 
 
+def cut_by_tokens(train, micro_batches):
+    """The micro-batches with max_tokens_per_micro_batch, and for each the one whose mean its loss is a part of.
+
+    micro_batches: list of Rollouts. Only bnpo's loss depends on the micro-batches: these are cut, where the others are
+    joined first as far as they are on-policy alike.
+    """
+    limit = train.max_tokens_per_micro_batch
+    if limit is None:
+        return micro_batches, micro_batches
+    if train.loss_type == "bnpo":
+        joined = micro_batches
+    else:
+        joined = [rollout.Rollouts.joined(list(parts)) for _, parts in groupby(micro_batches, lambda p: p.on_policy)]
+    pieces = [(piece, whole) for whole in joined for piece in whole.parts_of_tokens(limit)]
+    return [piece for piece, _ in pieces], [whole for _, whole in pieces]
+
+
 def train_step(policy, micro_batches, learning_rate):
     """One optimizer step on a list of Rollouts: metrics by name. Writes gradients, weights and optimizer state."""
     train, arena, xp = policy.train, policy.arena, device.xp()
+    num_means = len(micro_batches)
+    micro_batches, wholes = cut_by_tokens(train, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
@@ -228,7 +249,7 @@ def train_step(policy, micro_batches, learning_rate):
             logprobs, dlogprobs = (arena.empty((len(part.loss_mask),), np.float32) for _ in range(2))
             tokens = slice(ends[i] - len(part.loss_mask), ends[i])
             part_entropy = entropy[tokens]
-            scale = policy_loss_scale(train, num_sequences, num_tokens, part.num_active, len(micro_batches))
+            scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
             if part.on_policy and gradient_is_known:
                 # The forward will compute the sampler's log-probs, so the gradient is known before it. The loss is
                 # computed again after it, for metrics that show a difference if there is one.

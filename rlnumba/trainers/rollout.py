@@ -8,7 +8,7 @@ Token ids are those that went into the engine and came out of it: no text is tok
 that predict a completion token reach the language-model head, so arrays of the loss have T entries, not N.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -109,6 +109,18 @@ class Generation:
         return lines
 
 
+def distinct_params(prompts, params):
+    """SamplingParams for each of the prompts (lists of token ids): completions of equal prompts have different noise.
+
+    The k-th occurrence of a prompt, from 0 on, has the completions k n, k n + 1, ... of its noise.
+    """
+    seen, found = {}, []
+    for ids in map(tuple, prompts):
+        k = seen[ids] = seen.get(ids, -1) + 1
+        found.append(replace(params, first_index=k * params.n) if k else params)
+    return found
+
+
 def generate(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
     """The completions of chosen prompts and their rewards: Generation.
 
@@ -121,7 +133,8 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
             status(f"{finished} of {total} completions, {num_generated} tokens")
 
     with clock.phase("generate"):
-        outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in indices], params, progress)
+        ids = [prompts.prompts[i].prompt_token_ids for i in indices]
+        outputs = llm.generate(ids, distinct_params(ids, params), progress)
     with clock.phase("reward"):
         repeated = [i for i in indices for _ in range(params.n)]
         completions = [completion for output in outputs for completion in output.completions]
@@ -285,6 +298,25 @@ class Rollouts:
     def parts(self, size, on_policy=False):
         """All sequences, `size` at a time: list of Rollouts."""
         return [self.part(first, size, on_policy) for first in range(0, len(self.advantages), size)]
+
+    @staticmethod
+    def joined(parts):
+        """Several Rollouts, all on-policy or none, one after the other."""
+        names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return Rollouts(**arrays, on_policy=parts[0].on_policy)
+
+    def parts_of_tokens(self, limit):
+        """All sequences in their order, as many at a time as have at most `limit` tokens, but at least one: list."""
+        lengths = self.prompt_lengths + self.completion_lengths
+        firsts, tokens = [], limit + 1
+        for i, length in enumerate(lengths.tolist()):
+            if tokens + length > limit:
+                firsts.append(i)
+                tokens = 0
+            tokens += length
+        ends = [*firsts[1:], len(lengths)]
+        return [self.part(first, end - first, self.on_policy) for first, end in zip(firsts, ends, strict=True)]
 
     def state(self):
         """The arrays that a checkpoint keeps: dict, the arguments of Rollouts."""

@@ -1,5 +1,7 @@
 """From prompts to packed batches: order, groups, metrics, and the alignment of every per-token array."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
 from rlnumba.runtime import device
+from rlnumba.trainers import grpo
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import (
     Generation,
@@ -17,6 +20,7 @@ from rlnumba.trainers.rollout import (
     Rollouts,
     Sample,
     derived_seed,
+    distinct_params,
     epoch_order,
     frac_reward_zero_std,
     generate,
@@ -26,7 +30,7 @@ from rlnumba.trainers.rollout import (
 )
 from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_same_bits
-from tests.trainers.runs import MODEL, grpo_config
+from tests.trainers.runs import MODEL, grpo_config, grpo_run
 
 
 def sample(reward=0.0, prompt=(3, 4), completion=(5, 1), reason="stop", values=None, logprobs=None):
@@ -292,3 +296,20 @@ def test_rewards_are_weighted_sums_without_those_that_have_none():
     assert said[-1] == "4 of 4 completions, 12 tokens" and said[0] == "0 of 4 completions, 4 tokens"
     assert {sample.pad_token_id for sample in generation.samples} == {tokenizer.pad_token_id}
     assert {"time/generate", "time/reward"} < clock.read().keys()
+
+
+def test_equal_prompts_in_a_generation_have_different_noise():
+    """The k-th occurrence goes on with the completion index, those that occur once are left alone."""
+    params = SamplingParams(n=4, seed=7)
+    found = distinct_params([[1, 2], [3], [1, 2], [1], [1, 2], [3]], params)
+    assert [p.first_index for p in found] == [0, 0, 4, 0, 8, 4]
+    assert found[0] is params and all((p.n, p.seed) == (4, 7) for p in found)
+
+
+def test_completions_of_equal_rows_differ(tmp_path):
+    run = grpo_run(tmp_path / "run", num_prompts=4, max_steps=1, learning_rate=0.0, shuffle_dataset=False)
+    rows = [json.dumps({"prompt": "what is the number 7? ", "answer": "7"})] * 4
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    grpo.run_grpo(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert len({line["completion"] for line in lines}) > 12

@@ -65,6 +65,7 @@ names:
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
+| `difficulty/easy`, `/normal`, `/hard` | share of the prompts in each pool, with difficulty_weights |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |

@@ -215,6 +215,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
         minimum=0, maximum=1,
     )  # fmt: skip
+    difficulty_weights: list[float] | None = key(
+        None,
+        "Weights of easy, normal and hard prompts (mean reward of the last group above 0.75, between, up to 0.25) with "
+        "which the prompts of a generation are drawn; None: epochs. New prompts are normal (prime-rl's pools).",
+    )
     max_tokens_per_micro_batch: int | None = key(
         None,
         "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
@@ -271,6 +276,12 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
                 nearest = difflib.get_close_matches(name, allowed, 1)
                 hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
                 raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
+        weights = self.difficulty_weights
+        if weights is not None and not (len(weights) == 3 and all(0 <= w < math.inf for w in weights) and any(weights)):
+            raise ConfigError(
+                f"train.difficulty_weights must be three weights, not negative and not all 0, of easy, normal and hard "
+                f"prompts, got {weights}"
+            )
         if self.rollout_rs is not None:
             rejection_modes(self.rollout_rs, self.rollout_rs_threshold)
         if self.advantage_estimator != "grpo" and self.multi_objective_aggregation != "sum_then_normalize":

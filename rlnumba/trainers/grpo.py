@@ -12,6 +12,7 @@ Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, d
 Dynamic sampling: DAPO (arXiv 2503.14476).
 """
 
+import copy
 import json
 import math
 from itertools import groupby
@@ -61,7 +62,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
     reference = load_model(source, model.dtype.name) if train.beta else None
     policy = Policy(model, train, reference, train.temperature)
-    state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
+    order = prompt_order(len(prompts.prompts), run)
+    state = DataState(order)
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
         state.load_state_dict(folder.state["data"], train)
@@ -134,6 +136,13 @@ def load_prompts(path, run, llm):
     return prompts
 
 
+def prompt_order(num_prompts, run):
+    """The PromptOrder of a GRPORun, at its beginning."""
+    train = run.train
+    weights = train.difficulty_weights
+    return rollout.PromptOrder(num_prompts, train.shuffle_dataset, run.seed, difficulty_weights=weights)
+
+
 def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer):
     """One generation: (Rollouts to train on, list of Generation with all completions).
 
@@ -149,6 +158,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         seed = rollout.derived_seed(run.seed, trainer_state.global_step, index, attempt)
         params = sampling_params(train, seed, train.num_generations)
         generations.append(rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status))
+        order.record(chosen, generations[-1].groups)
         for group in generations[-1].groups:
             (uniform if train.dynamic_sampling and rollout.is_uniform(group, aggregation) else groups).append(group)
         if len(groups) == train.prompts_per_rollout:
@@ -329,7 +339,7 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         rows = [row for line in file if (row := json.loads(line))["step"] == 1]
     first = rows[: train.rollout_batch_size : train.num_generations][:count]
-    chosen = rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed).take(train.prompts_per_rollout)
+    chosen = prompt_order(len(prompts.prompts), run).take(train.prompts_per_rollout)
     params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
     llm.wake()
     outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
@@ -408,6 +418,7 @@ class DataState:
         self.metrics["frac_reward_zero_std"] = rollout.frac_reward_zero_std(groups, train)
         if train.rollout_rs is not None:
             self.metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
+        self.metrics |= self.order.pool_shares()
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):
@@ -416,18 +427,18 @@ class DataState:
     def state_dict(self, within_generation):
         """The state for a checkpoint; the generation only if the next step still trains on it."""
         kept = within_generation and self.rollouts is not None
-        return {
+        state = {
             "prompts": [self.order.epoch, self.order.position],
-            "memory": dict(self.order.memory),
             "num_tokens": self.num_tokens,
             "rollouts": self.rollouts.state() if kept else None,
             "metrics": self.metrics if kept else {},
         }
+        return state | ({"memory": copy.deepcopy(self.order.memory)} if self.order.memory else {})
 
     def load_state_dict(self, state, train):
         """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""
         self.order.epoch, self.order.position = state["prompts"]
-        self.order.memory = dict(state.get("memory", {}))
+        self.order.memory = copy.deepcopy(state.get("memory", {}))
         self.num_tokens = state["num_tokens"]
         if state["rollouts"] is None:
             return

@@ -21,23 +21,73 @@ from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch, epoch_order
 from rlnumba.trainers.estimators import advantages_of, penalised
 
+# Pools of difficulty, by the mean reward of a prompt's last group: up to these bounds, as in prime-rl, easy above.
+POOLS = ("easy", "normal", "hard")
+HARD_UP_TO, NORMAL_UP_TO = 0.25, 0.75
+
+
+def pool_of(mean_reward):
+    """The index in POOLS of a prompt with this mean reward."""
+    return 2 if mean_reward <= HARD_UP_TO else 1 if mean_reward <= NORMAL_UP_TO else 0
+
 
 class PromptOrder:
-    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order."""
+    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order.
 
-    def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0):
+    difficulty_weights: None, or of the POOLS: then each generation draws its prompts at random, without replacement and
+    from (seed, number of the draw), with the weight of each prompt's pool; one that was not sampled yet is normal, and
+    those of weight 0 are taken where there are too few others.
+    """
+
+    def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0, difficulty_weights=None):
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position, self.difficulty_weights = epoch, position, difficulty_weights
         # What else carries over from generation to generation: JSON values, part of the checkpoint.
         self.memory = {}
 
     def take(self, count):
         """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""
+        if self.difficulty_weights is not None:
+            return self._draw(count)
         if self.position + count > self.num_prompts:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += count
         order = epoch_order(self.num_prompts, self.shuffle, self.seed, self.epoch)
         return order[self.position - count : self.position].tolist()
+
+    def _draw(self, count):
+        draws = self.memory["draws"] = self.memory.get("draws", 0) + 1
+        weights = np.asarray(self.difficulty_weights, np.float64)[self._pools()]
+        # The largest of log weight + Gumbel noise are a draw without replacement (Vieira 2014).
+        noise = np.random.default_rng((self.seed, draws)).gumbel(size=self.num_prompts)
+        scores = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1.0)), -1e9) + noise
+        return np.argsort(-scores, kind="stable")[:count].tolist()
+
+    def _pools(self):
+        """The pool of every prompt, (num_prompts,) int64."""
+        pools = np.ones(self.num_prompts, np.int64)
+        for index, mean_reward in self.memory.get("mean_rewards", {}).items():
+            if int(index) < self.num_prompts:
+                pools[int(index)] = pool_of(mean_reward)
+        return pools
+
+    def record(self, indices, groups):
+        """Note the mean reward of each prompt's group, by which its pool is chosen; nothing without weights."""
+        if self.difficulty_weights is None:
+            return
+        means = self.memory.setdefault("mean_rewards", {})
+        for index, group in zip(indices, groups, strict=True):
+            rewards = np.array([sample.reward for sample in group])
+            if not np.isnan(rewards).all():
+                # Strings, as JSON has them.
+                means[str(index)] = float(np.nanmean(rewards))
+
+    def pool_shares(self):
+        """The share of the prompts that each pool has: dict of metrics, empty without weights."""
+        if self.difficulty_weights is None:
+            return {}
+        shares = np.bincount(self._pools(), minlength=len(POOLS)) / self.num_prompts
+        return {f"difficulty/{name}": share for name, share in zip(POOLS, shares.tolist(), strict=True)}
 
 
 def derived_seed(seed, *counters):

@@ -8,6 +8,7 @@ import pytest
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
@@ -30,7 +31,7 @@ from rlnumba.trainers.rollout import (
 )
 from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_same_bits
-from tests.trainers.runs import MODEL, grpo_config, grpo_run
+from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
 
 def sample(reward=0.0, prompt=(3, 4), completion=(5, 1), reason="stop", values=None, logprobs=None):
@@ -313,3 +314,45 @@ def test_completions_of_equal_rows_differ(tmp_path):
     grpo.run_grpo(run)
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert len({line["completion"] for line in lines}) > 12
+
+
+def test_prompts_are_drawn_by_difficulty():
+    """Without replacement, in proportion to the weights, the same from the same state."""
+    order = PromptOrder(300, True, 5, difficulty_weights=[0.0, 1.0, 4.0])
+    assert sorted(order.take(300)) == list(range(300)) and len(set(order.take(40))) == 40
+    groups = [[sample(reward) for _ in range(2)] for reward in (1.0,) * 100 + (0.5,) * 100 + (0.25,) * 100]
+    order.record(range(300), groups)
+    assert order.pool_shares() == pytest.approx({f"difficulty/{n}": 1 / 3 for n in ("easy", "normal", "hard")})
+    taken = np.array([order.take(10) for _ in range(400)]) // 100
+    assert np.mean(taken == 0) == 0
+    # Four times as likely, a little less without replacement: 0.8 of a draw of one.
+    assert 0.77 < np.mean(taken == 2) < 0.81
+    again = PromptOrder(300, True, 5, difficulty_weights=[0.0, 1.0, 4.0])
+    again.memory = json.loads(json.dumps(order.memory))
+    assert again.take(10) == order.take(10)
+    # Easy ones where there are no others.
+    assert len(set(order.take(250))) == 250
+    # A group without a reward says nothing.
+    order.record([7], [[sample(np.nan)]])
+    assert order.memory["mean_rewards"]["7"] == 1.0
+
+
+def test_pools_are_resumed(tmp_path):
+    options = {"difficulty_weights": [0.1, 1.0, 2.0], "save_steps": 2, "learning_rate": 1e-2}
+    whole = grpo_run(tmp_path / "whole", **options)
+    grpo.run_grpo(whole)
+    grpo.run_grpo(grpo_run(tmp_path / "run", max_steps=2, **options))
+    resumed = grpo_run(tmp_path / "run", **options)
+    grpo.run_grpo(resumed, resume=True)
+    rows = [metrics_of(run) for run in (whole, resumed)]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    assert [row["difficulty/hard"] for row in rows[0]] == [row["difficulty/hard"] for row in rows[1]]
+    assert rows[0][0]["difficulty/hard"] > 0
+    files = [tmp_path / name / "final" / "model.safetensors" for name in ("run", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [0.0, 0.0, 0.0], [1.0, -1.0, 2.0]])
+def test_wrong_difficulty_weights_are_named(weights):
+    with pytest.raises(ConfigError, match="train.difficulty_weights must be three weights, not negative and not all 0"):
+        grpo_config(difficulty_weights=weights)

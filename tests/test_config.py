@@ -324,7 +324,8 @@ def test_every_key_is_read_by_some_code():
         "train.steps_per_generation",
         "train.epsilon_high",
     }
-    derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode")}
+    derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max")}
+    derived |= {"train.rollout_is", "train.rollout_is_threshold"}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 
 

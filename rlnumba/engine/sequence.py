@@ -33,10 +33,11 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted from the logits of tokens of the completion so far, once and for
     each occurrence, after the repetition penalty. max_tokens: sampled tokens at most. min_tokens: before so many, no
     stop id is drawn and no stop string looked for. stop: strings that end a completion and are cut from its text, not
-    from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n: the
-    noise of completion i of n at position p depends on (seed, prompt token ids, i, p) alone. logprobs: whether the
-    completions carry the log-probs of their tokens; logit_thresholds: and the smallest logit that the filters kept for
-    each, with which training has the distribution sampled from. Raises ConfigError naming the parameter and its value.
+    from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n,
+    first_index: the noise of completion i of n at position p depends on (seed, prompt token ids, first_index + i, p)
+    alone. logprobs: whether the completions carry the log-probs of their tokens; logit_thresholds: and the smallest
+    logit that the filters kept for each, with which training has the distribution sampled from. Raises ConfigError
+    naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -53,6 +54,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     n: int = 1
+    first_index: int = 0
     logprobs: bool = True
     logit_thresholds: bool = False
 
@@ -89,6 +91,8 @@ class SamplingParams:
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
         self._require("seed", _is_int(self.seed) and 0 <= self.seed < 2**64, "an integer in [0, 2^64)")
         self._require("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
+        first = self.first_index
+        self._require("first_index", _is_int(first) and 0 <= first < 2**31 - self.n, "an integer in [0, 2^31 - n)")
         self._require("logprobs", isinstance(self.logprobs, bool), "true or false")
         self._require("logit_thresholds", isinstance(self.logit_thresholds, bool), "true or false")
 
@@ -222,7 +226,7 @@ class SequenceTable:
         self.length[row] = length
         self.length_limit[row] = sequence.length_limit
         self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
-        self.sample_index[row] = sequence.index
+        self.sample_index[row] = params.first_index + sequence.index
         names = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "logit_thresholds")
         for name in (*names, "repetition_penalty", "presence_penalty", "frequency_penalty"):
             getattr(self, name)[row] = getattr(params, name)

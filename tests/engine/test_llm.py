@@ -273,6 +273,13 @@ def test_min_tokens_keeps_a_completion_from_stopping(model):
     assert free.token_ids[0] != EOS
 
 
+def test_first_index_goes_on_with_the_noise(model):
+    prompt = [[1, 2, 3]]
+    six = drawn(generate(model, prompt, SamplingParams(max_tokens=9, n=6, seed=4)))[0]
+    last = drawn(generate(model, prompt, SamplingParams(max_tokens=9, n=2, seed=4, first_index=4)))[0]
+    assert last == six[4:]
+
+
 FILTERED = {"top_p": {"top_p": 0.7}, "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "temperature": 1.3}}
 
 

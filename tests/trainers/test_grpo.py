@@ -78,6 +78,65 @@ def test_gradient_does_not_depend_on_the_micro_batch_split(other_sampler, loss_t
         np.testing.assert_allclose(gradient, gradients[0][1], atol=1e-5 * scale)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "vespo")),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "beta": 0.1},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_micro_batches_by_tokens_give_the_same_loss(other_sampler, options):
+    gradients, most = [], golden_rollouts().prompt_lengths + golden_rollouts().completion_lengths
+    for limit in (None, 1000, 60, 1):
+        policy = golden_policy(max_tokens_per_micro_batch=limit, **options)
+        parts = golden_rollouts().parts(4, on_policy=True)
+        pieces, _ = grpo.cut_by_tokens(policy.train, parts)
+        sizes = [len(piece.token_ids) for piece in pieces]
+        assert sum(sizes) == most.sum() and (limit is None or max(sizes) <= max(limit, most.max()))
+        assert len(pieces) == {None: 2, 1000: 2 if policy.train.loss_type == "bnpo" else 1, 1: 8}.get(
+            limit, len(pieces)
+        )
+        metrics = grpo.train_step(policy, parts, 0.0)
+        gradients.append((metrics, device.to_host(policy.grads.flat).copy()))
+    scale = np.abs(gradients[0][1]).max()
+    for metrics, gradient in gradients[1:]:
+        for name, value in metrics.items():
+            assert value == pytest.approx(gradients[0][0][name], rel=1e-5, abs=1e-6), name
+        # Sums over about a hundred tokens in another order.
+        np.testing.assert_allclose(gradient, gradients[0][1], atol=1e-5 * scale)
+
+
+def test_parts_of_tokens():
+    rollouts = golden_rollouts()
+    lengths = (rollouts.prompt_lengths + rollouts.completion_lengths).tolist()
+    for limit in (1, lengths[0], lengths[0] + lengths[1], sum(lengths)):
+        parts = rollouts.parts_of_tokens(limit)
+        taken = [(part.prompt_lengths + part.completion_lengths).tolist() for part in parts]
+        assert sum(taken, []) == lengths
+        for these, those in zip(taken, taken[1:] + [[limit + 1]], strict=True):
+            # As many as there is room for.
+            assert len(these) == 1 or sum(these) <= limit < sum(these) + those[0]
+        whole = Rollouts.joined(parts)
+        for name, value in rollouts.state().items():
+            np.testing.assert_array_equal(getattr(whole, name), value)
+
+
+def test_micro_batches_by_tokens_in_a_run(tmp_path):
+    """Off-policy steps and a reference, too: the same rewards, and the sampler stays exact."""
+    rows = []
+    for limit in (None, 70):
+        options = {"beta": 0.01, "num_iterations": 2, "max_steps": 2, "gradient_accumulation_steps": 1}
+        run = grpo_run(tmp_path / str(limit), max_tokens_per_micro_batch=limit, learning_rate=1e-4, **options)
+        grpo.run_grpo(run)
+        rows.append(metrics_of(run))
+    for row, other in zip(*rows, strict=True):
+        assert row["reward"] == other["reward"] and other["sampling/sampling_logp_difference/max"] == 0.0
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
+        assert other["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-7)
+
+
 def test_checkpointing_gives_the_same_bits(other_sampler):
     weights = []
     for checkpointing in (False, True):

@@ -10,6 +10,7 @@ import importlib
 _TRAINERS = ("GRPOConfig", "GRPOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer")
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
+_MODULES["TrainerCallback"] = "rlnumba.trainers.callbacks"
 __all__ = list(_MODULES)
 
 

@@ -137,6 +137,16 @@ class TrainConfig(Section):
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
+    callbacks: list[str] = key([], "Classes with TrainerCallback's methods: `file.py:Class`, `package.module:Class`.")
+    load_best_model_at_end: bool = key(False, "`final/` is the best evaluated model, not the last; its step is saved.")
+    metric_for_best_model: str | None = key(
+        None, "A metric of the evaluation, `eval_` may be left out; None: the reward, or the loss where there is none."
+    )
+    greater_is_better: bool | None = key(None, "For that metric; None: false for names that end in `loss`.")
+    early_stopping_patience: int | None = key(
+        None, "Stop after this many evaluations without a better metric; None: never.", minimum=1
+    )
+    early_stopping_threshold: float = key(0.0, "By how much it must become better to count.", minimum=0)
     eval_on_start: bool = key(False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.")
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)

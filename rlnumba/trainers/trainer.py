@@ -15,6 +15,7 @@ from rlnumba import config
 from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardRun, RewardsConfig, SFTRun, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
+from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.plan import advise
 from rlnumba.trainers.reward import run_reward
@@ -51,19 +52,20 @@ class SFTTrainer:
 
     model: a Hugging Face folder or a hub id. args: SFTConfig. train_dataset, eval_dataset: a .jsonl or .parquet file,
     or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data, engine: further keys of
-    these sections, dicts. Raises ConfigError for keys that contradict each other.
+    these sections, dicts. callbacks: objects with the methods of TrainerCallback. Raises ConfigError for keys that
+    contradict each other.
     """
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, callbacks=()):
         args = args or SFTConfig()
-        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         self.run = SFTRun(**_settings(model, args, self.datasets, data, engine))
 
     def train(self, resume_from_checkpoint=False):
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
-        with advise("sft", self.run):
+        with advise("sft", self.run), given(self.callbacks):
             run_sft(self.run, resume_from_checkpoint)
 
 
@@ -74,15 +76,16 @@ class RewardTrainer:
     GRPOTrainer's reward_funcs may name.
     """
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, callbacks=()):
         args = args or RewardConfig()
-        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         self.run = RewardRun(**_settings(model, args, self.datasets, data, engine))
 
     def train(self, resume_from_checkpoint=False):
         """As SFTTrainer.train."""
         _write_rows(self.run, self.datasets)
-        run_reward(self.run, resume_from_checkpoint)
+        with given(self.callbacks):
+            run_reward(self.run, resume_from_checkpoint)
 
 
 class GRPOTrainer:
@@ -94,10 +97,19 @@ class GRPOTrainer:
     """
 
     def __init__(
-        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None
+        self,
+        model,
+        reward_funcs,
+        args=None,
+        train_dataset=(),
+        eval_dataset=None,
+        data=None,
+        engine=None,
+        rewards=None,
+        callbacks=(),
     ):
         args = args or GRPOConfig()
-        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
         # The names under which config.toml lists them.
@@ -110,7 +122,7 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=False):
         """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        with advise("grpo", self.run):
+        with advise("grpo", self.run), given(self.callbacks):
             run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
 

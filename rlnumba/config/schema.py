@@ -95,6 +95,9 @@ class EngineConfig(Section):
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section):
     """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
@@ -137,6 +140,14 @@ class TrainConfig(Section):
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
+    report_to: list[str] = key(
+        ["auto"],
+        "Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, a list of them, `all` or `none`; "
+        "`auto` is TensorBoard where it is installed.",
+        words={"none": [], "all": list(TRACKERS), **{name: [name] for name in ("auto", *TRACKERS)}},
+    )
+    run_name: str | None = key(None, "Name of the run in wandb and trackio; None: that of output_dir.")
+    project: str | None = key(None, "Project there; None: WANDB_PROJECT, else `rlnumba`.")
     callbacks: list[str] = key([], "Classes with TrainerCallback's methods: `file.py:Class`, `package.module:Class`.")
     load_best_model_at_end: bool = key(False, "`final/` is the best evaluated model, not the last; its step is saved.")
     metric_for_best_model: str | None = key(
@@ -155,6 +166,12 @@ class TrainConfig(Section):
         super().__post_init__()
         if self.dtype == "float16" and not self.master_weights:
             raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
+        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+        names = list(TRACKERS) if "all" in names else [name for name in names if name != "none"]
+        for name in names:
+            if name not in ("auto", *TRACKERS):
+                raise ConfigError(f"train.report_to must be of {', '.join(TRACKERS)}, all and none, got {name!r}")
+        object.__setattr__(self, "report_to", names)
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlnumba import checkpoint
-from rlnumba.config.keys import sections_of
+from rlnumba.config.keys import Section, sections_of
 from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
-from rlnumba.reporting.files import make_folder, write_config
+from rlnumba.reporting.files import as_json, make_folder, write_config
 from rlnumba.reporting.metrics import MetricsWriter
+from rlnumba.reporting.trackers import check_installed
 from rlnumba.runtime import device, dispatch, memory, signals
 from rlnumba.runtime.environment import environment
 from rlnumba.trainers.callbacks import Callbacks
@@ -22,7 +23,7 @@ from rlnumba.trainers.callbacks import Callbacks
 # What a run writes in its folder.
 RUN_FILES = (
     *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
-    *("checkpoints", "final", "curves.png", "tensorboard"),
+    *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
 )
 
 
@@ -37,6 +38,7 @@ class RunFolder:
 
     def __init__(self, trainer, run, resume):
         self.trainer, self.run, self.path = trainer, run, Path(run.output_dir)
+        check_installed(run.train.report_to)
         make_folder(self.path)
         self.model_folder, self.step_chosen = None, resume is not True and bool(resume)
         if self.step_chosen:
@@ -62,7 +64,12 @@ class RunFolder:
         write_config(self.run, environment())
         train = self.run.train
         printed = train.log_completions, train.num_completions_to_print
-        return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed)
+        config = {name: value for name, value in vars(self.run).items() if not isinstance(value, Section)}
+        config |= {"train": vars(train), "data": vars(self.run.data)}
+        tracked = {"run_name": train.run_name, "project": train.project, "config": as_json(config)}
+        return MetricsWriter(
+            self.path, total_steps, self.step, train.logging_steps, *printed, report_to=train.report_to, **tracked
+        )
 
     def _archive_earlier_run(self):
         left = [path for name in RUN_FILES if (path := self.path / name).exists()]

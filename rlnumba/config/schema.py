@@ -18,8 +18,18 @@ class DataConfig(Section):
     """The files of rows, and how a row becomes a prompt."""
 
     section = "data"
-    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
+    train: str = key(
+        REQUIRED,
+        "Training rows: a .jsonl, .parquet or .csv file, or the id of a dataset of the hub; several with commas "
+        "between them. Columns are detected (see the end).",
+    )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
+    train_weights: list[float] | None = key(
+        None, "For each file of `train`, how often an epoch has its rows: 2.0 twice, 0.5 every other one; None: once."
+    )
+    name: str | None = key(None, "Configuration of a dataset of the hub, its folder there; None: the default one.")
+    split: str = key("train", "Its split for `train`.")
+    eval_split: str = key("test", "Its split for `eval`.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(

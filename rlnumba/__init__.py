@@ -22,6 +22,7 @@ _TRAINERS = (
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES["LoraConfig"] = "rlnumba.config"
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
+_MODULES["TrainerCallback"] = "rlnumba.trainers.callbacks"
 __all__ = list(_MODULES)
 
 

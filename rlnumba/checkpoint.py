@@ -43,7 +43,7 @@ class Saver:
         self.output_dir = output_dir
         self._thread = self._error = None
 
-    def save(self, step, model, tokenizer, trainer_state, keep_last=None):
+    def save(self, step, model, tokenizer, trainer_state, keep_last=None, keep=None):
         """Wait for the checkpoint before, copy the model, and begin to write what `save` writes.
 
         trainer_state: of arrays that do not change any more. Raises CheckpointError if the one before has failed.
@@ -53,7 +53,7 @@ class Saver:
 
         def write():
             try:
-                save(self.output_dir, step, copied, tokenizer, trainer_state, keep_last)
+                save(self.output_dir, step, copied, tokenizer, trainer_state, keep_last, keep)
             except BaseException as error:  # raised again in the thread that trains
                 self._error = error
 
@@ -74,12 +74,13 @@ class Saver:
             raise error
 
 
-def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
+def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None, keep=None):
     """Write output_dir/checkpoints/step-N, with the weights in the model's dtype, and return its path.
 
     trainer_state: nested dicts (keys str) and lists of JSON values and NumPy arrays; arrays come back bit for bit.
     None: the model alone, which cannot be resumed from. keep_last: afterwards, remove all but this number of the
-    newest. Raises CheckpointError if it cannot be written, as on a full disk; what was there before stays.
+    newest, and but that of step `keep`. Raises CheckpointError if it cannot be written, as on a full disk; what was
+    there before stays.
     """
     root = Path(output_dir) / "checkpoints"
     partial, folder = root / f".step-{step}.partial", root / f"step-{step}"
@@ -95,7 +96,8 @@ def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
         shutil.rmtree(root / f".step-{step}.replaced", ignore_errors=True)
         if keep_last is not None:
             for old in existing(output_dir)[keep_last:]:
-                shutil.rmtree(old)
+                if old.name != f"step-{keep}":
+                    shutil.rmtree(old)
     except (OSError, UserError) as error:
         # Gives its part of a full disk back.
         shutil.rmtree(partial, ignore_errors=True)
@@ -165,6 +167,14 @@ def verify(folder):
             raise UserError(f"{folder / name}: {error.strerror}") from None
         if actual != expected:
             raise UserError(f"{folder / name}: its content is not what was saved")
+
+
+def copy_model(folder, target):
+    """Copy the model of a checkpoint, without the trainer's state, to the folder `target`. Raises OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in (STATE, ARRAYS):
+            shutil.copy(path, target / path.name)
 
 
 def load(folder):

@@ -46,7 +46,6 @@ INSTEAD = {
     "use_vllm": "leave it out, rlnumba has an engine of its own",
     "vllm_mode": "leave it out, rlnumba has an engine of its own",
     "warmup_ratio": "set train.warmup_steps, which below 1 is a share of all steps",
-    "report_to": "leave it out, TensorBoard files are written when tensorboardX is installed",
     "use_liger_kernel": "leave it out, logits are never materialised",
 }
 

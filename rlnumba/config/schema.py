@@ -18,8 +18,18 @@ class DataConfig(Section):
     """The files of rows, and how a row becomes a prompt."""
 
     section = "data"
-    train: str = key(REQUIRED, "Training rows, a .jsonl or .parquet file; columns are detected (see the end).")
+    train: str = key(
+        REQUIRED,
+        "Training rows: a .jsonl, .parquet or .csv file, or the id of a dataset of the hub; several with commas "
+        "between them. Columns are detected (see the end).",
+    )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
+    train_weights: list[float] | None = key(
+        None, "For each file of `train`, how often an epoch has its rows: 2.0 twice, 0.5 every other one; None: once."
+    )
+    name: str | None = key(None, "Configuration of a dataset of the hub, its folder there; None: the default one.")
+    split: str = key("train", "Its split for `train`.")
+    eval_split: str = key("test", "Its split for `eval`.")
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(
@@ -95,6 +105,9 @@ class EngineConfig(Section):
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section):
     """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
@@ -143,6 +156,24 @@ class TrainConfig(Section):
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
+    report_to: list[str] = key(
+        ["auto"],
+        "Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, a list of them, `all` or `none`; "
+        "`auto` is TensorBoard where it is installed.",
+        words={"none": [], "all": list(TRACKERS), **{name: [name] for name in ("auto", *TRACKERS)}},
+    )
+    run_name: str | None = key(None, "Name of the run in wandb and trackio; None: that of output_dir.")
+    project: str | None = key(None, "Project there; None: WANDB_PROJECT, else `rlnumba`.")
+    callbacks: list[str] = key([], "Classes with TrainerCallback's methods: `file.py:Class`, `package.module:Class`.")
+    load_best_model_at_end: bool = key(False, "`final/` is the best evaluated model, not the last; its step is saved.")
+    metric_for_best_model: str | None = key(
+        None, "A metric of the evaluation, `eval_` may be left out; None: the reward, or the loss where there is none."
+    )
+    greater_is_better: bool | None = key(None, "For that metric; None: false for names that end in `loss`.")
+    early_stopping_patience: int | None = key(
+        None, "Stop after this many evaluations without a better metric; None: never.", minimum=1
+    )
+    early_stopping_threshold: float = key(0.0, "By how much it must become better to count.", minimum=0)
     eval_on_start: bool = key(False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.")
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
@@ -156,6 +187,12 @@ class TrainConfig(Section):
         super().__post_init__()
         if self.dtype == "float16" and not self.master_weights:
             raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
+        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+        names = list(TRACKERS) if "all" in names else [name for name in names if name != "none"]
+        for name in names:
+            if name not in ("auto", *TRACKERS):
+                raise ConfigError(f"train.report_to must be of {', '.join(TRACKERS)}, all and none, got {name!r}")
+        object.__setattr__(self, "report_to", names)
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 

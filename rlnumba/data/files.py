@@ -1,27 +1,132 @@
-"""Rows of a .jsonl or .parquet file, and checks of their values. Every error names the file and the line."""
+"""Rows of .jsonl, .parquet and .csv files and of datasets of the hub, and checks of their values.
 
+Every error names the file and the line.
+"""
+
+import csv
+import fnmatch
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 
-from rlnumba.errors import UserError
+from rlnumba.errors import ConfigError, UserError
+
+KINDS = (".jsonl", ".parquet", ".csv")
 
 
-def read_rows(path):
-    """The rows of a .jsonl or .parquet file, each with its file and line ("train.jsonl:7"): list of (dict, str).
+def read_dataset(path, data):
+    """The rows of data.train or data.eval: list of (dict, str), as read_rows.
 
-    Raises UserError for a missing or empty file, and for the first line that is not a JSON object.
+    path: one file or dataset of the hub, or several, separated by commas. data: DataConfig, whose name and split choose
+    within a dataset of the hub. Of several files of data.train with train_weights, each has round(weight x its rows)
+    rows, evenly taken from it. Raises ConfigError for a wrong number of weights.
+    """
+    is_train = path == data.train
+    paths = [path] if Path(path).exists() else [part.strip() for part in str(path).split(",") if part.strip()]
+    split = data.split if is_train else data.eval_split
+    parts = [read_rows(each, data.name, split) for each in paths]
+    if is_train and data.train_weights is not None:
+        if len(data.train_weights) != len(parts):
+            raise ConfigError(
+                f"data.train_weights must have one weight for each of the {len(parts)} files, got "
+                f"{len(data.train_weights)}"
+            )
+        parts = [_weighted(rows, weight) for rows, weight in zip(parts, data.train_weights, strict=True)]
+    return [row for rows in parts for row in rows]
+
+
+def _weighted(rows, weight):
+    if weight <= 0:
+        raise ConfigError(f"data.train_weights must be above 0, got {weight}")
+    count = max(1, round(weight * len(rows)))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def read_rows(path, name=None, split="train"):
+    """The rows of a file or a dataset of the hub, each with its file and line ("train.jsonl:7"): list of (dict, str).
+
+    name, split: of a dataset of the hub. Raises UserError for a missing or empty file, and for the first line that is
+    no row.
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path}: is a folder, not a .jsonl or .parquet file")
-    if not path.exists():
-        raise UserError(f"{path}: no such file")
-    rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+        raise UserError(f"{path}: is a folder, not a .jsonl, .parquet or .csv file")
+    if path.exists():
+        files = [path]
+    else:
+        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and path.suffix not in KINDS
+        if not is_id or path.parent.exists():
+            raise UserError(f"{path}: no such file")
+        files = _hub_files(str(path), name, split)
+    kinds = {".parquet": _parquet_rows, ".csv": _csv_rows}
+    rows = [row for file in files for row in kinds.get(file.suffix, _jsonl_rows)(file)]
     if not rows:
         raise UserError(f"{path}: holds no rows")
     return rows
+
+
+def _hub_files(repo_id, name, split):
+    """The local files of a split of a dataset of the hub, downloaded if they are not cached: list of Path."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
+        raise UserError(f"{repo_id}: no such file; {remedy}") from error
+    try:
+        files = sorted(huggingface_hub.list_repo_files(repo_id, repo_type="dataset"))
+        rows = [file for file in files if Path(file).suffix in KINDS]
+        folders = {str(Path(file).parent) for file in rows} - {".", "data"}
+        folder = name or ("default" if "default" in folders else "main" if "main" in folders else None)
+        if folder is None and len(folders) == 1 and not any(Path(file).parent.name in ("", "data") for file in rows):
+            (folder,) = folders
+        where = [f"{folder}/"] if folder else ["", "data/"]
+        chosen = [
+            file
+            for file in rows
+            if any(fnmatch.fnmatch(file, f"{at}{split}{rest}") for at in where for rest in ("-*", ".*"))
+        ]
+        if not chosen:
+            found = ", ".join(rows[:8]) or "no .parquet, .jsonl or .csv file"
+            raise UserError(f"{repo_id}: no split {split!r} (data.name, data.split); the dataset has {found}")
+        return [Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset")) for file in chosen]
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{repo_id}: no such file, and not to be had from the Hugging Face hub: {reason}") from None
+
+
+def _csv_rows(path):
+    """Yields (row, where); the first line names the columns. A cell is a string, a JSON list or object, or None."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            columns = next(reader, None)
+            if not columns:
+                return
+            start = reader.line_num + 1
+            for cells in reader:
+                where, start = f"{path}:{start}", reader.line_num + 1
+                if not cells:
+                    continue
+                if len(cells) != len(columns):
+                    raise UserError(f"{where}: {len(cells)} cells, and the first line names {len(columns)} columns")
+                yield dict(zip(columns, map(_cell, cells), strict=True)), where
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason}") from error
+    except csv.Error as error:
+        raise UserError(f"{path}:{start}: not CSV: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _cell(text):
+    if text[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text or None
 
 
 def _jsonl_rows(path):

@@ -1,6 +1,6 @@
 """Rows of preferences to token ids: a prompt, a chosen and a rejected completion.
 
-    file -> read_rows -> the sides of a row -> tokenize_pair        (load_pairs does all)
+    file -> read_dataset -> the sides of a row -> tokenize_pair        (load_pairs does all)
 
 A row is {"prompt", "chosen", "rejected"}, each a string or a list of messages. Without a prompt the common beginning of
 the two sides is the prompt: of message lists in whole messages, of strings in whole tokens.
@@ -16,7 +16,7 @@ from rlnumba.data.files import (
     check_prompt,
     column_value,
     kind_of,
-    read_rows,
+    read_dataset,
     template_variables,
 )
 from rlnumba.data.packing import TokenSequence
@@ -70,7 +70,7 @@ def load_pairs(path, data, train, tokenizer, model_limit, vocab_size, eos_token_
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_rows(path)
+    rows = read_dataset(path, data)
     has_prompt = has_prompt_column(rows[0], data)
     pairs, truncated, dropped = [], 0, 0
     for row, where in rows:

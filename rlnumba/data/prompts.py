@@ -7,7 +7,7 @@ A tokenizer is passed in: an object with encode, apply_chat_template, assistant_
 import re
 from dataclasses import dataclass
 
-from rlnumba.data.files import check_ids, check_prompt, column_value, read_rows, text_value
+from rlnumba.data.files import check_ids, check_prompt, column_value, read_dataset, text_value
 from rlnumba.errors import ConfigError, UserError
 
 # Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's.
@@ -137,7 +137,7 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size):
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
-    rows = read_rows(path)
+    rows = read_dataset(path, data)
     seen, where = rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:

@@ -1,6 +1,6 @@
 """Rows to sequences for supervised fine-tuning.
 
-    file -> read_rows -> row_parser -> tokenize_sft -> pack_sequences       (load_sft does all)
+    file -> read_dataset -> row_parser -> tokenize_sft -> pack_sequences       (load_sft does all)
 
 Rows that are truncated or dropped are counted.
 """
@@ -15,7 +15,7 @@ from rlnumba.data.files import (
     check_prompt,
     column_value,
     kind_of,
-    read_rows,
+    read_dataset,
     template_variables,
     text_value,
 )
@@ -89,7 +89,7 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
     """
     if tokenizer is None:
         raise UserError("sft needs a tokenizer, and the model folder has no tokenizer.json")
-    rows = read_rows(path)
+    rows = read_dataset(path, data)
     parse = row_parser(rows[0], data, tokenizer)
     sequences = []
     for row, where in rows:

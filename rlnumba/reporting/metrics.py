@@ -2,7 +2,7 @@
 
 metrics.jsonl has one JSON object per optimizer step, with TRL's metric names; values that are not finite numbers are
 null, so that every line is JSON. It is flushed at every step, and a resumed run truncates it to the checkpoint's step.
-TensorBoard files are written beside it when tensorboardX or tensorboard is installed.
+TensorBoard, Weights & Biases and trackio get the same numbers (trackers.py).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from rlnumba.errors import UserError
 from rlnumba.reporting.console import LineConsole, LiveConsole, completions_text
 from rlnumba.reporting.files import as_json, cut_back, make_folder, read_metrics, to_line
 from rlnumba.reporting.plots import plot
+from rlnumba.reporting.trackers import open_trackers
 
 SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
 
@@ -26,11 +27,20 @@ class MetricsWriter:
 
     total_steps: optimizer steps of the whole run. start_step: steps already done, 0 or the checkpoint's: files are
     truncated to it. logging_steps: steps between two lines on a console that is not live. log_completions: whether to
-    print completions (num_to_print of them, None: all) and write them as parquet.
+    print completions (num_to_print of them, None: all) and write them as parquet. report_to, tracked: the names and
+    further arguments of open_trackers.
     """
 
     def __init__(
-        self, output_dir, total_steps, start_step=0, logging_steps=10, log_completions=False, num_to_print=None
+        self,
+        output_dir,
+        total_steps,
+        start_step=0,
+        logging_steps=10,
+        log_completions=False,
+        num_to_print=None,
+        report_to=("auto",),
+        **tracked,
     ):
         self.folder = Path(output_dir)
         self.total_steps, self.start_step, self.logging_steps = total_steps, start_step, logging_steps
@@ -43,7 +53,7 @@ class MetricsWriter:
                 path.unlink()
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
         self._completions = None
-        self._tensorboard = _tensorboard_writer(self.folder / "tensorboard", start_step)
+        self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
         self._plotted_at = time.monotonic()
 
@@ -53,16 +63,15 @@ class MetricsWriter:
     def __exit__(self, kind, error, trace):
         # A failing plot must not hide the error that ends the run.
         with contextlib.suppress(*[UserError] if kind else []):
-            self.close(draw=kind is not KeyboardInterrupt)
+            self.close(draw=kind is not KeyboardInterrupt, failed=kind is not None)
 
     def log(self, step, metrics):
         """Writes the metrics of optimizer step `step` (1-based): {name: number}."""
         self._metrics.write(to_line({"step": step} | metrics | {"step": step}))
         self._metrics.flush()
-        if self._tensorboard:
-            for name, value in metrics.items():
-                if isinstance(value, int | float | np.number):
-                    self._tensorboard.add_scalar(name, float(value), step)
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float | np.number)}
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
         self._console.show(step, metrics)
         if time.monotonic() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
             self._plot()
@@ -107,13 +116,14 @@ class MetricsWriter:
         plot([self.folder], self.folder / "curves.png")
         self._plotted_at = time.monotonic()
 
-    def close(self, draw=True):
-        """Ends the console line, closes the files and draws curves.png."""
+    def close(self, draw=True, failed=False):
+        """Ends the console line, closes the files and draws curves.png. failed: whether an error ends the run."""
         self._console.close()
         self._metrics.close()
-        for writer in (self._completions, self._tensorboard):
-            if writer is not None:
-                writer.close()
+        if self._completions is not None:
+            self._completions.close()
+        for tracker in self._trackers:
+            tracker.close(failed)
         if draw and read_metrics(self.folder):
             self._plot()
 
@@ -137,17 +147,3 @@ def _write_parquet(path, rows):
     rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row)
     pyarrow.parquet.write_table(pyarrow.table({name: column(name) for name in names}), path)
-
-
-def _tensorboard_writer(folder, start_step):
-    """A scalar writer of tensorboardX, or of tensorboard itself; None where neither is installed."""
-    with contextlib.suppress(ImportError):
-        from tensorboardX import SummaryWriter
-
-        # TensorBoard hides the former values of steps that a resumed run repeats.
-        return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
-    with contextlib.suppress(ImportError):
-        from tensorboard.summary import Writer
-
-        return Writer(str(folder))
-    return None

@@ -117,18 +117,26 @@ def _find(path):
             f"rewards.funcs: no built-in reward is called {path!r}; did you mean {near}? Your own are written "
             "file.py:function or package.module:function"
         )
-    module = _module_of_file(source) if source.endswith(".py") else _module_of_name(source)
+    return load_object(path, "rewards.funcs")
+
+
+def load_object(path, key):
+    """What file.py:name or package.module:name is. `key` begins the message of an error: ConfigError or UserError."""
+    source, _, name = path.rpartition(":" if ":" in path else ".")
+    if not source:
+        raise ConfigError(f"{key}: {path!r} must be file.py:name or package.module:name")
+    module = _module_of_file(source, key) if source.endswith(".py") else _module_of_name(source, key)
     if name not in vars(module):
         functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         near = difflib.get_close_matches(name, functions, n=1, cutoff=0)
-        raise ConfigError(f"rewards.funcs: {source} has no {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ConfigError(f"{key}: {source} has no {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     return vars(module)[name]
 
 
-def _module_of_file(source):
+def _module_of_file(source, key):
     path = Path(source).resolve()
     if not path.is_file():
-        raise UserError(f"rewards.funcs: no such file: {source}")
+        raise UserError(f"{key}: no such file: {source}")
     module_name = f"rlnumba_reward_{path.stem}_{abs(hash(str(path)))}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -142,24 +150,24 @@ def _module_of_file(source):
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's code
         del sys.modules[module_name]
-        raise _import_failed(source, error) from error
+        raise _import_failed(source, error, key) from error
     return module
 
 
-def _module_of_name(source):
+def _module_of_name(source, key):
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name is not None and source.startswith(error.name):
-            raise ConfigError(f"rewards.funcs: there is no module {source}") from error
-        raise _import_failed(source, error) from error
+            raise ConfigError(f"{key}: there is no module {source}") from error
+        raise _import_failed(source, error, key) from error
     except (Exception, SystemExit) as error:  # a user's code
-        raise _import_failed(source, error) from error
+        raise _import_failed(source, error, key) from error
 
 
-def _import_failed(source, error):
+def _import_failed(source, error, key):
     line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
     text = " ".join(str(error).split())
-    return RewardError(f"rewards.funcs: {source} cannot be imported: {type(error).__name__}: {text} (line {line})")
+    return RewardError(f"{key}: {source} cannot be imported: {type(error).__name__}: {text} (line {line})")

@@ -71,10 +71,11 @@ def run_grpo(run, resume=False, reward_funcs=()):
         step, data_state = complete
         folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
 
-    clock = Clock()
+    clock, callbacks, control = Clock(), folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
         if eval_data and train.eval_on_start and folder.step == 0:
             writer.log(0, evaluate(llm, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
+        callbacks.begin(folder.step, schedule.total_steps, model)
         for step in range(folder.step, schedule.total_steps):
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
             micro_batches, generation_metrics_of, num_generated = [], [], 0
@@ -103,19 +104,28 @@ def run_grpo(run, resume=False, reward_funcs=()):
             if prompts.dropped_prompts:
                 metrics["dropped_prompts"] = prompts.dropped_prompts
             last = step + 1 == schedule.total_steps
-            if eval_data and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
+            callbacks.step_end(step + 1, metrics["epoch"], model)
+            if eval_data and callbacks.evaluation_due(step + 1, last):
                 with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
-                    metrics |= evaluate(llm, rewards, eval_data, run, trainer_state)
+                    found = evaluate(llm, rewards, eval_data, run, trainer_state)
+                metrics |= found
+                callbacks.evaluated(found, model)
             metrics |= clock.read()
             metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
             if num_generated:
                 metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
             writer.log(step + 1, metrics | memory_metrics())
+            callbacks.logged(metrics, model)
             folder.saver.check()
-            if last or (step + 1) % train.save_steps == 0:
+            last = last or control.should_training_stop
+            if last or (step + 1) % train.save_steps == 0 or control.should_save:
                 with clock.phase("save"):
                     save()
+                callbacks.call("on_save", model)
             signals.release()
+            if last:
+                break
+        callbacks.call("on_train_end", model)
         folder.finish(model, tokenizer)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))

@@ -31,10 +31,11 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
         step, tokens = complete
         folder.save(step, policy.model, tokenizer, {"policy": policy.state_dict(), "num_tokens": tokens})
 
-    clock = Clock()
+    clock, callbacks, control = Clock(), folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
         if eval_rows and train.eval_on_start and folder.step == 0:
             writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
+        callbacks.begin(folder.step, schedule.total_steps, policy.model)
         for step in range(folder.step, schedule.total_steps):
             epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
             order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
@@ -48,16 +49,25 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
             complete = step + 1, num_tokens
             metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
             last = step + 1 == schedule.total_steps
-            if eval_rows and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
+            callbacks.step_end(step + 1, metrics["epoch"], policy.model)
+            if eval_rows and callbacks.evaluation_due(step + 1, last):
                 with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
-                    metrics |= {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
+                    found = {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
+                metrics |= found
+                callbacks.evaluated(found, policy.model)
             metrics |= clock.read()
             metrics["perf/throughput"] = step_tokens / metrics["time/train"]
             writer.log(step + 1, metrics | memory_metrics())
+            callbacks.logged(metrics, policy.model)
             folder.saver.check()
-            if last or (step + 1) % train.save_steps == 0:
+            last = last or control.should_training_stop
+            if last or (step + 1) % train.save_steps == 0 or control.should_save:
                 with clock.phase("save"):
                     save()
+                callbacks.call("on_save", policy.model)
             signals.release()
+            if last:
+                break
+        callbacks.call("on_train_end", policy.model)
         folder.finish(policy.model, tokenizer)
     log(f"{folder.path} has the curves (curves.png) and the model (final)")

@@ -9,18 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlnumba import checkpoint
+from rlnumba.config.keys import Section, sections_of
 from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
-from rlnumba.reporting.files import make_folder, write_config
+from rlnumba.reporting.files import as_json, make_folder, write_config
 from rlnumba.reporting.metrics import MetricsWriter
+from rlnumba.reporting.trackers import check_installed
 from rlnumba.runtime import device, dispatch, memory, signals
 from rlnumba.runtime.environment import environment
+from rlnumba.trainers.callbacks import Callbacks
 
 # What a run writes in its folder.
 RUN_FILES = (
     *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
-    *("checkpoints", "final", "curves.png", "tensorboard"),
+    *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
 )
 
 
@@ -35,6 +38,7 @@ class RunFolder:
 
     def __init__(self, trainer, run, resume):
         self.trainer, self.run, self.path = trainer, run, Path(run.output_dir)
+        check_installed(run.train.report_to)
         make_folder(self.path)
         self.model_folder, self.step_chosen = None, resume is not True and bool(resume)
         if self.step_chosen:
@@ -48,6 +52,8 @@ class RunFolder:
                 raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {trainer}")
         elif resume:
             log(f"{self.path} holds no checkpoint: starting afresh")
+        metric = "eval_reward" if "rewards" in sections_of(type(run)) else "eval_loss"
+        self.callbacks = Callbacks(run, self.path, metric, (self.state or {}).get("callbacks"))
 
     def writer(self, total_steps):
         """The run's MetricsWriter. Called when all input has been read and checked: it changes the folder."""
@@ -58,7 +64,12 @@ class RunFolder:
         write_config(self.run, environment())
         train = self.run.train
         printed = train.log_completions, train.num_completions_to_print
-        return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed)
+        config = {name: value for name, value in vars(self.run).items() if not isinstance(value, Section)}
+        config |= {"train": vars(train), "data": vars(self.run.data)}
+        tracked = {"run_name": train.run_name, "project": train.project, "config": as_json(config)}
+        return MetricsWriter(
+            self.path, total_steps, self.step, train.logging_steps, *printed, report_to=train.report_to, **tracked
+        )
 
     def _archive_earlier_run(self):
         left = [path for name in RUN_FILES if (path := self.path / name).exists()]
@@ -94,8 +105,11 @@ class RunFolder:
         if step == self.step and self.model_folder is not None:
             return
         train = self.run.train
-        state = None if train.save_only_model else {"trainer": self.trainer, **state}
-        self.saver.save(step, model, tokenizer, state, train.save_total_limit)
+        tracked = self.callbacks.state_dict()
+        state = {"trainer": self.trainer, **state} | ({"callbacks": tracked} if tracked else {})
+        best = self.callbacks.state.best_global_step if train.load_best_model_at_end else None
+        state = None if train.save_only_model else state
+        self.saver.save(step, model, tokenizer, state, train.save_total_limit, best)
         self.step, self.model_folder = step, self.path / "checkpoints" / f"step-{step}"
 
     @contextmanager
@@ -119,9 +133,15 @@ class RunFolder:
                 raise
 
     def finish(self, model, tokenizer):
-        """Write final/, a Hugging Face folder."""
+        """Write final/, a Hugging Face folder: the model, or with load_best_model_at_end that of the best step."""
+        best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
         try:
-            save_model(model, self.path / "final", tokenizer)
+            if best is not None:
+                self.saver.wait()
+                checkpoint.copy_model(self.path / "checkpoints" / f"step-{best}", self.path / "final")
+                log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
+            else:
+                save_model(model, self.path / "final", tokenizer)
         except OSError as error:
             raise UserError(f"{self.path / 'final'}: cannot be written: {error.strerror}") from error
 

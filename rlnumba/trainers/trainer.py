@@ -15,6 +15,7 @@ from rlnumba import config
 from rlnumba.config import DataConfig, EngineConfig, RewardsConfig, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
+from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
@@ -64,22 +65,26 @@ class RowTrainer:
     model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
     .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data,
     engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter instead of the
-    weights. Raises ConfigError for keys that contradict each other.
+    weights. callbacks: objects with the methods of TrainerCallback. Raises ConfigError for keys that contradict each
+    other.
     """
 
     # Of a subclass: its command, that command's Run, and the class of `args`.
     command, run_class, config_class = None, None, None
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None):
+    def __init__(
+        self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None,
+        callbacks=(),
+    ):  # fmt: skip
         args = args or self.config_class()
-        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         self.run = self.run_class(**_settings(model, args, self.datasets, data, engine, peft_config))
 
     def train(self, resume_from_checkpoint=False):
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
-        with advise(self.command, self.run):
+        with advise(self.command, self.run), given(self.callbacks):
             RUN[self.command](self.run, resume_from_checkpoint)
 
 
@@ -123,10 +128,10 @@ class GRPOTrainer:
 
     def __init__(
         self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None,
-        peft_config=None,
+        peft_config=None, callbacks=(),
     ):  # fmt: skip
         args = args or GRPOConfig()
-        self.datasets = {"train": train_dataset, "eval": eval_dataset}
+        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
         # The names under which config.toml lists them.
@@ -139,7 +144,7 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=False):
         """As RowTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        with advise("grpo", self.run):
+        with advise("grpo", self.run), given(self.callbacks):
             run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
 

@@ -1,0 +1,107 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard files, Weights & Biases, trackio, as train.report_to says.
+
+Each tracker has log(step, metrics) for numbers by name, and close(failed). wandb and trackio are imported here alone,
+and configured by their own environment variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR, ...).
+"""
+
+import contextlib
+import importlib.util
+import os
+import uuid
+from pathlib import Path
+
+from rlnumba.errors import UserError
+
+PACKAGES = {"tensorboard": ("tensorboardX", "tensorboard"), "wandb": ("wandb",), "trackio": ("trackio",)}
+PROJECT = "rlnumba"
+
+
+def check_installed(names):
+    """Raise UserError for a tracker whose package is missing. names: of train.report_to."""
+    for name in names:
+        packages = PACKAGES.get(name, ())
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            raise UserError(f"train.report_to: {name} is not installed; pip install {packages[0]}")
+
+
+def open_trackers(names, folder, start_step, run_name=None, project=None, config=None):
+    """The trackers of a run in `folder`. names: of train.report_to; "auto" is TensorBoard where it is installed.
+
+    start_step: steps done, of a resumed run. run_name: by default the folder's. config: dict, shown beside the curves.
+    """
+    folder, opened = Path(folder), []
+    run_name = run_name or folder.resolve().name
+    for name in names:
+        if name in ("auto", "tensorboard"):
+            opened += _tensorboard(folder / "tensorboard", start_step)
+        elif name == "wandb":
+            opened.append(_Wandb(folder, run_name, project, config))
+        elif name == "trackio":
+            opened.append(_Trackio(run_name, project, config, start_step > 0))
+    return opened
+
+
+def _tensorboard(folder, start_step):
+    """A tracker by tensorboardX, or by tensorboard itself; none where neither is installed: list."""
+    with contextlib.suppress(ImportError):
+        from tensorboardX import SummaryWriter
+
+        # TensorBoard hides the former values of steps that a resumed run repeats.
+        return [_TensorBoard(SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None))]
+    with contextlib.suppress(ImportError):
+        from tensorboard.summary import Writer
+
+        return [_TensorBoard(Writer(str(folder)))]
+    return []
+
+
+class _TensorBoard:
+    def __init__(self, writer):
+        self.writer = writer
+
+    def log(self, step, metrics):
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, failed):
+        self.writer.close()
+
+
+class _Wandb:
+    """One W&B run for a run and all its resumptions: its id is kept in output_dir/wandb_id."""
+
+    def __init__(self, folder, run_name, project, config):
+        import wandb
+
+        path = folder / "wandb_id"
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex[:8])
+        project = project or os.environ.get("WANDB_PROJECT", PROJECT)
+        settings = {"name": run_name, "dir": str(folder), "id": path.read_text(), "resume": "allow"}
+        try:
+            self.run = wandb.init(project=project, config=config, **settings)
+        except Exception as error:  # of a server, an account, a network
+            raise UserError(f"train.report_to: wandb: {' '.join(str(error).split())}") from error
+
+    def log(self, step, metrics):
+        self.run.log(metrics, step=step)
+
+    def close(self, failed):
+        self.run.finish(exit_code=int(failed))
+
+
+class _Trackio:
+    def __init__(self, run_name, project, config, resumed):
+        import trackio
+
+        resume = "allow" if resumed else "never"
+        try:
+            self.run = trackio.init(project=project or PROJECT, name=run_name, config=config, resume=resume)
+        except Exception as error:  # of a server, an account, a network
+            raise UserError(f"train.report_to: trackio: {' '.join(str(error).split())}") from error
+
+    def log(self, step, metrics):
+        self.run.log(metrics, step=step)
+
+    def close(self, failed):
+        self.run.finish()

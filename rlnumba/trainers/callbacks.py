@@ -1,0 +1,180 @@
+"""Callbacks of a training run, with the method names of transformers' TrainerCallback; early stopping, the best model.
+
+    [train]
+    callbacks = ["mine.py:Report"]      # or SFTTrainer(..., callbacks=[Report()])
+
+    class Report(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            control.should_training_stop = metrics["eval_reward"] > 0.9
+
+Every method gets (args, state, control) and, by keyword, model; on_log gets logs, on_evaluate metrics.
+"""
+
+import math
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.rewards.loading import load_object
+
+_given = ContextVar("callbacks", default=())
+
+
+@dataclass
+class TrainerControl:
+    """What a callback may set: should_training_stop ends the run after this step, with a checkpoint; should_save and
+    should_evaluate do so at this step."""
+
+    should_training_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+
+
+@dataclass
+class TrainerState:
+    """What a callback may read. log_history: the metrics of each step so far, dicts with `step`."""
+
+    max_steps: int
+    global_step: int = 0
+    epoch: float = 0.0
+    log_history: list = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+
+
+class TrainerCallback:
+    """A callback that does nothing: subclasses override the methods that they need."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Before the first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """After each optimizer step, before its evaluation."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """After an evaluation; metrics: its metrics."""
+
+    def on_log(self, args, state, control, **kwargs):
+        """When the metrics of a step are written; logs: these."""
+
+    def on_save(self, args, state, control, **kwargs):
+        """When a checkpoint has been copied, and is being written."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """After the last step."""
+
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+@contextmanager
+def given(callbacks):
+    """Objects that the runs of the block call besides those of train.callbacks."""
+    token = _given.set(tuple(callbacks))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+class Callbacks:
+    """The callbacks of one run, and what decides on the best model and on early stopping.
+
+    default_metric: for train.metric_for_best_model None. saved: what state_dict returned in the checkpoint, or None.
+    Raises ConfigError for keys that contradict each other, UserError for a class that cannot be found or made.
+    """
+
+    def __init__(self, run, path, default_metric, saved=None):
+        train = run.train
+        self.args, self.path = train, path
+        self.callbacks = [_make(spec) for spec in train.callbacks] + list(_given.get())
+        self.control, self.state = TrainerControl(), TrainerState(0)
+        self.tracks_best = train.load_best_model_at_end or train.early_stopping_patience is not None
+        name = train.metric_for_best_model or default_metric
+        self.metric = name if name.startswith("eval_") else f"eval_{name}"
+        better = train.greater_is_better
+        self.greater_is_better = not name.endswith("loss") if better is None else better
+        self.not_better = 0
+        for key in ("load_best_model_at_end", "early_stopping_patience"):
+            if getattr(train, key) and run.data.eval is None:
+                raise ConfigError(f"train.{key} needs data.eval: without it nothing is evaluated")
+        if saved:
+            self.not_better = saved["not_better"]
+            self.state.best_metric, self.state.best_global_step = saved["best_metric"], saved["best_global_step"]
+
+    def state_dict(self):
+        """What a checkpoint keeps: dict, empty where nothing is tracked."""
+        state = self.state
+        best = {"best_metric": state.best_metric, "best_global_step": state.best_global_step}
+        return best | {"not_better": self.not_better} if self.tracks_best else {}
+
+    def call(self, event, model, **more):
+        """Call a method of every callback. Raises UserError naming the one that raised."""
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)  # as in transformers, a callback need not be a TrainerCallback
+            if method is None:
+                continue
+            try:
+                method(self.args, self.state, self.control, model=model, **more)
+            except UserError:
+                raise
+            except Exception as error:  # a user's code
+                text = " ".join(str(error).split())
+                name = type(callback).__name__
+                raise UserError(f"callback {name}.{event} raised {type(error).__name__}: {text}") from error
+
+    def begin(self, step, max_steps, model):
+        """Before the first of the steps that are left; `step` are done."""
+        self.state.global_step, self.state.max_steps = step, max_steps
+        self.call("on_train_begin", model)
+
+    def step_end(self, step, epoch, model):
+        """After optimizer step `step` (1-based)."""
+        self.control.should_save = self.control.should_evaluate = False
+        self.state.global_step, self.state.epoch = step, epoch
+        self.call("on_step_end", model)
+
+    def evaluation_due(self, step, last):
+        """Whether the model of step `step` is evaluated: bool."""
+        every = self.args.eval_steps
+        return last or self.control.should_evaluate or bool(every and step % every == 0)
+
+    def evaluated(self, metrics, model):
+        """After an evaluation: the best model is saved, and training stops when it has not become better for long."""
+        if self.tracks_best:
+            self._compare(metrics)
+        self.call("on_evaluate", model, metrics=metrics)
+
+    def _compare(self, metrics):
+        train, state = self.args, self.state
+        if self.metric not in metrics:
+            names = ", ".join(sorted(metrics))
+            raise UserError(f"train.metric_for_best_model: the evaluation has no {self.metric}; it has {names}")
+        value, best = metrics[self.metric], state.best_metric
+        sign = 1 if self.greater_is_better else -1
+        gain = math.inf if best is None else sign * (value - best)
+        # A comparison with NaN is false, so it is never the best.
+        if gain > 0 and not math.isnan(value):
+            state.best_metric, state.best_global_step = value, state.global_step
+            state.best_model_checkpoint = str(self.path / "checkpoints" / f"step-{state.global_step}")
+            self.control.should_save = True
+        self.not_better = 0 if gain > train.early_stopping_threshold else self.not_better + 1
+        if train.early_stopping_patience is not None and self.not_better >= train.early_stopping_patience:
+            self.control.should_training_stop = True
+
+    def logged(self, metrics, model):
+        """When the metrics of the step have been written."""
+        self.state.log_history.append({"step": self.state.global_step, **metrics})
+        self.call("on_log", model, logs=metrics)
+
+
+def _make(spec):
+    made = load_object(spec, "train.callbacks")
+    if not isinstance(made, type):
+        return made
+    try:
+        return made()
+    except Exception as error:  # a user's code
+        raise UserError(f"train.callbacks: {spec} cannot be made: {type(error).__name__}: {error}") from error

@@ -1,0 +1,113 @@
+"""TensorBoard, Weights & Biases and trackio, by their documented calls; and W&B itself where it is installed."""
+
+import importlib.util
+import json
+import sys
+import types
+
+import pytest
+
+from rlnumba.config import SFTConfig, load_run
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.reporting import trackers
+from rlnumba.reporting.metrics import MetricsWriter
+from rlnumba.trainers.sft import run_sft
+from tests.trainers.runs import metrics_of, sft_run
+
+
+class Run:
+    def __init__(self, package, arguments):
+        self.calls = [("init", package, arguments)]
+
+    def log(self, metrics, step):
+        self.calls.append(("log", step, metrics))
+
+    def finish(self, exit_code=None):
+        self.calls.append(("finish", exit_code))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Packages that record the calls of wandb.init, Run.log and Run.finish, whose signatures trackio shares."""
+    runs = []
+
+    def init(package):
+        def init(project, name, config, resume, **more):
+            runs.append(Run(package, {"project": project, "name": name, "config": config, "resume": resume} | more))
+            return runs[-1]
+
+        return init
+
+    for name in ("wandb", "trackio"):
+        module = types.ModuleType(name)
+        module.init, module.__spec__ = init(name), importlib.util.spec_from_loader(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return runs
+
+
+def test_a_run_and_its_resumption(tmp_path, runs, monkeypatch):
+    run_sft(sft_run(tmp_path / "run", max_steps=2, report_to=["wandb", "trackio"]))
+    for recorded, package in zip(runs, ("wandb", "trackio"), strict=True):
+        (init, named, arguments), *logs, end = recorded.calls
+        assert (init, named, arguments["project"], arguments["name"]) == ("init", package, "rlnumba", "run")
+        assert arguments["config"]["train"]["max_steps"] == 2 and json.dumps(arguments["config"])
+        rows = metrics_of(sft_run(tmp_path / "run"))
+        assert [(step, metrics["loss"]) for _, step, metrics in logs] == [(row["step"], row["loss"]) for row in rows]
+        assert all(type(value) is float for _, _, metrics in logs for value in metrics.values())
+        assert end[0] == "finish"
+    assert runs[0].calls[-1] == ("finish", 0) and runs[1].calls[0][2]["resume"] == "never"
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run = sft_run(tmp_path / "run", max_steps=3, report_to="all", run_name="again")
+    if importlib.util.find_spec("tensorboardX") or importlib.util.find_spec("tensorboard"):
+        run_sft(run, resume=True)
+    else:
+        run_sft(sft_run(tmp_path / "run", max_steps=3, report_to=["wandb", "trackio"], run_name="again"), resume=True)
+    first, again = (recorded.calls[0][2] for recorded in (runs[0], runs[2]))
+    assert (again["id"], again["resume"]) == (first["id"], "allow") and again["dir"] == str(tmp_path / "run")
+    assert (again["project"], again["name"]) == ("mine", "again") and runs[3].calls[0][2]["resume"] == "allow"
+    assert [call[1] for call in runs[2].calls if call[0] == "log"] == [3]
+
+
+def test_a_run_that_fails_says_so(tmp_path, runs):
+    with pytest.raises(ZeroDivisionError), MetricsWriter(tmp_path, 3, report_to=["wandb"]) as writer:
+        writer.log(1, {"loss": 1})
+        raise ZeroDivisionError
+    assert runs[0].calls[-2:] == [("log", 1, {"loss": 1.0}), ("finish", 1)]
+
+
+def test_a_server_that_refuses_is_one_line(tmp_path, runs, monkeypatch):
+    def refuse(**arguments):
+        raise RuntimeError("no\nkey")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(UserError, match="^train.report_to: wandb: no key$"):
+        MetricsWriter(tmp_path, 3, report_to=["wandb"])
+
+
+def test_spellings(tmp_path):
+    for given, names in (
+        *(("none", []), ("all", ["tensorboard", "wandb", "trackio"]), ("wandb", ["wandb"]), (["none"], [])),
+        (["wandb", "trackio"], ["wandb", "trackio"]),
+    ):
+        assert SFTConfig(report_to=given).report_to == names
+        config = tmp_path / "run.toml"
+        body = f'model = "m"\noutput_dir = "o"\n[data]\ntrain = "t"\n[train]\nreport_to = {json.dumps(given)}\n'
+        config.write_text(body)
+        assert load_run("sft", config).train.report_to == names
+    with pytest.raises(ConfigError, match="train.report_to must be of tensorboard, .*, got 'x'"):
+        SFTConfig(report_to="x")
+
+
+def test_a_missing_package_ends_the_run_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="^train.report_to: wandb is not installed; pip install wandb$"):
+        run_sft(sft_run(tmp_path / "run", report_to="wandb"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_itself_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_sft(sft_run(tmp_path / "run", max_steps=2, report_to="wandb"))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))

@@ -4,17 +4,27 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, RewardsConfig, Run, SFTConfig, TrainConfig
+from rlnumba.config import (
+    DataConfig,
+    EngineConfig,
+    GRPOConfig,
+    RewardsConfig,
+    RLOOConfig,
+    Run,
+    SFTConfig,
+    TrainConfig,
+)
 from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
+from rlnumba.config.rollout import GroupConfig, SamplingConfig
 from rlnumba.config.writing import toml_value
 
 PAGE = Path(__file__).with_name("configuration.md")
 
 HEADER = """# Configuration reference
 
-Which keys does the TOML file of an SFT or GRPO run have, with which types, defaults and meanings, and which metrics
-does a run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
+Which keys does the TOML file of a training run have, with which types, defaults and meanings, and which metrics does a
+run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
 `rlnumba/config`; do not edit it.
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
@@ -53,14 +63,14 @@ functions by name.
 ## What a run writes
 
 In `output_dir`: `config.toml`, the resolved configuration; `metrics.jsonl`, a line for each optimizer step;
-`completions.jsonl` (GRPO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end, `final/`,
-both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have TRL's
-names:
+`completions.jsonl` (GRPO, RLOO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end,
+`final/`, both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have
+TRL's names:
 
 | metric | meaning |
 | --- | --- |
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
-| `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
+| `num_tokens`, `epoch` | tokens so far (GRPO, RLOO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
@@ -109,19 +119,25 @@ def _shown_limits(metadata):
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
-    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo", RewardsConfig)]
-    blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
+    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo, rloo", RewardsConfig)]
+    blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig)]
+    blocks += [("[train]: grpo, rloo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
+    blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
     blocks += [("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
-        inherited = keys_of(TrainConfig) if section_class in (SFTConfig, GRPOConfig) else {}
+        # Keys of a block above are not repeated, unless their default or meaning is another here.
+        shared = (TrainConfig, SamplingConfig, GroupConfig)
+        inherited = {name for base in shared if base in section_class.__mro__[1:] for name in keys_of(base)}
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:
                 continue
             doc = (f.metadata["doc"] + _shown_limits(f.metadata)).replace("|", "\\|")
             parts.append(f"| `{f.name}` | {_shown_type(f.type)} | {_shown_default(f)} | {doc} |")
-    named = {("train", "batch_size"): ("train", "generation_batch_size` (grpo), `train.per_device_train_batch_size")}
+    named = {
+        ("train", "batch_size"): ("train", "generation_batch_size` (grpo, rloo), `train.per_device_train_batch_size")
+    }
     rows = [
         f"| `{'.'.join(filter(None, written))}` | `{'.'.join(filter(None, ours))}` |"
         for written, ours in {**ALIASES, **named}.items()

@@ -7,7 +7,7 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
-_TRAINERS = ("GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer")
+_TRAINERS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "SFTConfig", "SFTTrainer")
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 __all__ = list(_MODULES)

@@ -380,6 +380,8 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
+_trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
 
 
 def parse_overrides(arguments):

@@ -36,7 +36,7 @@ ALIASES = {
 }
 # batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
 SEQUENCES = ("train", "per_device_train_batch_size")
-BATCH_SIZE = {"grpo": ("train", "generation_batch_size")}
+BATCH_SIZE = dict.fromkeys(("grpo", "rloo"), ("train", "generation_batch_size"))
 
 # TRL keys without a counterpart, and what to write instead.
 INSTEAD = {

@@ -1,6 +1,7 @@
 """Which Run a trainer's files are read as."""
 
 from rlnumba.config.grpo import GRPORun
+from rlnumba.config.rloo import RLOORun
 from rlnumba.config.sft import SFTRun
 
-RUNS = {"sft": SFTRun, "grpo": GRPORun}
+RUNS = {"sft": SFTRun, "grpo": GRPORun, "rloo": RLOORun}

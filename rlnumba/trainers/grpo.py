@@ -14,6 +14,7 @@ Dynamic sampling: DAPO (arXiv 2503.14476).
 
 import json
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -41,9 +42,28 @@ def run_grpo(run, resume=False, reward_funcs=()):
     the functions themselves, where run.rewards.funcs only names them. A reward that fails in the middle of the run
     leaves a checkpoint of the last complete step.
     """
+    train_on_prompts(Algorithm("grpo", load_policy, generate, train_step), run, resume, reward_funcs)
+
+
+class Algorithm(NamedTuple):
+    """Where trainers on the model's own completions differ; their loop, train_on_prompts, is the same.
+
+    load_policy(source, model, run): the Policy. generate(policy, llm, rewards, prompts, order, run, trainer_state,
+    index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index are roll_out's and
+    on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate): metrics by name.
+    """
+
+    name: str
+    load_policy: Callable
+    generate: Callable
+    train_step: Callable
+
+
+def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
+    """Train a Run of prompts and rewards by an Algorithm; the arguments are run_grpo's."""
     train = run.train
     gemm.set_backend(run.gemm)
-    folder = RunFolder("grpo", run, resume)
+    folder = RunFolder(algorithm.name, run, resume)
     rewards = load_rewards(run.rewards, reward_funcs)
     source = find_model(run.model)
     model = load_model(folder.model_folder or source, train.dtype)
@@ -53,8 +73,7 @@ def run_grpo(run, resume=False, reward_funcs=()):
     prompts = load_prompts(run.data.train, run, llm)
     eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
-    reference = load_model(source, model.dtype.name) if train.beta else None
-    policy = Policy(model, train, reference, train.temperature)
+    policy = algorithm.load_policy(source, model, run)
     state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
@@ -74,22 +93,23 @@ def run_grpo(run, resume=False, reward_funcs=()):
             for micro in schedule.micro_steps(step):
                 if micro.begins_generation or state.rollouts is None:
                     try:
-                        rollouts, generations = roll_out(
-                            llm, rewards, prompts, state.order, run, trainer_state, micro.index, clock, writer
-                        )
+                        rollouts, generations, own_metrics = algorithm.generate(
+                            policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
+                            schedule.on_policy, clock, writer,
+                        )  # fmt: skip
                     except UserError:
                         save(step, before)
                         raise
-                    with clock.phase("logprob"):
-                        add_logprobs(policy, rollouts, schedule.on_policy)
-                    state.begin(rollouts, generations, rewards.names, train)
+                    state.begin(rollouts, generations, rewards.names, own_metrics)
                     num_generated += sum(each.num_generated for each in generations)
                     writer.completions(step + 1, [row for each in generations for row in each.rows(rewards.names)])
                 part = state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
                 micro_batches.append(part)
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
-                metrics = train_step(policy, micro_batches, learning_rate_at(train, step, schedule.total_steps))
+                metrics = algorithm.train_step(
+                    policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)
+                )
                 policy.move_reference_if_due(step + 1)
             llm.update_weights(step + 1)
             # The run's own names take precedence over those that rewards log.
@@ -120,12 +140,27 @@ def run_grpo(run, resume=False, reward_funcs=()):
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
 
 
+def load_policy(source, model, run):
+    """The Policy of a model, with the reference that train.beta above 0 asks for, which is the run's `model`."""
+    reference = load_model(source, model.dtype.name) if run.train.beta else None
+    return Policy(model, run.train, reference, run.train.temperature)
+
+
 def load_prompts(path, run, llm):
     """The prompts of a file as token ids; logs how many were too long."""
     prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, llm.model.config.vocab_size)
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
     return prompts
+
+
+def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
+    """GRPO's generation: see Algorithm."""
+    rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer)
+    with clock.phase("logprob"):
+        add_logprobs(policy, rollouts, on_policy)
+    groups = [group for each in generations for group in each.groups]
+    return rollouts, generations, {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)}
 
 
 def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer):
@@ -337,11 +372,9 @@ class DataState:
         self.order = order
         self.num_tokens, self.rollouts, self.metrics = 0, None, {}
 
-    def begin(self, rollouts, generations, names, train):
-        """Use a new generation. generations: list of Generation; names: of the reward functions."""
-        groups = [group for each in generations for group in each.groups]
-        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names)
-        self.metrics["frac_reward_zero_std"] = rollout.frac_reward_zero_std(groups, train)
+    def begin(self, rollouts, generations, names, metrics):
+        """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
+        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names) | metrics
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):

@@ -4,18 +4,19 @@
 
     GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=GRPOConfig(output_dir="runs/a"), train_dataset=rows).train()
 
-A trainer makes the Run that the same TOML file makes, and run_sft or run_grpo trains it: everything is written to
-output_dir, the model to final/.
+A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or another trains it: everything is written
+to output_dir, the model to final/.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, SFTRun, key
+from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, RLOORun, SFTRun, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
 
 
@@ -30,6 +31,15 @@ class SFTConfig(config.SFTConfig):
 @dataclass(frozen=True)
 class GRPOConfig(config.GRPOConfig):
     """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+
+
+@dataclass(frozen=True)
+class RLOOConfig(config.RLOOConfig):
+    """[train] of `rlnumba rloo`, and the keys that TRL's RLOOConfig has besides."""
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
@@ -63,16 +73,18 @@ class GRPOTrainer:
     rewards: further keys of that section, a dict. The other arguments are SFTTrainer's, args being a GRPOConfig.
     """
 
+    config_class, run_class, run_function = GRPOConfig, GRPORun, staticmethod(run_grpo)
+
     def __init__(
         self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None
     ):
-        args = args or GRPOConfig()
+        args = args or self.config_class()
         self.datasets = {"train": train_dataset, "eval": eval_dataset}
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
-        self.run = GRPORun(
+        self.run = self.run_class(
             **_settings(model, args, self.datasets, data, engine),
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
         )
@@ -80,7 +92,13 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=False):
         """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
+        self.run_function(self.run, resume_from_checkpoint, self.reward_funcs)
+
+
+class RLOOTrainer(GRPOTrainer):
+    """REINFORCE Leave-One-Out; the arguments are GRPOTrainer's, args being an RLOOConfig."""
+
+    config_class, run_class, run_function = RLOOConfig, RLOORun, staticmethod(run_rloo)
 
 
 def _settings(model, args, datasets, data, engine):

@@ -1,0 +1,72 @@
+"""The keys that trainers on the model's own completions share: how these are drawn, and what one generation is."""
+
+from dataclasses import dataclass
+
+from rlnumba.config.keys import key
+from rlnumba.config.schema import TrainConfig
+from rlnumba.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SamplingConfig(TrainConfig):
+    """How completions are drawn."""
+
+    temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
+    top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
+    top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
+    min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
+    repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+
+
+@dataclass(frozen=True)
+class GroupConfig(SamplingConfig):
+    """A generation of groups of completions, and the reference model; beta is a key of the trainer's own."""
+
+    learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
+    num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
+    generation_batch_size: int | None = key(
+        None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
+    )
+    steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
+    num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
+    sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
+    ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
+    ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
+    mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
+
+    @property
+    def rollout_steps(self):
+        """Passes of per_device_train_batch_size completions that one generation feeds: int."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size // self.per_device_train_batch_size
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def rollout_batch_size(self):
+        """Completions of one generation: int."""
+        return self.per_device_train_batch_size * self.rollout_steps
+
+    @property
+    def prompts_per_rollout(self):
+        """Prompts of one generation, each with num_generations completions: int."""
+        return self.rollout_batch_size // self.num_generations
+
+    def __post_init__(self):
+        super().__post_init__()
+        size_key = "train.per_device_train_batch_size x steps_per_generation"
+        if self.generation_batch_size is not None:
+            size_key = "train.generation_batch_size"
+            if self.steps_per_generation is not None:
+                raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
+            if self.generation_batch_size % self.per_device_train_batch_size:
+                raise ConfigError(
+                    f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
+                    f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
+                )
+        if self.rollout_batch_size % self.num_generations:
+            raise ConfigError(
+                f"{size_key} ({self.rollout_batch_size}) must be divisible by "
+                f"train.num_generations ({self.num_generations})"
+            )
+        if self.sync_ref_model and not self.beta:
+            raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")

@@ -8,6 +8,7 @@ from rlnumba.config import (
     DataConfig,
     EngineConfig,
     GRPOConfig,
+    RewardConfig,
     RewardsConfig,
     RLOOConfig,
     Run,
@@ -56,6 +57,7 @@ file. An error lists the columns found.
 | `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
 | `question`, alone or with an answer column (DeepMath) | GRPO |
 | `text` | SFT on the whole text |
+| `chosen`, `rejected`, optionally `prompt` and `margin` (strings or message lists) | reward |
 
 `data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
 functions by name.
@@ -79,6 +81,8 @@ TRL's names:
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
+| `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
+| `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |
@@ -123,6 +127,7 @@ def reference():
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig)]
     blocks += [("[train]: grpo, rloo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
     blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
+    blocks += [("[train]: reward", RewardConfig)]
     blocks += [("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]

@@ -382,6 +382,8 @@ GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
 RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
 _trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
+REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
+_trainer("reward", REWARD, "metrics.jsonl")
 
 
 def parse_overrides(arguments):

@@ -4,6 +4,7 @@ files and command-line overrides, `writing` TOML."""
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
 from rlnumba.config.keys import key
 from rlnumba.config.reading import load_run
+from rlnumba.config.reward import RewardConfig, RewardRun
 from rlnumba.config.rloo import RLOOConfig, RLOORun
 from rlnumba.config.schema import DataConfig, EngineConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.config.sft import SFTConfig, SFTRun

@@ -1,7 +1,8 @@
 """Which Run a trainer's files are read as."""
 
 from rlnumba.config.grpo import GRPORun
+from rlnumba.config.reward import RewardRun
 from rlnumba.config.rloo import RLOORun
 from rlnumba.config.sft import SFTRun
 
-RUNS = {"sft": SFTRun, "grpo": GRPORun, "rloo": RLOORun}
+RUNS = {"sft": SFTRun, "grpo": GRPORun, "rloo": RLOORun, "reward": RewardRun}

@@ -85,6 +85,19 @@ def text_value(row, column, where):
     return text
 
 
+def template_variables(row, where):
+    """The chat template variables in a row, {"tools": list} or {}; a string is read as JSON."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: 'tools' is a string that is not JSON: {error.msg}") from error
+    if not isinstance(tools, list | None):
+        raise UserError(f"{where}: 'tools' must be a list, got {kind_of(tools)}")
+    return {} if tools is None else {"tools": tools}
+
+
 def check_messages(messages, where):
     """Raises UserError unless `messages` is a non-empty list of {"role": str, "content": ...}; `where` begins it."""
     if not isinstance(messages, list) or not messages:

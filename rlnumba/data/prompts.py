@@ -73,6 +73,15 @@ def encode_pair(tokenizer, prompt, completion, **template):
     return both, start
 
 
+def with_eos(ids, tokenizer, eos_token_ids=()):
+    """Token ids with EOS at their end: the tokenizer's, else the model's first; list of int."""
+    eos = tokenizer.eos_token_id
+    if eos is None and eos_token_ids:
+        eos = eos_token_ids[0]
+    missing = eos is not None and (not ids or ids[-1] not in (eos, *eos_token_ids))
+    return [*ids, eos] if missing else list(ids)
+
+
 def _reward_columns(row, data, where, prompt_column):
     excluded = {prompt_column, "prompt", "completion"} - {"question"}
     columns = {name: value for name, value in row.items() if name not in excluded}

@@ -5,14 +5,22 @@
 Rows that are truncated or dropped are counted.
 """
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.data.files import check_ids, check_messages, check_prompt, column_value, kind_of, read_rows, text_value
+from rlnumba.data.files import (
+    check_ids,
+    check_messages,
+    check_prompt,
+    column_value,
+    kind_of,
+    read_rows,
+    template_variables,
+    text_value,
+)
 from rlnumba.data.packing import TokenSequence, pack_sequences
-from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, question_prompt
+from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, question_prompt, with_eos
 from rlnumba.errors import UserError
 
 
@@ -59,15 +67,7 @@ def row_parser(first, data, tokenizer):
 def _parse_conversation(row, where):
     messages = column_value(row, "messages", where)
     check_messages(messages, f"{where}: 'messages'")
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: 'tools' is a string that is not JSON: {error.msg}") from error
-    if not isinstance(tools, list | None):
-        raise UserError(f"{where}: 'tools' must be a list, got {kind_of(tools)}")
-    return None, messages, {"tools": tools}
+    return None, messages, template_variables(row, where)
 
 
 @dataclass
@@ -142,11 +142,8 @@ def tokenize_sft(prompt, completion, template, data, train, tokenizer, eos_token
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False, **template)
     else:
         ids = tokenizer.encode(completion)
-    eos = tokenizer.eos_token_id
-    if eos is None and eos_token_ids:
-        eos = eos_token_ids[0]
-    if messages is None and eos is not None and (not ids or ids[-1] not in (eos, *eos_token_ids)):
-        ids = [*ids, eos]
+    if messages is None:
+        ids = with_eos(ids, tokenizer, eos_token_ids)
     trained = np.ones(len(ids), bool)
     if train.completion_only_loss is not False:
         trained[:start] = False

@@ -15,6 +15,10 @@ from rlnumba.kernels.nn.rope import RopeScaling
 from rlnumba.runtime import device
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+# What reads the hidden states: a language-model head, a head of one output ("score": a reward model, a critic), or, in
+# a policy that shares its trunk with its critic, both. The second is transformers' ...ForSequenceClassification.
+LM_HEAD, SCORE_HEAD = ("lm",), ("score",)
+HEADS = (LM_HEAD, SCORE_HEAD, LM_HEAD + SCORE_HEAD)
 
 ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 # Of RopeScaling, but for its first field, rope_type.
@@ -33,7 +37,8 @@ class ModelConfig:
     """The shape and options of a transformer; field names are those of config.json where it has them.
 
     attention_bias: a bias on the q, k, v projections; o_bias: one on the attention's output projection.
-    rope_scaling: None, or how the rotary frequencies are stretched. dtype: that of the checkpoint's tensors.
+    rope_scaling: None, or how the rotary frequencies are stretched. dtype: that of the checkpoint's tensors. heads: one
+    of HEADS.
     """
 
     model_type: str
@@ -57,6 +62,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     dtype: str = "float32"
+    heads: tuple[str, ...] = LM_HEAD
 
     @property
     def scale(self):
@@ -121,6 +127,7 @@ class ModelConfig:
             bos_token_id=_get(raw, "bos_token_id", int, source, None),
             pad_token_id=_get(raw, "pad_token_id", int, source, None),
             dtype=dtype,
+            heads=_heads(raw, source),
         )
 
     def to_dict(self):
@@ -134,7 +141,7 @@ class ModelConfig:
             values = {field: getattr(scaling, field.name) for field in fields(scaling)}
             scaling = {field.name: value for field, value in values.items() if value != field.default}
         raw = {
-            "architectures": [ARCHITECTURES[self.model_type]],
+            "architectures": [self.architecture],
             "model_type": self.model_type,
             **{name: getattr(self, name) for name in SIZES},
             "hidden_act": "silu",
@@ -158,7 +165,17 @@ class ModelConfig:
             raw["mlp_bias"] = self.mlp_bias
         else:
             raw.update(use_sliding_window=False, sliding_window=None, max_window_layers=self.num_hidden_layers)
+        if self.heads == SCORE_HEAD:
+            raw.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+        elif self.heads != LM_HEAD:
+            raw["heads"] = list(self.heads)
         return raw
+
+    @property
+    def architecture(self):
+        """The name of transformers' class, of the causal language model where there are both heads."""
+        name = ARCHITECTURES[self.model_type]
+        return name.replace("CausalLM", "SequenceClassification") if self.heads == SCORE_HEAD else name
 
     @property
     def eos_token_id(self):
@@ -216,6 +233,26 @@ def _token_ids(raw, source):
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise UserError(f"{source}: eos_token_id must be an int or a list of ints, got {raw['eos_token_id']!r}")
     return tuple(ids)
+
+
+def _heads(raw, source):
+    """The model's heads: from our key `heads` where there are two, else from its architecture."""
+    if raw.get("heads") is not None:
+        if raw["heads"] not in [list(heads) for heads in HEADS]:
+            raise UserError(f"{source}: heads must be one of {[list(heads) for heads in HEADS]}, got {raw['heads']!r}")
+        return tuple(raw["heads"])
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UserError(f"{source}: architectures must be a list of strings, got {architectures!r}")
+    classifier = next((name for name in architectures if name.endswith("ForSequenceClassification")), None)
+    if classifier is None:
+        return LM_HEAD
+    labels = raw.get("id2label")
+    # transformers writes id2label unless there are two labels.
+    count = len(labels) if isinstance(labels, dict) else _count(raw, "num_labels", source, 2)
+    if count != 1:
+        raise UserError(f"{source}: {classifier} with {count} labels is not supported (num_labels must be 1)")
+    return SCORE_HEAD
 
 
 def _refuse_unsupported(raw, model_type, source):

@@ -1,8 +1,11 @@
-"""The language-model head: log-probs of chosen next tokens from hidden states, and the gradient back to these.
+"""The heads: log-probs of chosen next tokens, or one number for chosen tokens, from hidden states; and the gradients.
 
 Only the rows that predict a target reach the (V, D) matrix: T of the N hidden states, gathered before and scattered
 after. Where the derivative of the loss by each log-prob is known beforehand, forward and backward are one call that
 takes fewer GEMMs (kernels/logprob/ops.py).
+
+The head of one output, a reward model's or a critic's, reads its rows of the hidden states where they are. A policy
+with both heads adds the second's gradient to that of the first: value_head_backward(..., dhidden).
 """
 
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ import numpy as np
 
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
+from rlnumba.kernels.nn.scalar_head import scalar_head, scalar_head_backward
 
 
 @dataclass
@@ -70,3 +74,29 @@ def _scattered(values, rows, count, arena):
     fill(0.0, out)
     scatter_rows(values, rows, out)
     return out
+
+
+@dataclass
+class SavedValueHead:
+    """What value_head_backward reads: rows (T,) i32 and hidden (N, D), all of it."""
+
+    rows: object
+    hidden: object
+
+
+def value_head_forward(model, hidden, rows, values):
+    """Write values (T,) f32, the score head's output for rows (T,) i32 of hidden (N, D): a SavedValueHead."""
+    scalar_head(hidden, rows, model.score, values)
+    return SavedValueHead(rows, hidden)
+
+
+def value_head_backward(model, saved, dvalues, grads, arena, dhidden=None):
+    """dhidden (N, D) from dvalues (T,) f32; the head's own gradient is added to grads.score.
+
+    dhidden: the gradient that follows from another head, to which this one's is added in place; None: zeros.
+    """
+    if dhidden is None:
+        dhidden = arena.empty(saved.hidden.shape, saved.hidden.dtype)
+        fill(0.0, dhidden)
+    scalar_head_backward(saved.hidden, saved.rows, model.score, dvalues, dhidden, grads.score)
+    return dhidden

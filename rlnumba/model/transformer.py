@@ -20,7 +20,7 @@ from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tok
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model import layers
-from rlnumba.model.config import ModelConfig, read_json
+from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
 from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
 from rlnumba.model.weights import load_weights, save_weights, write_json
 from rlnumba.runtime import device
@@ -47,7 +47,8 @@ class Transformer:
     """
 
     def __init__(self, config, weights, generation_config=None):
-        self.config, self.weights, self.dtype, self.lm_head = config, weights, weights.dtype, weights.lm_head
+        self.config, self.weights, self.dtype = config, weights, weights.dtype
+        self.lm_head, self.score = weights.lm_head, weights.score
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
@@ -250,33 +251,41 @@ def find_model(path_or_hub_id):
         raise UserError(f"{name}: no such folder, and not to be had from the Hugging Face hub: {reason}") from None
 
 
-def load_model(path_or_hub_id, dtype=None):
+def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0):
     """A Transformer from a Hugging Face folder or hub id.
 
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
-    has no other (ConfigError). Raises UserError naming the file, key or tensor at fault.
+    has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
+    seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). Raises
+    UserError naming the file, key or tensor at fault, or a folder without a language-model head where one is wanted.
     """
     folder = find_model(path_or_hub_id)
     config = ModelConfig.from_folder(folder)
+    if "lm" in heads and "lm" not in config.heads:
+        raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
     on_cpu = device.name() == "cpu"
     if on_cpu and dtype not in (None, "float32"):
         raise ConfigError(f"dtype {dtype}: the cpu device computes in float32 only")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
-    weights = load_weights(folder, config, dtype or ("float32" if on_cpu else config.dtype))
-    return Transformer(config, weights, generation_config)
+    weights = load_weights(folder, config, dtype or ("float32" if on_cpu else config.dtype), heads)
+    if "score" in heads and "score" not in config.heads:
+        weights.init_score(head_init, seed)
+    return Transformer(weights.config, weights, generation_config)
 
 
-def save_model(model, folder, tokenizer=None, dtype=None):
+def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
     """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
-    *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given."""
+    *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
+
+    heads: those that are written, by default all; with both, transformers loads the causal language model."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = replace(model.config, dtype=dtype or model.dtype.name)
+    config = replace(model.config, dtype=dtype or model.dtype.name, heads=heads or model.config.heads)
     write_json(folder / "config.json", config.to_dict())
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kept = {key: value for key, value in ids.items() if value is not None}
     write_json(folder / "generation_config.json", {**model.generation_config, **kept})
     if tokenizer is not None:
         tokenizer.save(folder)
-    save_weights(model.weights, folder, config.dtype)
+    save_weights(model.weights, folder, config.dtype, config.heads)

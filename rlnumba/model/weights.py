@@ -1,7 +1,7 @@
 """A model's parameters in one flat buffer, read from and written to Hugging Face folders.
 
-    flat   | embedding, the matrices of every layer, lm_head if untied | biases and norm weights |
-                                                              decay_end ^
+    flat   | embedding, the matrices of every layer, lm_head if untied, score | biases and norm weights |
+                                                                     decay_end ^
 Every parameter is a view of the buffer, its first element on a 512-byte boundary in float32 (256 in 16 bits), so
 that one AdamW launch, one norm and one copy do for all of them. Matrices that read the same input are fused: qkv
 has the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
@@ -30,6 +30,9 @@ ALIGNMENT = 128
 
 # As transformers' save_pretrained in version 4: more than this many bytes of tensors become several files.
 SHARD_BYTES = 5_000_000_000
+
+# Of the seed's random streams the one of a new score head.
+HEAD_STREAM = 0x5C02E
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -86,8 +89,10 @@ def parameters(config):
         for name, size, source in norms:
             found.append(Parameter(f"{at}.{name}", (size,), False, ((f"{source}.weight", size),)))
     found.append(Parameter("model.norm", (D,), False, (("model.norm.weight", D),)))
-    if not config.tie_word_embeddings:
+    if "lm" in config.heads and not config.tie_word_embeddings:
         found.append(Parameter("lm_head", (V, D), True, (("lm_head.weight", V),)))
+    if "score" in config.heads:
+        found.append(Parameter("score", (1, D), True, (("score.weight", 1),)))
     placed, offset = [], 0
     for parameter in sorted(found, key=lambda p: not p.decays):
         placed.append(replace(parameter, offset=offset))
@@ -99,7 +104,8 @@ class Weights:
     """One flat array of `dtype` on the device, zeros at first, and its views: weights["model.layers.0.qkv"].
 
     flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies. layers[i]: the
-    LayerWeights of layer i. lm_head: (V, D), the embedding if tied. region: of memory.report().
+    LayerWeights of layer i. lm_head: (V, D), the embedding if tied; score: (1, D); None for a head that the model does
+    not have. region: of memory.report().
     """
 
     def __init__(self, config, dtype="float32", region="weights"):
@@ -114,7 +120,8 @@ class Weights:
         self.views = {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
         self.embed_tokens = self["model.embed_tokens"]
         self.norm = self["model.norm"]
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else self["lm_head"]
+        self.lm_head = self.views.get("lm_head", self.embed_tokens if "lm" in config.heads else None)
+        self.score = self.views.get("score")
         self.layers = [
             LayerWeights(*(self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights._fields))
             for layer in range(config.num_hidden_layers)
@@ -130,6 +137,15 @@ class Weights:
             for source, rows in p.rows:
                 yield source, self[p.name][start : start + rows]
                 start += rows
+
+    def init_score(self, head_init, seed):
+        """Set the score head to "zeros", or "normal": N(0, 1 / (D + 1)) from the seed (Stiennon et al. 2020, C.2)."""
+        if head_init == "normal":
+            std = (self.config.hidden_size + 1) ** -0.5
+            values = np.random.default_rng((seed, HEAD_STREAM)).standard_normal(self.score.shape, np.float32)
+            _assign(self.score, np.float32(std) * values)
+        else:
+            self.score.fill(0)
 
     def grads(self):
         """Gradients: zeros of float32 in the same layout, with the same names."""
@@ -157,9 +173,10 @@ def _assign(view, values):
         view[...] = values
 
 
-def load_weights(folder, config, dtype=None):
+def load_weights(folder, config, dtype=None, heads=None):
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
+    config: that of the folder. heads: those of the Weights, if not the folder's; a head not in the folder is zeros.
     Names, shapes and dtypes are checked before memory is allocated; tensors are copied one at a time. Raises
     UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
     or dtype than it should be, with the names.
@@ -184,9 +201,10 @@ def load_weights(folder, config, dtype=None):
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
         _check_dtype(name, files[name])
-    weights = Weights(config, dtype or config.dtype)
+    weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype)
     for source, view in weights.tensors():
-        _assign(view, files[source].read())
+        if source in expected:
+            _assign(view, files[source].read())
     return weights
 
 
@@ -234,16 +252,22 @@ def _listed(items, limit=16):
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
-def save_weights(weights, folder, dtype=None):
+def save_weights(weights, folder, dtype=None, heads=None):
     """Write `weights` as *.safetensors under Hugging Face's names, in `dtype` (that of the weights).
 
+    heads: those that are written, by default all.
     One file, or several of at most SHARD_BYTES with an index. One shard at a time is on the host. Weight files of an
     earlier save that are not among them go. Raises UserError if a file cannot be written.
     """
     folder = Path(folder)
     target = device.dtype(dtype) if dtype else weights.dtype
     shards, bytes_left = [{}], SHARD_BYTES
+    chosen = {
+        source for p in parameters(replace(weights.config, heads=heads or weights.config.heads)) for source, _ in p.rows
+    }
     for source, view in weights.tensors():
+        if source not in chosen:
+            continue
         if view.size * target.itemsize > bytes_left and shards[-1]:
             shards.append({})
             bytes_left = SHARD_BYTES

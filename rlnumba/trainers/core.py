@@ -15,7 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import add, scale
-from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
+from rlnumba.model.heads import (
+    lm_head_backward,
+    lm_head_forward,
+    lm_head_forward_backward,
+    value_head_backward,
+    value_head_forward,
+)
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device
@@ -27,8 +33,8 @@ from rlnumba.runtime.memory import Arena
 class TargetBatch:
     """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
 
-    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets;
-    target_ids (T,) i32.
+    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
+    whose values are computed; target_ids (T,) i32, None where only values are.
     """
 
     input_ids: object
@@ -47,6 +53,12 @@ class TargetBatch:
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
         return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
+
+    @staticmethod
+    def of_values(token_ids, lengths, rows):
+        """As `of`, for the values of positions `rows` (T,) i32 and no log-probs."""
+        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), device.asarray(rows), None)
 
 
 class Policy:
@@ -104,6 +116,22 @@ class Policy:
             logprobs, entropy, top1, accumulate=not self._head_grad_is_zero,
         )  # fmt: skip
         self._head_grad_is_zero = False
+        self.model.backward(dhidden, tape, self.grads)
+
+    def values(self, batch, values):
+        """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
+        with self.scope():
+            value_head_forward(self.model, self._hidden(self.model, batch), batch.rows, values)
+
+    def forward_values(self, batch, values):
+        """As `values`; returns what `backward_values` reads, inside the same scope."""
+        tape = Tape(self.train.gradient_checkpointing)
+        return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
+
+    def backward_values(self, forward, dvalues):
+        """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
+        tape, head = forward
+        dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
         self.model.backward(dhidden, tape, self.grads)
 
     def _hidden(self, model, batch, tape=None):

@@ -25,14 +25,13 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
-from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
-from rlnumba.trainers.core import Policy, Schedule
-from rlnumba.trainers.run_folder import Clock, RunFolder, log, log_kernels, memory_metrics
+from rlnumba.trainers.core import Schedule
+from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
 
 
 def run_grpo(run, resume=False, reward_funcs=()):
@@ -42,19 +41,20 @@ def run_grpo(run, resume=False, reward_funcs=()):
     the functions themselves, where run.rewards.funcs only names them. A reward that fails in the middle of the run
     leaves a checkpoint of the last complete step.
     """
-    train_on_prompts(Algorithm("grpo", load_policy, generate, train_step), run, resume, reward_funcs)
+    train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs)
 
 
 class Algorithm(NamedTuple):
     """Where trainers on the model's own completions differ; their loop, train_on_prompts, is the same.
 
-    load_policy(source, model, run): the Policy. generate(policy, llm, rewards, prompts, order, run, trainer_state,
-    index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index are roll_out's and
-    on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate): metrics by name.
+    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order, run,
+    trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index are
+    roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
+    metrics by name.
     """
 
     name: str
-    load_policy: Callable
+    load: Callable
     generate: Callable
     train_step: Callable
 
@@ -65,15 +65,12 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     gemm.set_backend(run.gemm)
     folder = RunFolder(algorithm.name, run, resume)
     rewards = load_rewards(run.rewards, reward_funcs)
-    source = find_model(run.model)
-    model = load_model(folder.model_folder or source, train.dtype)
-    log_kernels(model.dtype)
-    tokenizer = Tokenizer.from_folder(source)
+    policy, tokenizer = algorithm.load(run, folder)
+    model = policy.model
     llm = LLM(model, tokenizer, run.engine)
     prompts = load_prompts(run.data.train, run, llm)
     eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
-    policy = algorithm.load_policy(source, model, run)
     state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
@@ -140,10 +137,9 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
 
 
-def load_policy(source, model, run):
-    """The Policy of a model, with the reference that train.beta above 0 asks for, which is the run's `model`."""
-    reference = load_model(source, model.dtype.name) if run.train.beta else None
-    return Policy(model, run.train, reference, run.train.temperature)
+def load(run, folder):
+    """(Policy, Tokenizer) of a run, with the reference that train.beta above 0 asks for."""
+    return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
 
 
 def load_prompts(path, run, llm):

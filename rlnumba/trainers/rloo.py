@@ -19,7 +19,7 @@ from rlnumba.trainers import rollout
 from rlnumba.trainers.grpo import (
     Algorithm,
     host_logprobs,
-    load_policy,
+    load,
     sampler_is_exact,
     sampling_params,
     train_on_prompts,
@@ -31,7 +31,7 @@ EPSILON = 1e-4
 
 def run_rloo(run, resume=False, reward_funcs=()):
     """Train an RLOORun; writes its output_dir. The arguments are run_grpo's."""
-    train_on_prompts(Algorithm("rloo", load_policy, generate, train_step), run, resume, reward_funcs)
+    train_on_prompts(Algorithm("rloo", load, generate, train_step), run, resume, reward_funcs)
 
 
 def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):

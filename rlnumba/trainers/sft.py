@@ -12,12 +12,11 @@ import numpy as np
 from rlnumba.data import load_sft
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
-from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
 from rlnumba.runtime import device
-from rlnumba.trainers.core import Policy, TargetBatch
+from rlnumba.trainers.core import TargetBatch
+from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.row_loop import train_on_rows
-from rlnumba.trainers.run_folder import RunFolder, log, log_kernels
+from rlnumba.trainers.run_folder import RunFolder, log
 
 
 def run_sft(run, resume=False):
@@ -25,16 +24,11 @@ def run_sft(run, resume=False):
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step.
     """
-    train = run.train
     gemm.set_backend(run.gemm)
     folder = RunFolder("sft", run, resume)
-    source = find_model(run.model)
-    model = load_model(folder.model_folder or source, train.dtype)
-    log_kernels(model.dtype)
-    tokenizer = Tokenizer.from_folder(source)
-    rows = load_rows(run.data.train, run, model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, model, tokenizer) if run.data.eval else None
-    policy = Policy(model, train)
+    policy, tokenizer = load_policy(run, folder)
+    rows = load_rows(run.data.train, run, policy.model, tokenizer)
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 

@@ -3,11 +3,23 @@
 import json
 import pathlib
 
-from rlnumba.config import DataConfig, GRPOConfig, GRPORun, RewardsConfig, RLOOConfig, RLOORun, SFTConfig, SFTRun
+from rlnumba.config import (
+    DataConfig,
+    GRPOConfig,
+    GRPORun,
+    RewardConfig,
+    RewardRun,
+    RewardsConfig,
+    RLOOConfig,
+    RLOORun,
+    SFTConfig,
+    SFTRun,
+)
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 MODEL = GOLDEN / "tiny-qwen3"
 SFT_ROWS = GOLDEN / "sft_rows.jsonl"
+PAIR_ROWS = GOLDEN / "pair_rows.jsonl"
 
 REWARDS = '''
 import time
@@ -56,6 +68,17 @@ def sft_run(folder, data=None, **train):
         output_dir=str(folder),
         data=DataConfig(**{"train": str(SFT_ROWS)} | (data or {})),
         train=SFTConfig(**settings | train),
+    )
+
+
+def reward_run(folder, data=None, model=MODEL, **train):
+    """A RewardRun with the golden curves' settings, in `folder`."""
+    settings = golden("reward_curves.json")["config"] | {"shuffle_dataset": False}
+    return RewardRun(
+        model=str(model),
+        output_dir=str(folder),
+        data=DataConfig(**{"train": str(PAIR_ROWS)} | (data or {})),
+        train=RewardConfig(**settings | train),
     )
 
 

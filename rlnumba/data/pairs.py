@@ -1,0 +1,193 @@
+"""Rows of preferences to token ids: a prompt, a chosen and a rejected completion.
+
+    file -> read_rows -> the sides of a row -> tokenize_pair        (load_pairs does all)
+
+A row is {"prompt", "chosen", "rejected"}, each a string or a list of messages. Without a prompt the common beginning of
+the two sides is the prompt: of message lists in whole messages, of strings in whole tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba.data.files import (
+    check_ids,
+    check_messages,
+    check_prompt,
+    column_value,
+    kind_of,
+    read_rows,
+    template_variables,
+)
+from rlnumba.data.packing import TokenSequence
+from rlnumba.data.prompts import as_prompt, encode_pair, with_eos
+from rlnumba.errors import UserError
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """A prompt and its two completions as token ids, not truncated; margin: of the row, or None; where: file and line.
+
+    prompt_ids is empty where the completions of a row without a prompt differ in their first token.
+    """
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    margin: float | None
+    where: str
+
+    @property
+    def num_tokens(self):
+        """Tokens of both sequences, each with the prompt: int."""
+        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
+
+
+@dataclass
+class PairData:
+    """The pairs of a file, and counts: rows, truncated_rows (one side or both), dropped_rows."""
+
+    rows: list[PreferencePair]
+    counts: dict[str, int]
+
+
+def load_pairs(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), too_long="truncate"):
+    """The pairs of a file: PairData. The first row decides whether the rows have a prompt.
+
+    data: DataConfig; train: a section with max_length, and with truncation_mode where too_long is "truncate".
+    model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end a sequence of the model.
+    too_long: what max_length does. "truncate": dropped are pairs whose prompt alone fills it, unless truncation_mode is
+    keep_end; longer sequences are left to `truncated`. "drop": dropped are pairs with a longer sequence. Raises
+    UserError naming file and line.
+    """
+    if tokenizer is None:
+        raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
+    limit = min(train.max_length or model_limit, model_limit)
+    rows = read_rows(path)
+    has_prompt = has_prompt_column(rows[0], data)
+    pairs, truncated, dropped = [], 0, 0
+    for row, where in rows:
+        pair = parse_pair(row, where, has_prompt, data, tokenizer, eos_token_ids)
+        longest = len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
+        for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+            check_ids(ids, vocab_size, where)
+        check_length(longest, train, model_limit, where)
+        if longest > limit and (too_long == "drop" or prompt_fills(pair.prompt_ids, limit, train.truncation_mode)):
+            dropped += 1
+            continue
+        truncated += longest > limit
+        pairs.append(pair)
+    if not pairs:
+        raise UserError(f"{path}: all {len(rows)} pairs are too long for train.max_length {limit}")
+    return PairData(pairs, {"rows": len(rows), "truncated_rows": truncated, "dropped_rows": dropped})
+
+
+def has_prompt_column(first, data):
+    """Whether the rows have prompts, from the first (row, where). Raises UserError if data.prompt_column is missing."""
+    row, where = first
+    if data.prompt_column is not None:
+        column_value(row, data.prompt_column, where)
+    return row.get(data.prompt_column or "prompt") is not None
+
+
+def check_length(length, train, model_limit, where):
+    """Raises UserError for a sequence beyond the model's limit where no max_length says to cut it."""
+    if train.max_length is None and length > model_limit:
+        raise UserError(
+            f"{where}: {length} tokens are more than the model's {model_limit}; set train.max_length to cut longer ones"
+        )
+
+
+def prompt_fills(prompt_ids, limit, truncation_mode="keep_start"):
+    """Whether truncation leaves nothing of a completion after this prompt."""
+    return truncation_mode == "keep_start" and len(prompt_ids) >= limit
+
+
+def truncated(prompt_ids, completion_ids, limit, truncation_mode="keep_start"):
+    """The TokenSequence of prompt and completion, trained on the completion, with at most `limit` tokens.
+
+    truncation_mode: "keep_start" or "keep_end", what stays of a longer one.
+    """
+    ids = np.array([*prompt_ids, *completion_ids], np.int32)
+    trained = np.arange(len(ids)) >= len(prompt_ids)
+    start = max(len(ids) - limit, 0) if truncation_mode == "keep_end" else 0
+    return TokenSequence(ids, trained).slice(start, start + limit)
+
+
+def parse_pair(row, where, has_prompt, data, tokenizer, eos_token_ids=()):
+    """The PreferencePair of a row. Raises UserError naming `where`."""
+    prompt, *sides = sides_of(row, where, has_prompt, data)
+    template = data.chat_template_kwargs | template_variables(row, where)
+    try:
+        ids = tokenize_pair(prompt, *sides, tokenizer, eos_token_ids, **template)
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from error
+    margin = row.get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, int | float | None):
+        raise UserError(f"{where}: 'margin' must be a number, got {kind_of(margin)}")
+    return PreferencePair(*ids, margin=None if margin is None else float(margin), where=where)
+
+
+def sides_of(row, where, has_prompt, data):
+    """(prompt, chosen, rejected) of a row, strings or lists of messages; the prompt is None for strings without one."""
+    chosen, rejected = (completion_value(row, side, where) for side in SIDES)
+    lists = isinstance(chosen, list) and isinstance(rejected, list)
+    if has_prompt:
+        column = data.prompt_column or "prompt"
+        prompt = column_value(row, column, where)
+        check_prompt(prompt, f"{where}: {column!r}")
+        # Some datasets repeat the prompt's text as the first message of both sides.
+        if not (lists and isinstance(prompt, str) and chosen[0] == rejected[0] and chosen[0]["role"] != "assistant"):
+            return as_prompt(prompt, data), chosen, rejected
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        return None, chosen, rejected
+    elif not lists:
+        raise UserError(f"{where}: 'chosen' and 'rejected' must both be strings or both lists of messages")
+    begin = common_beginning(chosen, rejected)
+    if not begin:
+        raise UserError(f"{where}: no 'prompt', and 'chosen' and 'rejected' do not begin with the same message")
+    return as_prompt(chosen[:begin], data), chosen[begin:], rejected[begin:]
+
+
+def completion_value(row, column, where):
+    """A column's string (it may be empty) or list of messages. Raises UserError for anything else."""
+    value = column_value(row, column, where)
+    if isinstance(value, list):
+        check_messages(value, f"{where}: {column!r}")
+    elif not isinstance(value, str):
+        raise UserError(f"{where}: {column!r} must be a string or a list of messages, got {kind_of(value)}")
+    return value
+
+
+def common_beginning(first, second):
+    """How many leading elements two lists share, at least one of each left over: int."""
+    shortest, count = min(len(first), len(second)), 0
+    while count < shortest - 1 and first[count] == second[count]:
+        count += 1
+    return count
+
+
+def tokenize_pair(prompt, chosen, rejected, tokenizer, eos_token_ids=(), **template):
+    """(prompt_ids, chosen_ids, rejected_ids), lists of int, of strings or lists of messages.
+
+    Prompt and completion are tokenised together, and both completions begin where the shorter agreement with the prompt
+    ends. prompt None: where the ids of the two sides part, one token at least left to each. EOS is appended to strings
+    that lack it. Raises UserError for a completion without tokens.
+    """
+    if prompt is None:
+        sides = [with_eos(tokenizer.encode(side), tokenizer, eos_token_ids) for side in (chosen, rejected)]
+        begin = common_beginning(*sides)
+    else:
+        sides, begins = [], []
+        for side in (chosen, rejected):
+            ids, begin = encode_pair(tokenizer, prompt, side, **template)
+            text = isinstance(prompt, str) and isinstance(side, str)
+            sides.append(with_eos(ids, tokenizer, eos_token_ids) if text else list(ids))
+            begins.append(begin)
+        begin = min(begins)
+    for name, side in zip(SIDES, sides, strict=True):
+        if len(side) <= begin:
+            raise UserError(f"{name!r} has no tokens")
+    return sides[0][:begin], sides[0][begin:], sides[1][begin:]

@@ -1,5 +1,7 @@
 """The run file of `rlnumba grpo`."""
 
+import difflib
+import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
@@ -71,6 +73,20 @@ class PolicyLossConfig(Section):
             )
 
 
+# Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_KEYS = ("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+# What generation_kwargs cannot change: the trainer sets it, or trains with it.
+OWN_KEYS = {
+    "temperature": "set train.temperature, which divides the logits in training, too",
+    "max_tokens": "set train.max_completion_length",
+    "max_new_tokens": "set train.max_completion_length",
+    "n": "set train.num_generations",
+    "seed": "set seed",
+    "logprobs": "leave it out, every token has its log-prob",
+}
+
+
 @dataclass(frozen=True)
 class GRPOConfig(PolicyLossConfig, TrainConfig):
     """[train] of `rlnumba grpo`."""
@@ -87,6 +103,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
     min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
     repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+    generation_kwargs: dict[str, typing.Any] = key(
+        {},
+        "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
+        "stop_token_ids, ignore_eos, and top_p, top_k, min_p, repetition_penalty instead of the keys above.",
+    )
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
     ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
@@ -156,6 +177,12 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
                 f"{size_key} ({self.rollout_batch_size}) must be divisible by "
                 f"train.num_generations ({self.num_generations})"
             )
+        allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS)
+        for name in self.generation_kwargs:
+            if name not in allowed:
+                nearest = difflib.get_close_matches(name, allowed, 1)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
+                raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ConfigError(
                 f"train.entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "

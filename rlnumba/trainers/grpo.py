@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba import data
+from rlnumba.config.grpo import SAMPLING_KEYS
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
@@ -43,6 +44,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
     leaves a checkpoint of the last complete step.
     """
     train = run.train
+    # A ConfigError of generation_kwargs comes before anything is loaded.
+    sampling_params(train, 0, 1)
     gemm.set_backend(run.gemm)
     folder = RunFolder("grpo", run, resume)
     rewards = load_rewards(run.rewards, reward_funcs)
@@ -163,8 +166,10 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
 
 def sampler_is_exact(train):
     """Whether the sampler's log-probs are, bit for bit, those of a training forward with the same weights."""
-    filtered = train.top_p < 1 or train.top_k > 0 or bool(train.min_p) or train.repetition_penalty != 1
-    return not filtered and gemm.backend() != "cublas"
+    params = sampling_params(train, 0, 1)
+    filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
+    return not filtered and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):
@@ -276,8 +281,7 @@ def evaluate(llm, rewards, prompts, run, trainer_state):
 
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    settings = {name: getattr(train, name) for name in names}
+    settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
     return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
 
 

@@ -74,6 +74,7 @@ TRL's names:
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
 | `num_tokens`, `epoch` | tokens so far (GRPO, RLOO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
+| `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |

@@ -25,6 +25,7 @@ from rlnumba.runtime import device
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(min=0, min_open=True, max=1)
+PENALTY = click.FloatRange(min=-2, max=2)
 # Options of several commands.
 MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id.")
 DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
@@ -238,6 +239,11 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--top-p", type=SHARE, default=1.0, help="1 is off.")
 @click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, help="0 is off.")
 @click.option("--repetition-penalty", type=ABOVE_0, default=1.0, help="Above 1: tokens seen become less likely.")
+@click.option("--presence-penalty", type=PENALTY, default=0.0, help="Subtracted from logits of drawn tokens.")
+@click.option("--frequency-penalty", type=PENALTY, default=0.0, help="The same for each time that a token occurred.")
+@click.option("--min-tokens", type=click.IntRange(min=0), default=0, help="No stop before so many tokens.")
+@click.option("--stop", multiple=True, help="A string that ends a completion, cut from its text; may be repeated.")
+@click.option("--stop-token-ids", type=int, multiple=True, help="A token id that does; may be repeated.")
 @SEED
 @click.option("--n", type=POSITIVE, default=1, help="Completions of each prompt.")
 @DTYPE

@@ -228,12 +228,29 @@ def test_bad_rows_of_score(tmp_path, fails, rows, message):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_generate_stops_where_it_is_told(tmp_path):
+    free = generate(tmp_path, ROWS, "--seed", 3, "--ignore-eos", "--max-tokens", 30)[0]["completions"][0]
+    options = ("--seed", 3, "--ignore-eos", "--max-tokens", 30)
+    token, stop = free["token_ids"][4], free["text"][3:5]
+    by_id, by_text, late = (
+        generate(tmp_path, ROWS, *options, *more)[0]["completions"][0]
+        for more in (("--stop-token-ids", token), ("--stop", "no such", "--stop", stop), ("--min-tokens", 30))
+    )
+    assert by_id["token_ids"] == free["token_ids"][: free["token_ids"].index(token) + 1]
+    assert by_text["text"] == free["text"][: free["text"].index(stop)] and by_text["finish_reason"] == "stop"
+    assert by_text["token_ids"] == free["token_ids"][: len(by_text["token_ids"])]
+    assert late["token_ids"] == free["token_ids"]
+    penalised = generate(tmp_path, ROWS, *options, "--presence-penalty", 2, "--frequency-penalty", 2)
+    assert len(set(penalised[0]["completions"][0]["token_ids"])) > len(set(free["token_ids"]))
+
+
 @pytest.mark.parametrize(
     "option, value",
     [
         ("--temperature", "-1"), ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "x"),
         ("--top-p", "0"), ("--top-p", "1.5"), ("--top-k", "-2"), ("--min-p", "-0.1"), ("--max-tokens", "0"),
-        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"),
+        ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"), ("--presence-penalty", "3"),
+        ("--frequency-penalty", "-2.1"), ("--min-tokens", "-1"), ("--min-tokens", "129"), ("--stop-token-ids", "-3"),
     ],
 )  # fmt: skip
 def test_bad_options_are_usage_errors(tmp_path, fails, option, value):

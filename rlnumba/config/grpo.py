@@ -88,8 +88,32 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
         "rewards in the group, then their sum over the batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
+    entropy_coef: float = key(
+        0.0, "The loss gets minus this times the mean entropy of the trained tokens; adaptive: the first value."
+    )
+    use_adaptive_entropy: bool = key(
+        False, "Raise entropy_coef while the entropy is at most the target, else lower it (arXiv 2505.22312)."
+    )
+    entropy_coef_min: float = key(0.0, "Lowest entropy_coef of use_adaptive_entropy.")
+    entropy_coef_max: float = key(1.0, "Highest entropy_coef of use_adaptive_entropy.")
+    entropy_coef_delta: float = key(0.005, "What a step of use_adaptive_entropy adds or subtracts.", minimum=0)
+    entropy_target: float = key(
+        0.2, "Mean entropy, nats, up to which use_adaptive_entropy applies entropy_coef at all.", minimum=0
+    )
+    top_entropy_quantile: float = key(
+        1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
+        minimum=0, maximum=1,
+    )  # fmt: skip
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
     max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ConfigError(
+                f"train.entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "
+                f"({self.entropy_coef_max})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

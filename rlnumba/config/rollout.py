@@ -1,10 +1,25 @@
 """The keys that trainers on the model's own completions share: how these are drawn, and what one generation is."""
 
+import difflib
+import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import key
 from rlnumba.config.schema import TrainConfig
 from rlnumba.errors import ConfigError
+
+# Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_KEYS = ("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+# What generation_kwargs cannot change: the trainer sets it, or trains with it.
+OWN_KEYS = {
+    "temperature": "set train.temperature, which divides the logits in training, too",
+    "max_tokens": "set train.max_completion_length",
+    "max_new_tokens": "set train.max_completion_length",
+    "n": "set train.num_generations",
+    "seed": "set seed",
+    "logprobs": "leave it out, every token has its log-prob",
+}
 
 
 @dataclass(frozen=True)
@@ -16,6 +31,20 @@ class SamplingConfig(TrainConfig):
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
     min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
     repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+    generation_kwargs: dict[str, typing.Any] = key(
+        {},
+        "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
+        "stop_token_ids, ignore_eos, and top_p, top_k, min_p, repetition_penalty instead of the keys above.",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS)
+        for name in self.generation_kwargs:
+            if name not in allowed:
+                nearest = difflib.get_close_matches(name, allowed, 1)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
+                raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
 
 
 @dataclass(frozen=True)

@@ -109,17 +109,34 @@ def completion_text(tokenizer, sequence, token_ids):
     if sequence.finish_reason == "stop" and token_ids[-1] in sequence.stop_ids:
         token_ids = token_ids[:-1]
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    ends = [text.find(stop) for stop in sequence.params.stop]
+    ends = stop_string_positions(tokenizer, sequence.params, token_ids, text)
     return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+def stop_string_positions(tokenizer, params, token_ids, text):
+    """Where each stop string begins in the text of token_ids, -1 where it does not occur: list of int.
+
+    One that ends within the text of the first min_tokens tokens does not count.
+    """
+    checked = 0
+    if params.stop and params.min_tokens:
+        checked = len(tokenizer.decode(list(token_ids[: params.min_tokens]), skip_special_tokens=True))
+    return [text.find(stop, max(checked - len(stop) + 1, 0)) for stop in params.stop]
 
 
 def has_stop_string(tokenizer, sequence, token_ids):
     """Whether the text of token_ids (an array) contains a stop string. The end is decoded first: it is short."""
     stop = sequence.params.stop
+    if len(token_ids) <= sequence.params.min_tokens:
+        return False
     # A token that is not special has at least a byte.
     tail = token_ids[-(max(len(text.encode()) for text in stop) + SPECIAL_TOKENS) :]
-    decoded = (tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in (tail, token_ids))
-    return all(any(text in whole for text in stop) for whole in decoded)
+    text = tokenizer.decode(tail.tolist(), skip_special_tokens=True)
+    if not any(string in text for string in stop):
+        return False
+    token_ids = token_ids.tolist()
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return max(stop_string_positions(tokenizer, sequence.params, token_ids, text)) >= 0
 
 
 class Engine:

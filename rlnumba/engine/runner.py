@@ -78,12 +78,25 @@ def step_arrays(step, table, block_size):
     arrays["position"] = table.length[sampled].astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
+    return arrays | penalty_arrays(table, sampled)
+
+
+def penalty_arrays(table, sampled):
+    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict."""
+    arrays, lengths, starts = {}, table.length[sampled], table.prompt_length[sampled]
     penalty = table.repetition_penalty[sampled]
+    presence, frequency = table.presence_penalty[sampled], table.frequency_penalty[sampled]
     if (penalty != 1).any():
-        lengths = table.length[sampled]
+        arrays["penalty"] = penalty
+    if presence.any() or frequency.any():
+        arrays |= {"presence": presence, "frequency": frequency, "starts": starts.astype(np.int32)}
+    if arrays:
         history = table.token_ids[sampled, : lengths.max()]
         history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
-        arrays["penalty"], arrays["history"] = penalty, history
+        arrays["history"] = history
+    must_go_on = lengths - starts < table.min_tokens[sampled]
+    if must_go_on.any() and table.stop_ids.shape[1]:
+        arrays["banned"] = np.where(must_go_on[:, None], table.stop_ids[sampled], -1).astype(np.int32)
     return arrays
 
 
@@ -280,7 +293,7 @@ class Runner:
         max_group_size = step.prefix_groups.max_group_size if step.prefix_groups is not None else 1
         with self.context.use():
             decode = len(step.rows) == step.num_tokens == sampled
-            if decode and not self.eager and "penalty" not in arrays:
+            if decode and not self.eager and "history" not in arrays and "banned" not in arrays:
                 self._replay(arrays, max_group_size)
             else:
                 longest = int(arrays["context_lens"].max())

@@ -11,6 +11,7 @@ import numpy as np
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.kernels.sampling.ops import apply_repetition_penalty, sample
+from rlnumba.kernels.sampling.penalties import apply_output_penalties, ban_tokens
 
 # Most bytes of float32 logits at one time: 441 rows of Qwen3's vocabulary, so that a decode step of 256 is one chunk.
 LOGITS_BYTES = 256 << 20
@@ -21,7 +22,9 @@ class SamplingInputs:
     """What `sample` takes for the B rows of a step that sample a token: arrays of the device.
 
     rows (B,) int32: the row of each in the hidden states; None where it is row b. penalty (B,) float32 and history
-    (B, T) int32, padded with -1: None where no sequence has a repetition penalty.
+    (B, T) int32, padded with -1: None where no sequence has a repetition penalty. presence, frequency (B,) float32
+    and starts (B,) int32, of the completions in history: None where no sequence has these penalties. banned (B, S)
+    int32, padded with -1: ids that may not be drawn, None where there are none.
     """
 
     temperature: object
@@ -34,6 +37,10 @@ class SamplingInputs:
     rows: object = None
     penalty: object = None
     history: object = None
+    presence: object = None
+    frequency: object = None
+    starts: object = None
+    banned: object = None
 
 
 def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs):
@@ -56,6 +63,11 @@ def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs):
             linear(hidden[part], lm_head, z)
             if inputs.penalty is not None:
                 apply_repetition_penalty(z, inputs.penalty[part], inputs.history[part])
+            if inputs.presence is not None:
+                penalties = inputs.presence[part], inputs.frequency[part]
+                apply_output_penalties(z, *penalties, inputs.history[part], inputs.starts[part])
+            if inputs.banned is not None:
+                ban_tokens(z, inputs.banned[part])
             filters = inputs.temperature[part], inputs.top_k[part], inputs.top_p[part], inputs.min_p[part]
             counter = inputs.philox_key[part], inputs.sample_index[part], inputs.position[part]
             sample(z, *filters, *counter, token_ids[part], logprobs[part])

@@ -30,10 +30,12 @@ class SamplingParams:
     temperature: logits are divided by it; 0 takes the largest, the lowest id on ties. min_p, top_k, top_p: filters in
     this order, ties at a boundary all kept; 0 (also None), 0 (also -1) and 1 switch them off. repetition_penalty:
     positive logits of seen tokens are divided by it, others multiplied, before the temperature (Keskar et al. 2019).
-    max_tokens: sampled tokens at most. stop: strings that end a completion and are cut from its text. stop_token_ids:
-    ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n: the noise of completion i of n at position
-    p depends on (seed, prompt token ids, i, p) alone. logprobs: whether the completions carry the log-probs of their
-    tokens. Raises ConfigError naming the parameter and its value.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens of the completion so far, once and for
+    each occurrence, after the repetition penalty. max_tokens: sampled tokens at most. min_tokens: before so many, no
+    stop id is drawn and no stop string looked for. stop: strings that end a completion and are cut from its text, not
+    from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n: the
+    noise of completion i of n at position p depends on (seed, prompt token ids, i, p) alone. logprobs: whether the
+    completions carry the log-probs of their tokens. Raises ConfigError naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -41,7 +43,10 @@ class SamplingParams:
     top_k: int = 0
     min_p: float | None = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_tokens: int = 16
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -56,7 +61,9 @@ class SamplingParams:
         if isinstance(self.stop, str):
             set_field(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
-            set_field(self, name, tuple(getattr(self, name) or ()))
+            value = getattr(self, name)
+            self._require(name, value is None or isinstance(value, list | tuple), "a list")
+            set_field(self, name, tuple(value or ()))
         if _is_int(self.top_k) and self.top_k == -1:
             set_field(self, "top_k", 0)
 
@@ -68,7 +75,12 @@ class SamplingParams:
         self._require("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
         penalty = self.repetition_penalty
         self._require("repetition_penalty", _is_number(penalty) and penalty > 0, "a number > 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value) and -2 <= value <= 2, "in [-2, 2]")
         self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
+        within = _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        self._require("min_tokens", within, f"an integer in [0, max_tokens], which is {self.max_tokens}")
         self._require("stop", all(isinstance(text, str) and text for text in self.stop), "non-empty strings")
         ids = self.stop_token_ids
         self._require("stop_token_ids", all(_is_int(i) and 0 <= i < 2**31 for i in ids), "token ids")
@@ -155,8 +167,8 @@ class SequenceTable:
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
         counters = "prompt_length length length_limit num_computed num_blocks num_registered"
-        columns = {np.int64: counters, np.int32: "sample_index top_k", bool: "has_stop_strings"}
-        columns[np.float32] = "temperature top_p min_p repetition_penalty"
+        columns = {np.int64: counters, np.int32: "sample_index top_k min_tokens", bool: "has_stop_strings"}
+        columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
         for dtype, names in columns.items():
             for name in names.split():
                 setattr(self, name, np.zeros(R, dtype))
@@ -190,7 +202,8 @@ class SequenceTable:
         self.length_limit[row] = sequence.length_limit
         self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
         self.sample_index[row] = sequence.index
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        names = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+        for name in (*names, "repetition_penalty", "presence_penalty", "frequency_penalty"):
             getattr(self, name)[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
 

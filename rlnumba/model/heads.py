@@ -19,7 +19,7 @@ from rlnumba.kernels.nn.scalar_head import scalar_head, scalar_head_backward
 
 @dataclass
 class SavedHead:
-    """What lm_head_backward reads: rows, target_ids (T,) i32, hidden (T, D) gathered, lse (T,) f32, and N."""
+    """What lm_head_backward reads: rows, target_ids (T,) i32, hidden (T, D) gathered, lse, entropy (T,) f32, and N."""
 
     rows: object
     target_ids: object
@@ -27,6 +27,7 @@ class SavedHead:
     hidden: object
     lse: object
     num_tokens: int
+    entropy: object = None
 
 
 def lm_head_forward(model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None):
@@ -38,15 +39,20 @@ def lm_head_forward(model, hidden, rows, target_ids, temperature, arena, logprob
     lse = arena.empty((rows.shape[0],), np.float32)
     gather_rows(hidden, rows, gathered)
     linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1)
-    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0])
+    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy)
 
 
-def lm_head_backward(model, saved, dlogprobs, grads, arena):
-    """dhidden (N, D) from dlogprobs (T,) f32; the head's own gradient is added to grads.lm_head."""
+def lm_head_backward(model, saved, dlogprobs, grads, arena, dentropy=None):
+    """dhidden (N, D) from dlogprobs (T,) f32; the head's own gradient is added to grads.lm_head.
+
+    dentropy (T,) f32: the derivative of the loss by each entropy, which the forward must have been asked for.
+    """
     dgathered = arena.empty(saved.hidden.shape, saved.hidden.dtype)
+    of_entropy = () if dentropy is None else (saved.entropy, dentropy)
     linear_logp_backward(
-        saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered, grads.lm_head
-    )
+        saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered,
+        grads.lm_head, *of_entropy,
+    )  # fmt: skip
     return _scattered(dgathered, saved.rows, saved.num_tokens, arena)
 
 

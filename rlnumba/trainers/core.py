@@ -77,6 +77,8 @@ class Policy:
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
+        # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
+        self.loss_state = {}
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -100,10 +102,13 @@ class Policy:
         head = batch.rows, batch.target_ids, self.temperature
         return lm_head_forward(model, hidden, *head, self.arena, *outputs)
 
-    def backward(self, forward, dlogprobs):
-        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob."""
+    def backward(self, forward, dlogprobs, dentropy=None):
+        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
+
+        dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
+        """
         tape, head = forward
-        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena)
+        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena, dentropy)
         self._head_grad_is_zero = False
         self.model.backward(dhidden, tape, self.grads)
 
@@ -159,11 +164,13 @@ class Policy:
         return {
             "optimizer": self.optimizer.state_dict(),
             "reference": np.array(device.to_host(self.reference.weights.flat)) if moves else None,
+            "loss": dict(self.loss_state),
         }
 
     def load_state_dict(self, state):
         """Restore what state_dict returned."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_state = dict(state.get("loss", {}))
         if self.reference is not None and state["reference"] is not None:
             self.reference.weights.flat[...] = device.asarray(state["reference"])
 

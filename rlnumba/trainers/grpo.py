@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba import data
+from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
@@ -28,6 +29,7 @@ from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_sca
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device
+from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
@@ -47,9 +49,9 @@ def run_grpo(run, resume=False, reward_funcs=()):
 class Algorithm(NamedTuple):
     """Where trainers on the model's own completions differ; their loop, train_on_prompts, is the same.
 
-    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order, run,
-    trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index are
-    roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
+    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
+    run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
+    are roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
     metrics by name.
     """
 
@@ -62,6 +64,8 @@ class Algorithm(NamedTuple):
 def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     """Train a Run of prompts and rewards by an Algorithm; the arguments are run_grpo's."""
     train = run.train
+    # A ConfigError of generation_kwargs comes before anything is loaded.
+    sampling_params(train, 0, 1)
     gemm.set_backend(run.gemm)
     folder = RunFolder(algorithm.name, run, resume)
     rewards = load_rewards(run.rewards, reward_funcs)
@@ -193,8 +197,10 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
 
 def sampler_is_exact(train):
     """Whether the sampler's log-probs are, bit for bit, those of a training forward with the same weights."""
-    filtered = train.top_p < 1 or train.top_k > 0 or bool(train.min_p) or train.repetition_penalty != 1
-    return not filtered and gemm.backend() != "cublas"
+    params = sampling_params(train, 0, 1)
+    filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
+    return not filtered and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):
@@ -224,7 +230,16 @@ def train_step(policy, micro_batches, learning_rate):
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
-    exact = sampler_is_exact(train)
+    selects, has_bonus = train.top_entropy_quantile < 1, entropies.has_bonus(train)
+    _, coef = entropies.coefficient(train, policy.loss_state)
+    mask = np.concatenate([part.loss_mask for part in micro_batches])
+    # Tokens that the surrogate and the bonus have: of one micro-batch the forward's entropies choose them.
+    kept, num_kept = None, num_tokens
+    if selects and len(micro_batches) > 1:
+        of_all = entropies.entropies_of(policy, micro_batches)
+        kept = entropies.high_entropy_mask(of_all, mask, train.top_entropy_quantile)
+        num_kept = int(kept.sum())
+    gradient_is_known = sampler_is_exact(train) and not selects and coef == 0
     # On the device until the step is done, so that no micro-batch waits for the host.
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
@@ -234,9 +249,10 @@ def train_step(policy, micro_batches, learning_rate):
         with policy.scope():
             batch = part.to_device()
             logprobs, dlogprobs = (arena.empty((len(part.loss_mask),), np.float32) for _ in range(2))
-            part_entropy = entropy[ends[i] - len(part.loss_mask) : ends[i]]
+            tokens = slice(ends[i] - len(part.loss_mask), ends[i])
+            part_entropy = entropy[tokens]
             scale = policy_loss_scale(train, num_sequences, num_tokens, part.num_active, len(micro_batches))
-            if part.on_policy and exact:
+            if part.on_policy and gradient_is_known:
                 # The forward will compute the sampler's log-probs, so the gradient is known before it. The loss is
                 # computed again after it, for metrics that show a difference if there is one.
                 sampled = batch.rollout_logprobs
@@ -252,22 +268,36 @@ def train_step(policy, micro_batches, learning_rate):
                 old_logprobs = logprobs
             else:
                 old_logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-            loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats[i])
+            if selects and kept is None:
+                kept = entropies.high_entropy_mask(device.to_host(part_entropy), mask, train.top_entropy_quantile)
+                num_kept = int(kept.sum())
+            entropy_mask = device.asarray(kept[tokens]) if selects else None
+            loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats[i], entropy_mask)
+            dentropy = None
+            if coef:
+                counted = part.loss_mask if kept is None else kept[tokens]
+                dentropy = device.asarray(counted * np.float32(-coef / max(num_kept, 1)))
             # loss -> grads
-            policy.backward(forward, dlogprobs)
+            policy.backward(forward, dlogprobs, dentropy)
     # grads -> step
     info = policy.step(learning_rate)
-    mask = np.concatenate([part.loss_mask for part in micro_batches])
+    entropy = device.to_host(entropy)
     metrics = {"loss": float(device.to_host(loss)[0]), **info}
-    metrics["entropy"] = float(np.dot(device.to_host(entropy), mask) / max(num_tokens, 1))
+    metrics["entropy"] = float(np.dot(entropy, mask) / max(num_tokens, 1))
+    if has_bonus:
+        mean_entropy = metrics["entropy"] if kept is None else float(np.dot(entropy, kept) / max(num_kept, 1))
+        metrics["policy_loss"] = metrics["loss"]
+        metrics["loss"] -= coef * mean_entropy
+        metrics["entropy_coef"] = entropies.update(train, policy.loss_state, mean_entropy)
     return metrics | policy_metrics(device.to_host(stats), train, rollout=True)
 
 
-def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats):
+def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats, entropy_mask=None):
     """policy_loss of a RolloutBatch: loss is added to, dlogprobs and stats (METRICS,) are written."""
     of_batch = (batch.ref_logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
     of_sequences = policy.arena.empty((batch.advantages.shape[0], METRICS), np.float32)
-    policy_loss(logprobs, old_logprobs, *of_batch, policy.train, scale, loss, dlogprobs, of_sequences, stats)
+    outputs = loss, dlogprobs, of_sequences, stats
+    policy_loss(logprobs, old_logprobs, *of_batch, policy.train, scale, *outputs, entropy_mask)
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):
@@ -282,8 +312,7 @@ def evaluate(llm, rewards, prompts, run, trainer_state):
 
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    settings = {name: getattr(train, name) for name in names}
+    settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
     return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
 
 

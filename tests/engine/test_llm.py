@@ -250,6 +250,67 @@ def test_text_and_stop_strings(model):
         generate(model, prompt, SamplingParams(stop="x"))
 
 
+def test_min_tokens_keeps_a_completion_from_stopping(model):
+    prompt = [[1, 2, 3]]
+    params, free = drawing_eos(model, prompt)
+    end = free.token_ids.index(EOS)
+    stopping = dataclasses.replace(params, ignore_eos=False, min_tokens=end + 2)
+    ((completion,),) = drawn(generate(model, prompt, stopping))
+    ids, logprobs, reason = completion
+    # The same tokens until EOS, which is banned up to there; their log-probs are of a distribution without it.
+    assert ids[:end] == free.token_ids[:end] and EOS not in ids[: end + 2]
+    assert all(new > old for new, old in zip(logprobs[:end], free.logprobs, strict=False))
+    assert reason == "length" or ids.index(EOS) == len(ids) - 1 >= end + 2
+    # A stop id is banned as EOS is.
+    other = free.token_ids[2]
+    ((completion,),) = drawn(generate(model, prompt, dataclasses.replace(params, stop_token_ids=[other], min_tokens=9)))
+    assert other not in completion[0][:9] and len(completion[0]) >= 9
+    # Beyond min_tokens nothing is banned.
+    both = dataclasses.replace(params, ignore_eos=False, min_tokens=1)
+    assert drawn(generate(model, prompt, both))[0][0][0][1:] == free.token_ids[1 : end + 1]
+    assert free.token_ids[0] != EOS
+
+
+def test_stop_strings_after_min_tokens(model):
+    """Only one that ends in the text of a later token counts, and the text is cut where that one begins."""
+    prompt = [[1, 2, 3]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    (free,) = generate(model, prompt, params, Letters())
+    text = free.completions[0].text
+    # Across the border of tokens 5 and 6, of tokens 4 and 5.
+    for stop, min_tokens, found in ((text[9:11], 5, True), (text[9:11], 6, False), (text[7:9], 5, False)):
+        later = text.find(stop, 2 * min_tokens - 1)
+        (cut,) = generate(model, prompt, dataclasses.replace(params, stop=(stop,), min_tokens=min_tokens), Letters())
+        completion = cut.completions[0]
+        assert completion.text == (text if later < 0 else text[:later])
+        assert (completion.text == text[:9]) == found
+        assert completion.finish_reason == ("length" if later < 0 else "stop")
+
+
+@pytest.mark.parametrize(
+    "penalties", [{"presence_penalty": 2.0}, {"frequency_penalty": 1.5}, {"presence_penalty": -2.0}]
+)
+def test_penalties_change_how_often_tokens_repeat(model, penalties):
+    """Against a loop over logits of the whole model, a step at a time, greedily."""
+    prompt, presence, frequency = (
+        [1, 2, 3, 2],
+        penalties.get("presence_penalty", 0),
+        penalties.get("frequency_penalty", 0),
+    )
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, **penalties)
+    ((completion,),) = drawn(generate(model, [prompt], params))
+    plain = dataclasses.replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+    ((free,),) = drawn(generate(model, [prompt], plain))
+    assert free[0] != completion[0]
+    ids = list(prompt)
+    for token in completion[0]:
+        logits = logits_after(model, ids).astype(np.float64)
+        counts = np.bincount(ids[len(prompt) :], minlength=len(logits))
+        logits -= frequency * counts + presence * (counts > 0)
+        assert token == np.argmax(logits)
+        ids.append(token)
+
+
 def test_lengths_up_to_the_limit(model):
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     prompts = [[1] * length for length in (3, 20, 30, 31, 32)]

@@ -49,6 +49,14 @@ def run_logp(rng, rows, vocabulary, dtype):
     # An error of lse is a relative error of every probability.
     expected = logp_backward_ref(wide, ids, dlogp.astype(np.float64))
     assert_close(dlogits, expected, terms=400, scale=np.max(np.abs(dlogp), initial=0.0), what="dlogits")
+    dentropy = rng.standard_normal(rows).astype(np.float32)
+    entropy = logp_ref(wide, ids)[2].astype(np.float32)
+    of_entropy = device.asarray(entropy), device.asarray(dentropy)
+    logp_of_logits_backward(ld, idd, 1.0, lse, device.asarray(dlogp), dlogits, 0, *of_entropy)
+    expected = logp_backward_ref(wide, ids, dlogp.astype(np.float64), dentropy=dentropy.astype(np.float64))
+    # p (log p + H) is largest where the entropy is.
+    scale = np.max(np.abs(dlogp), initial=0.0) + np.max(np.abs(dentropy), initial=0.0) * (1 + np.log(vocabulary))
+    assert_close(dlogits, expected, terms=400, scale=scale, what="dlogits with dentropy")
 
 
 def run_linear(rng, shape, dtype, temperature):
@@ -97,6 +105,22 @@ def run_linear(rng, shape, dtype, temperature):
     scale = spread * max(np.max(np.abs(h), initial=0.0), 1.0) + 1
     assert_close(dweight, dw + 1, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight")
 
+    # With the entropies' derivative; that of some rows is all that they have.
+    dentropy = rng.standard_normal(rows).astype(np.float32)
+    dentropy[~np.isin(np.arange(rows), checked)] = 0
+    dlogp[::3] = 0
+    dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.ones((vocabulary, width), np.float32)
+    dd, hd_entropy = device.asarray(dlogp), device.asarray(dentropy)
+    linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight, entropy, hd_entropy)
+    both = dlogp[checked].astype(np.float64), temperature, dentropy[checked].astype(np.float64)
+    dh, dw = linear_logp_backward_ref(h, w, ids_checked, *both)
+    spread = (1 + np.log(vocabulary)) * max(spread, np.max(np.abs(dentropy), initial=0.0) / temperature)
+    dhidden, largest = device.to_host(dhidden), np.max(np.abs(w), initial=0.0) * spread
+    assert_close(dhidden[checked], dh, terms=vocabulary + lost, scale=2 * largest, what="dhidden with dentropy")
+    assert not np.delete(dhidden, checked, axis=0).any(), "rows without a gradient"
+    scale = spread * max(np.max(np.abs(h), initial=0.0), 1.0) + 1
+    assert_close(dweight, dw + 1, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight with dentropy")
+
 
 def test_golden_numbers():
     """Log-probabilities of ids 2 and 1 among the logits 1, 2, 3, and the entropy, taken by hand in float64."""
@@ -121,6 +145,15 @@ def test_gradient_of_references(rng):
 
     assert_gradient(loss, dhidden, hidden, "dhidden")
     assert_gradient(loss, dweight, weight, "dweight")
+    dentropy = rng.standard_normal(4)
+    dhidden, dweight = linear_logp_backward_ref(hidden, weight, ids, dlogp, 0.7, dentropy)
+
+    def loss_with_entropy():
+        logp, _, entropy, _ = linear_logp_ref(hidden, weight, ids, 0.7)
+        return float(np.sum(logp * dlogp + entropy * dentropy))
+
+    assert_gradient(loss_with_entropy, dhidden, hidden, "dhidden with dentropy")
+    assert_gradient(loss_with_entropy, dweight, weight, "dweight with dentropy")
     logits = rng.standard_normal((4, 6))
     dlogits = logp_backward_ref(logits, ids, dlogp, 0.7)
     assert_gradient(lambda: float(np.sum(logp_ref(logits, ids, 0.7)[0] * dlogp)), dlogits, logits, "dlogits")
@@ -242,6 +275,23 @@ def test_large_and_infinite_logits(rng):
 @pytest.mark.sim
 def test_large_and_infinite_logits_in_kernels(rng):
     test_large_and_infinite_logits(rng)
+
+
+def test_entropy_of_masked_vocabulary_has_a_gradient():
+    """A token of logit -inf has probability 0 and no gradient, not that of 0 times infinity."""
+    logits = device.asarray(np.float32([[0.5, -np.inf, 1.5, -np.inf]]))
+    ids, out, lse, entropy = device.asarray(np.int32([0])), *(device.xp().empty(1, np.float32) for _ in range(3))
+    logp_of_logits(logits, ids, 1.0, out, lse, entropy)
+    dlogits = device.xp().empty((1, 4), np.float32)
+    logp_of_logits_backward(logits, ids, 1.0, lse, device.asarray(np.float32([0.3])), dlogits, 0, entropy, entropy)
+    expected = logp_backward_ref(np.array([[0.5, 1.5]]), np.int32([0]), np.array([0.3]), 1.0, device.to_host(entropy))
+    np.testing.assert_allclose(device.to_host(dlogits)[0, ::2], expected[0], atol=1e-6)
+    assert not device.to_host(dlogits)[0, 1::2].any()
+
+
+@pytest.mark.sim
+def test_entropy_of_masked_vocabulary_has_a_gradient_in_kernels():
+    test_entropy_of_masked_vocabulary_has_a_gradient()
 
 
 def test_top1_is_the_lowest_of_equals():

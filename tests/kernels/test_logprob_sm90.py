@@ -12,7 +12,7 @@ from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp_backward_ref, linear_logp_ref
 from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape, split_k_rounds
-from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, LogprobConfig, can_stagger
+from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, LogprobConfig, can_stagger, logprob_kernel
 from rlnumba.kernels.sampling.ops import sample
 from rlnumba.runtime import device, dispatch
 from tests.close import ROUNDING, assert_close, assert_same_bits
@@ -62,13 +62,16 @@ def check_terms(out, case, temperature, rows=slice(None)):
     assert_close(chosen, logits.max(axis=1, initial=-np.inf), "float32", weight.shape[1], size, "the logit of top1")
 
 
-def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.0):
+def check_gradient(dhidden, dweight, case, temperature, checked, lost, before=1.0, dentropy=None):
     """lost: relative roundings of dz, in units of the dtype's; rows outside `checked` have dlogp 0."""
     hidden, weight, ids, dlogp = case
     h, w = hidden[checked].astype(np.float64), weight.astype(np.float64)
-    dh, dw = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature)
+    by_entropy = None if dentropy is None else dentropy[checked].astype(np.float64)
+    dh, dw = linear_logp_backward_ref(h, w, ids[checked], dlogp[checked].astype(np.float64), temperature, by_entropy)
     rounding = lost * 4 * ROUNDING[hidden.dtype.name] / ROUNDING["float32"]
     spread = float(np.abs(dlogp).max()) / temperature
+    if dentropy is not None:
+        spread += (1 + math.log(len(weight))) * float(np.abs(dentropy).max()) / temperature
     largest = float(np.abs(w).max()) * spread
     dhidden = device.to_host(dhidden)
     assert_close(dhidden[checked], dh, terms=len(weight) + rounding, scale=2 * largest, what="dhidden")
@@ -129,6 +132,13 @@ def test_simulator_backward(rng, monkeypatch):
     logprob_sm90.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, config=config)
     check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1)
 
+    entropy = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[2].astype(np.float32)
+    dentropy = rng.standard_normal(20).astype(np.float32)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    arguments = (hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, entropy, dentropy)
+    logprob_sm90.linear_logp_backward(*arguments, config=config._replace(entropy=True))
+    check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1, dentropy=dentropy)
+
 
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype, temperature", [("bfloat16", 1.3), ("bfloat16", 0.05), ("float16", 1.3)])
@@ -167,6 +177,17 @@ def test_simulator_short_last_split(rng, monkeypatch):
     config = SIMULATED._replace(mode="exponentials")
     logprob_sm90.linear_logp_with_gradient(*arguments, config=config, shape=(128, 2))
     check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_backward_compiles_for_gpus(compile_offline, entropy):
+    """The config that the operators choose: no float64, no spills."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    types = ["uint8[::1]"] * 3 + ["int32[::1]", "float32[::1]", "float32[::1]", "float32", "float32[::1]"]
+    types += ["float32[::1]"] + ["int64"] * 6
+    config = LogprobConfig("bfloat16", "dlogits", entropy=entropy)
+    assert not compile_offline(logprob_kernel(config), tuple(types), (9, 0, "a"))
 
 
 def test_split_k_rounds(monkeypatch):
@@ -309,6 +330,11 @@ def test_gpu(rng, fused, shape, dtype):
     dhidden, dweight = xp.full_like(hidden, np.nan), xp.ones(weight.shape, np.float32)
     logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], dlogp, dhidden, dweight)
     check_gradient(dhidden, dweight, case, 0.8, checked, lost=1)
+    dentropy = np.where(case[3] != 0, rng.standard_normal(rows), 0).astype(np.float32)
+    dweight.fill(1.0)
+    by_entropy = out[2], device.asarray(dentropy)
+    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], dlogp, dhidden, dweight, *by_entropy)
+    check_gradient(dhidden, dweight, case, 0.8, checked, lost=1, dentropy=dentropy)
     dhidden.fill(np.nan)
     dweight.fill(1.0)
     logp, lse, entropy, top1 = again

@@ -68,7 +68,7 @@ def batch(rng, lengths):
     return [lp, old, ref, rollout, advantages, mask, np.cumsum([0, *lengths]).astype(np.int32)]
 
 
-def run(arrays, config, scale, mask_dtype=np.float32):
+def run(arrays, config, scale, mask_dtype=np.float32, entropy_mask=None):
     """(loss, dlogprobs, stats, metrics) on the host from the operator; loss starts at 0.5."""
     lp, old, ref, rollout, advantages, mask, cu_seqlens = arrays
     xp = device.xp()
@@ -78,15 +78,17 @@ def run(arrays, config, scale, mask_dtype=np.float32):
     stats = xp.full((len(advantages), METRICS), np.nan, np.float32)
     metrics = xp.full(METRICS, np.nan, np.float32)
     outputs = loss, dlogprobs, stats, metrics
-    policy_loss(*single, device.asarray(mask.astype(mask_dtype)), device.asarray(cu_seqlens), config, scale, *outputs)
+    masks = device.asarray(mask.astype(mask_dtype)), device.asarray(cu_seqlens)
+    selected = None if entropy_mask is None else device.asarray(entropy_mask)
+    policy_loss(*single, *masks, config, scale, *outputs, selected)
     return [device.to_host(a) for a in outputs]
 
 
-def check_against_reference(arrays, config, mask_dtype=np.float32):
+def check_against_reference(arrays, config, mask_dtype=np.float32, entropy_mask=None):
     scale = policy_loss_scale(config, len(arrays[4]), 30, 20, 2)
-    loss, dlogprobs, stats, metrics = run(arrays, config, scale, mask_dtype)
+    loss, dlogprobs, stats, metrics = run(arrays, config, scale, mask_dtype, entropy_mask)
     rounded = [a.astype(np.float32).astype(np.float64) for a in arrays[:6]]
-    expected, gradient, expected_stats = policy_loss_ref(*rounded, arrays[6], config, scale)
+    expected, gradient, expected_stats = policy_loss_ref(*rounded, arrays[6], config, scale, entropy_mask)
     terms = 16 * max(np.diff(arrays[6]), default=1)
     size = max(1.0, float(np.abs(expected_stats[:, LOSS]).sum()))
     assert_close(loss, [expected + 0.5], terms=terms * len(arrays[4]), scale=size, what="loss")
@@ -218,11 +220,30 @@ def test_gradient_at_the_ratio_of_whole_sequences(rng):
     assert_gradient(lambda: policy_loss_ref(*arrays, config, 0.2)[0], gradient, arrays[0], "sequence_sum")
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.sim
+def test_entropy_mask(rng, level):
+    """Tokens without it have no surrogate, but count as tokens and have their KL."""
+    arrays = batch(rng, [7, 30, 2, 0])
+    config = loss_config("dapo", level, beta=0.1, importance_sampling_correction="sequence_truncate")
+    entropy_mask = (rng.random(39) < 0.3).astype(np.float32)
+    check_against_reference(arrays, config, entropy_mask=entropy_mask)
+    loss, gradient, stats = policy_loss_ref(*arrays, config, 0.1, entropy_mask)
+    only_kl, kl_gradient, _ = policy_loss_ref(*arrays, config, 0.1, 0 * entropy_mask)
+    without_kl = loss_config("dapo", level, importance_sampling_correction="sequence_truncate")
+    surrogate, surrogate_gradient, _ = policy_loss_ref(*arrays, without_kl, 0.1, entropy_mask)
+    assert abs(only_kl + surrogate - loss) < 1e-12 and stats[:, 1].sum() == arrays[5].sum()
+    np.testing.assert_allclose(kl_gradient + surrogate_gradient, gradient, atol=1e-12)
+    assert level == "sequence" or not surrogate_gradient[entropy_mask == 0].any()
+
+
+@pytest.mark.parametrize("selects_tokens", [False, True])
 @pytest.mark.parametrize("config", [*CONFIGS, {}], ids=lambda config: config.get("loss_type", "rloo"))
-def test_machine_code(compile_offline, config):
+def test_machine_code(compile_offline, config, selects_tokens):
     """No float64, no spills, whatever the kernel is specialised for."""
-    kernel = policy_loss_kernel(loss_terms(loss_config(**config) if config else SequenceLossConfig()))
-    arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", "float32", "float32[::1]", "float32[:,::1]"]
+    kernel = policy_loss_kernel(loss_terms(loss_config(**config) if config else SequenceLossConfig(), selects_tokens))
+    arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", "float32[::1]", "float32", "float32[::1]"]
+    arrays.append("float32[:,::1]")
     assert not compile_offline(kernel, tuple(arrays), (9, 0))
 
 

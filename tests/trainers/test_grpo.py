@@ -253,6 +253,46 @@ def test_every_key_of_sampling_reaches_it():
     assert params == SamplingParams(**keys, max_tokens=11, seed=77, n=5)
 
 
+def test_generation_kwargs_reach_sampling_and_take_precedence():
+    kwargs = {"min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["."], "top_p": 0.5}
+    train = grpo_config(generation_kwargs=kwargs, top_p=0.9)
+    params = grpo.sampling_params(train, 0, 1)
+    assert (params.min_tokens, params.presence_penalty, params.frequency_penalty) == (2, 0.5, -0.5)
+    assert params.stop == (".",) and params.top_p == 0.5
+    # A stop string changes no probability; what the others change is not the distribution that is trained.
+    assert grpo.sampler_is_exact(grpo_config(generation_kwargs={"stop": "x", "stop_token_ids": [3]}))
+    for name, value in kwargs.items():
+        if name != "stop":
+            assert not grpo.sampler_is_exact(grpo_config(generation_kwargs={name: value})), name
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"temperature": 0.5}, "generation_kwargs has no key temperature: set train.temperature"),
+        ({"presense_penalty": 0.5}, "has no key presense_penalty: did you mean presence_penalty?"),
+        ({"n": 3}, "has no key n: set train.num_generations"),
+        ({"min_tokens": 9}, r"sampling: min_tokens must be an integer in \[0, max_tokens\], which is 8, got 9"),
+        ({"stop": 5}, "sampling: stop must be a list, got 5"),
+        ({"presence_penalty": "x"}, r"sampling: presence_penalty must be in \[-2, 2\], got 'x'"),
+    ],
+)
+def test_wrong_generation_kwargs_are_named_before_anything_is_loaded(tmp_path, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        grpo.run_grpo(grpo_run(tmp_path / "run", generation_kwargs=kwargs))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_min_tokens_and_stop_ids(tmp_path):
+    kwargs = {"min_tokens": 3, "stop_token_ids": list(range(20, 40)), "presence_penalty": 0.5}
+    run = grpo_run(tmp_path / "run", generation_kwargs=kwargs, max_steps=2)
+    grpo.run_grpo(run)
+    for row in metrics_of(run):
+        # The token after the third may be one that stops.
+        assert row["completions/min_length"] == 4
+        assert row["sampling/sampling_logp_difference/max"] > 0.0
+
+
 # --- a generation -----------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from rlnumba.runtime.launch import launch, specialize
 # 16 bits, 64 MiB, and the float32 gradient of the hidden states of CHUNK_SUMS elements, 32 MiB.
 CHUNK_LOGITS = 1 << 26
 CHUNK_SUMS = 1 << 23
+# log2 p is at least this, so that a p of 0 times its logarithm is 0; 2 to the power of it is 0 in float32.
+VANISHED, LN_2 = np.float32(-1000.0), np.float32(math.log(2.0))
 # Chunks of more are rounded down to a multiple of this, as GEMMs have tiles.
 CHUNK_TILE = 128
 
@@ -34,6 +36,12 @@ def store_terms(row, row_logp, row_lse, row_entropy, row_top1, logp, lse, entrop
         entropy[row] = row_entropy
     if top1.shape[0] > 0:
         top1[row] = row_top1
+
+
+@device_function
+def entropy_terms(scale, entropy, slope):
+    """(offset, slope) such that dz = scale onehot - p (offset + slope log2 p), from dlogp / T, H and dentropy / T."""
+    return cuda.fma(slope, entropy, scale), slope * LN_2
 
 
 @cuda.jit
@@ -54,32 +62,42 @@ def logp_kernel(logits, ids, temperature, logp, lse, entropy, top1):
 
 
 @specialize
-def logp_backward_kernel(access):
+def logp_backward_kernel(access, with_entropy=False):
     """access: neighbouring elements of one load, 4 where the alignment of rows allows it, else 1."""
     load, store = vector_access(access, access)
     count = 2 * access
 
     @device_function
-    def differentiate(values, at, first, target, factor, shift, scale):
+    def differentiate(values, at, first, target, factor, shift, scale, offset, slope):
         """values[at + i], logits of columns first + i, become their gradient."""
         for i in range(access):
             gradient = np.float32(0.0)
-            if scale != 0:
-                gradient = -exp2(cuda.fma(values[at + i], factor, shift))
+            if with_entropy:
+                distance = max(cuda.fma(values[at + i], factor, shift), VANISHED)
+                gradient = -(cuda.fma(distance, slope, offset) * exp2(distance))
                 if first + i == target:
-                    gradient += np.float32(1.0)
-            values[at + i] = scale * gradient
+                    gradient += scale
+                values[at + i] = gradient
+            else:
+                if scale != 0:
+                    gradient = -exp2(cuda.fma(values[at + i], factor, shift))
+                    if first + i == target:
+                        gradient += np.float32(1.0)
+                values[at + i] = scale * gradient
 
     @cuda.jit
-    def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, dlogits):
+    def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, entropy, dentropy, dlogits):
         """A block owns a row: reads its logits, of ids from first_id on, writes dlogits, which may be the same array.
 
-        A thread has two loads in flight. Rows that are IGNORED, or whose dlogp is 0, give 0.
+        A thread has two loads in flight. Rows that are IGNORED, or whose dlogp (and dentropy) is 0, give 0.
         """
         row = cuda.blockIdx.x
         columns = logits.shape[1]
         factor, shift = LOG2_E / temperature, -lse[row] * LOG2_E
         scale = dlogp[row] / temperature if ids[row] != IGNORED else np.float32(0.0)
+        offset, slope = scale, np.float32(0.0)
+        if with_entropy and ids[row] != IGNORED:
+            offset, slope = entropy_terms(scale, entropy[row], dentropy[row] / temperature)
         target = ids[row] - first_id
         values = cuda.local.array(count, np.float32)
         stride = access * cuda.blockDim.x
@@ -90,8 +108,8 @@ def logp_backward_kernel(access):
             clamped = second if second < columns else first
             load(logits_row, first, values, 0)
             load(logits_row, clamped, values, access)
-            differentiate(values, 0, first, target, factor, shift, scale)
-            differentiate(values, access, clamped, target, factor, shift, scale)
+            differentiate(values, 0, first, target, factor, shift, scale, offset, slope)
+            differentiate(values, access, clamped, target, factor, shift, scale, offset, slope)
             store(dlogits_row, first, values, 0)
             if second < columns:
                 store(dlogits_row, second, values, access)
@@ -110,16 +128,27 @@ def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None)
     launch(logp_kernel, ids.shape[0], ROW_THREADS, logits, ids, float(temperature), *outputs)
 
 
-def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first_id=0):
-    """dlogits = dlogp / temperature (onehot(ids) - p), of the columns of logits, whose ids begin at first_id.
+def logp_of_logits_backward(
+    logits, ids, temperature, lse, dlogp, dlogits, first_id=0, entropy=None, dentropy=None
+):  # fmt: skip
+    """dlogits of logp_backward_ref, of the columns of logits, whose ids begin at first_id.
 
-    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,).
+    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp, and entropy and dentropy or None (N,).
     """
     if device.name() == "cpu":
-        cpu.logp_backward_rows(logits, ids, first_id, np.float32(temperature), lse, dlogp, dlogits)
+        rows = logits, ids, first_id, np.float32(temperature), lse, dlogp
+        if dentropy is None:
+            cpu.logp_backward_rows(*rows, dlogits)
+        else:
+            cpu.logp_entropy_backward_rows(*rows, entropy, dentropy, dlogits)
         return
-    kernel = logp_backward_kernel(4 if logits.shape[1] % 4 == 0 else 1)
-    launch(kernel, ids.shape[0], ROW_THREADS, logits, ids, first_id, float(temperature), lse, dlogp, dlogits)
+    constants = (4 if logits.shape[1] % 4 == 0 else 1,)
+    if dentropy is None:
+        entropy = dentropy = lse[:0]
+    else:
+        constants = (*constants, True)
+    rows = logits, ids, first_id, float(temperature), lse, dlogp, entropy, dentropy
+    launch(logp_backward_kernel(*constants), ids.shape[0], ROW_THREADS, *rows, dlogits)
 
 
 def _whole_tiles(count):
@@ -147,7 +176,9 @@ def linear_logp(hidden, weight, ids, temperature, *outputs):
         logp_of_logits(memory[:count], ids[rows], temperature, *written)
 
 
-def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
+def linear_logp_backward(
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None
+):  # fmt: skip
     """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
     row_step = min(rows, backward_rows(width))
@@ -162,7 +193,9 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         for chunk, columns in slices(vocabulary, step):
             logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
             linear(h, weight[chunk], logits)
-            logp_of_logits_backward(logits, ids[batch], temperature, lse[batch], dlogp[batch], dlogits, chunk.start)
+            of_entropy = (None, None) if dentropy is None else (entropy[batch], dentropy[batch])
+            of_rows = ids[batch], temperature, lse[batch], dlogp[batch]
+            logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *of_entropy)
             linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
             linear_backward_weight(dlogits, h, dweight[chunk])
         if not is_float32:

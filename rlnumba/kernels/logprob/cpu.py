@@ -1,6 +1,7 @@
 """Log-probs of rows of logits, and their gradient, on the cpu device."""
 
 import numba
+import numpy as np
 
 from rlnumba.kernels.logprob import IGNORED
 from rlnumba.kernels.nn.row_sum_cpu import row_softmax, row_terms
@@ -29,5 +30,23 @@ def logp_backward_rows(logits, ids, first_id, temperature, lse, dlogp, dlogits):
         else:
             factor = dlogp[i] / temperature
             row_softmax(logits[i], temperature, lse[i], -factor, dlogits[i])
+            if 0 <= ids[i] - first_id < logits.shape[1]:
+                dlogits[i, ids[i] - first_id] += factor
+
+
+@numba.njit(cache=True, parallel=True, error_model="numpy")
+def logp_entropy_backward_rows(logits, ids, first_id, temperature, lse, dlogp, entropy, dentropy, dlogits):
+    """chunked.logp_of_logits_backward of float32 logits with the entropy's derivative."""
+    for i in numba.prange(logits.shape[0]):
+        if ids[i] == IGNORED:
+            dlogits[i] = 0
+        else:
+            factor, slope = dlogp[i] / temperature, dentropy[i] / temperature
+            offset = factor + slope * entropy[i]
+            # dlogits may be logits. A p of 0 times its logarithm is 0.
+            logs = np.maximum(logits[i] / temperature - lse[i], np.float32(-1000.0))
+            row_softmax(logits[i], temperature, lse[i], np.float32(-1.0), dlogits[i])
+            for j in range(logits.shape[1]):
+                dlogits[i, j] *= offset + slope * logs[j]
             if 0 <= ids[i] - first_id < logits.shape[1]:
                 dlogits[i, ids[i] - first_id] += factor

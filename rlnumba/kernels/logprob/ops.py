@@ -3,7 +3,7 @@
     s = z / T                     z = hidden weight^T, float32 logits, never rounded
     lse = log sum exp(s)          logp = s[id] - lse
     p = exp(s - lse)              entropy = lse - sum p s
-    dz = dlogp (onehot(id) - p) / T
+    dz = (dlogp (onehot(id) - p) - dentropy p (log p + entropy)) / T
 
 A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
 
@@ -43,24 +43,34 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     _run_on_rows(run, selected, (hidden, ids), outputs, implementation.forward_rows(vocabulary))
 
 
-def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight):
+def linear_logp_backward(
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None
+):  # fmt: skip
     """The gradient of linear_logp: dhidden =, dweight +=. The logits are computed again.
 
     hidden, weight, ids, temperature as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden (N, D) of
-    hidden's dtype; dweight (V, D) float32. The gradient of the logits is rounded to hidden's dtype. Rows with dlogp 0
-    give 0. Raises ValueError as linear_logp.
+    hidden's dtype; dweight (V, D) float32. entropy as linear_logp wrote it and dentropy (N,) float32, the loss's
+    derivatives by the entropies, or both None. The gradient of the logits is rounded to hidden's dtype. Rows with dlogp
+    and dentropy 0 give 0. Raises ValueError as linear_logp.
     """
     rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
     _check_gradients("linear_logp_backward", hidden, weight, dlogp, dhidden, dweight)
     implementation = _implementation(hidden, weight)
+    inputs, has_gradient = (hidden, ids, lse, dlogp), dlogp != 0
+    if dentropy is not None:
+        for name, array in (("entropy", entropy), ("dentropy", dentropy)):
+            check("linear_logp_backward", name, array, (rows,), F32)
+        inputs, has_gradient = (*inputs, entropy, dentropy), has_gradient | (dentropy != 0)
 
-    def run(hidden, ids, lse, dlogp, dhidden):
-        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
+    def run(hidden, ids, lse, dlogp, *others):
+        *of_entropy, dhidden = others
+        gradients = dlogp, dhidden, dweight
+        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, *gradients, *of_entropy)
 
-    selected = (ids != IGNORED) & (dlogp != 0) if _selects_rows(implementation) else None
+    selected = (ids != IGNORED) & has_gradient if _selects_rows(implementation) else None
     rows_at_once = implementation.backward_rows(hidden.shape[1])
-    _run_on_rows(run, selected, (hidden, ids, lse, dlogp), (dhidden,), rows_at_once)
+    _run_on_rows(run, selected, inputs, (dhidden,), rows_at_once)
 
 
 def linear_logp_with_gradient(
@@ -197,13 +207,18 @@ def logp_ref(logits, ids, temperature=1.0):
     return (chosen - lse) * has_id, lse * has_id, entropy * has_id, top1
 
 
-def logp_backward_ref(logits, ids, dlogp, temperature=1.0):
-    """dlogits of logp_ref's first result."""
+def logp_backward_ref(logits, ids, dlogp, temperature=1.0, dentropy=None):
+    """dlogits of logp_ref's first result and, with dentropy, of its third."""
     scaled = logits / logits.dtype.type(temperature)
     p = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     onehot = np.arange(logits.shape[1]) == ids[:, None]
-    return (dlogp * (ids != IGNORED) / temperature)[:, None] * (onehot - p)
+    dlogits = (dlogp * (ids != IGNORED) / temperature)[:, None] * (onehot - p)
+    if dentropy is not None:
+        p_log_p = p * np.log(np.where(p > 0, p, 1.0))
+        by_entropy = p_log_p - p * p_log_p.sum(axis=1, keepdims=True)
+        dlogits = dlogits - (dentropy * (ids != IGNORED) / temperature)[:, None] * by_entropy
+    return dlogits
 
 
 def linear_logp_ref(hidden, weight, ids, temperature=1.0):
@@ -211,7 +226,7 @@ def linear_logp_ref(hidden, weight, ids, temperature=1.0):
     return logp_ref(hidden @ weight.T, ids, temperature)
 
 
-def linear_logp_backward_ref(hidden, weight, ids, dlogp, temperature=1.0):
+def linear_logp_backward_ref(hidden, weight, ids, dlogp, temperature=1.0, dentropy=None):
     """(dhidden, dweight) of linear_logp."""
-    dlogits = logp_backward_ref(hidden @ weight.T, ids, dlogp, temperature)
+    dlogits = logp_backward_ref(hidden @ weight.T, ids, dlogp, temperature, dentropy)
     return dlogits @ weight, dlogits.T @ hidden

@@ -144,13 +144,16 @@ def _padded(columns):
     return columns + -columns % 8
 
 
-def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, config=None, columns=None):
+def linear_logp_backward(
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, config=None,
+    columns=None,
+):  # fmt: skip
     """ops.linear_logp_backward without ignored rows, for arrays that are supported.
 
     A caller that has lse without a forward, from the rollout, gets the gradient for three GEMMs.
     config: a LogprobConfig of mode "dlogits", columns: of a chunk, instead of the best.
     """
-    config = config or LogprobConfig(hidden.dtype.name, "dlogits")
+    config = config or LogprobConfig(hidden.dtype.name, "dlogits", entropy=dentropy is not None)
     xp, (vocabulary, width) = device.xp(), weight.shape
     step = min(backward_rows(width), hidden.shape[0])
     columns = columns or chunk_columns(step, width, vocabulary)
@@ -160,7 +163,9 @@ def linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, 
         for chunk, chunk_width in slices(vocabulary, columns):
             part, pitch = weight[chunk], _padded(chunk_width)
             dz = memory[: count * pitch].reshape(count, pitch)
-            _launch(config, h, part, dz, temperature, ids[rows], lse[rows], dlogp[rows], first_id=chunk.start)
+            of_entropy = (None, None) if dentropy is None else (entropy[rows], dentropy[rows])
+            of_rows = ids[rows], lse[rows], dlogp[rows], *of_entropy
+            _launch(config, h, part, dz, temperature, *of_rows, first_id=chunk.start)
             gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
             gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
         cast(sums, dhidden[rows])

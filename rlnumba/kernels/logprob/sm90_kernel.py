@@ -6,7 +6,8 @@ consumers then do with their accumulators is the config's mode:
     forward        each quad of threads folds its rows of the tile to four numbers in the order of kernels/nn/row_sum.py
                    (largest, sum of exponentials, the entropy's sum, first column of the largest)
     exponentials   as forward, and the exponentials themselves are stored in 16 bits
-    dlogits        with lse known, dz = dlogp / T (onehot - p) is stored in 16 bits
+    dlogits        with lse known, dz = dlogp / T (onehot - p), less dentropy / T p (log p + entropy) where the
+                   config has entropy, is stored in 16 bits
     split_k        the accumulators are stored in float32, a partial sum of A B for each split of the reduction
 
 While the epilogue of one consumer takes exponentials, the tensor cores serve the other: the second consumer starts each
@@ -21,6 +22,7 @@ import numpy as np
 
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.gemm.sm90 import main_loop_function
+from rlnumba.kernels.logprob.chunked import VANISHED, entropy_terms
 from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import (
@@ -61,7 +63,7 @@ class LogprobConfig(NamedTuple):
 
     mode: "forward", "dlogits", "exponentials" or "split_k" (A B with B MN-major). stagger: rounds by which the second
     consumer starts later. boxes: of 8 KiB through which a consumer stores its output, 2 or 4. entropy, top1: whether
-    they are wanted.
+    they are wanted; with "dlogits", entropy: whether the loss has a derivative by it.
     """
 
     element: str
@@ -351,16 +353,24 @@ def forward_epilogue(config):
 @functools.cache
 def differentiate_function(config):
     """The device function that turns a part of a tile's logits into their gradient, and stores it."""
-    store_columns = store_function(config)
+    store_columns, with_entropy = store_function(config), config.entropy
 
     @device_function
-    def differentiate(acc, part, targets, factor, shift, scale, output):
-        """acc = scale (onehot(target) - 2^(acc factor + shift)) of a part of both rows of a thread, and store it."""
+    def differentiate(acc, part, targets, factor, shift, scale, offset, slope, output):
+        """acc = scale (onehot(target) - p), p = 2^(acc factor + shift), of both rows of a thread's part, and store it.
+
+        With entropy: acc = scale onehot(target) - p (offset + slope log2 p).
+        """
         for half in range(2):
             begin, target = 32 * part + 2 * half, i32(targets[half] - 64 * part)
             for b in range(8):
                 for c in range(2):
-                    acc[begin + 4 * b + c] = -scale[half] * exp2(cuda.fma(acc[begin + 4 * b + c], factor, shift[half]))
+                    at = begin + 4 * b + c
+                    if with_entropy:
+                        distance = max(cuda.fma(acc[at], factor, shift[half]), VANISHED)
+                        acc[at] = -cuda.fma(distance, slope[half], offset[half]) * exp2(distance)
+                    else:
+                        acc[at] = -scale[half] * exp2(cuda.fma(acc[at], factor, shift[half]))
             if i32(0) <= target < i32(64):
                 for b in range(8):
                     for c in range(2):
@@ -377,6 +387,7 @@ def consumer_function(config):
     mode, rows, boxes, layout, staged_bytes = config.mode, config.rows, config.boxes, config.layout, config.staged_bytes
     folds, stores, split_k = mode in ("forward", "exponentials"), mode != "forward", mode == "split_k"
     exponentials, dlogits = mode == "exponentials", mode == "dlogits"
+    with_entropy = dlogits and config.entropy
     _, work = scheduler(config)
     fold_tile, differentiate = forward_epilogue(config), differentiate_function(config)
     store_columns = store_function(config)
@@ -410,6 +421,7 @@ def consumer_function(config):
         # Of a thread's two rows: the target, and for dlogits the log-sum-exp and the factor, or the reference logit.
         targets = cuda.local.array(2, np.int32)
         shift, scale = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
+        offset, slope = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
         stage, parity = FIRST_FULL
         stagger_parity = i32(0)
         for index in range(i32(cuda.blockIdx.x), tiles, stride):
@@ -420,11 +432,16 @@ def consumer_function(config):
             start_column = i32(tile_column * TILE_COLUMNS)
             for half in range(2):
                 targets[half], shift[half], scale[half] = i32(-1), np.float32(0.0), np.float32(0.0)
+                if with_entropy:
+                    offset[half], slope[half] = np.float32(0.0), np.float32(0.0)
                 if not split_k and row + half * 8 < m:
                     targets[half] = i32(ids[row + half * 8] - i32(first_id) - start_column - quad_lane * 2)
                     if dlogits:
                         shift[half] = -lse[row + half * 8] * LOG2_E
                         scale[half] = dlogp[row + half * 8] / temperature
+                    if with_entropy:
+                        row_entropy, dentropy = results[row + half * 8], target_logits[row + half * 8]
+                        offset[half], slope[half] = entropy_terms(scale[half], row_entropy, dentropy / temperature)
                     if exponentials:
                         shift[half] = lse[row + half * 8]
             if stagger > 0 and consumer == 1:
@@ -442,10 +459,10 @@ def consumer_function(config):
                 tile = row, m, tile_column, tiles_across
                 fold_tile(acc, tile, quad_lane, factor, targets, shift, results, target_logits, output)
             if dlogits:
-                differentiate(acc, 0, targets, factor, shift, scale, output)
-                differentiate(acc, 1, targets, factor, shift, scale, output)
-                differentiate(acc, 2, targets, factor, shift, scale, output)
-                differentiate(acc, 3, targets, factor, shift, scale, output)
+                differentiate(acc, 0, targets, factor, shift, scale, offset, slope, output)
+                differentiate(acc, 1, targets, factor, shift, scale, offset, slope, output)
+                differentiate(acc, 2, targets, factor, shift, scale, offset, slope, output)
+                differentiate(acc, 3, targets, factor, shift, scale, offset, slope, output)
             if split_k:
                 for piece in range(TILE_COLUMNS // 32):
                     store_columns(acc, piece, output)
@@ -472,10 +489,11 @@ def logprob_kernel(config):
 
         A (m, k): hidden rows or dz; B (n, k), or (k, n) for "split_k": rows of the output matrix from first_id on. ids,
         dlogp (m,); lse (m,), for "exponentials" the rows' reference logits; results (m, tiles, 4) and target_logits
-        (m,), the logits of ids, are written by "forward" and "exponentials"; the matrix of out_map by all but
-        "forward": dz, the exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below
-        the other, m rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a
-        stage's boxes. Shared memory: LogprobConfig.layout.
+        (m,), the logits of ids, are written by "forward" and "exponentials"; for "dlogits" with entropy they are
+        the rows' entropy (m,) and dentropy (m,), and are read. All but "forward" write the matrix of out_map: dz, the
+        exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below the other, m
+        rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a stage's
+        boxes. Shared memory: LogprobConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         group = sm90.warp_uniform(thread >> i32(7))

@@ -12,7 +12,8 @@ With lp, old, ref and roll the log-probs of these names, mask m, advantage A of 
     vespo                              loss_t = -[exp(lambda + k log w - lambda w)] A lp
                                        log w = clip(sum m clip(lp - old, -20, 20) + log of the correction)
 
-    loss = sum over tokens of weight m (keep correction loss_t + beta kl)
+    loss = sum over tokens of weight m (keep e correction loss_t + beta kl)
+    e = entropy_mask of the token: 0 leaves it out of the surrogate (Wang et al. 2025, high-entropy tokens), else 1
     kl = exp(ref - lp) - (ref - lp) - 1, times c with use_bias_correction_kl
     keep = 0 where A < 0 and the mean of roll - lp over the sequence passes off_policy_mask_threshold, else 1
     correction = exp(old - roll) of the token, or of the sum over the sequence: clipped ("truncate") or 0
@@ -81,10 +82,11 @@ class LossTerms(NamedTuple):
     correction_truncates: bool
     correction_range: tuple[float, float]
     off_policy_threshold: float
+    selects_tokens: bool
 
 
-def loss_terms(config):
-    """The LossTerms of a PolicyLossConfig."""
+def loss_terms(config, selects_tokens=False):
+    """The LossTerms of a PolicyLossConfig. selects_tokens: whether there is an entropy_mask."""
 
     def given(value, default=math.inf):
         return default if value is None else value
@@ -113,6 +115,7 @@ def loss_terms(config):
         correction_truncates=bounds == "truncate",
         correction_range=(given(low, -math.inf), given(high)) if level else (),
         off_policy_threshold=given(config.off_policy_mask_threshold),
+        selects_tokens=selects_tokens,
     )
 
 
@@ -295,11 +298,11 @@ def policy_loss_kernel(terms):
     correction_of = correction_function(terms)
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     sequence_level, per_sequence_mean, sums = terms.sequence_level, terms.per_sequence_mean, terms.sums_log_ratios
-    low, high = np.float32(terms.ratio_range)
+    selects_tokens, (low, high) = terms.selects_tokens, np.float32(terms.ratio_range)
 
     @cuda.jit
     def policy_loss_kernel(
-        logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, scale,
+        logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, entropy_mask, scale,
         dlogprobs, sequence_stats,
     ):  # fmt: skip
         """A block owns a sequence, a thread every THREADS-th token of it.
@@ -329,8 +332,11 @@ def policy_loss_kernel(terms):
                 difference = old_logprobs[n] - rollout_logprobs[n]
                 if correct_tokens:
                     correction = correction_of(difference)
+                token_keep = keep
+                if selects_tokens:
+                    token_keep *= np.float32(entropy_mask[n])
                 token_loss, gradient, through_ratio, kl = token_terms(
-                    ratio, logprobs[n], ref_logprobs[n], advantage, keep, correction, phi
+                    ratio, logprobs[n], ref_logprobs[n], advantage, token_keep, correction, phi
                 )
                 if sequence_level:
                     shared_slope += mask * weight * through_ratio
@@ -403,16 +409,17 @@ def reduce_stats_kernel(sequence_stats, loss, metrics):
 
 def policy_loss(
     logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
-    loss, dlogprobs, sequence_stats, metrics,
+    loss, dlogprobs, sequence_stats, metrics, entropy_mask=None,
 ):  # fmt: skip
     """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
 
     logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
     float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,) float32; loss_mask (N,)
     float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale from
-    policy_loss_scale. loss (1,) float32 is added to; dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics
-    (METRICS,) float32 are written: the sums, maxima and minima that policy_metrics turns into named numbers, for each
-    sequence and for the micro-batch. Raises ValueError for other arrays, and where config needs those that are None.
+    policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to; dlogprobs
+    (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima
+    that policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for other
+    arrays, and where config needs those that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
@@ -431,14 +438,17 @@ def policy_loss(
     check("policy_loss", "loss", loss, (1,), F32)
     check("policy_loss", "sequence_stats", sequence_stats, (sequences, METRICS), F32)
     check("policy_loss", "metrics", metrics, (METRICS,), F32)
+    if entropy_mask is not None:
+        check("policy_loss", "entropy_mask", entropy_mask, (tokens,), F32)
     arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
     if device.name() == "cpu":
-        total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(*arrays, config, scale)
+        total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(*arrays, config, scale, entropy_mask)
         loss += np.float32(total)
         metrics[...] = reduce_stats(sequence_stats)
         return
-    kernel = policy_loss_kernel(loss_terms(config))
-    launch(kernel, sequences, THREADS, *arrays, float(scale), dlogprobs, sequence_stats)
+    kernel = policy_loss_kernel(loss_terms(config, entropy_mask is not None))
+    selected = logprobs[:0] if entropy_mask is None else entropy_mask
+    launch(kernel, sequences, THREADS, *arrays, selected, float(scale), dlogprobs, sequence_stats)
     launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
 
 
@@ -480,8 +490,9 @@ def policy_metrics(stats, config, rollout=False):
 
 
 def policy_loss_ref(
-    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale
-):
+    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
+    entropy_mask=None,
+):  # fmt: skip
     """(loss, dlogprobs, sequence_stats) of policy_loss, in float64."""
     terms = loss_terms(config)
     form, (low, high) = terms.form, terms.ratio_range
@@ -537,6 +548,8 @@ def policy_loss_ref(
     if config.off_policy_mask_threshold is not None:
         far = by_sequence(minus(behaviour, logprobs)) / divisor > config.off_policy_mask_threshold
         factor = np.where(far[owner] & (advantage < 0), 0.0, factor)
+    if entropy_mask is not None:
+        factor = factor * np.asarray(entropy_mask, np.float64)
     token_loss, gradient, slope = token_loss * factor, gradient * factor, slope * factor
     if config.beta:
         change = minus(ref_logprobs, logprobs)

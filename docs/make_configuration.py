@@ -5,9 +5,11 @@ import typing
 from pathlib import Path
 
 from rlnumba.config import (
+    CriticConfig,
     DataConfig,
     EngineConfig,
     GRPOConfig,
+    PPOConfig,
     RewardConfig,
     RewardsConfig,
     RLOOConfig,
@@ -65,14 +67,14 @@ functions by name.
 ## What a run writes
 
 In `output_dir`: `config.toml`, the resolved configuration; `metrics.jsonl`, a line for each optimizer step;
-`completions.jsonl` (GRPO, RLOO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end,
+`completions.jsonl` (GRPO, RLOO, PPO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end,
 `final/`, both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have
 TRL's names:
 
 | metric | meaning |
 | --- | --- |
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
-| `num_tokens`, `epoch` | tokens so far (GRPO, RLOO: of prompts and completions), and passes over the data |
+| `num_tokens`, `epoch` | tokens so far (GRPO, RLOO, PPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
@@ -84,6 +86,14 @@ TRL's names:
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
 | `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
+| `objective/scores`, `objective/non_score_reward` | PPO: mean score of a completion, and its mean KL penalty |
+| `objective/rlhf_reward` | PPO: the sum of these two |
+| `objective/kl`, `objective/entropy` | PPO: of a completion, the sum of kl and of -log-prob over its tokens; means |
+| `policy/approxkl_avg`, `policy/clipfrac_avg`, `policy/entropy_avg` | PPO: means over all micro-batches of a batch |
+| `loss/policy_avg`, `loss/value_avg`, `val/clipfrac_avg` | likewise, of both losses and of clipped values |
+| `val/ratio`, `val/ratio_var` | likewise, of the ratio of probabilities, and the variance of these means |
+| `val/num_eos_tokens` | PPO: end tokens of the batch |
+| `critic/grad_norm`, `critic/learning_rate` | PPO: of a critic that is a model of its own |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |
@@ -124,10 +134,11 @@ def _shown_limits(metadata):
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
-    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo, rloo", RewardsConfig)]
+    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo, rloo, ppo", RewardsConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig)]
-    blocks += [("[train]: grpo, rloo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
+    blocks += [("[train]: grpo, rloo, ppo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
     blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
+    blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: reward", RewardConfig)]
     blocks += [("[engine]", EngineConfig)]
     for title, section_class in blocks:

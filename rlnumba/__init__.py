@@ -7,7 +7,8 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
-_TRAINERS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "SFTConfig", "SFTTrainer")
+_ALGORITHMS = ("GRPO", "PPO", "RLOO", "SFT")
+_TRAINERS = [f"{name}{kind}" for name in _ALGORITHMS for kind in ("Config", "Trainer")]
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 __all__ = list(_MODULES)

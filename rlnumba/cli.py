@@ -388,6 +388,8 @@ GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
 RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
 _trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
+PPO = "Reinforcement learning with Proximal Policy Optimization and a critic."
+_trainer("ppo", PPO, "metrics.jsonl, completions.jsonl")
 REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
 _trainer("reward", REWARD, "metrics.jsonl")
 

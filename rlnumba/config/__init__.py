@@ -3,6 +3,7 @@ files and command-line overrides, `writing` TOML."""
 
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
 from rlnumba.config.keys import key
+from rlnumba.config.ppo import CriticConfig, PPOConfig, PPORun
 from rlnumba.config.reading import load_run
 from rlnumba.config.reward import RewardConfig, RewardRun
 from rlnumba.config.rloo import RLOOConfig, RLOORun

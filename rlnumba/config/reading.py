@@ -30,6 +30,7 @@ ALIASES = {
     ("train", "clip_ratio"): ("train", "epsilon"),
     ("train", "clip_ratio_low"): ("train", "epsilon"),
     ("train", "clip_ratio_high"): ("train", "epsilon_high"),
+    ("train", "response_length"): ("train", "max_completion_length"),
     ("train", "num_gens"): ("train", "num_generations"),
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),

@@ -63,6 +63,8 @@ class GroupConfig(SamplingConfig):
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
 
+    prompts_key = "train.per_device_train_batch_size x steps_per_generation / num_generations"
+
     @property
     def rollout_steps(self):
         """Passes of per_device_train_batch_size completions that one generation feeds: int."""

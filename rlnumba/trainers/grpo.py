@@ -26,6 +26,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
+from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import load_rewards
 from rlnumba.runtime import device
@@ -135,7 +136,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
             if last or (step + 1) % train.save_steps == 0:
                 with clock.phase("save"):
                     save(step + 1, state.state_dict(schedule.within_generation(step + 1)))
-        folder.finish(model, tokenizer)
+        folder.finish(model, tokenizer, LM_HEAD)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
@@ -364,7 +365,7 @@ class MicroBatchSchedule(Schedule):
         if num_prompts < train.prompts_per_rollout:
             raise ConfigError(
                 f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
-                f"(train.per_device_train_batch_size x steps_per_generation / num_generations)"
+                f"({train.prompts_key})"
             )
         self.train = train
         self.micro_steps_per_generation = train.rollout_steps * train.num_iterations

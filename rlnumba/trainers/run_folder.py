@@ -94,10 +94,10 @@ class RunFolder:
         self.model_folder = checkpoint.save(self.path, step, model, tokenizer, state, keep_last)
         self.step = step
 
-    def finish(self, model, tokenizer):
-        """Write final/, a Hugging Face folder."""
+    def finish(self, model, tokenizer, heads=None):
+        """Write final/, a Hugging Face folder, with these heads of the model or all."""
         try:
-            save_model(model, self.path / "final", tokenizer)
+            save_model(model, self.path / "final", tokenizer, heads=heads)
         except OSError as error:
             raise UserError(f"{self.path / 'final'}: cannot be written: {error.strerror}") from error
 

@@ -8,14 +8,15 @@ A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or 
 to output_dir, the model to final/.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardsConfig, RLOORun, SFTRun, key
+from rlnumba.config import CriticConfig, DataConfig, EngineConfig, GRPORun, PPORun, RewardsConfig, RLOORun, SFTRun, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
 
@@ -40,6 +41,15 @@ class GRPOConfig(config.GRPOConfig):
 @dataclass(frozen=True)
 class RLOOConfig(config.RLOOConfig):
     """[train] of `rlnumba rloo`, and the keys that TRL's RLOOConfig has besides."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+
+
+@dataclass(frozen=True)
+class PPOConfig(config.PPOConfig):
+    """[train] of `rlnumba ppo`, the keys above all sections, and the weights of the rewards."""
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
@@ -99,6 +109,17 @@ class RLOOTrainer(GRPOTrainer):
     """REINFORCE Leave-One-Out; the arguments are GRPOTrainer's, args being an RLOOConfig."""
 
     config_class, run_class, run_function = RLOOConfig, RLOORun, staticmethod(run_rloo)
+
+
+class PPOTrainer(GRPOTrainer):
+    """Proximal Policy Optimization; critic: keys of that section, a dict. The other arguments are GRPOTrainer's, args
+    being a PPOConfig."""
+
+    config_class, run_class, run_function = PPOConfig, PPORun, staticmethod(run_ppo)
+
+    def __init__(self, *arguments, critic=None, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.run = replace(self.run, critic=CriticConfig(**(critic or {})))
 
 
 def _settings(model, args, datasets, data, engine):

@@ -4,9 +4,12 @@ import json
 import pathlib
 
 from rlnumba.config import (
+    CriticConfig,
     DataConfig,
     GRPOConfig,
     GRPORun,
+    PPOConfig,
+    PPORun,
     RewardConfig,
     RewardRun,
     RewardsConfig,
@@ -110,6 +113,26 @@ def rloo_run(folder, reward="digits", num_prompts=16, rewards=None, seed=42, dat
     return RLOORun(
         **_prompts_run(folder, reward, num_prompts, rewards, seed, data), train=RLOOConfig(**settings | train)
     )
+
+
+SMALL_PPO = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_ppo_epochs": 2,
+    "num_mini_batches": 2,
+    "temperature": 1.0,
+    "max_completion_length": 8,
+    "max_steps": 4,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+}
+
+
+def ppo_run(folder, reward="digits", num_prompts=32, rewards=None, seed=42, data=None, critic=None, **train):
+    """A PPORun in `folder`, as grpo_run; critic: keys of [critic]."""
+    run = _prompts_run(folder, reward, num_prompts, rewards, seed, data)
+    return PPORun(**run, train=PPOConfig(**SMALL_PPO | train), critic=CriticConfig(**(critic or {})))
 
 
 def _prompts_run(folder, reward, num_prompts, rewards, seed, data):

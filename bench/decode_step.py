@@ -10,16 +10,13 @@ import argparse
 import statistics
 
 import numpy as np
-from engine import QWEN3_06B
 from harness import time_us
 from report import row
+from shapes import random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
 from rlnumba.engine.runner import Runner
-from rlnumba.model.config import ModelConfig
-from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 
 WORKLOADS = ("1x1x128", "8x1x128", "64x1x100", "64x1x400", "64x8x2049")
@@ -56,12 +53,11 @@ def main():
     if device.select("auto") != "cuda":
         parser.error("needs a GPU")
     core.Runner = TimedRunner
-    config = ModelConfig.from_dict(QWEN3_06B)
-    model = Transformer(config, Weights.random(config, "bfloat16"))
+    model = random_model("qwen3-0.6b", "bfloat16")
     for prompts, completions, length in workloads:
         llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.8, max_num_batched_tokens=8192, max_num_seqs=512))
         generator = np.random.default_rng(0)
-        ids = [generator.integers(0, config.vocab_size, length).tolist() for _ in range(prompts)]
+        ids = [generator.integers(0, model.config.vocab_size, length).tolist() for _ in range(prompts)]
         llm.generate(ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=completions))
         row(f"decode step, {prompts} x {completions} of {length} tokens", f"{llm.engine.runner.time_us:.0f} us")
         del llm

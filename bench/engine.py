@@ -16,28 +16,16 @@ import time
 
 import numpy as np
 from report import row
+from shapes import random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
 from rlnumba.kernels.attention.paged import PrefixSharing
-from rlnumba.model.config import ModelConfig
-from rlnumba.model.transformer import Transformer, load_model
-from rlnumba.model.weights import Weights
+from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 
 # One H200: a device copy (read + write counted) and a large bf16 GEMM of random data.
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 700e12
-
-QWEN3_06B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": True,
-}  # fmt: skip
-STORIES_15M = {
-    "model_type": "llama", "vocab_size": 32000, "hidden_size": 288, "intermediate_size": 768,
-    "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 48,
-    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
-}  # fmt: skip
 
 # name: (requests, completions of each, prompt tokens, output tokens, temperature); a pair is a range to draw from.
 WORKLOADS = {
@@ -103,8 +91,7 @@ def main():
     if arguments.model:
         model = load_model(arguments.model, arguments.dtype)
     else:
-        config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
-        model = Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
+        model = random_model(dtype=arguments.dtype)
     if arguments.no_groups:
         core.sharing = lambda *heads: PrefixSharing((), 0)
     names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU

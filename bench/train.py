@@ -14,16 +14,15 @@ import statistics
 import time
 
 import numpy as np
-from engine import FLOP_PER_S, QWEN3_06B, STORIES_15M
+from engine import FLOP_PER_S
 from report import row
+from shapes import SHAPES, random_model
 
 from rlnumba.config import SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.nn.elementwise import fill
-from rlnumba.model.config import ModelConfig
 from rlnumba.model.heads import lm_head_backward, lm_head_forward
-from rlnumba.model.transformer import Tape, Transformer, load_model, packed_attention
-from rlnumba.model.weights import Weights
+from rlnumba.model.transformer import Tape, load_model, packed_attention
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import sft
 from rlnumba.trainers.core import Policy
@@ -76,15 +75,6 @@ def floor_s(config, num_parameters, batch, length):
     return (6 * num_parameters * batch * length + 3.5 * attention) / FLOP_PER_S
 
 
-def load(arguments):
-    """The model to measure: that of a folder, or random weights of a known shape."""
-    if arguments.model:
-        return load_model(arguments.model, arguments.dtype)
-    on_gpu = device.name() == "cuda"
-    config = ModelConfig.from_dict(QWEN3_06B if on_gpu else STORIES_15M)
-    return Transformer(config, Weights.random(config, arguments.dtype or ("bfloat16" if on_gpu else "float32")))
-
-
 def print_memory():
     for region, nbytes in memory.report().items():
         print(f"{region:20} {nbytes / 2**30:8.3f} GiB")
@@ -97,6 +87,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--batch", type=int, help="sequences; default 8 on a GPU, else 4")
     parser.add_argument("--length", type=int, help="tokens of each; default 2048 on a GPU, else 128")
@@ -105,7 +96,10 @@ def main():
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     batch, length = arguments.batch or (8 if on_gpu else 4), arguments.length or (2048 if on_gpu else 128)
-    model = load(arguments)
+    if arguments.model:
+        model = load_model(arguments.model, arguments.dtype)
+    else:
+        model = random_model(arguments.shape, arguments.dtype)
     generator = np.random.default_rng(0)
     ids = generator.integers(0, model.config.vocab_size, (batch, length), dtype=np.int32)
     sequences = [TokenSequence(row, np.ones(length, bool)) for row in ids]

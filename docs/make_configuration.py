@@ -7,8 +7,12 @@ from pathlib import Path
 from rlnumba.config import (
     CriticConfig,
     DataConfig,
+    DPOConfig,
     EngineConfig,
+    EvalConfig,
     GRPOConfig,
+    KTOConfig,
+    LoraConfig,
     PPOConfig,
     RewardConfig,
     RewardsConfig,
@@ -17,6 +21,7 @@ from rlnumba.config import (
     SFTConfig,
     TrainConfig,
 )
+from rlnumba.config.dpo import PreferenceConfig
 from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.rollout import GroupConfig, SamplingConfig
@@ -59,6 +64,9 @@ file. An error lists the columns found.
 | `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
 | `question`, alone or with an answer column (DeepMath) | GRPO |
 | `text` | SFT on the whole text |
+| `prompt`, `chosen`, `rejected` (strings or message lists), optionally `tools` | DPO; KTO on each side alone |
+| `chosen`, `rejected` (both strings or both message lists) | the same; their common beginning is the prompt |
+| `prompt`, `completion` (strings or message lists), `label` (true or false), optionally `tools` | KTO |
 | `chosen`, `rejected`, optionally `prompt` and `margin` (strings or message lists) | reward |
 
 `data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
@@ -77,7 +85,12 @@ TRL's names:
 | `num_tokens`, `epoch` | tokens so far (GRPO, RLOO, PPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
-| `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
+| `eval_...` | the same on `data.eval`; GRPO also `eval_avg@n` and `eval_pass@k` (docs/running.md) |
+| `mean_token_accuracy` | SFT, DPO, KTO: share of the trained tokens (but rejected ones) that were the argmax |
+| `rewards/chosen`, `rewards/rejected` | DPO, KTO: mean of `beta` x (log-prob less the reference's) of a completion |
+| `rewards/margins`, `rewards/accuracies` | the former less the latter; DPO: share of the pairs where it is above 0 |
+| `logps/chosen`, `logps/rejected` | DPO, KTO: mean log-prob of a completion, nats |
+| `logits/chosen`, `logits/rejected` | DPO, KTO: mean over positions and vocabulary of the logits |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
@@ -134,18 +147,19 @@ def _shown_limits(metadata):
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
-    blocks = [("Above all sections", Run), ("[data]", DataConfig), ("[rewards]: grpo, rloo, ppo", RewardsConfig)]
+    blocks = [("Above all sections", Run), ("[data]", DataConfig)]
+    blocks += [("[rewards]: grpo, rloo, ppo", RewardsConfig), ("[eval]: grpo, rloo, ppo", EvalConfig)]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig)]
     blocks += [("[train]: grpo, rloo, ppo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
     blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
     blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
-    blocks += [("[train]: reward", RewardConfig)]
-    blocks += [("[engine]", EngineConfig)]
+    blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
+    blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
         # Keys of a block above are not repeated, unless their default or meaning is another here.
-        shared = (TrainConfig, SamplingConfig, GroupConfig)
+        shared = (TrainConfig, SamplingConfig, GroupConfig, PreferenceConfig)
         inherited = {name for base in shared if base in section_class.__mro__[1:] for name in keys_of(base)}
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:

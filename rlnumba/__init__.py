@@ -7,9 +7,10 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
-_ALGORITHMS = ("GRPO", "PPO", "RLOO", "SFT")
+_ALGORITHMS = ("DPO", "GRPO", "KTO", "PPO", "RLOO", "Reward", "SFT")
 _TRAINERS = [f"{name}{kind}" for name in _ALGORITHMS for kind in ("Config", "Trainer")]
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+_MODULES["LoraConfig"] = "rlnumba.config"
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 __all__ = list(_MODULES)
 

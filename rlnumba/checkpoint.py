@@ -6,7 +6,8 @@
         trainer_state.json                             everything else, and the sha256 of every other file
 
 A checkpoint is written to a hidden folder, flushed to the disk, and renamed as a whole, so that a process killed at
-any moment leaves the earlier checkpoints and at most one hidden folder, which the next save removes.
+any moment leaves the earlier checkpoints and at most one hidden folder, which the next save removes. `Saver` does so in
+a thread, from a copy of the weights, while training goes on.
 """
 
 import hashlib
@@ -15,13 +16,14 @@ import os
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
-from rlnumba.model.transformer import save_model
+from rlnumba.model.transformer import host_copy, save_model
 from rlnumba.model.weights import open_tensors, write_json, write_tensors
 
 STATE = "trainer_state.json"
@@ -30,34 +32,89 @@ ARRAYS = "trainer_state.safetensors"
 ARRAY_KEY = "__array__"
 
 
+class CheckpointError(UserError):
+    """A checkpoint that could not be written; the earlier ones are whole."""
+
+
+class Saver:
+    """Writes checkpoints of one run in the background, one at a time, from copies on the host."""
+
+    def __init__(self, output_dir):
+        self.output_dir = output_dir
+        self._thread = self._error = None
+
+    def save(self, step, model, tokenizer, trainer_state, keep_last=None):
+        """Wait for the checkpoint before, copy the model, and begin to write what `save` writes.
+
+        trainer_state: of arrays that do not change any more. Raises CheckpointError if the one before has failed.
+        """
+        self.wait()
+        copied = host_copy(model)
+
+        def write():
+            try:
+                save(self.output_dir, step, copied, tokenizer, trainer_state, keep_last)
+            except BaseException as error:  # raised again in the thread that trains
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint")
+        self._thread.start()
+
+    def check(self):
+        """Raise the error of a checkpoint that has failed so far."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self):
+        """Return when the last checkpoint is on the disk. Raises CheckpointError if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+
 def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None):
     """Write output_dir/checkpoints/step-N, with the weights in the model's dtype, and return its path.
 
     trainer_state: nested dicts (keys str) and lists of JSON values and NumPy arrays; arrays come back bit for bit.
-    keep_last: afterwards, remove all but this number of the newest.
+    None: the model alone, which cannot be resumed from. keep_last: afterwards, remove all but this number of the
+    newest. Raises CheckpointError if it cannot be written, as on a full disk; what was there before stays.
     """
     root = Path(output_dir) / "checkpoints"
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(".step-*"):
-        shutil.rmtree(leftover)
     partial, folder = root / f".step-{step}.partial", root / f"step-{step}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.glob(".step-*"):
+            shutil.rmtree(leftover)
+        _write(partial, step, model, tokenizer, trainer_state)
+        if folder.exists():
+            os.rename(folder, root / f".step-{step}.replaced")
+        os.rename(partial, folder)
+        _flush(root)
+        shutil.rmtree(root / f".step-{step}.replaced", ignore_errors=True)
+        if keep_last is not None:
+            for old in existing(output_dir)[keep_last:]:
+                shutil.rmtree(old)
+    except (OSError, UserError) as error:
+        # Gives its part of a full disk back.
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = error if isinstance(error, UserError) else error.strerror
+        raise CheckpointError(f"{folder}: the checkpoint cannot be written: {reason}") from error
+    return folder
+
+
+def _write(partial, step, model, tokenizer, trainer_state):
+    """Write the files of a checkpoint to the folder `partial` and flush them to the disk."""
     save_model(model, partial, tokenizer)
     arrays = {}
     body = {"step": step, "state": _separate(trainer_state, "", arrays)}
-    write_tensors(partial / ARRAYS, arrays)
+    if trainer_state is not None:
+        write_tensors(partial / ARRAYS, arrays)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     body["sha256"] = {str(path.relative_to(partial)): _hash(path, flush=True) for path in files}
     write_json(partial / STATE, {"digest": _hash_json(body), **body})
     _flush(partial)
-    if folder.exists():
-        os.rename(folder, root / f".step-{step}.replaced")
-    os.rename(partial, folder)
-    _flush(root)
-    shutil.rmtree(root / f".step-{step}.replaced", ignore_errors=True)
-    if keep_last is not None:
-        for old in existing(output_dir)[keep_last:]:
-            shutil.rmtree(old)
-    return folder
 
 
 def existing(output_dir):
@@ -111,8 +168,13 @@ def verify(folder):
 
 
 def load(folder):
-    """(step, trainer_state) of a checkpoint folder, which is also the model's. Raises UserError for a damaged one."""
+    """(step, trainer_state) of a checkpoint folder, which is also the model's.
+
+    Raises UserError for a damaged one, and for one that holds the model alone.
+    """
     body = _body(Path(folder))
+    if body["state"] is None:
+        raise UserError(f"{folder}: holds the model alone (train.save_only_model), so no run can be resumed from it")
     return body["step"], _join(body["state"], open_tensors(Path(folder) / ARRAYS))
 
 

@@ -1,9 +1,10 @@
 """The command line: `rlnumba [--device auto|cuda|sim|cpu] [--gemm auto|native|cublas] [--debug] COMMAND ...`.
 
 Exit codes: 0 success; 1 a failure; 2 a wrong option, key or value; 128 + n for signal n, as in a shell (130 Ctrl-C,
-143 SIGTERM). A failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go
-to the files named, progress to stderr. All input of a command is validated before the model's weights are read. Slow
-imports are inside the commands, so that --help and a wrong option are answered at once.
+143 SIGTERM); a trainer first writes a checkpoint of its last complete step, and a second signal ends it at once. A
+failure is one line on stderr, `rlnumba: ...`, without a traceback unless --debug is given. Results go to the files
+named, progress to stderr. All input of a command is validated before the model's weights are read. Slow imports are
+inside the commands, so that --help and a wrong option are answered at once.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -20,53 +20,35 @@ from pathlib import Path
 import click
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(min=0, min_open=True, max=1)
 PENALTY = click.FloatRange(min=-2, max=2)
 # Options of several commands.
-MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id.")
+MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id, of a model or a PEFT adapter.")
+BASE = click.option("--base", help="Of an adapter; default: its base_model_name_or_path.")
 DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 
-# The signal that ends the command, once one has arrived, and the exception that it raised.
-_signal = _signal_error = None
+# The exception that a signal raised.
+_signal_error = None
 
 
 def main(arguments=None):
     """Runs the command line and exits the process."""
     if sys.stderr is None:  # closed by the parent process
         sys.stderr = open(os.devnull, "w")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _on_signal)
-    sys.unraisablehook = _unraisable
+    signals.install()
     code = run(sys.argv[1:] if arguments is None else arguments)
-    if _signal is not None:
+    if signals.received() is not None:
         # Code that the signal interrupted, such as the compiler, may crash while Python is finalized.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, AttributeError):
                 stream.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _on_signal(number, frame):
-    """Unwinds the command, so that it leaves no half-written file."""
-    global _signal
-    _signal = signal.Signals(number)
-    raise KeyboardInterrupt
-
-
-def _unraisable(unraisable):
-    """sys.unraisablehook: a signal that arrived in a callback of the compiler, where it is lost, is sent again."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        # After a delay: an exception raised from here would be lost as well.
-        threading.Timer(0.05, os.kill, (os.getpid(), _signal)).start()
-    elif _signal is None:
-        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments):
@@ -101,11 +83,12 @@ def run(arguments):
 
 def _fail(error, message, code, arguments):
     global _signal_error
-    if _signal is not None:
+    number = signals.received()
+    if number is not None:
         # Keeps the frames of the traceback alive: freeing the compiler's objects may crash.
         _signal_error = error
-        message = "interrupted" if _signal == signal.SIGINT else f"ended by {_signal.name}"
-        code = 128 + _signal
+        message = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+        code = 128 + number
     if "--debug" in arguments:
         traceback.print_exception(error)
     clear = "\r\033[K" if sys.stderr.isatty() else ""  # erases a progress line
@@ -172,14 +155,19 @@ class _Progress:
         click.echo(f"\r\033[K{text}" if self.live else text, err=True)
 
 
-def _open(model):
-    """(folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, which are read last."""
-    from rlnumba.model.config import ModelConfig
-    from rlnumba.model.tokenizer import Tokenizer
-    from rlnumba.model.transformer import find_model
+def _open(model, base):
+    """(folder, base folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, read last.
 
-    folder = find_model(model)
-    return folder, ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+    base: of an adapter, and None of a model, as load_model takes it.
+    """
+    from rlnumba.model.tokenizer import Tokenizer
+    from rlnumba.model.transformer import find_base, read_config
+
+    folder, adapter = find_base(model, base)
+    config = read_config(folder, adapter)
+    if adapter is None:
+        return folder, None, config, Tokenizer.from_folder(folder)
+    return adapter, folder, config, Tokenizer.from_folder(adapter) or Tokenizer.from_folder(folder)
 
 
 def _read_rows(path, column, completion=False):
@@ -231,6 +219,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 
 @cli.command()
 @MODEL
+@BASE
 @click.option("--prompts", required=True, help='JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.')
 @click.option("--output", required=True, help="JSONL, a line for each prompt in the same order.")
 @click.option("--max-tokens", type=POSITIVE, default=128, help="Most tokens of a completion.")
@@ -253,7 +242,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
 @click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
-def generate(model, prompts, output, dtype, **options):
+def generate(model, base, prompts, output, dtype, **options):
     """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
     "finish_reason"}]}, a line for each prompt.
 
@@ -275,14 +264,14 @@ def generate(model, prompts, output, dtype, **options):
         from rlnumba.engine.llm import LLM
         from rlnumba.model.transformer import load_model
 
-        folder, config, tokenizer = _open(model)
+        folder, base, config, tokenizer = _open(model, base)
         limit = longest_sequence(config, engine)
 
         def encode(row):
             return encode_prompt(tokenizer, row["prompt"])
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
-        llm = LLM(load_model(folder, dtype), tokenizer, engine)
+        llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
         progress = _Progress()
         try:
             outputs = llm.generate(ids, params, progress.generated)
@@ -298,16 +287,19 @@ def generate(model, prompts, output, dtype, **options):
 
 @cli.command()
 @MODEL
+@BASE
 @click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
-def score(model, source, output, dtype, temperature):
-    """Compute the log-prob of every token given those before it, with the training forward.
+def score(model, base, source, output, dtype, temperature):
+    """Compute the log-prob of every token given those before it, with the training forward; or a reward model's score.
 
-    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null.
+    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null. With a model that `rlnumba
+    reward` trained, or another for sequence classification, it writes {"token_ids", "score"}; EOS is then appended to
+    a text that lacks it, as in training.
     """
-    from rlnumba.data import encode_pair
+    from rlnumba.data import encode_pair, encode_scored
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
@@ -315,20 +307,32 @@ def score(model, source, output, dtype, temperature):
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     with replacing(output) as file:
         rows = _read_rows(source, "token_ids", completion=True)
+        from rlnumba.model.config import LM_HEAD, SCORE_HEAD
         from rlnumba.model.transformer import load_model
 
-        folder, config, tokenizer = _open(model)
+        folder, base, config, tokenizer = _open(model, base)
+        classifies = config.heads == SCORE_HEAD
+        if classifies and temperature != 1.0:
+            raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
 
         def encode(row):
+            if classifies:
+                return encode_scored(tokenizer, row["prompt"], row["completion"], config.eos_token_ids)
             return encode_pair(tokenizer, row["prompt"], row["completion"])[0]
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
-        transformer = load_model(folder, dtype)
+        transformer = load_model(folder, dtype, SCORE_HEAD if classifies else LM_HEAD, base=base)
         progress = _Progress()
-        scored = _score_all(transformer, sequences, temperature or 1.0, progress)
-        for ids, logprobs in zip(sequences, scored, strict=True):
-            file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
+        if classifies:
+            from rlnumba.model.sequence_score import score_sequences
+
+            for ids, value in zip(sequences, score_sequences(transformer, sequences).tolist(), strict=True):
+                file.write(to_line({"token_ids": ids, "score": value}))
+        else:
+            scored = _score_all(transformer, sequences, temperature or 1.0, progress)
+            for ids, logprobs in zip(sequences, scored, strict=True):
+                file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
@@ -378,8 +382,11 @@ def _trainer(kind, purpose, files):
             click.echo(to_toml(run), nl=False)
             return
         _log_device()
+        from rlnumba.trainers.plan import advise
+
         train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-        train(run, resume_step or resume)
+        with advise(kind, run):
+            train(run, resume_step or resume)
 
 
 SFT = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
@@ -390,8 +397,36 @@ RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
 _trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
 PPO = "Reinforcement learning with Proximal Policy Optimization and a critic."
 _trainer("ppo", PPO, "metrics.jsonl, completions.jsonl")
+DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
+_trainer("dpo", DPO, "metrics.jsonl")
+KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
+_trainer("kto", KTO, "metrics.jsonl")
 REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
 _trainer("reward", REWARD, "metrics.jsonl")
+
+
+@cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option("--config", required=True, multiple=True, help="A run file of grpo; of several, later ones win.")
+@click.option("--model", help="Folder of a model or adapter, or hub id. Default: the run's model.")
+@click.option("--output", help="Folder for metrics.json and completions.jsonl. Default: none is written.")
+@DTYPE
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+def evaluate(config, model, output, dtype, overrides):
+    """Evaluate a model on a run's data.eval: its rewards, avg@k and pass@k, with the sampling of [eval].
+
+    Prints a line for each metric.
+    """
+    from rlnumba.config import load_run
+
+    run = load_run("grpo", config, parse_overrides(overrides))
+    _log_device()
+    from rlnumba.trainers.eval import run_eval
+
+    progress = _Progress()
+    found = run_eval(run, model, output, dtype, progress)
+    progress.end(f"evaluated in {time.monotonic() - progress.started:.1f} s")
+    for name, value in found.items():
+        click.echo(f"{name:<40} {value:.6g}")
 
 
 def parse_overrides(arguments):
@@ -418,11 +453,12 @@ def parse_overrides(arguments):
 
 @cli.command()
 @MODEL
+@BASE
 @DTYPE
 @click.option("--temperature", type=ABOVE_0, default=1.0, help="Divides the logits.")
 @click.option("--max-tokens", type=POSITIVE, default=48, help="Most tokens of a completion.")
 @SEED
-def check(model, dtype, temperature, max_tokens, seed):
+def check(model, base, dtype, temperature, max_tokens, seed):
     """Compare rollout log-probs with training log-probs of a model, and name the first operator that differs.
 
     The exit code is 1 if they differ where they must be equal bit for bit: everywhere except with --gemm cublas.
@@ -432,7 +468,7 @@ def check(model, dtype, temperature, max_tokens, seed):
     from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.model.transformer import load_model
 
-    transformer = load_model(model, dtype)
+    transformer = load_model(model, dtype, base=base)
     progress = _Progress()
     found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
     progress.end(f"checked in {time.monotonic() - progress.started:.1f} s")
@@ -443,6 +479,76 @@ def check(model, dtype, temperature, max_tokens, seed):
     click.echo(f"GEMM backend               {gemm.describe(transformer.dtype)}")
     if found.operator and gemm.backend() != "cublas":
         raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
+
+
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="--config RUN.toml [OPTIONS]",
+)
+@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
+@click.option(
+    "--trainer", help="Whose file it is. Default: the first of sft, grpo, ... that reads it without an error."
+)
+@click.option("--gpu-memory", type=ABOVE_0, metavar="GIB", help="Plan for a GPU of this size. Default: this machine's.")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+def plan(config, trainer, gpu_memory, overrides):
+    """Print the memory that a run will take, by region, and which switch would save how much.
+
+    Reads config.json, the tokenizer and the data, and loads no weights; every key of the file is also an option.
+    """
+    from rlnumba.trainers.plan import Planner, describe
+
+    kind, run = run_of_any_trainer(config, trainer, parse_overrides(overrides))
+    on_gpu = gpu_memory is not None or device.name() == "cuda"
+    total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
+    planner = Planner(kind, run, on_gpu, total)
+    found = planner.plan()
+    click.echo(f"{kind} of {run.model} on {'a GPU' if on_gpu else 'the cpu device'}")
+    click.echo("\n".join(describe(planner, found)))
+
+
+def run_of_any_trainer(config, trainer, overrides):
+    """(trainer, Run) of the trainer named, or of the first that reads the files; if none does, the last ConfigError."""
+    from rlnumba.config import load_run
+    from rlnumba.config.runs import RUNS
+
+    if trainer is not None and trainer not in RUNS:
+        raise ConfigError(f"--trainer: must be one of {', '.join(RUNS)}, got {trainer!r}")
+    problem = None
+    for kind in RUNS if trainer is None else (trainer,):
+        try:
+            return kind, load_run(kind, config, overrides)
+        except ConfigError as error:
+            problem = error
+    raise problem
+
+
+@cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id of the base.")
+@click.option("--adapter", required=True, help="PEFT adapter folder or hub id.")
+@click.option("--output", required=True, help="Folder of the merged model, written.")
+@click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Of the merged model; default: the base's.")
+def merge(model, adapter, output, dtype):
+    """Add an adapter to the weights of its base, in float32, and write the result as a model of its own."""
+    _log_device()
+    from rlnumba.model.lora import is_adapter
+    from rlnumba.model.lora import merge as merge_weights
+    from rlnumba.model.transformer import find_model, load_model, save_model
+    from rlnumba.reporting.files import make_folder
+
+    folder, adapter_folder = find_model(model), find_model(adapter)
+    if is_adapter(folder):
+        raise UserError(f"--model: {folder} is an adapter folder; it must be the base's")
+    if not is_adapter(adapter_folder):
+        raise UserError(f"--adapter: {adapter_folder} has no adapter_config.json, or is a model")
+    if Path(output).resolve() in (folder.resolve(), adapter_folder.resolve()):
+        raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
+    make_folder(output)
+    _, _, config, tokenizer = _open(adapter, model)
+    transformer = load_model(adapter_folder, "float32", config.heads, base=folder)
+    merge_weights(transformer.weights, transformer.adapter)
+    save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
+    click.echo(f"{adapter_folder} merged into {folder} -> {output}", err=True)
 
 
 @cli.command()

@@ -1,13 +1,17 @@
+import errno
 import json
 import os
 import pathlib
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from rlnumba import checkpoint
 from rlnumba.errors import UserError
+from rlnumba.model import weights
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -213,3 +217,66 @@ def test_two_arrays_of_one_name_are_refused(model, tmp_path):
     state = {"a": {"b": np.zeros(1)}, "a.b": np.zeros(1)}
     with pytest.raises(ValueError, match="two arrays of trainer_state are called a.b"):
         checkpoint.save(tmp_path, 1, model, None, state)
+
+
+def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(tmp_path, monkeypatch):
+    """What the weights become after `save` has returned is not in it, and the next save waits for it."""
+    model, write, begun, go_on = load_model(GOLDEN / "models" / "llama3", "float32"), checkpoint._write, [], [False]
+
+    def slowly(partial, step, *arguments):
+        begun.append(step)
+        while not go_on[0]:
+            time.sleep(0.01)
+        write(partial, step, *arguments)
+
+    monkeypatch.setattr(checkpoint, "_write", slowly)
+    before = np.array(device.to_host(model.weights.flat))
+    saver = checkpoint.Saver(tmp_path)
+    saver.save(1, model, None, {"a": np.ones(3)})
+    model.weights.flat[...] = 0
+    saver.check()
+    assert checkpoint.existing(tmp_path) == []
+    timer = threading.Timer(0.3, go_on.__setitem__, (0, True))
+    timer.start()
+    saver.save(2, model, None, {"a": np.ones(3)})
+    assert not timer.is_alive() and [path.name for path in checkpoint.existing(tmp_path)][-1] == "step-1"
+    saver.wait()
+    assert begun == [1, 2]
+    assert_same_bits(load_model(tmp_path / "checkpoints" / "step-1", "float32").weights.flat, before)
+    assert not load_model(tmp_path / "checkpoints" / "step-2", "float32").weights.flat.any()
+    saver.wait()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer_state.safetensors", "trainer_state.json"])
+def test_a_full_disk_leaves_the_last_checkpoint(model, tmp_path, monkeypatch, file):
+    """The error of the thread that writes is raised in the one that trains, at the next look."""
+    saver, function = checkpoint.Saver(tmp_path), "write_json" if file.endswith("json") else "write_tensors"
+    saver.save(1, model, None, state_of(1))
+    saver.wait()
+    for module in (checkpoint, weights):
+        write = getattr(module, function)
+
+        def full(path, *arguments, write=write):
+            if path.name == file:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(path, *arguments)
+
+        monkeypatch.setattr(module, function, full)
+    saver.save(2, model, None, state_of(2))
+    message = f"{tmp_path / 'checkpoints' / 'step-2'}: the checkpoint cannot be written: No space left on device"
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        for _ in range(1000):
+            saver.check()
+            time.sleep(0.01)
+    assert str(caught.value) == message
+    assert os.listdir(tmp_path / "checkpoints") == ["step-1"]
+    assert checkpoint.load(checkpoint.latest_readable(tmp_path))[1]["optimizer"]["count"] == 1
+
+
+def test_the_model_alone(model, tmp_path):
+    folder = checkpoint.save(tmp_path, 1, model, None, None)
+    checkpoint.verify(folder)
+    assert not (folder / "trainer_state.safetensors").exists()
+    assert_same_bits(load_model(folder, "float32").weights.flat, model.weights.flat)
+    with pytest.raises(UserError, match=r"step-1: holds the model alone \(train.save_only_model\), so no run can be"):
+        checkpoint.load(folder)

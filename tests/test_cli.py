@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from rlnumba import cli
 from rlnumba.model import transformer
+from rlnumba.model.sequence_score import score_sequences
+from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.runtime import device
 
 MODEL = str(Path(__file__).parent / "golden" / "tiny-qwen3")
@@ -134,6 +136,32 @@ def test_score_of_text_does_not_append_eos(tmp_path):
     assert ids == {"token_ids": [4], "logprobs": [None]}
 
 
+def test_score_of_a_sequence_classification_model(tmp_path, fails):
+    """One number a line; EOS is appended to text, as in training, and --temperature means nothing."""
+    folder = tmp_path / "judge"
+    model = transformer.load_model(MODEL, None, ("score",), "normal")
+    transformer.save_model(model, folder, Tokenizer.from_folder(MODEL))
+    rows = [{"prompt": "1+", "completion": "1=2."}, {"token_ids": [4, 7]}, {"prompt": "1+", "completion": "1=2.<eos>"}]
+    text, ids, ended = score(tmp_path, rows, model=folder)
+    assert len(text["token_ids"]) == 7 and text["token_ids"][-1] == 1 and ended == text
+    assert ids["token_ids"] == [4, 7]
+    expected = score_sequences(model, [text["token_ids"], ids["token_ids"]]).tolist()
+    assert [text, ids] == [
+        {"token_ids": each["token_ids"], "score": s} for each, s in zip([text, ids], expected, strict=True)
+    ]
+    files = ["--input", write(tmp_path / "in.jsonl", rows), "--output", tmp_path / "out.jsonl"]
+    message = "--temperature does not apply to Qwen3ForSequenceClassification"
+    fails(2, message, "score", "--model", folder, *files, "--temperature", "0.5")
+    prompts = ["--prompts", write(tmp_path / "prompts.jsonl", ROWS), "--output", tmp_path / "out.jsonl"]
+    for command, options in (("generate", prompts), ("check", [])):
+        fails(
+            1, "judge: Qwen3ForSequenceClassification has no language-model head", command, "--model", folder, *options
+        )
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"id2label": {"0": "no", "1": "yes"}}))
+    fails(1, "Qwen3ForSequenceClassification with 2 labels is not supported", "score", "--model", folder, *files)
+
+
 def test_score_takes_whole_sequences_of_at_most_32768_tokens_together(tmp_path, monkeypatch):
     """Its batches, and the forwards that compute them, of 8192 tokens at most, so that memory does not grow."""
     batches, forwards = [], []
@@ -228,7 +256,7 @@ def test_bad_rows_of_score(tmp_path, fails, rows, message):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_generate_stops_where_it_is_told(tmp_path):
+def test_generate_stops_at_ids_and_strings(tmp_path):
     free = generate(tmp_path, ROWS, "--seed", 3, "--ignore-eos", "--max-tokens", 30)[0]["completions"][0]
     options = ("--seed", 3, "--ignore-eos", "--max-tokens", 30)
     token, stop = free["token_ids"][4], free["text"][3:5]
@@ -390,6 +418,22 @@ def run_file(tmp_path):
     return run_file
 
 
+def test_reward_writes_its_files(tmp_path, run_file, fails, capsys):
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no"} for row in TRAIN]
+    data = write(tmp_path / "pairs.jsonl", rows)
+    config = run_file("reward", max_steps=2, per_device_train_batch_size=4, logging_steps=1)
+    options = ["--config", config, "--data.train", data, "--train.head-init", "normal"]
+    assert cli.run(["reward", *options]) == 0
+    folder = tmp_path / "reward"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2"]
+    last = read(folder / "metrics.jsonl")[-1]
+    assert {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"} <= last.keys()
+    assert len(score(tmp_path, [{"prompt": "a", "completion": "b"}], model=folder / "final")) == 1
+    assert cli.run(["reward", *options, "--resume"]) == 0
+    write(tmp_path / "pairs.jsonl", [rows[0], {"prompt": "a"}])
+    fails(1, "pairs.jsonl:2: ", "reward", *options)
+
+
 def test_sft_writes_its_files(tmp_path, run_file, capsys):
     config = run_file("sft", max_steps=2, per_device_train_batch_size=4, logging_steps=1)
     assert cli.run(["sft", "--config", config, "--train.learning-rate", "1e-3", "--seed=7"]) == 0
@@ -403,6 +447,25 @@ def test_sft_writes_its_files(tmp_path, run_file, capsys):
     assert "step 2/2" in capsys.readouterr().err
     # What was written can be run again.
     assert cli.run(["sft", "--config", str(folder / "config.toml"), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_preference_trainers_write_their_files(tmp_path, run_file, fails, kind):
+    rows = [{"prompt": f"what is {i}+1? ", "chosen": f"{i + 1}.", "rejected": "no."} for i in range(8)]
+    config, data = run_file(kind, max_steps=2, per_device_train_batch_size=4), write(tmp_path / "pairs.jsonl", rows)
+    folder, start = tmp_path / kind, [kind, "--config", config, "--data.train"]
+    assert cli.run([*start, str(data), "--data.eval", str(data)]) == 0
+    steps = read(folder / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1, 2]
+    names = {"loss", "grad_norm", "num_tokens", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen"}
+    assert names | {"logits/chosen", "entropy", "learning_rate", "epoch", "step_time"} <= set(steps[0])
+    assert "eval_loss" in steps[1] and ("kl" if kind == "kto" else "rewards/accuracies") in steps[0]
+    assert (folder / "final" / "config.json").exists() and (folder / "curves.png").exists()
+    assert cli.run([*start, str(data), "--resume"]) == 0
+    del rows[2]["rejected"]
+    bad = write(tmp_path / "bad.jsonl", rows)
+    fails(1, "bad.jsonl:3: no 'rejected'; its columns are prompt, chosen", *start, bad)
+    fails(2, "train.loss_type must be one of", *start, data, "--train.loss_type", "none")
 
 
 def test_dry_run_prints_the_resolved_run_and_does_nothing(tmp_path, run_file, capsys):
@@ -516,3 +579,52 @@ def test_streams_that_are_closed_or_full(tmp_path):
         ended = subprocess.run(f"{sys.executable} -m rlnumba {arguments}", shell=True, capture_output=True)
         assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (code, b"", message)
     assert (tmp_path / "out.jsonl").exists()
+
+
+ADAPTER = str(Path(__file__).parent / "golden" / "lora" / "all_linear" / "final")
+TEXT = [{"prompt": "what is 3+4? ", "completion": "3+4=7."}]
+
+
+def test_an_adapter_is_a_model(tmp_path, capsys):
+    """generate, score and check take its folder; the base is named by the file or by --base."""
+    ids = [{"token_ids": c["token_ids"]} for c in score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)]
+    scored = score(tmp_path, ids, "--base", MODEL, model=ADAPTER)[0]["logprobs"]
+    plain = score(tmp_path, ids)[0]["logprobs"]
+    assert scored != plain
+    rows = generate(tmp_path, [{"prompt": "what is 3+4? "}], "--base", MODEL, "--temperature", "0", model=ADAPTER)
+    assert rows[0]["completions"][0]["text"]
+    assert cli.run(["check", "--model", ADAPTER, "--base", MODEL, "--max-tokens", "6"]) == 0
+    assert "first differing operator   none" in capsys.readouterr().out
+
+
+def test_merge(tmp_path, fails):
+    merged = tmp_path / "merged"
+    assert cli.run(["merge", "--model", MODEL, "--adapter", ADAPTER, "--output", str(merged)]) == 0
+    assert not (merged / "adapter_config.json").exists()
+    (adapted,) = score(tmp_path, TEXT, "--base", MODEL, model=ADAPTER)
+    (whole,) = score(tmp_path, TEXT, model=str(merged))
+    np.testing.assert_allclose(whole["logprobs"][1:], adapted["logprobs"][1:], atol=2e-5)
+    half = tmp_path / "half"
+    command = ["merge", "--model", MODEL, "--adapter", ADAPTER, "--output"]
+    assert cli.run([*command, str(half), "--dtype", "bfloat16"]) == 0
+    assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    fails(1, f"{MODEL} is the folder of the base", *command, MODEL)
+    fails(1, f"{ADAPTER} is the folder of the adapter", *command, ADAPTER)
+    fails(1, f"{MODEL} has no adapter_config.json", "merge", "--model", MODEL, "--adapter", MODEL, "--output", half)
+    fails(1, f"{ADAPTER} is an adapter folder", "merge", "--model", ADAPTER, "--adapter", ADAPTER, "--output", half)
+    other = Path(MODEL).parent / "models" / "qwen3_tied"
+    command[2] = str(other)
+    fails(1, "the adapter does not fit its base", *command, tmp_path / "none")
+
+
+def test_adapters_that_cannot_be_opened(tmp_path, fails):
+    prompts, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    command = ["generate", "--prompts", prompts, "--output", output, "--model"]
+    fails(1, "not an adapter folder, so it has no base", *command, MODEL, "--base", MODEL)
+    fails(1, "no such model folder", *command, ADAPTER, "--base", tmp_path / "gone" / "base")
+    lonely = tmp_path / "adapter"
+    lonely.mkdir()
+    (lonely / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    fails(1, "names no base_model_name_or_path", *command, lonely)
+    fails(1, "target_modules must be a string or a list of strings", *command, lonely, "--base", MODEL)
+    assert not output.exists()

@@ -76,12 +76,12 @@ def test_clipping_divides_by_a_little_more_than_the_norm():
     grads.flat[4] = 3e-6
     norm = optimizer.step(0.1)
     assert_close(np.float32(norm), 3e-6, terms=10)
-    assert_close(device.to_host(optimizer.m)[4:5], [(1 - 0.9) * 3e-6 / 4], terms=4)
+    assert_close(device.to_host(optimizer.state["m"])[4:5], [(1 - 0.9) * 3e-6 / 4], terms=4)
     _, grads, optimizer = problem(max_grad_norm=1.0)
     grads.flat[:] = 0
     grads.flat[4] = 0.5
     optimizer.step(0.1)
-    assert_close(device.to_host(optimizer.m)[4:5], [(1 - 0.9) * 0.5], terms=4)
+    assert_close(device.to_host(optimizer.state["m"])[4:5], [(1 - 0.9) * 0.5], terms=4)
 
 
 @pytest.mark.parametrize("dtype, arrays", [("float32", 2), ("bfloat16", 3)])
@@ -152,8 +152,8 @@ def test_master_weights_of_a_16_bit_model():
         optimizer.step(1e-4)
     # Twenty steps of 1e-4 are lost one by one in bfloat16, whose spacing near 1 is 4e-3 to 8e-3.
     start = np.cos(np.arange(10) * 0.9).astype(device.dtype("bfloat16")).astype(np.float64)
-    assert_close(optimizer.master, start - 20e-4, terms=20)
-    master = device.to_host(optimizer.master)
+    assert_close(optimizer.state["master"], start - 20e-4, terms=20)
+    master = device.to_host(optimizer.state["master"])
     assert_same_bits(weights.flat, master.astype(device.dtype("bfloat16")), "rounded weights")
 
 
@@ -166,12 +166,12 @@ def test_wrong_state_is_named():
         optimizer.load_state_dict(state | {"master": np.zeros(10, np.float32)})
     assert str(caught.value) == (
         "optimizer state: expected m, skipped_steps, steps, v, got m, master, skipped_steps, steps, v; "
-        "was it saved with another train.dtype?"
+        "was it saved with another train.dtype or train.master_weights?"
     )
     # Nothing of a state that does not fit is taken over.
     with pytest.raises(UserError, match="v must be"):
         optimizer.load_state_dict(state | {"m": np.ones(10, np.float32), "v": np.zeros(9, np.float32), "steps": 7})
-    assert not device.to_host(optimizer.m).any() and optimizer.steps == 0
+    assert not device.to_host(optimizer.state["m"]).any() and optimizer.steps == 0
 
 
 def test_a_state_is_a_copy_with_its_counters():
@@ -187,6 +187,133 @@ def test_a_state_is_a_copy_with_its_counters():
     _, _, other = problem()
     other.load_state_dict(state)
     assert (other.steps, other.skipped_steps) == (2, 1)
+
+
+KINDS = ["adamw_torch", "adamw_bf16", "adamw_8bit"]
+
+
+def large_problem(dtype="bfloat16", size=1280, **options):
+    """More parameters than one chunk, whose gradients differ from step to step."""
+    start = np.cos(np.arange(size) * 0.9).astype(device.dtype(dtype))
+    weights = Weights(device.asarray(start), size * 3 // 5)
+    grads = Gradients(device.xp().zeros(size, np.float32))
+    return weights, grads, Optimizer(weights, grads, weight_decay=0.1, **options)
+
+
+def run_large(problem, steps):
+    weights, grads, optimizer = problem
+    for step in steps:
+        gradient = np.sin(np.arange(len(weights.flat)) * 1.7 + step) * 0.01
+        grads.flat[...] = device.asarray(gradient.astype(np.float32))
+        optimizer.step(0.01)
+
+
+def state_of(problem):
+    return {**problem[2].state_dict(), "weights": device.to_host(problem[0].flat).copy()}
+
+
+def assert_same_state(first, second):
+    for name, value in state_of(first).items():
+        other = state_of(second)[name]
+        assert_same_bits(value, other, name) if isinstance(value, np.ndarray) else None
+        assert isinstance(value, np.ndarray) or value == other, name
+
+
+@pytest.mark.parametrize("master_weights", [True, False])
+@pytest.mark.parametrize("optim", KINDS)
+def test_every_kind_of_state_resumes_exactly(optim, master_weights):
+    options = {"optim": optim, "master_weights": master_weights, "seed": 3}
+    straight, first, second = (large_problem(**options) for _ in range(3))
+    run_large(straight, range(1, 6))
+    run_large(first, range(1, 3))
+    second[0].flat[...] = first[0].flat
+    second[2].load_state_dict(first[2].state_dict())
+    run_large(second, range(3, 6))
+    assert_same_state(second, straight)
+    if optim == "adamw_bf16" or not master_weights:
+        other = large_problem(**options | {"seed": 4})
+        run_large(other, range(1, 6))
+        assert not np.array_equal(state_of(other)["weights"], state_of(straight)["weights"])
+
+
+@pytest.mark.parametrize("master_weights", [True, False])
+@pytest.mark.parametrize("optim", KINDS)
+def test_streamed_state_gives_the_same_bits(monkeypatch, optim, master_weights):
+    """On the host, in chunks of which the last is shorter, among them one with the end of what decays."""
+    options = {"optim": optim, "master_weights": master_weights}
+    straight = large_problem(**options)
+    monkeypatch.setattr("rlnumba.optim.CHUNK", 512)
+    streamed, resumed = large_problem(**options, offload=True), large_problem(**options, offload=True)
+    run_large(straight, range(1, 3))
+    run_large(streamed, range(1, 3))
+    assert all(isinstance(array, np.ndarray) for array in streamed[2].state.values())
+    resumed[0].flat[...] = streamed[0].flat
+    resumed[2].load_state_dict(streamed[2].state_dict())
+    for problem in (straight, streamed, resumed):
+        run_large(problem, range(3, 5))
+    assert_same_state(streamed, straight)
+    assert_same_state(resumed, straight)
+
+
+@pytest.mark.parametrize("optim, tolerance", [("adamw_bf16", 0.01), ("adamw_8bit", 0.02)])
+def test_short_moments_follow_float32_ones(optim, tolerance):
+    """On a quadratic bowl of directions whose curvatures differ, the path stays close to that of float32 moments."""
+
+    def path(optim):
+        size = 512
+        weights = Weights(device.asarray(np.linspace(-1, 1, size).astype(np.float32)), 0)
+        grads = Gradients(device.xp().zeros(size, np.float32))
+        optimizer = Optimizer(weights, grads, optim=optim, max_grad_norm=0)
+        curvature, noise = np.geomspace(0.1, 10, size), np.random.default_rng(0)
+        for _ in range(150):
+            x = device.to_host(weights.flat)
+            gradient = curvature * (x + 0.1 * noise.standard_normal(size))
+            grads.flat[...] = device.asarray(gradient.astype(np.float32))
+            optimizer.step(0.01)
+        return device.to_host(weights.flat).astype(np.float64)
+
+    expected = path("adamw_torch")
+    assert np.sqrt(np.mean(expected**2)) < 0.25
+    assert np.sqrt(np.mean((path(optim) - expected) ** 2)) < tolerance
+
+
+def test_weights_without_a_master_take_small_steps_on_average():
+    """Steps of 1/40 of bfloat16's spacing: rounding to nearest would never move, stochastic rounding does."""
+    size = 4096
+    weights = Weights(device.asarray(np.ones(size, device.dtype("bfloat16"))), 0)
+    grads = Gradients(device.asarray(np.ones(size, np.float32)))
+    optimizer = Optimizer(weights, grads, master_weights=False, max_grad_norm=0)
+    for _ in range(20):
+        optimizer.step(1e-4)
+    moved = 1 - device.to_host(weights.flat).astype(np.float64)
+    # Below 1 the spacing is 2^-8: a step of 1e-4 is taken with a probability of 0.0256.
+    assert abs(moved.mean() - 20e-4) < 4 * np.sqrt(20 * 0.0256) * 2.0**-8 / np.sqrt(size)
+
+
+def test_state_of_another_kind_is_refused():
+    state = large_problem(optim="adamw_8bit")[2].state_dict()
+    with pytest.raises(UserError) as caught:
+        large_problem()[2].load_state_dict(state)
+    assert str(caught.value) == (
+        "optimizer state: saved with train.optim = 'adamw_8bit', and this run has 'adamw_torch'"
+    )
+    with pytest.raises(UserError, match="expected m, skipped_steps, steps, v, got m, master, .* train.master_weights"):
+        large_problem(master_weights=False)[2].load_state_dict(large_problem()[2].state_dict())
+
+
+def test_a_float16_model_needs_a_master():
+    with pytest.raises(
+        ConfigError, match="train.master_weights = false needs bfloat16 or float32 weights, got float16"
+    ):
+        large_problem("float16", master_weights=False)
+    with pytest.raises(ConfigError, match="train.master_weights = false needs"):
+        TrainConfig(dtype="float16", master_weights=False)
+
+
+@pytest.mark.parametrize("optim, offload, expected", [("adamw_bf16", False, 8), ("adamw_8bit", False, 6 + 2 / 64)])
+def test_state_is_as_small_as_the_table_says(optim, offload, expected):
+    optimizer = large_problem(optim=optim, offload=offload)[2]
+    assert sum(array.nbytes for array in optimizer.state.values()) == expected * 1280
 
 
 # transformers 5.23, get_scheduler(name, lr=2): steps 0 to total_steps.

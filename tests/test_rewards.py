@@ -82,8 +82,10 @@ def test_async_functions_wait_together():
         await asyncio.sleep(0.2)
         return [0.0] * len(completions)
 
+    rewards = Rewards([slow_length, other, slow_length, length])
+    rewards.score(PROMPTS, TEXTS, IDS, {})  # starts the worker processes
     started = time.monotonic()
-    values = score(slow_length, other, slow_length, length).values
+    values = rewards.score(PROMPTS, TEXTS, IDS, {}).values
     assert time.monotonic() - started < 0.39
     assert values.tolist() == [[10, 0, 10, 1], [20, 0, 20, 2], [30, 0, 30, 3]]
 
@@ -110,16 +112,16 @@ def test_async_functions_have_one_loop_for_the_whole_run():
         assert rewards.score(PROMPTS, TEXTS, IDS, {}).errors["blocks_for_ever"] == 3
 
 
-def test_async_functions_that_cannot_be_called_fail_together():
-    """Arguments are bound before any of them runs; the loop is replaced, and the next batch is scored."""
+def test_an_async_function_that_cannot_be_called_fails_alone():
+    """And the next batch is scored."""
 
     async def needs_answer(completions, answer):
         return [float(a) for a in answer]
 
     rewards = Rewards([needs_answer, length, slow_length], errors="skip")
     scores = rewards.score(PROMPTS, TEXTS, IDS, {})
-    assert scores.errors == {"needs_answer": 3, "slow_length": 3}
-    np.testing.assert_array_equal(scores.values, [[np.nan, n, np.nan] for n in (1, 2, 3)])
+    assert scores.errors == {"needs_answer": 3}
+    np.testing.assert_array_equal(scores.values, [[np.nan, n, 10 * n] for n in (1, 2, 3)])
     assert rewards.score(PROMPTS, TEXTS, IDS, {"answer": [7, 8, 9]}).values.tolist() == [
         [7, 1, 10],
         [8, 2, 20],

@@ -1,12 +1,15 @@
 """A run's keys: `schema` has those of all trainers, a module of a trainer's name its own; `reading` makes a Run of TOML
 files and command-line overrides, `writing` TOML."""
 
+from rlnumba.config.dpo import DPOConfig, DPORun, PreferenceLossConfig
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
 from rlnumba.config.keys import key
+from rlnumba.config.kto import KTOConfig, KTOLossConfig, KTORun
+from rlnumba.config.lora import LoraConfig
 from rlnumba.config.ppo import CriticConfig, PPOConfig, PPORun
 from rlnumba.config.reading import load_run
 from rlnumba.config.reward import RewardConfig, RewardRun
 from rlnumba.config.rloo import RLOOConfig, RLOORun
-from rlnumba.config.schema import DataConfig, EngineConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import DataConfig, EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.config.sft import SFTConfig, SFTRun
 from rlnumba.config.writing import to_toml

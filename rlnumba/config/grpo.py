@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
 from rlnumba.config.rollout import GroupConfig
-from rlnumba.config.schema import RewardsConfig, Run
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
 from rlnumba.errors import ConfigError
 
 
@@ -121,6 +121,7 @@ class GRPORun(Run):
     """A file of `rlnumba grpo`."""
 
     rewards: RewardsConfig
+    eval: EvalConfig = EvalConfig()
     train: GRPOConfig = GRPOConfig()
 
     def __post_init__(self):

@@ -24,7 +24,8 @@ REQUIRED = MISSING
 def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
-    limits: those of LIMITS, `choices` (tuple), `nonempty` (bool), `words` (dict of other spellings, in lower case).
+    limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
+    spellings, in lower case), `single` (bool: one string stands for a list of it).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -34,6 +35,8 @@ def key(default, doc, **limits):
 
 def range_problem(metadata, value):
     """The limit that a value violates, as the end of a sentence: str, or None."""
+    if isinstance(value, list) and "choices" in metadata:
+        return next((problem for each in value if (problem := range_problem(metadata, each))), None)
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:
@@ -57,18 +60,25 @@ class Section:
                 raise ConfigError(f"{self.section}.{f.name} {problem}")
 
 
-def _is_section(f):
-    return isinstance(f.type, type) and issubclass(f.type, Section)
+def _section_class(f):
+    """The dataclass of a Run's field that is a section, which may be left out where None is allowed, or None."""
+    kind = split_optional(f.type)[0]
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def sections_of(run_class):
     """{section name: dataclass}, with "" for the keys above all sections: dict."""
-    return {"": run_class} | {f.name: f.type for f in fields(run_class) if _is_section(f)}
+    return {"": run_class} | {f.name: kind for f in fields(run_class) if (kind := _section_class(f))}
+
+
+def optional_sections_of(run_class):
+    """The names of the sections that are None unless a file or an option has them: set."""
+    return {f.name for f in fields(run_class) if _section_class(f) and split_optional(f.type)[1]}
 
 
 def keys_of(section_class):
     """{name: dataclass field} of the keys of one section: dict."""
-    return {f.name: f for f in fields(section_class) if not _is_section(f)}
+    return {f.name: f for f in fields(section_class) if not _section_class(f)}
 
 
 def split_optional(hint):

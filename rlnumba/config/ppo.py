@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
 from rlnumba.config.rollout import SamplingConfig
-from rlnumba.config.schema import RewardsConfig, Run
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
 from rlnumba.errors import ConfigError
 
 
@@ -16,9 +16,9 @@ class PPOConfig(SamplingConfig):
     which num_ppo_epochs x num_mini_batches optimizer steps are taken.
     """
 
-    # Not keys: a prompt has one completion, and the reference stands still.
+    # Not keys: a prompt has one completion, the reference stands still, and old log-probs are of all logits.
     num_generations = num_iterations = 1
-    sync_ref_model = False
+    sync_ref_model = sampling_mask_replay = False
     # Of an error for too few prompts.
     prompts_key = "train.per_device_train_batch_size x gradient_accumulation_steps"
 
@@ -114,6 +114,7 @@ class PPORun(Run):
 
     rewards: RewardsConfig
     train: PPOConfig = PPOConfig()
+    eval: EvalConfig = EvalConfig()
     critic: CriticConfig = CriticConfig()
 
     def __post_init__(self):

@@ -10,7 +10,7 @@ import tomllib
 import typing
 from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, keys_of, range_problem, sections_of, split_optional
+from rlnumba.config.keys import REQUIRED, keys_of, optional_sections_of, range_problem, sections_of, split_optional
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
 
@@ -34,6 +34,7 @@ ALIASES = {
     ("train", "num_gens"): ("train", "num_generations"),
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
+    ("train", "optimizer_offload"): ("train", "offload_optimizer"),
 }
 # batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
 SEQUENCES = ("train", "per_device_train_batch_size")
@@ -117,6 +118,8 @@ class _Values:
         self.sections = sections_of(RUNS[kind])
         self.keys = {name: keys_of(section) for name, section in self.sections.items()}
         self.given = {name: {} for name in self.sections}
+        # Optional sections that a file or an option has.
+        self.present = set()
 
     def set(self, section, name, value, convert, where, seen):
         """Sets one key. `where` starts the message of an error; `seen` holds the keys that this source has set."""
@@ -128,12 +131,15 @@ class _Values:
         if (section, name) in seen:
             raise ConfigError(f"{where}{shown} is given twice, as {seen[section, name]} and {typed}")
         seen[section, name] = typed
+        self.present.add(section)
         metadata = self.keys[section][name].metadata
         hint, optional = split_optional(self.keys[section][name].type)
         if optional and value in ("None", "none", "null"):
             self.given[section][name] = None
             return
         value = metadata.get("words", {}).get(str(value).lower(), value)
+        if "single" in metadata and convert is from_toml and isinstance(value, str):
+            value = [value]
         try:
             value = convert(value, hint)
         except ValueError as error:
@@ -162,6 +168,7 @@ class _Values:
             if name in self.sections and name:
                 if not isinstance(value, dict):
                     raise ConfigError(f"{path}: [{name}] must be a table, got {value!r}")
+                self.present.add(name)
                 for inner, inner_value in value.items():
                     self.set(name, inner, inner_value, from_toml, f"{path}: ", seen)
             elif isinstance(value, dict):
@@ -209,12 +216,15 @@ def load_run(kind, path, overrides=()):
     for option, text in overrides:
         values.override(option, text, seen)
     source = ", ".join(map(str, paths)) or "command line"
+    absent = optional_sections_of(RUNS[kind]) - values.present
     for section, keys in values.keys.items():
         for name, f in keys.items():
+            if section in absent:
+                continue
             if f.default is f.default_factory is REQUIRED and name not in values.given[section]:
                 raise ConfigError(f"{source}: missing key {_dotted(section, name)}")
     try:
-        named = {s: c(**values.given[s]) for s, c in values.sections.items() if s}
+        named = {s: c(**values.given[s]) for s, c in values.sections.items() if s and s not in absent}
         return RUNS[kind](**values.given[""], **named)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rlnumba.config.grpo import PolicyLossConfig
 from rlnumba.config.keys import key
 from rlnumba.config.rollout import GroupConfig
-from rlnumba.config.schema import RewardsConfig, Run
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
 from rlnumba.errors import ConfigError
 
 
@@ -56,6 +56,7 @@ class RLOORun(Run):
 
     rewards: RewardsConfig
     train: RLOOConfig = RLOOConfig()
+    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
         if not self.rewards.funcs:

@@ -57,6 +57,11 @@ class GroupConfig(SamplingConfig):
         None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
     )
     steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
+    sampling_mask_replay: bool = key(
+        False,
+        "With top_p, top_k or min_p, train the distribution that was sampled from: the tokens that the filters kept, "
+        "renormalised. For generations that one optimizer step uses up; not in TRL.",
+    )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
     ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
@@ -98,6 +103,12 @@ class GroupConfig(SamplingConfig):
             raise ConfigError(
                 f"{size_key} ({self.rollout_batch_size}) must be divisible by "
                 f"train.num_generations ({self.num_generations})"
+            )
+        if self.sampling_mask_replay and self.gradient_accumulation_steps % (self.rollout_steps * self.num_iterations):
+            raise ConfigError(
+                "train.sampling_mask_replay needs generations that one optimizer step uses up: steps_per_generation x "
+                f"num_iterations ({self.rollout_steps * self.num_iterations}) must divide gradient_accumulation_steps "
+                f"({self.gradient_accumulation_steps})"
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")

@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import REQUIRED, Section, key
+from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
 
@@ -43,13 +44,17 @@ class RewardsConfig(Section):
 
     section = "rewards"
     funcs: list[str] = key(
-        [], 'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"'
+        [],
+        'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"; the '
+        "folder of a reward model (docs/reward.md).",
     )
     weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
-    timeout: float = key(30.0, "Seconds that one call (a whole batch of completions) may take; not in TRL.", above=0)
+    timeout: float = key(
+        30.0, "Seconds for one completion: a call with a group of n may take n times as long; not TRL.", above=0
+    )
     reward_errors: str = key(
         "raise",
-        "If a function fails, `raise` ends the run with a checkpoint, `skip` gives no value and counts it; not TRL.",
+        "If a function fails, `raise` ends the run with a checkpoint, `skip` counts the completion, without a value.",
         choices=("raise", "skip"),
     )
 
@@ -59,6 +64,19 @@ class RewardsConfig(Section):
             raise ConfigError(
                 f"rewards.weights must have one weight for each of the {len(self.funcs)} funcs, got {len(self.weights)}"
             )
+
+
+@dataclass(frozen=True)
+class EvalConfig(Section):
+    """How held-out prompts are completed and counted. What is None is as in training."""
+
+    section = "eval"
+    num_generations: int = key(1, "Completions of each held-out prompt.", minimum=1)
+    temperature: float | None = key(None, "Divides the logits; 0 is greedy; None: train.temperature.", minimum=0)
+    top_p: float | None = key(None, "None: train.top_p.", above=0, maximum=1)
+    top_k: int | None = key(None, "None: train.top_k; 0 is off.", minimum=-1)
+    max_completion_length: int | None = key(None, "Most tokens; None: train.max_completion_length.", minimum=1)
+    pass_threshold: float = key(1.0, "A completion passes if its value is at least this: for avg@k and pass@k.")
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,15 @@ class TrainConfig(Section):
     adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
     adam_beta2: float = key(0.999, "Decay of AdamW's second moment.", minimum=0, below=1)
     adam_epsilon: float = key(1e-8, "Added to the root of the second moment.", above=0)
+    optim: str = key(
+        "adamw_torch",
+        "AdamW, its moments float32; `adamw_bf16` (not TRL's): bfloat16, rounded stochastically; `adamw_8bit`: 8 bits "
+        "in blocks of 256 (arXiv 2110.02861). Accepted, too: `adamw_torch_fused`, `adamw`, `adamw_bnb_8bit`.",
+        choices=("adamw_torch", "adamw_bf16", "adamw_8bit"),
+        words={"adamw_torch_fused": "adamw_torch", "adamw": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"},
+    )
+    master_weights: bool = key(True, "16-bit weights have a float32 master; false: bfloat16, rounded stochastically.")
+    offload_optimizer: bool = key(False, "Keep moments and master in pinned host memory, streamed in each step.")
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
@@ -104,16 +131,31 @@ class TrainConfig(Section):
         choices=("float32", "bfloat16", "float16"),
     )
     gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
+    activation_memory: str | None = key(
+        None,
+        "What the backward finds: `full`: everything; `selective`: all but norms, rotations and SwiGLU, which are "
+        "cheap to recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
+        choices=("full", "selective", "minimal"),
+    )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
+    save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
+    eval_on_start: bool = key(False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.")
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
 
+    @property
+    def kept_activations(self):
+        """activation_memory, or what gradient_checkpointing stands for: str."""
+        return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
+
     def __post_init__(self):
         super().__post_init__()
+        if self.dtype == "float16" and not self.master_weights:
+            raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 
@@ -134,3 +176,4 @@ class Run:
     data: DataConfig
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoraConfig | None = None

@@ -25,6 +25,8 @@ def to_toml(run):
     lines = []
     for section, section_class in sections_of(type(run)).items():
         values = getattr(run, section) if section else run
+        if values is None:
+            continue
         if section:
             lines += ["", f"[{section}]"]
         for name, f in keys_of(section_class).items():

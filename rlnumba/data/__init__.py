@@ -2,5 +2,5 @@
 
 from rlnumba.data.files import check_ids, check_messages, check_prompt, read_rows
 from rlnumba.data.packing import TokenSequence, best_fit_decreasing, pack_sequences
-from rlnumba.data.prompts import Prompt, PromptData, encode_pair, encode_prompt, load_prompts
+from rlnumba.data.prompts import Prompt, PromptData, encode_pair, encode_prompt, encode_scored, load_prompts
 from rlnumba.data.sft import load_sft

@@ -82,6 +82,13 @@ def with_eos(ids, tokenizer, eos_token_ids=()):
     return [*ids, eos] if missing else list(ids)
 
 
+def encode_scored(tokenizer, prompt, completion, eos_token_ids=(), **template):
+    """Token ids of prompt and completion as a reward model reads them: list of int; EOS is appended to strings."""
+    ids = encode_pair(tokenizer, prompt, completion, **template)[0]
+    text = isinstance(prompt, str) and isinstance(completion, str)
+    return with_eos(ids, tokenizer, eos_token_ids) if text else list(ids)
+
+
 def _reward_columns(row, data, where, prompt_column):
     excluded = {prompt_column, "prompt", "completion"} - {"question"}
     columns = {name: value for name, value in row.items() if name not in excluded}

@@ -82,8 +82,8 @@ def _outputs(tape, hidden, slots=None):
     """
     outputs = []
     for index, (attention_saved, mlp_saved) in enumerate(tape.layers):
-        x, normed, _, qkv, q, k, v, _, attended = attention_saved
-        h, mlp_normed, _, gate_up, activated = mlp_saved
+        x, normed, _, qkv, q, k, v, _, attended, _ = attention_saved
+        h, mlp_normed, _, gate_up, activated, _ = mlp_saved
         if slots is not None:
             k, v = (_cached_rows(cache, slots) for cache in (k, v))
         outputs += [

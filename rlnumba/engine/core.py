@@ -234,10 +234,10 @@ class Engine:
             self._take_cache()
         scheduler = self.scheduler
         step = scheduler.schedule()
-        token_ids, logprobs = self.runner.run(step, scheduler.table)
+        token_ids, logprobs, thresholds = self.runner.run(step, scheduler.table)
         check_finite(logprobs)
         sequences = scheduler.table.sequences[step.sampled_rows]
-        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs)]
+        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
 
     def abort(self, request_id):
@@ -296,7 +296,8 @@ class Engine:
         token_ids = sequence.completion_ids.tolist()
         logprobs = sequence.completion_logprobs.tolist() if sequence.params.logprobs else []
         text = completion_text(self.tokenizer, sequence, token_ids)
-        completion = Completion(token_ids, logprobs, sequence.finish_reason, text, sequence.policy_versions)
+        thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
+        completion = Completion(token_ids, logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds)
         return FinishedCompletion(sequence.request_id, sequence.index, completion)
 
     def _forget(self, sequence):
@@ -353,7 +354,7 @@ class Engine:
         """How many blocks fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
-        own = self.model.weights.flat.nbytes + self.runner.arena.peak + workspace
+        own = self.model.nbytes + self.runner.arena.peak + workspace
         share = int(total * self.config.gpu_memory_utilization)
         room = min(share - own, free - GPU_MARGIN_BYTES)
         num_blocks = room // self.runner.block_bytes

@@ -5,20 +5,22 @@ from pathlib import Path
 from rlnumba.engine.core import Engine
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
+from rlnumba.model.transformer import find_base, load_model
 
 
 class LLM:
     """A model that generates, offline: all prompts of a call are given at once.
 
-    model: a Transformer, or a Hugging Face folder or hub id, whose tokenizer is then the default. The other arguments
-    are Engine's, and so are update_weights, needed after every change of the weights, sleep and wake.
+    model: a Transformer, or a Hugging Face folder or hub id, also a PEFT adapter's, whose tokenizer is then the
+    default. The other arguments are Engine's, and so are update_weights, needed after every change of the weights,
+    sleep and wake.
     """
 
     def __init__(self, model, tokenizer=None, config=None):
         if isinstance(model, str | Path):
-            folder = find_model(model)
-            model, tokenizer = load_model(folder), tokenizer or Tokenizer.from_folder(folder)
+            base, adapter = find_base(model)
+            tokenizer = tokenizer or (adapter and Tokenizer.from_folder(adapter)) or Tokenizer.from_folder(base)
+            model = load_model(adapter or base)
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len
@@ -32,11 +34,12 @@ class LLM:
     def wake(self):
         self.engine.wake()
 
-    def generate(self, prompts, params=None, progress=None):
+    def generate(self, prompts, params=None, progress=None, finished=None):
         """The completions of each prompt, in the order of the prompts.
 
         prompts: lists of token ids or, with a tokenizer, texts. params: a SamplingParams for all, or one for each.
         progress: called after every step with (completions finished, completions asked for, tokens sampled so far).
+        finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         Raises PromptError with the prompt's index and ConfigError before any work is done, and UserError where the
         model gives no number for a log-prob. After any exception the engine has no requests.
         """
@@ -57,6 +60,8 @@ class LLM:
                 step = engine.step()
                 for request_id, index, completion in step.finished:
                     outputs[request_id].completions[index] = completion
+                    if finished is not None and None not in outputs[request_id].completions:
+                        finished(request_id, outputs[request_id])
                 num_finished += len(step.finished)
                 num_tokens += len(step.token_ids)
                 if progress is not None:

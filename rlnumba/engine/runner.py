@@ -15,7 +15,7 @@ from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.launch import pdl_scope
 
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
@@ -78,6 +78,8 @@ def step_arrays(step, table, block_size):
     arrays["position"] = table.length[sampled].astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
+    if (replay := table.logit_thresholds[sampled]).any():
+        arrays["replay"] = replay.astype(np.int32)
     return arrays | penalty_arrays(table, sampled)
 
 
@@ -220,9 +222,10 @@ class Runner:
         self.arena = memory.Arena("engine activations")
         self.cache = None
         self.upload = Upload()
-        # Row 0: sampled ids; row 1: their log-probs, float32.
-        self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
-        # Graphs by (rows, context, max_group_size), and the addresses of the buffers that they were captured with.
+        # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
+        self.results = device.xp().empty((3, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
+        # Graphs by (rows, context, max_group_size, whether thresholds are wanted), and the addresses of the buffers
+        # that they were captured with.
         self.graphs, self.graph_addresses = {}, None
         self.workspace_bytes = 0
 
@@ -286,7 +289,8 @@ class Runner:
     def run(self, step, table):
         """Compute a step; returns the sampled token_ids (D,) int32 and logprobs (D,) float32 on the host.
 
-        The device has then done all work that it was given.
+        The third is the smallest logit that filters kept, (D,) float32, or None where no sequence wants it. The device
+        has then done all work that it was given.
         """
         arrays = step_arrays(step, table, self.block_size)
         sampled = len(step.sampled_rows)
@@ -299,7 +303,8 @@ class Runner:
                 longest = int(arrays["context_lens"].max())
                 self._compute(self.upload.send(arrays), sampled, int(step.counts.max()), longest, max_group_size)
             results = device.to_host(self.results)
-        return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy()
+        thresholds = results[2, :sampled].view(np.float32).copy() if "replay" in arrays else None
+        return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy(), thresholds
 
     def _replay(self, arrays, max_group_size):
         """Run a decode step as a graph, captured when a step of its size is first seen."""
@@ -308,17 +313,20 @@ class Runner:
         sent = self.upload.send(pad_rows(arrays, bucket, longest // self.block_size))
         if self._addresses() != self.graph_addresses:
             self.graphs.clear()
-        graph = self.graphs.get((bucket, longest, max_group_size))
+        key = bucket, longest, max_group_size, "replay" in arrays
+        graph = self.graphs.get(key)
         stream = self.context.stream
         if graph is not None:
             graph.launch(stream)
             return
         # This run computes the step. It also compiles what is missing, which is not possible during a capture.
         self._compute(sent, bucket, 1, longest, max_group_size)
-        stream.begin_capture()
-        with keep_tensor_maps(), pdl_scope():
-            self._compute(sent, bucket, 1, longest, max_group_size)
-        self.graphs[bucket, longest, max_group_size] = stream.end_capture()
+        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
+        with signals.held():
+            stream.begin_capture()
+            with keep_tensor_maps(), pdl_scope():
+                self._compute(sent, bucket, 1, longest, max_group_size)
+            self.graphs[key] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
@@ -335,5 +343,6 @@ class Runner:
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__
         inputs = SamplingInputs(**{name: arrays[name] for name in names if name in arrays})
-        token_ids, logprobs = self.results[0, :sampled], self.results[1, :sampled].view(np.float32)
-        sample_tokens(hidden, self.model.lm_head, inputs, self.arena, token_ids, logprobs)
+        logprobs, thresholds = (self.results[i, :sampled].view(np.float32) for i in (1, 2))
+        outputs = self.results[0, :sampled], logprobs, thresholds
+        sample_tokens(hidden, self.model.lm_head, inputs, self.arena, *outputs)

@@ -113,9 +113,10 @@ class Scheduler:
         starts = table.num_computed[rows]
         return SchedulerOutput(rows, starts, counts, starts + counts == table.length[rows], groups)
 
-    def update(self, step, token_ids, logprobs):
+    def update(self, step, token_ids, logprobs, thresholds=None):
         """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that sample.
 
+        thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them.
         Returns the sequences that end with it.
         """
         table = self.table
@@ -134,6 +135,8 @@ class Scheduler:
         position = table.length[rows]
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs
+        if thresholds is not None:
+            table.thresholds[rows, position] = thresholds
         table.length[rows] = position + 1
 
         stops = (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)

@@ -35,7 +35,8 @@ class SamplingParams:
     stop id is drawn and no stop string looked for. stop: strings that end a completion and are cut from its text, not
     from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n: the
     noise of completion i of n at position p depends on (seed, prompt token ids, i, p) alone. logprobs: whether the
-    completions carry the log-probs of their tokens. Raises ConfigError naming the parameter and its value.
+    completions carry the log-probs of their tokens; logit_thresholds: and the smallest logit that the filters kept for
+    each, with which training has the distribution sampled from. Raises ConfigError naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -53,6 +54,7 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     logprobs: bool = True
+    logit_thresholds: bool = False
 
     def __post_init__(self):
         set_field = object.__setattr__
@@ -88,6 +90,7 @@ class SamplingParams:
         self._require("seed", _is_int(self.seed) and 0 <= self.seed < 2**64, "an integer in [0, 2^64)")
         self._require("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
         self._require("logprobs", isinstance(self.logprobs, bool), "true or false")
+        self._require("logit_thresholds", isinstance(self.logit_thresholds, bool), "true or false")
 
     def _require(self, name, valid, expectation):
         if not valid:
@@ -99,7 +102,8 @@ class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
     logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length". The
-    token that stops a completion is the last of token_ids and not part of text.
+    token that stops a completion is the last of token_ids and not part of text. thresholds: array of the smallest logit
+    that the filters kept for each token, -inf without filters; None unless logit_thresholds asked for it.
     """
 
     token_ids: list[int]
@@ -107,6 +111,7 @@ class Completion:
     finish_reason: str
     text: str = ""
     policy_versions: list[int] = field(default_factory=list)
+    thresholds: np.ndarray | None = None
 
 
 @dataclass
@@ -132,6 +137,8 @@ class Sequence:
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt
         self.logprobs = np.zeros(len(prompt), np.float32)
+        # As logprobs; empty unless the request wants them.
+        self.thresholds = np.zeros(len(prompt) if params.logit_thresholds else 0, np.float32)
         self.policy_versions = []
         self.finish_reason = self.row = None
         self.is_prefix_leader = False
@@ -144,14 +151,18 @@ class Sequence:
     def completion_logprobs(self):
         return self.logprobs[len(self.prompt) :]
 
+    @property
+    def completion_thresholds(self):
+        return self.thresholds[len(self.prompt) :]
+
 
 class SequenceTable:
     """The running sequences, one a row: R = num_rows rows of max_length tokens, which grow with what is put into them.
 
-    token_ids, logprobs: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K and V are in
-    the cache. block_tables (R, W): its num_blocks blocks of the cache, the first num_registered of which the block
-    manager can match; last_hash: of the last of these. sequences (R,): Sequence or None. The rest: what the sampler and
-    the end of a sequence need.
+    token_ids, logprobs, thresholds: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K
+    and V are in the cache. block_tables (R, W): its num_blocks blocks of the cache, the first num_registered of which
+    the block manager can match; last_hash: of the last of these. sequences (R,): Sequence or None. The rest: what the
+    sampler and the end of a sequence need.
     """
 
     def __init__(self, num_rows, block_size, max_length=0):
@@ -161,13 +172,18 @@ class SequenceTable:
         # Not zeroed: the pages of positions that no sequence reaches take no physical memory.
         self.token_ids = np.empty((R, max_length), np.int32)
         self.logprobs = np.empty((R, max_length), np.float32)
+        self.thresholds = np.empty((R, max_length), np.float32)
         self.block_tables = np.zeros((R, width), np.int32)
         self.last_hash = np.zeros(R, np.uint64)
         self.stop_ids = np.full((R, 0), -1, np.int32)
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
         counters = "prompt_length length length_limit num_computed num_blocks num_registered"
-        columns = {np.int64: counters, np.int32: "sample_index top_k min_tokens", bool: "has_stop_strings"}
+        columns = {
+            np.int64: counters,
+            np.int32: "sample_index top_k min_tokens",
+            bool: "has_stop_strings logit_thresholds",
+        }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
         for dtype, names in columns.items():
             for name in names.split():
@@ -178,7 +194,7 @@ class SequenceTable:
         if length > self.max_length:
             # At least twice as long, so that requests of rising lengths copy the table a few times only.
             wide = SequenceTable(self.num_rows, self.block_size, max(length, 2 * self.max_length))
-            for name in ("token_ids", "logprobs", "block_tables"):
+            for name in ("token_ids", "logprobs", "thresholds", "block_tables"):
                 old, new = getattr(self, name), getattr(wide, name)
                 new[:, : old.shape[1]] = old
                 setattr(self, name, new)
@@ -194,6 +210,8 @@ class SequenceTable:
         self.sequences[row], sequence.row = sequence, row
         self.token_ids[row, :length] = sequence.token_ids
         self.logprobs[row, :length] = sequence.logprobs
+        if params.logit_thresholds:
+            self.thresholds[row, :length] = sequence.thresholds
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.philox_key[row] = sequence.philox_key
@@ -202,7 +220,7 @@ class SequenceTable:
         self.length_limit[row] = sequence.length_limit
         self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
         self.sample_index[row] = sequence.index
-        names = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+        names = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "logit_thresholds")
         for name in (*names, "repetition_penalty", "presence_penalty", "frequency_penalty"):
             getattr(self, name)[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
@@ -213,5 +231,7 @@ class SequenceTable:
         sequence.policy_versions += [policy_version] * (length - len(sequence.token_ids))
         sequence.token_ids = self.token_ids[row, :length].copy()
         sequence.logprobs = self.logprobs[row, :length].copy()
+        if sequence.params.logit_thresholds:
+            sequence.thresholds = self.thresholds[row, :length].copy()
         self.sequences[row] = sequence.row = None
         return sequence

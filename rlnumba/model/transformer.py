@@ -7,6 +7,7 @@ reverse the tape that `forward` wrote. Log-probs come from the hidden states (mo
 never exist at once.
 """
 
+import copy
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,16 @@ from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model import layers
 from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
 from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
-from rlnumba.model.weights import load_weights, save_weights, write_json
+from rlnumba.model.lora import (
+    Dropout,
+    LoraContext,
+    adapter_heads,
+    is_adapter,
+    load_adapter,
+    read_adapter_config,
+    save_adapter,
+)
+from rlnumba.model.weights import NOT_TRAINED, load_weights, save_weights, write_json
 from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
@@ -30,28 +40,57 @@ F32 = np.dtype(np.float32)
 
 @dataclass
 class Tape:
-    """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing)."""
+    """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
+
+    dropout: the Dropout of the adapter's inputs, or None. selective, without recompute: keep what is dear, the outputs
+    of GEMMs and of attention.
+    """
 
     recompute: bool = False
+    dropout: Dropout | None = None
     layers: list = field(default_factory=list)
     ctx: ForwardContext | None = None
     input_ids: object = None
     token_list: object = None
     last: tuple = ()
+    selective: bool = False
 
 
 class Transformer:
     """A model: config, weights, and the forward and backward between token ids and hidden states.
 
-    generation_config: the contents of generation_config.json, written back by save_model and not read here.
+    generation_config: the contents of generation_config.json, written back by save_model and not read here. adapter: an
+    Adapter or None; with one, it is what is trained.
     """
 
-    def __init__(self, config, weights, generation_config=None):
+    def __init__(self, config, weights, generation_config=None, adapter=None):
         self.config, self.weights, self.dtype = config, weights, weights.dtype
-        self.lm_head, self.score = weights.lm_head, weights.score
+        self.lm_head, self.adapter = weights.lm_head, adapter
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
+
+    @property
+    def trained(self):
+        """What an optimizer updates: the Adapter if there is one, else the Weights."""
+        return self.weights if self.adapter is None else self.adapter
+
+    @property
+    def score(self):
+        """The score head (1, D), the adapter's where it has one, or None."""
+        trained = self.trained.score
+        return self.weights.score if trained is None else trained
+
+    @property
+    def nbytes(self):
+        """Bytes of the weights and the adapter."""
+        return self.weights.flat.nbytes + (0 if self.adapter is None else self.adapter.flat.nbytes)
+
+    def without_adapter(self):
+        """The same model, weights shared, with its adapter switched off."""
+        model = copy.copy(self)
+        model.adapter = None
+        return model
 
     def forward(self, input_ids, position_ids, attention, tape=None, arena=None):
         """Hidden states (N, D) after the final norm, in the model's dtype.
@@ -62,7 +101,8 @@ class Transformer:
         call; without a tape only the result is.
         """
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
-        ctx = ForwardContext(config, position_ids, self.rope, attention, memory)
+        lora = self.adapter and LoraContext(self.adapter.layers, self.adapter.scales, dropout=tape and tape.dropout)
+        ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:
@@ -73,11 +113,12 @@ class Transformer:
                     with memory.scope():
                         layers.attention_block(index, x, w, ctx, h)
                     with memory.scope():
-                        layers.mlp_block(h, w, ctx, x)
+                        layers.mlp_block(index, h, w, ctx, x)
                 rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
             return hidden
         tape.ctx, tape.input_ids = ctx, input_ids
-        tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
+        if lora is None:
+            tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
         embedding(input_ids, weights.embed_tokens, x)
         for index, w in enumerate(weights.layers):
@@ -87,42 +128,52 @@ class Transformer:
                 with memory.scope():
                     h = memory.empty((N, D), self.dtype)
                     layers.attention_block(index, x, w, ctx, h)
-                    layers.mlp_block(h, w, ctx, y)
+                    layers.mlp_block(index, h, w, ctx, y)
             else:
                 h = memory.empty((N, D), self.dtype)
-                saved = layers.attention_block(index, x, w, ctx, h)
-                tape.layers.append((saved, layers.mlp_block(h, w, ctx, y)))
+                saved = layers.attention_block(index, x, w, ctx, h, tape.selective)
+                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y, tape.selective)))
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
         return hidden
 
     def backward(self, dhidden, tape, grads):
-        """Add the gradients of all parameters to `grads`, but for what the head adds (model/heads.py).
+        """Add the gradients of all that is trained to `grads`, but for what the head adds (model/heads.py).
 
-        dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, emptied here; grads:
-        float32 Weights (weights.grads()). Gradients of activations come from forward's arena, in a scope of their own.
+        dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, emptied here; grads: those
+        of `trained` (trained.grads()). Gradients of activations come from forward's arena, in a scope of their own.
         """
         config, weights, ctx = self.config, self.weights, tape.ctx
+        if ctx.lora is not None:
+            ctx = replace(ctx, lora=replace(ctx.lora, grads=grads))
         memory = ctx.memory
         with memory.scope():
             x, rstd = tape.last
             dx = memory.empty(x.shape, self.dtype)
             rmsnorm_backward(dhidden, x, weights.norm, rstd, dx, grads.norm)
             for index in reversed(range(config.num_hidden_layers)):
-                w, g, saved = weights.layers[index], grads.layers[index], tape.layers.pop()
+                w, saved = weights.layers[index], tape.layers.pop()
+                g = grads.layers[index] if ctx.lora is None else NOT_TRAINED
                 with memory.scope():
                     if tape.recompute:
                         h = memory.empty(x.shape, self.dtype)
                         attention = layers.attention_block(index, saved, w, ctx, h)
-                        saved = attention, layers.mlp_block(h, w, ctx, None)
+                        saved = attention, layers.mlp_block(index, h, w, ctx, None)
                     attention, mlp = saved
                     with memory.scope():
-                        layers.mlp_block_backward(dx, w, g, ctx, mlp)
+                        if tape.selective:
+                            mlp = layers.mlp_recomputed(index, w, ctx, mlp)
+                        layers.mlp_block_backward(index, dx, w, g, ctx, mlp)
                     with memory.scope():
+                        if tape.selective:
+                            attention = layers.attention_recomputed(index, w, ctx, attention)
                         layers.attention_block_backward(index, dx, w, g, ctx, attention)
-            # As in transformers: a padding token inside a text has its embedding, which is not trained.
-            embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.token_list)
+            if ctx.lora is not None:
+                grads.zero_outside_blocks()
+            else:
+                # As in transformers: a padding token inside a text has its embedding, which is not trained.
+                embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.token_list)
         tape.last, tape.token_list = (), None
 
 
@@ -226,10 +277,10 @@ def check_finite(logprobs):
         raise UserError("the model's log-probs are not finite: its weights hold NaN, or values too large for the dtype")
 
 
-def find_model(path_or_hub_id):
+def find_model(path_or_hub_id, weights=True):
     """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if it is not cached.
 
-    Raises UserError if it is neither, or cannot be downloaded.
+    weights: whether *.safetensors are needed. Raises UserError if it is neither, or cannot be downloaded.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -243,7 +294,7 @@ def find_model(path_or_hub_id):
     except ImportError:
         remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
         raise UserError(f"{name}: no such folder; {remedy}") from None
-    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
@@ -251,16 +302,44 @@ def find_model(path_or_hub_id):
         raise UserError(f"{name}: no such folder, and not to be had from the Hugging Face hub: {reason}") from None
 
 
-def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0):
-    """A Transformer from a Hugging Face folder or hub id.
+def find_base(path_or_hub_id, base=None):
+    """(folder of a model, folder of an adapter on it or None), from the path or hub id of a model or an adapter.
+
+    base: of the adapter, by default what its adapter_config.json names. UserError if a folder is not there.
+    """
+    folder = find_model(path_or_hub_id)
+    if not is_adapter(folder):
+        if base is not None:
+            raise UserError(f"{folder}: not an adapter folder, so it has no base")
+        return folder, None
+    if base is None:
+        base = read_adapter_config(folder)[1]
+        if not base:
+            raise UserError(f"{folder}: adapter_config.json names no base_model_name_or_path; give the base")
+        try:
+            return find_model(base), folder
+        except UserError as error:
+            raise UserError(f"{folder}: its base cannot be found: {error}; give the base (--base)") from None
+    return find_model(base), folder
+
+
+def read_config(folder, adapter_folder=None):
+    """The ModelConfig of a folder, with the heads that an adapter on it gives the model."""
+    config = ModelConfig.from_folder(folder)
+    return config if adapter_folder is None else replace(config, heads=adapter_heads(adapter_folder, config))
+
+
+def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None):
+    """A Transformer from a Hugging Face folder or hub id, or from those of an adapter, with its base.
 
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
     has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
-    seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). Raises
-    UserError naming the file, key or tensor at fault, or a folder without a language-model head where one is wanted.
+    seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). base: as
+    find_base takes it. Raises UserError naming the file, key or tensor at fault, or a folder without a language-model
+    head where one is wanted.
     """
-    folder = find_model(path_or_hub_id)
-    config = ModelConfig.from_folder(folder)
+    folder, adapter_folder = find_base(path_or_hub_id, base)
+    base_config, config = read_config(folder), read_config(folder, adapter_folder)
     if "lm" in heads and "lm" not in config.heads:
         raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
     on_cpu = device.name() == "cpu"
@@ -268,19 +347,40 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
         raise ConfigError(f"dtype {dtype}: the cpu device computes in float32 only")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
-    weights = load_weights(folder, config, dtype or ("float32" if on_cpu else config.dtype), heads)
-    if "score" in heads and "score" not in config.heads:
+    dtype = dtype or ("float32" if on_cpu else config.dtype)
+    weights = load_weights(folder, base_config, dtype, heads)
+    if "score" in heads and "score" not in base_config.heads:
         weights.init_score(head_init, seed)
-    return Transformer(weights.config, weights, generation_config)
+    model = Transformer(weights.config, weights, generation_config)
+    if adapter_folder is not None:
+        model.adapter = load_adapter(adapter_folder, weights, dtype, str(folder))
+    return model
+
+
+def host_copy(model):
+    """A copy of a model, for save_model alone, of which what is saved is on the host and does not change any more."""
+    copied = copy.copy(model)
+    if model.adapter is None:
+        copied.weights = model.weights.host_copy()
+    else:
+        copied.adapter = model.adapter.host_copy()
+    return copied
 
 
 def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
     """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
     *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
 
-    heads: those that are written, by default all; with both, transformers loads the causal language model."""
+    heads: those that are written, by default all; with both, transformers loads the causal language model. Of a model
+    with an adapter, PEFT's folder of the adapter instead.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if model.adapter is not None:
+        save_adapter(model.adapter, folder, heads)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        return
     config = replace(model.config, dtype=dtype or model.dtype.name, heads=heads or model.config.heads)
     write_json(folder / "config.json", config.to_dict())
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

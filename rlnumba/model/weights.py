@@ -7,6 +7,7 @@ that one AdamW launch, one norm and one copy do for all of them. Matrices that r
 has the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
 """
 
+import copy
 import functools
 import json
 import math
@@ -62,6 +63,10 @@ LayerWeights = namedtuple(
 )
 
 
+# In place of a layer's gradients where its weights are not trained.
+NOT_TRAINED = LayerWeights(*[None] * len(LayerWeights._fields))
+
+
 def parameters(config):
     """Every Parameter of a model, in the order of the flat buffer: what decays first."""
     D, E, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
@@ -113,11 +118,13 @@ class Weights:
         self.dtype = device.dtype(dtype)
         self.parameters = parameters(config)
         last = self.parameters[-1]
-        self.flat = device.xp().zeros(last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT, dtype=self.dtype)
+        size = last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT
+        with memory.allocating(region, size * self.dtype.itemsize):
+            self.flat = device.xp().zeros(size, dtype=self.dtype)
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
-        self.views = {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
+        self.views = self._views(self.flat)
         self.embed_tokens = self["model.embed_tokens"]
         self.norm = self["model.norm"]
         self.lm_head = self.views.get("lm_head", self.embed_tokens if "lm" in config.heads else None)
@@ -126,6 +133,9 @@ class Weights:
             LayerWeights(*(self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights._fields))
             for layer in range(config.num_hidden_layers)
         ]
+
+    def _views(self, flat):
+        return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
 
     def __getitem__(self, name):
         return self.views[name]
@@ -137,6 +147,13 @@ class Weights:
             for source, rows in p.rows:
                 yield source, self[p.name][start : start + rows]
                 start += rows
+
+    def host_copy(self):
+        """A copy on the host, of which only dtype and tensors() are used."""
+        copied = copy.copy(self)
+        copied.flat = device.host_copy(self.flat)
+        copied.views = self._views(copied.flat)
+        return copied
 
     def init_score(self, head_init, seed):
         """Set the score head to "zeros", or "normal": N(0, 1 / (D + 1)) from the seed (Stiennon et al. 2020, C.2)."""
@@ -190,17 +207,17 @@ def load_weights(folder, config, dtype=None, heads=None):
     found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
     problems = []
     if missing := [name for name in expected if name not in found]:
-        problems.append(f"missing tensors: {_listed(missing)}")
+        problems.append(f"missing tensors: {listed(missing)}")
     if extra := sorted(found - expected.keys()):
-        problems.append(f"tensors that {config.model_type} does not have: {_listed(extra)}")
+        problems.append(f"tensors that {config.model_type} does not have: {listed(extra)}")
     shapes = {name: files[name].shape for name in expected if name in found}
     wrong = [f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
     if wrong:
-        problems.append(f"wrong shapes: {_listed(wrong)}")
+        problems.append(f"wrong shapes: {listed(wrong)}")
     if problems:
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
-        _check_dtype(name, files[name])
+        check_dtype(name, files[name])
     weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype)
     for source, view in weights.tensors():
         if source in expected:
@@ -227,7 +244,8 @@ def _open_checkpoint(folder):
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def _check_dtype(name, stored):
+def check_dtype(name, stored):
+    """Raise UserError unless a Stored tensor has one of DTYPES."""
     if stored.dtype not in DTYPES:
         raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype} (supported: {', '.join(DTYPES)})")
 
@@ -239,14 +257,14 @@ def _drop_tied_head(files):
     if embedding not in files:
         raise UserError(f"{path}: tie_word_embeddings is true, but {head} is there and {embedding} is not")
     for name in (head, embedding):
-        _check_dtype(name, files[name])
+        check_dtype(name, files[name])
     same = files[head].shape == files[embedding].shape
     if not same or not np.array_equal(files[head].read(), files[embedding].read()):
         raise UserError(f"{path}: tie_word_embeddings is true, but {head} differs from {embedding}")
     del files[head]
 
 
-def _listed(items, limit=16):
+def listed(items, limit=16):
     """The first few of a list, and how many more there are."""
     shown = ", ".join(str(item) for item in items[:limit])
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

@@ -67,6 +67,15 @@ class MetricsWriter:
         if time.monotonic() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
             self._plot()
 
+    @contextlib.contextmanager
+    def logged_on_interruption(self, step, metrics):
+        """If a signal or a UserError ends the block, write the metrics that `step` has without it."""
+        try:
+            yield
+        except (KeyboardInterrupt, UserError):
+            self.log(step, metrics)
+            raise
+
     def status(self, text):
         """Shows the current phase of a step, on a live console only."""
         self._console.status(text)

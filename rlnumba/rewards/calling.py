@@ -1,7 +1,7 @@
-"""Reward functions applied to a batch of completions, each under a timeout.
+"""Reward functions applied to groups of completions, in worker processes while generation goes on.
 
-A reward function has TRL's signature. It gets the whole batch by keyword and returns a value for each completion, or
-None where it has none:
+A reward function has TRL's signature. It gets a group of completions by keyword and returns a value for each of them,
+or None where it has none:
 
     def brevity(completions, completion_ids, **columns) -> list[float | None]
 
@@ -9,6 +9,9 @@ Keywords: `prompts`, `completions`, `completion_ids`, every other column of the 
 `log_extra(column, values)` and `log_metric(name, value)`; a function may leave out those it does not need.
 Completions are strings, or [{"role": "assistant", "content": text}] where the prompt is a message list. `async def`
 functions are awaited together, in one event loop for the whole run, so that their connections stay open.
+
+    rewards.submit(group)      calls begin in worker processes (workers.py), for functions that these can import
+    rewards.collect(pending)   the other functions are called here; then the Scores, in the order of the groups
 """
 
 import asyncio
@@ -18,19 +21,31 @@ import inspect
 import math
 import numbers
 import signal
+import sys
 import threading
 import time
 import traceback
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.errors import UserError
+from rlnumba.rewards.workers import Answer, Workers
 
 
 class RewardError(UserError):
     """A reward function that raised, timed out or returned something else than a number or None per completion."""
+
+
+class TrainerState(NamedTuple):
+    """What reward functions get of the run as `trainer_state`; the names are transformers'."""
+
+    global_step: int
+    max_steps: int
+    epoch: float
 
 
 @dataclass
@@ -45,34 +60,54 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass
+class Pending:
+    """A group that was submitted: its keywords, its size, and the workers' calls under way by function index."""
+
+    keywords: dict
+    size: int
+    calls: dict
+
+
+class ModelReward:
+    """A model as a reward, called in the process that has the device and without a timeout.
+
+    name: for metrics. score(prompts, completions, columns): the values of B completions, a list of float; a failure
+    that a user can cause is a UserError.
+    """
+
+    def __init__(self, name, score):
+        self.__name__, self.score = name, score
+
+
 class Rewards:
     """The reward functions of a run.
 
-    functions: callables with TRL's signature. weights: one float each, or None for 1.0. timeout_s: seconds that one
-    call may take. errors: "raise" or "skip", see RewardsConfig.reward_errors. names: for metrics, or None for the
-    functions' own.
+    functions: callables with TRL's signature, or ModelRewards. weights: one float each, or None for 1.0. timeout_s:
+    seconds that a call may take for each of its completions. errors: "raise" or "skip", as in RewardsConfig. names:
+    for metrics, or None for the functions' own. specs: by which name a worker process finds each function, None
+    for one that only this process has; by default, module:function where that is so.
     """
 
-    def __init__(self, functions, weights=None, timeout_s=30.0, errors="raise", names=None):
+    def __init__(self, functions, weights=None, timeout_s=30.0, errors="raise", names=None, specs=None):
         self.functions = list(functions)
         self.names = names or [function.__name__ for function in self.functions]
         self.weights = np.array(weights if weights is not None else [1.0] * len(self.functions), np.float64)
         self.timeout_s, self.errors, self._runner = timeout_s, errors, asyncio.Runner()
+        self.specs = specs or [importable_name(function) for function in self.functions]
+        self._workers = Workers(self.specs, self.names)
+        weakref.finalize(self, self._workers.close)
 
     def score(self, prompts, texts, completion_ids, columns, trainer_state=None):
-        """Calls every function on a batch of B completions and returns Scores.
+        """submit and collect of one group of B completions: Scores."""
+        return self.collect([self.submit(prompts, texts, completion_ids, columns, trainer_state)])
+
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None):
+        """Begin to call the functions on a group of B completions: Pending, which `collect` takes.
 
         prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int. columns: {name: B
-        values}. Raises RewardError naming the function, unless errors are skipped.
+        values}.
         """
-        scores, metrics = Scores(np.full((len(texts), len(self.functions)), np.nan)), {}
-
-        def log_extra(column, values):
-            values = list(values)
-            if len(values) != len(texts):
-                raise UserError(f"log_extra({column!r}) needs {len(texts)} values, one a completion, got {len(values)}")
-            scores.extra[column] = values
-
         keywords = {
             **columns,
             # A copy: the dataset's prompts are used again, and a function may modify its arguments.
@@ -83,38 +118,118 @@ class Rewards:
             ],
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
-            "log_extra": log_extra,
-            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
         }
-        results = self._call_all(keywords)
-        for k, (name, result) in enumerate(zip(self.names, results, strict=True)):
-            try:
-                if isinstance(result, BaseException):
-                    raise _as_reward_error(name, result, self.timeout_s) from result
-                scores.values[:, k] = _as_values(name, result, len(texts))
-            except RewardError:
-                if self.errors == "raise":
-                    raise
-                scores.errors[name] = len(texts)
+        pending = Pending(keywords, len(texts), {})
+        for k, spec in enumerate(self.specs):
+            if spec is not None:
+                pending.calls[k] = self._begin(k, keywords, len(texts))
+        return pending
+
+    def _begin(self, k, keywords, size):
+        return self._workers.call(k, is_async(self.functions[k]), keywords, size, self.timeout_s)
+
+    def collect(self, pending):
+        """The Scores of a list of Pending, their completions in its order.
+
+        With errors "skip", a group for which a function raised, hung or crashed is called again one completion at a
+        time, so that only those fail that cause it. Raises RewardError naming the function, unless errors are skipped.
+        """
+        pending = list(pending)
+        answers = [[None] * len(self.functions) for _ in pending]
+        self._call_here(pending, answers)
+        for group, found in zip(pending, answers, strict=True):
+            for k, call in group.calls.items():
+                found[k] = call.result()
+        if self.errors == "skip":
+            again = [(g, k) for g, found in enumerate(answers) for k, each in enumerate(found) if each.failed_call]
+            alone = [(g, k) for g, k in again if pending[g].size > 1 or is_async(self.functions[k])]
+            singles = [(g, k, self._submit_singly(pending[g], k)) for g, k in alone]
+            for g, k, parts in singles:
+                answers[g][k] = _joined(self._collect_one(k, part) for part in parts)
+        return self._scores(pending, answers)
+
+    def _submit_singly(self, group, k):
+        parts = [Pending(_part(group.keywords, i, group.size), 1, {}) for i in range(group.size)]
+        for part in parts:
+            if self.specs[k] is not None:
+                part.calls[k] = self._begin(k, part.keywords, 1)
+        return parts
+
+    def _collect_one(self, k, part):
+        if k in part.calls:
+            answer = part.calls[k].result()
+            if answer.failed_call and is_async(self.functions[k]):
+                # Another one may have ended the process that they share.
+                answer = self._begin(k, part.keywords, 1).result()
+            return answer
+        found = [[None] * len(self.functions)]
+        self._call_here([part], found, [k])
+        return found[0][k]
+
+    def _scores(self, pending, answers):
+        sizes = [group.size for group in pending]
+        scores = Scores(np.full((sum(sizes), len(self.functions)), np.nan))
+        metrics, begin = {}, 0
+        for size, found in zip(sizes, answers, strict=True):
+            for k, (name, answer) in enumerate(zip(self.names, found, strict=True)):
+                if answer.error is not None and self.errors == "raise":
+                    raise RewardError(answer.error)
+                if answer.values is None:
+                    scores.errors[name] = scores.errors.get(name, 0) + size
+                    continue
+                failed = np.isposinf(answer.values)
+                if failed.any():
+                    scores.errors[name] = scores.errors.get(name, 0) + int(failed.sum())
+                scores.values[begin : begin + size, k] = np.where(failed, np.nan, answer.values)
+                for column, values in answer.extra.items():
+                    scores.extra.setdefault(column, [None] * sum(sizes))[begin : begin + size] = values
+                for metric, values in answer.metrics.items():
+                    metrics.setdefault(metric, []).extend(values)
+            begin += size
         scores.metrics = {name: float(np.mean(values)) for name, values in metrics.items()}
         return scores
 
-    def _call_all(self, keywords):
-        """The functions' results in order, an exception in place of a result where one was raised."""
-        results = {}
-        coroutines = [function for function in self.functions if _is_async(function)]
-        for k, function in enumerate(self.functions):
-            if function not in coroutines:
-                results[k] = _call_with_timeout(lambda f=function: f(**_accepted_keywords(f, keywords)), self.timeout_s)
-        awaited = iter(self._await_all(coroutines, keywords) if coroutines else ())
-        return [results[k] if k in results else next(awaited) for k in range(len(self.functions))]
+    def _call_here(self, pending, answers, of=None):
+        """Call the functions that no worker can import, in this process; `of`: these function indices alone."""
+        here = [k for k, spec in enumerate(self.specs) if spec is None and (of is None or k in of)]
+        models = [k for k in here if isinstance(self.functions[k], ModelReward)]
+        for k in models:
+            for g, answer in enumerate(self._call_model(k, pending)):
+                answers[g][k] = answer
+        awaited = []
+        for g, group in enumerate(pending):
+            for k in set(here) - set(models):
+                call = Call(self.functions[k], self.names[k], group.keywords, group.size)
+                if is_async(self.functions[k]):
+                    awaited.append((g, k, call))
+                else:
+                    result = call_with_timeout(call, self.timeout_s * group.size)
+                    answers[g][k] = call.answer(result, self.timeout_s)
+        results = self._await_all([call for _, _, call in awaited]) if awaited else ()
+        for (g, k, call), result in zip(awaited, results, strict=True):
+            answers[g][k] = call.answer(result, self.timeout_s)
 
-    def _await_all(self, functions, keywords):
-        """The results of coroutine functions that are awaited together, or exceptions: list."""
+    def _call_model(self, k, pending):
+        """The Answers of a ModelReward for all groups, which it scores together."""
+        names = dict.fromkeys(name for group in pending for name in group.keywords if name != "trainer_state")
+        keywords = {name: [] for name in names}
+        for group in pending:
+            for name in names:
+                keywords[name] += group.keywords.get(name, [None] * group.size)
+        try:
+            values = self.functions[k].score(keywords["prompts"], keywords["completions"], keywords)
+        except UserError as error:
+            return [Answer(None, f"reward {self.names[k]}: {error}") for _ in pending]
+        ends = np.cumsum([group.size for group in pending])
+        parts = zip(np.split(np.asarray(values, np.float64), ends[:-1]), pending, strict=True)
+        return [Call(None, self.names[k], {}, group.size).answer(part, self.timeout_s) for part, group in parts]
+
+    def _await_all(self, calls):
+        """The results of calls of coroutine functions that are awaited together, or exceptions: list."""
 
         async def gather():
-            calls = [asyncio.wait_for(f(**_accepted_keywords(f, keywords)), self.timeout_s) for f in functions]
-            return await asyncio.gather(*calls, return_exceptions=True)
+            waiting = [asyncio.wait_for(call.awaited(), self.timeout_s * call.size) for call in calls]
+            return await asyncio.gather(*waiting, return_exceptions=True)
 
         def run():
             try:
@@ -124,14 +239,77 @@ class Rewards:
                 raise
 
         # The timeouts in the loop expire first; the outer one is for a coroutine that blocks the loop.
-        results = _call_with_timeout(run, self.timeout_s + 1, in_thread=_in_event_loop())
+        limit = self.timeout_s * max(call.size for call in calls) + 1
+        results = call_with_timeout(run, limit, in_thread=_in_event_loop())
         if isinstance(results, BaseException):
             self._runner = asyncio.Runner()
-            return [results] * len(functions)
+            return [results] * len(calls)
         return results
 
 
-def _is_async(function):
+class Call:
+    """A function and the keywords of one group of `size` completions; called, it returns the function's result."""
+
+    def __init__(self, function, name, keywords, size):
+        self.function, self.name, self.size = function, name, size
+        self.extra, self.metrics = {}, {}
+        self.keywords = {**keywords, "log_extra": self._log_extra, "log_metric": self._log_metric}
+
+    def _log_extra(self, column, values):
+        values = list(values)
+        if len(values) != self.size:
+            raise UserError(f"log_extra({column!r}) needs {self.size} values, one a completion, got {len(values)}")
+        self.extra[column] = values
+
+    def _log_metric(self, name, value):
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def __call__(self):
+        return self.function(**_accepted_keywords(self.function, self.keywords))
+
+    async def awaited(self):
+        """The result of a coroutine function."""
+        return await self()
+
+    def answer(self, result, timeout_s):
+        """The Answer of what the call returned, or of the exception that it raised."""
+        try:
+            if isinstance(result, BaseException):
+                raise _as_reward_error(self.name, result, timeout_s) from result
+            return Answer(_as_values(self.name, result, self.size), None, False, self.extra, self.metrics)
+        except RewardError as error:
+            return Answer(None, str(error), isinstance(result, BaseException))
+
+
+def importable_name(function):
+    """module:function by which another process imports a function of a module: str, or None if it cannot."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    # Importing the main module again would run it again.
+    if module in (None, "__main__") or getattr(sys.modules.get(module), name, None) is not function:
+        return None
+    return f"{module}:{name}"
+
+
+def _part(keywords, index, size):
+    """The keywords of one completion of a group; lists of the group's size have an entry for each."""
+    names = {name for name, value in keywords.items() if isinstance(value, list) and len(value) == size}
+    return {name: [value[index]] if name in names else value for name, value in keywords.items()}
+
+
+def _joined(answers):
+    """The Answer of a group from those of its completions; infinity stands for one that failed."""
+    answers = list(answers)
+    values = np.concatenate([[np.inf] if each.values is None else each.values for each in answers])
+    extra, metrics = {}, {}
+    for i, each in enumerate(answers):
+        for column, logged in each.extra.items():
+            extra.setdefault(column, [None] * len(answers))[i] = logged[0]
+        for name, logged in each.metrics.items():
+            metrics.setdefault(name, []).extend(logged)
+    return Answer(values, None, False, extra, metrics)
+
+
+def is_async(function):
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -192,7 +370,7 @@ def _in_event_loop():
     return True
 
 
-def _call_with_timeout(call, seconds, in_thread=False):
+def call_with_timeout(call, seconds, in_thread=False):
     """The result of call(), or the exception it raised; a TimeoutError after `seconds`. in_thread: in a new thread."""
     results = []
 
@@ -218,7 +396,7 @@ def _as_reward_error(name, error, timeout_s):
     if isinstance(error, UserError):
         return RewardError(f"reward {name}: {error}")
     if isinstance(error, TimeUp) or (isinstance(error, TimeoutError) and not error.args):
-        return RewardError(f"reward {name} did not return within {timeout_s:g} s (rewards.timeout)")
+        return RewardError(f"reward {name} did not return within {timeout_s:g} s a completion (rewards.timeout)")
     package = Path(__file__).parent
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != package]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,6 +1,7 @@
-"""Reward functions by name: built in, file.py:function or package.module:function."""
+"""Rewards by name: built in, file.py:function, package.module:function, or the folder of a model."""
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -8,12 +9,17 @@ import inspect
 import re
 import sys
 import traceback
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import functions as built_in
-from rlnumba.rewards.calling import RewardError, Rewards
+from rlnumba.rewards.calling import RewardError, Rewards, importable_name
 from rlnumba.rewards.functions import BUILT_IN, FACTORIES, reference_answers, texts_of
+
+# By which name each function was found.
+_resolved = weakref.WeakKeyDictionary()
 
 
 def _per_sample(compute_score):
@@ -33,19 +39,39 @@ def _per_sample(compute_score):
     return reward
 
 
-def load_rewards(config, functions=()):
+@dataclass(frozen=True)
+class ModelFolder:
+    """The folder of a sequence-classification model that rewards.funcs names; a trainer opens it (load_rewards)."""
+
+    path: Path
+
+
+def load_rewards(config, functions=(), open_model=None):
     """The functions that a RewardsConfig names, or those given instead: Rewards.
 
-    Raises ConfigError for an unknown name, UserError for a missing file or package, RewardError where importing fails.
+    open_model(path): the ModelReward of a sequence-classification folder, given by the layer that has models. Raises
+    ConfigError for an unknown name, UserError for a missing file or package, RewardError where importing fails.
     """
     functions = list(functions) or [resolve(spec) for spec in config.funcs]
+    for k, function in enumerate(functions):
+        if isinstance(function, ModelFolder):
+            if open_model is None:
+                raise ConfigError(f"rewards.funcs: {function.path} is a folder, and models are no rewards here")
+            functions[k] = open_model(function.path)
+    specs = [_resolved.get(function) or importable_name(function) for function in functions]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
-    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names)
+    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names, specs)
 
 
 def resolve(spec):
-    """The function named by "name", "file.py:name" or "package.module:name", each optionally with (key=value, ...)."""
+    """The function named by "name", "file.py:name" or "package.module:name", each optionally with (key=value, ...).
+
+    The path of a folder is a ModelFolder.
+    """
+    folder = Path(spec).expanduser()
+    if spec.strip() and spec not in BUILT_IN and folder.is_dir():
+        return ModelFolder(folder)
     match = re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
     if match is None:
         raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
@@ -60,6 +86,8 @@ def resolve(spec):
         built_in.import_math_verify()
     if "solution_str" in inspect.signature(function).parameters:
         function = _per_sample(function)
+    with contextlib.suppress(TypeError):  # an object without a hash
+        _resolved[function] = spec
     return function
 
 
@@ -81,6 +109,8 @@ def _find(path):
     if path in BUILT_IN:
         return BUILT_IN[path]
     source, _, name = path.rpartition(":" if ":" in path else ".")
+    if not source and "/" in path:
+        raise UserError(f"rewards.funcs: no such folder: {path}")
     if not source:
         near = difflib.get_close_matches(path, [*BUILT_IN, *FACTORIES], n=1, cutoff=0)[0]
         raise ConfigError(

@@ -24,6 +24,8 @@ DEVICES = ("auto", "cuda", "sim", "cpu")
 ALIASES = {"numpy": "cpu"}
 
 _chosen = None
+# The array module, where `replace` has set one.
+_namespace = None
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -91,13 +93,19 @@ def name():
     return _chosen or select(os.environ.get("RLNUMBA_DEVICE") or "auto")
 
 
+def replace(name, namespace=None):
+    """Let this process run on the device of another name, with the array module `namespace`: for runtime/shapes.py."""
+    global _chosen, _namespace
+    _chosen, _namespace = name, namespace
+
+
 def xp():
     """The array module: cupy on the GPU, else numpy."""
     if name() == "cuda":
         import cupy
 
         return cupy
-    return np
+    return _namespace or np
 
 
 def dtype(dtype_name):
@@ -115,6 +123,11 @@ def asarray(array):
 def to_host(array):
     """An array of the device (or of NumPy already) as a NumPy array; synchronizes with the device."""
     return xp().asnumpy(array) if name() == "cuda" else np.asarray(array)
+
+
+def host_copy(array):
+    """A copy, as a NumPy array, of an array of the device; synchronizes with the device."""
+    return xp().asnumpy(array) if name() == "cuda" else np.array(array)
 
 
 def synchronize():

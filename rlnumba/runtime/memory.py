@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from rlnumba.errors import DeviceError
 from rlnumba.runtime import device
 
 # Every array starts at a multiple of this: enough for 16-byte loads and for whole 128-byte sectors.
@@ -44,6 +45,39 @@ def reset_peaks():
             counts[1] = counts[0]
 
 
+@contextmanager
+def separate_report():
+    """Inside, `track` counts into a dict of its own, {region: [bytes now, peak]}, which is yielded."""
+    global _regions
+    before, _regions = _regions, {}
+    try:
+        yield _regions
+    finally:
+        _regions = before
+
+
+class OutOfMemory(DeviceError):
+    """An allocation that failed: of which region, how much was asked for, and how much is free."""
+
+    def __init__(self, region, nbytes):
+        free, total = device.memory_info()
+        if device.name() == "cuda":
+            free += device.xp().get_default_memory_pool().free_bytes()
+        super().__init__(
+            f"out of memory: {region} needed {nbytes / 2**30:.2f} GiB more, and {free / 2**30:.2f} of "
+            f"{total / 2**30:.1f} GiB are free"
+        )
+
+
+@contextmanager
+def allocating(region, nbytes):
+    """An allocation of a region inside that fails raises OutOfMemory."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(region, nbytes) from error
+
+
 class Arena:
     """Short-lived arrays of one region, for one stream. An array is valid until the scope it was made in ends."""
 
@@ -65,13 +99,15 @@ class Arena:
             track(self.region, self.used - self.peak)
             self.peak = self.used
         if device.name() != "cuda":
-            return np.empty(shape, dtype)
+            with allocating(self.region, nbytes):
+                return device.xp().empty(shape, dtype)
         import cupy
 
         while self.chunk < len(self.chunks) and self.offset + nbytes > self.chunks[self.chunk].nbytes:
             self.chunk, self.offset = self.chunk + 1, 0
         if self.chunk == len(self.chunks):
-            self.chunks.append(cupy.empty(max(nbytes, MIN_CHUNK_BYTES), np.uint8))
+            with allocating(self.region, nbytes):
+                self.chunks.append(cupy.empty(max(nbytes, MIN_CHUNK_BYTES), np.uint8))
         array = cupy.ndarray(shape, dtype, memptr=self.chunks[self.chunk].data + self.offset)
         self.offset += nbytes
         return array
@@ -90,4 +126,5 @@ class Arena:
                 # One of the peak size replaces them.
                 self.chunks.clear()
                 device.xp().get_default_memory_pool().free_all_blocks()
-                self.chunks.append(device.xp().empty(self.peak, np.uint8))
+                with allocating(self.region, self.peak):
+                    self.chunks.append(device.xp().empty(self.peak, np.uint8))

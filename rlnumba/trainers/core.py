@@ -22,9 +22,10 @@ from rlnumba.model.heads import (
     value_head_backward,
     value_head_forward,
 )
+from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
 
@@ -34,7 +35,8 @@ class TargetBatch:
     """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
 
     input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
-    whose values are computed; target_ids (T,) i32, None where only values are.
+    whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
+    of the prediction of each, or None for all logits.
     """
 
     input_ids: object
@@ -43,16 +45,19 @@ class TargetBatch:
     max_seqlen: int
     rows: object
     target_ids: object
+    thresholds: object = None
 
     @staticmethod
-    def of(token_ids, lengths, targets):
+    def of(token_ids, lengths, targets, thresholds=None):
         """From the host: token_ids (N,) i32 of sequences end to end, their lengths (B,), targets (T,) positions.
 
         No target may be the first token of its sequence. Raises ValueError for an empty sequence.
         """
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
-        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
+        targets = [device.asarray(array) for array in (rows, target_ids)]
+        thresholds = None if thresholds is None else device.asarray(thresholds)
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *targets, thresholds)
 
     @staticmethod
     def of_values(token_ids, lengths, rows):
@@ -65,15 +70,18 @@ class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits.
+    temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
+    adapter trains that alone.
     """
 
-    def __init__(self, model, train, reference=None, temperature=1.0):
+    def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
-        self.grads = model.weights.grads()
+        self.seed, self.micro_batch = seed, 0
+        self.grads = model.trained.grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
-        self.optimizer = Optimizer(model.weights, self.grads, **moments, **limits)
+        kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
+        self.optimizer = Optimizer(model.trained, self.grads, **moments, **limits, **kept, seed=seed)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
@@ -92,15 +100,32 @@ class Policy:
         with self.scope():
             self._forward(model or self.model, batch, None, logprobs, entropy, top1)
 
+    @property
+    def has_dropout(self):
+        """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
+        return self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
+
+    def _tape(self):
+        """A Tape for the next micro-batch of the optimizer step."""
+        dropout = None
+        if self.has_dropout:
+            step = self.optimizer.steps + self.optimizer.skipped_steps
+            dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
+        self.micro_batch += 1
+        kept = self.train.kept_activations
+        return Tape(kept == "minimal", dropout, selective=kept == "selective")
+
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
 
     def _forward(self, model, batch, tape, *outputs):
         hidden = self._hidden(model, batch, tape)
         head = batch.rows, batch.target_ids, self.temperature
-        return lm_head_forward(model, hidden, *head, self.arena, *outputs)
+        # The thresholds are of this model's logits: another one has all of its own.
+        thresholds = batch.thresholds if model is self.model else None
+        return lm_head_forward(model, hidden, *head, self.arena, *outputs, thresholds=thresholds)
 
     def backward(self, forward, dlogprobs, dentropy=None):
         """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
@@ -114,11 +139,11 @@ class Policy:
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         hidden = self._hidden(self.model, batch, tape)
         dhidden = lm_head_forward_backward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
-            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero,
+            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero, thresholds=batch.thresholds,
         )  # fmt: skip
         self._head_grad_is_zero = False
         self.model.backward(dhidden, tape, self.grads)
@@ -130,7 +155,7 @@ class Policy:
 
     def forward_values(self, batch, values):
         """As `values`; returns what `backward_values` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
 
     def backward_values(self, forward, dvalues):
@@ -141,7 +166,7 @@ class Policy:
 
     def forward_with_values(self, batch, logprobs, values, entropy=None):
         """Log-probs and, of a model with both heads, values (T,) f32 from one forward; for `backward_with_values`."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self._tape()
         hidden = self._hidden(self.model, batch, tape)
         head = batch.rows, batch.target_ids, self.temperature
         lm_head = lm_head_forward(self.model, hidden, *head, self.arena, logprobs, entropy)
@@ -162,13 +187,16 @@ class Policy:
     def zero_grad(self):
         """Set the gradients to zero."""
         self.optimizer.zero_grad()
+        self.micro_batch = 0
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):
         """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
 
         It may return before the weights are written: a reader on another stream, as the engine, waits for this one.
+        From here on a signal waits until the trainer's loop calls signals.release, when the step is complete.
         """
+        signals.hold()
         metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
@@ -179,7 +207,7 @@ class Policy:
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reference": np.array(device.to_host(self.reference.weights.flat)) if moves else None,
+            "reference": device.host_copy(self.reference.weights.flat) if moves else None,
             "loss": dict(self.loss_state),
         }
 

@@ -23,17 +23,18 @@ from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
-from rlnumba.rewards import load_rewards
-from rlnumba.runtime import device
+from rlnumba.rewards import TrainerState
+from rlnumba.runtime import device, signals
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers import rollout
+from rlnumba.trainers import evaluation, rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
 
 
@@ -41,8 +42,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
     """Train a GRPORun; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-    the functions themselves, where run.rewards.funcs only names them. A reward that fails in the middle of the run
-    leaves a checkpoint of the last complete step.
+    the functions themselves, where run.rewards.funcs only names them. A reward that fails, or a signal, in the middle
+    of the run leaves a checkpoint of the last complete step.
     """
     train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs)
 
@@ -69,7 +70,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     sampling_params(train, 0, 1)
     gemm.set_backend(run.gemm)
     folder = RunFolder(algorithm.name, run, resume)
-    rewards = load_rewards(run.rewards, reward_funcs)
+    rewards = load_rewards(run, reward_funcs)
     policy, tokenizer = algorithm.load(run, folder)
     model = policy.model
     llm = LLM(model, tokenizer, run.engine)
@@ -82,26 +83,25 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
         state.load_state_dict(folder.state["data"], train)
         llm.update_weights(folder.step)
 
-    def save(step, data_state):
+    complete = folder.step, state.state_dict(schedule.within_generation(folder.step))
+
+    def save():
+        step, data_state = complete
         folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
 
     clock = Clock()
-    with policy.context.use(), folder.writer(schedule.total_steps) as writer:
+    with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+        if eval_data and train.eval_on_start and folder.step == 0:
+            writer.log(0, evaluate(llm, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
         for step in range(folder.step, schedule.total_steps):
-            # The state of the checkpoint if a reward fails in this step.
-            before = state.state_dict(schedule.within_generation(step))
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
             micro_batches, generation_metrics_of, num_generated = [], [], 0
             for micro in schedule.micro_steps(step):
                 if micro.begins_generation or state.rollouts is None:
-                    try:
-                        rollouts, generations, own_metrics = algorithm.generate(
-                            policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
-                            schedule.on_policy, clock, writer,
-                        )  # fmt: skip
-                    except UserError:
-                        save(step, before)
-                        raise
+                    rollouts, generations, own_metrics = algorithm.generate(
+                        policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
+                        schedule.on_policy, clock, writer,
+                    )  # fmt: skip
                     state.begin(rollouts, generations, rewards.names, own_metrics)
                     num_generated += sum(each.num_generated for each in generations)
                     writer.completions(step + 1, [row for each in generations for row in each.rows(rewards.names)])
@@ -109,11 +109,13 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                 micro_batches.append(part)
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
+                # Signals are held from the update of the weights on.
                 metrics = algorithm.train_step(
                     policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)
                 )
                 policy.move_reference_if_due(step + 1)
             llm.update_weights(step + 1)
+            complete = step + 1, state.state_dict(schedule.within_generation(step + 1))
             # The run's own names take precedence over those that rewards log.
             metrics = metrics | mean_metrics(generation_metrics_of) | metrics
             metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": state.num_tokens}
@@ -121,21 +123,18 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                 metrics["dropped_prompts"] = prompts.dropped_prompts
             last = step + 1 == schedule.total_steps
             if eval_data and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
-                try:
-                    with clock.phase("eval"):
-                        metrics |= evaluate(llm, rewards, eval_data, run, trainer_state)
-                except UserError:
-                    writer.log(step + 1, metrics)
-                    save(step + 1, state.state_dict(schedule.within_generation(step + 1)))
-                    raise
+                with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
+                    metrics |= evaluate(llm, rewards, eval_data, run, trainer_state)
             metrics |= clock.read()
             metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
             if num_generated:
                 metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
             writer.log(step + 1, metrics | memory_metrics())
+            folder.saver.check()
             if last or (step + 1) % train.save_steps == 0:
                 with clock.phase("save"):
-                    save(step + 1, state.state_dict(schedule.within_generation(step + 1)))
+                    save()
+            signals.release()
         folder.finish(model, tokenizer, LM_HEAD)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
@@ -201,7 +200,7 @@ def sampler_is_exact(train):
     params = sampling_params(train, 0, 1)
     filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
-    return not filtered and not changed and gemm.backend() != "cublas"
+    return (not filtered or train.sampling_mask_replay) and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):
@@ -240,7 +239,7 @@ def train_step(policy, micro_batches, learning_rate):
         of_all = entropies.entropies_of(policy, micro_batches)
         kept = entropies.high_entropy_mask(of_all, mask, train.top_entropy_quantile)
         num_kept = int(kept.sum())
-    gradient_is_known = sampler_is_exact(train) and not selects and coef == 0
+    gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
     # On the device until the step is done, so that no micro-batch waits for the host.
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
@@ -302,19 +301,26 @@ def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs,
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):
-    """Metrics of one completion for every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
-    llm.wake()
-    params = sampling_params(run.train, rollout.derived_seed(run.seed), 1)
-    generation = rollout.generate(llm, rewards, prompts, range(len(prompts.prompts)), params, trainer_state, Clock())
-    llm.sleep()
-    found = rollout.generation_metrics([generation], rewards.names)
-    return {f"eval_{name}": value for name, value in found.items()}
+    """Metrics of completions of every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
+    generation = evaluation.generate(llm, rewards, prompts, eval_params(run), trainer_state)
+    return evaluation.metrics_of(generation, rewards.names, run)
+
+
+def eval_params(run):
+    """The SamplingParams of a run's evaluation."""
+    return evaluation.eval_params(run, sampling_params(run.train, rollout.derived_seed(run.seed), 1))
 
 
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
     settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
-    return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
+    replay = train.sampling_mask_replay
+    params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
+    if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+        raise ConfigError(
+            "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
+        )
+    return params
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
@@ -428,14 +434,6 @@ class DataState:
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")
-
-
-class TrainerState(NamedTuple):
-    """What reward functions get of the run as `trainer_state`; the names are transformers'."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
 
 
 def mean_metrics(of_parts):

@@ -61,7 +61,7 @@ def load(run, folder):
             f"critic.model {source} has max_position_embeddings {model.config.max_position_embeddings}, but sequences "
             f"may have {longest} tokens; set engine.max_model_len"
         )
-    critic = Policy(model, train)
+    critic = Policy(model, train, seed=run.seed)
     critic.arena = policy.arena
     return ActorCritic(policy, critic, run), tokenizer
 
@@ -185,12 +185,13 @@ class RunningMoments:
 class Experience:
     """A batch as the optimizer steps read it: completions on the host; their arrays are in the RolloutBuffer.
 
-    seed: of the order in each epoch; critic_learning_rate: of this step.
+    seed: of the order in each epoch; critic_learning_rate: of this step; score_moments: with this batch's scores.
     """
 
     rollouts: rollout.Rollouts
     seed: int
     critic_learning_rate: float
+    score_moments: RunningMoments
 
 
 def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
@@ -208,11 +209,13 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
     # completions -> batch
     rollouts = rollout.Rollouts.of(samples, False)
     critic_rate = learning_rate_at(actor.critic_train, step, trainer_state.max_steps)
-    actor.experience = Experience(rollouts, rollout.derived_seed(run.seed, step, index), critic_rate)
+    # A copy: until the first optimizer step, an interruption keeps the state before this batch.
+    moments = replace(actor.score_moments)
+    actor.experience = Experience(rollouts, rollout.derived_seed(run.seed, step, index), critic_rate, moments)
     with clock.phase("logprob"):
         evaluate_tokens(actor, rollouts)
     truncated = np.array([sample.truncated for sample in samples])
-    scores = completion_scores([sample.reward for sample in samples], truncated, actor.score_moments, train)
+    scores = completion_scores([sample.reward for sample in samples], truncated, moments, train)
     # score, log-probs, values -> rewards, advantages, returns
     estimate_advantages(actor.buffer, rollouts, scores, train)
     advantages = np.split(device.to_host(actor.buffer.advantages), np.cumsum(rollouts.completion_lengths)[:-1])
@@ -296,6 +299,7 @@ def train_step(actor, micro_batches, learning_rate):
                 partials.append(device.xp().empty((ppo_loss_blocks(tokens[-1]), SUMS), np.float32))
                 forward_backward(actor, part, 1.0 / (tokens[-1] * len(parts)), partials[-1])
             infos.append(actor.step(learning_rate, experience.critic_learning_rate))
+    actor.score_moments = experience.score_moments
     sums = [device.to_host(array).sum(axis=0, dtype=np.float64) for array in partials]
     metrics = ppo_metrics(sums, tokens)
     loss = metrics["loss/policy_avg"] + train.vf_coef * metrics["loss/value_avg"]

@@ -123,7 +123,7 @@ def train_step(policy, micro_batches, learning_rate):
             logprobs, dlogprobs = (arena.empty((len(part.loss_mask),), np.float32) for _ in range(2))
             part_entropy = entropy[ends[i] - len(part.loss_mask) : ends[i]]
             sampled = batch.rollout_logprobs
-            if part.on_policy and exact:
+            if part.on_policy and exact and not policy.has_dropout:
                 # The forward will compute the sampler's log-probs, so the gradient is known before it.
                 ignored_stats = arena.empty((METRICS,), np.float32)
                 loss_backward(policy, batch, sampled, sampled, scale, ignored_loss, dlogprobs, ignored_stats)
@@ -133,6 +133,8 @@ def train_step(policy, micro_batches, learning_rate):
             # ids -> logprobs -> loss -> grads
             forward = policy.forward(batch.targets, logprobs, part_entropy)
             old_logprobs = sampled if batch.old_logprobs is None else batch.old_logprobs
+            if part.on_policy and policy.has_dropout:
+                old_logprobs = logprobs
             loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats[i])
             policy.backward(forward, dlogprobs)
     # grads -> step

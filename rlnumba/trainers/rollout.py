@@ -9,6 +9,7 @@ that predict a completion token reach the language-model head, so arrays of the 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -116,14 +117,23 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
         if status is not None:
             status(f"{finished} of {total} completions, {num_generated} tokens")
 
+    pending = [None] * len(indices)
+
+    def submit(position, output):
+        """Rewards of a group are computed in other processes while the engine goes on with the rest."""
+        chosen, n = prompts.prompts[indices[position]], len(output.completions)
+        texts, ids = ([getattr(c, name) for c in output.completions] for name in ("text", "token_ids"))
+        columns = prompts.columns([indices[position]] * n)
+        pending[position] = rewards.submit([chosen.prompt] * n, texts, ids, all_columns | columns, trainer_state)
+
+    all_columns = dict.fromkeys(prompts.columns(indices), [None] * params.n)
     with clock.phase("generate"):
-        outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in indices], params, progress)
+        token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
+        outputs = llm.generate(token_ids, params, progress, submit)
     with clock.phase("reward"):
-        repeated = [i for i in indices for _ in range(params.n)]
-        completions = [completion for output in outputs for completion in output.completions]
-        chosen = [prompts.prompts[i] for i in repeated]
-        texts, ids = [c.text for c in completions], [c.token_ids for c in completions]
-        scores = rewards.score([p.prompt for p in chosen], texts, ids, prompts.columns(repeated), trainer_state)
+        scores = rewards.collect(pending)
+    completions = [completion for output in outputs for completion in output.completions]
+    chosen = [prompts.prompts[i] for i in indices for _ in range(params.n)]
     weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * rewards.weights, axis=1))
     extras = [{column: values[n] for column, values in scores.extra.items()} for n in range(len(completions))]
     pad_token_id = llm.tokenizer.pad_token_id if llm.tokenizer else None
@@ -210,7 +220,8 @@ class Rollouts:
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
-    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere. on_policy: see MicroStep.
+    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
+    logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
     """
 
     token_ids: np.ndarray
@@ -221,6 +232,7 @@ class Rollouts:
     advantages: np.ndarray
     old_logprobs: np.ndarray
     ref_logprobs: np.ndarray
+    thresholds: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     on_policy: bool = False
 
     @staticmethod
@@ -230,6 +242,7 @@ class Rollouts:
         lengths = np.array([len(part) for part in ids], np.int32).reshape(-1, 2)
         completion_lengths = np.ascontiguousarray(lengths[:, 1])
         logprobs = chain.from_iterable(sample.completion.logprobs for sample in samples)
+        thresholds = [s.completion.thresholds for s in samples if s.completion.thresholds is not None]
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
         return Rollouts(
             token_ids=np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum())),
@@ -240,6 +253,7 @@ class Rollouts:
             advantages=np.array([sample.advantage for sample in samples], np.float32),
             old_logprobs=np.empty(0, np.float32),
             ref_logprobs=np.empty(0, np.float32),
+            thresholds=np.concatenate([np.empty(0, np.float32), *thresholds]),
         )
 
     def part(self, first, count, on_policy=False):
@@ -253,7 +267,7 @@ class Rollouts:
         parts = {"token_ids": self.token_ids[tokens(self.prompt_lengths + self.completion_lengths)]}
         for name in ("prompt_lengths", "completion_lengths", "advantages"):
             parts[name] = getattr(self, name)[sequences]
-        for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+        for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
         return Rollouts(**parts, on_policy=on_policy)
 
@@ -276,7 +290,8 @@ class Rollouts:
         cu_seqlens = np.concatenate([[0], np.cumsum(self.completion_lengths)]).astype(np.int32)
         # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
-        targets = TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1]))
+        thresholds = self.thresholds if len(self.thresholds) else None
+        targets = TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1]), thresholds)
         names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
         arrays = {name: getattr(self, name) for name in names}
         arrays = {name: device.asarray(array) if len(array) else None for name, array in arrays.items()}

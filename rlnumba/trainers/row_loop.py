@@ -6,6 +6,7 @@ optimizer step   gradient_accumulation_steps micro-batches of per_device_train_b
 """
 
 from rlnumba.optim import learning_rate_at
+from rlnumba.runtime import signals
 from rlnumba.trainers.core import Schedule, epoch_order
 from rlnumba.trainers.run_folder import Clock, log, memory_metrics
 
@@ -24,28 +25,39 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
         num_tokens = folder.state["num_tokens"]
+    complete = folder.step, num_tokens
+
+    def save():
+        step, tokens = complete
+        folder.save(step, policy.model, tokenizer, {"policy": policy.state_dict(), "num_tokens": tokens})
+
     clock = Clock()
-    with policy.context.use(), folder.writer(schedule.total_steps) as writer:
+    with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+        if eval_rows and train.eval_on_start and folder.step == 0:
+            writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
         for step in range(folder.step, schedule.total_steps):
             epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
             order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
             chosen = [rows[i] for i in order[step_of_epoch * rows_per_step : (step_of_epoch + 1) * rows_per_step]]
             with clock.phase("train"):
+                # Signals are held from the update of the weights on.
                 metrics = train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
                 policy.move_reference_if_due(step + 1)
             step_tokens = sum(map(count_tokens, chosen))
             num_tokens += step_tokens
+            complete = step + 1, num_tokens
             metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
             last = step + 1 == schedule.total_steps
             if eval_rows and (last or (train.eval_steps and (step + 1) % train.eval_steps == 0)):
-                with clock.phase("eval"):
+                with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
                     metrics |= {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
             metrics |= clock.read()
             metrics["perf/throughput"] = step_tokens / metrics["time/train"]
             writer.log(step + 1, metrics | memory_metrics())
+            folder.saver.check()
             if last or (step + 1) % train.save_steps == 0:
                 with clock.phase("save"):
-                    state = {"policy": policy.state_dict(), "num_tokens": num_tokens}
-                    folder.save(step + 1, policy.model, tokenizer, state)
+                    save()
+            signals.release()
         folder.finish(policy.model, tokenizer)
     log(f"{folder.path} has the curves (curves.png) and the model (final)")

@@ -14,7 +14,7 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
 from rlnumba.reporting.files import make_folder, write_config
 from rlnumba.reporting.metrics import MetricsWriter
-from rlnumba.runtime import device, dispatch, memory
+from rlnumba.runtime import device, dispatch, memory, signals
 from rlnumba.runtime.environment import environment
 
 # What a run writes in its folder.
@@ -41,7 +41,7 @@ class RunFolder:
             self.model_folder = checkpoint.of_step(self.path, resume)
         elif resume:
             self.model_folder = checkpoint.latest_readable(self.path)
-        self.step, self.state = 0, None
+        self.step, self.state, self.saver = 0, None, checkpoint.Saver(self.path)
         if self.model_folder is not None:
             self.step, self.state = checkpoint.load(self.model_folder)
             if self.state["trainer"] != trainer:
@@ -87,12 +87,36 @@ class RunFolder:
         return target
 
     def save(self, step, model, tokenizer, state):
-        """Write checkpoints/step-N, unless it exists: a step's state is always the same."""
+        """Begin to write checkpoints/step-N, unless it exists: a step's state is always the same.
+
+        Training may go on when this returns. Raises CheckpointError if the checkpoint before could not be written.
+        """
         if step == self.step and self.model_folder is not None:
             return
-        state, keep_last = {"trainer": self.trainer, **state}, self.run.train.save_total_limit
-        self.model_folder = checkpoint.save(self.path, step, model, tokenizer, state, keep_last)
-        self.step = step
+        train = self.run.train
+        state = None if train.save_only_model else {"trainer": self.trainer, **state}
+        self.saver.save(step, model, tokenizer, state, train.save_total_limit)
+        self.step, self.model_folder = step, self.path / "checkpoints" / f"step-{step}"
+
+    @contextmanager
+    def kept_on_interruption(self, save):
+        """If a signal or a UserError ends the block, call save(), which saves the last complete step.
+
+        When the block has ended, all checkpoints are on the disk.
+        """
+        with signals.handled():
+            try:
+                yield
+                self.saver.wait()
+            except checkpoint.CheckpointError:
+                raise
+            except (KeyboardInterrupt, UserError) as error:
+                with signals.held():
+                    save()
+                    self.saver.wait()
+                if isinstance(error, KeyboardInterrupt):
+                    log(f"step {self.step} is in {self.model_folder}; --resume goes on from there")
+                raise
 
     def finish(self, model, tokenizer, heads=None):
         """Write final/, a Hugging Face folder, with these heads of the model or all."""
@@ -140,6 +164,10 @@ class Clock:
 
 
 def memory_metrics():
-    """{"memory/<region>": peak bytes allocated at one time} of every region, and their sum as perf/peak_memory."""
+    """{"memory/<region>": peak bytes allocated at one time} of every region, and their sum as perf/peak_memory.
+
+    The sum is of the device's memory: without "host", what offload_optimizer keeps there.
+    """
     peaks = memory.report()
-    return {f"memory/{region}": nbytes for region, nbytes in peaks.items()} | {"perf/peak_memory": sum(peaks.values())}
+    total = sum(peaks.values()) - peaks.get("host", 0)
+    return {f"memory/{region}": nbytes for region, nbytes in peaks.items()} | {"perf/peak_memory": total}

@@ -12,82 +12,137 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import CriticConfig, DataConfig, EngineConfig, GRPORun, PPORun, RewardsConfig, RLOORun, SFTRun, key
+from rlnumba.config import CriticConfig, DataConfig, EngineConfig, RewardsConfig, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
+from rlnumba.trainers.plan import advise
 from rlnumba.trainers.ppo import run_ppo
+from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
 
 
 @dataclass(frozen=True)
-class SFTConfig(config.SFTConfig):
+class OutputArguments:
+    """What the configs of TRL's trainers have besides the keys of [train]."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
+@dataclass(frozen=True)
+class SFTConfig(OutputArguments, config.SFTConfig):
     """[train] of `rlnumba sft`, and the keys that TRL's SFTConfig has besides."""
 
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+@dataclass(frozen=True)
+class DPOConfig(OutputArguments, config.DPOConfig):
+    """[train] of `rlnumba dpo`, and the keys that TRL's DPOConfig has besides."""
 
 
 @dataclass(frozen=True)
-class GRPOConfig(config.GRPOConfig):
+class KTOConfig(OutputArguments, config.KTOConfig):
+    """[train] of `rlnumba kto`, and the keys that TRL's KTOConfig has besides."""
+
+
+@dataclass(frozen=True)
+class RewardConfig(OutputArguments, config.RewardConfig):
+    """[train] of `rlnumba reward`, and the keys that TRL's RewardConfig has besides."""
+
+
+@dataclass(frozen=True)
+class GRPOConfig(OutputArguments, config.GRPOConfig):
     """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
 
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
 @dataclass(frozen=True)
-class RLOOConfig(config.RLOOConfig):
+class RLOOConfig(OutputArguments, config.RLOOConfig):
     """[train] of `rlnumba rloo`, and the keys that TRL's RLOOConfig has besides."""
 
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
 @dataclass(frozen=True)
-class PPOConfig(config.PPOConfig):
-    """[train] of `rlnumba ppo`, the keys above all sections, and the weights of the rewards."""
+class PPOConfig(OutputArguments, config.PPOConfig):
+    """[train] of `rlnumba ppo`, and what TRL's trainers with rewards have besides."""
 
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
-class SFTTrainer:
-    """Supervised fine-tuning.
+class RowTrainer:
+    """A trainer whose data are rows.
 
-    model: a Hugging Face folder or a hub id. args: SFTConfig. train_dataset, eval_dataset: a .jsonl or .parquet file,
-    or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data, engine: further keys of
-    these sections, dicts. Raises ConfigError for keys that contradict each other.
+    model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
+    .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data,
+    engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter instead of the
+    weights. Raises ConfigError for keys that contradict each other.
     """
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None):
-        args = args or SFTConfig()
+    # Of a subclass: its command, that command's Run, and the class of `args`.
+    command, run_class, config_class = None, None, None
+
+    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None):
+        args = args or self.config_class()
         self.datasets = {"train": train_dataset, "eval": eval_dataset}
-        self.run = SFTRun(**_settings(model, args, self.datasets, data, engine))
+        self.run = self.run_class(**_settings(model, args, self.datasets, data, engine, peft_config))
 
     def train(self, resume_from_checkpoint=False):
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
-        run_sft(self.run, resume_from_checkpoint)
+        with advise(self.command, self.run):
+            RUN[self.command](self.run, resume_from_checkpoint)
+
+
+RUN = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "reward": run_reward}
+
+
+class SFTTrainer(RowTrainer):
+    """Supervised fine-tuning."""
+
+    command, run_class, config_class = "sft", config.SFTRun, SFTConfig
+
+
+class DPOTrainer(RowTrainer):
+    """Direct Preference Optimization, from pairs of a chosen and a rejected completion."""
+
+    command, run_class, config_class = "dpo", config.DPORun, DPOConfig
+
+
+class KTOTrainer(RowTrainer):
+    """Kahneman-Tversky Optimization, from completions that are labelled desirable or not."""
+
+    command, run_class, config_class = "kto", config.KTORun, KTOConfig
+
+
+class RewardTrainer(RowTrainer):
+    """A reward model, from pairs of a chosen and a rejected completion.
+
+    final/ is a sequence-classification folder, which GRPOTrainer's reward_funcs may name.
+    """
+
+    command, run_class, config_class = "reward", config.RewardRun, RewardConfig
 
 
 class GRPOTrainer:
     """Group Relative Policy Optimization.
 
-    reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, or a list of these.
-    rewards: further keys of that section, a dict. The other arguments are SFTTrainer's, args being a GRPOConfig.
+    reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, also the folder of a
+    reward model, or a list of these.
+    rewards: further keys of that section, a dict. The other arguments are those of RowTrainer, args being a GRPOConfig.
     """
 
-    config_class, run_class, run_function = GRPOConfig, GRPORun, staticmethod(run_grpo)
+    command, config_class, run_class, run_function = "grpo", GRPOConfig, config.GRPORun, staticmethod(run_grpo)
 
     def __init__(
-        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None
-    ):
+        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None,
+        peft_config=None,
+    ):  # fmt: skip
         args = args or self.config_class()
         self.datasets = {"train": train_dataset, "eval": eval_dataset}
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -95,34 +150,35 @@ class GRPOTrainer:
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
         self.run = self.run_class(
-            **_settings(model, args, self.datasets, data, engine),
+            **_settings(model, args, self.datasets, data, engine, peft_config),
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
         )
 
     def train(self, resume_from_checkpoint=False):
-        """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
+        """As RowTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        self.run_function(self.run, resume_from_checkpoint, self.reward_funcs)
+        with advise(self.command, self.run):
+            self.run_function(self.run, resume_from_checkpoint, self.reward_funcs)
 
 
 class RLOOTrainer(GRPOTrainer):
     """REINFORCE Leave-One-Out; the arguments are GRPOTrainer's, args being an RLOOConfig."""
 
-    config_class, run_class, run_function = RLOOConfig, RLOORun, staticmethod(run_rloo)
+    command, config_class, run_class, run_function = "rloo", RLOOConfig, config.RLOORun, staticmethod(run_rloo)
 
 
 class PPOTrainer(GRPOTrainer):
     """Proximal Policy Optimization; critic: keys of that section, a dict. The other arguments are GRPOTrainer's, args
     being a PPOConfig."""
 
-    config_class, run_class, run_function = PPOConfig, PPORun, staticmethod(run_ppo)
+    command, config_class, run_class, run_function = "ppo", PPOConfig, config.PPORun, staticmethod(run_ppo)
 
     def __init__(self, *arguments, critic=None, **keywords):
         super().__init__(*arguments, **keywords)
         self.run = replace(self.run, critic=CriticConfig(**(critic or {})))
 
 
-def _settings(model, args, datasets, data, engine):
+def _settings(model, args, datasets, data, engine, peft_config):
     """The keywords of a Run, but for [rewards]: dict."""
     paths = {
         name: str(dataset if isinstance(dataset, str | Path) else Path(args.output_dir) / f"{name}.jsonl")
@@ -130,6 +186,7 @@ def _settings(model, args, datasets, data, engine):
         if dataset is not None
     }
     sections = {"data": DataConfig(**paths, **(data or {})), "train": args, "engine": EngineConfig(**(engine or {}))}
+    sections["lora"] = peft_config
     return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
 
 

@@ -26,13 +26,19 @@ def check_config(rng, gemm_with_config, config, m, n, k):
     b = matrix(rng, (k, n) if config.b_mn else (n, k), config.element)
     bias, residual = matrix(rng, n, config.element), matrix(rng, (m, n), config.element)
     out = device.xp().ones((m, n), a.dtype if config.output == "same" else np.float32)
+    low_rank = {}
+    if getattr(config, "low_rank", False):
+        pair = matrix(rng, (m, 24), config.element), matrix(rng, (24, n) if config.b_mn else (n, 24), config.element)
+        low_rank = {"low_rank": tuple(map(device.asarray, pair))}
+        a, b = np.concatenate([a, pair[0]], axis=1), np.concatenate([b, pair[1]], axis=0 if config.b_mn else 1)
     gemm_with_config(
         config,
-        device.asarray(a),
-        device.asarray(b),
+        device.asarray(np.ascontiguousarray(a[:, :k]) if low_rank else a),
+        device.asarray(np.ascontiguousarray(b[:k] if config.b_mn else b[:, :k]) if low_rank else b),
         out,
         device.asarray(bias) if config.bias else None,
         device.asarray(residual) if config.residual else None,
+        **low_rank,
     )
     a, b, bias, residual = (x.astype(np.float64) for x in (a, b, bias, residual))
     expected = (a.T if config.a_mn else a) @ (b if config.b_mn else b.T)

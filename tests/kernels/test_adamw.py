@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars
+from rlnumba.kernels.nn.stochastic_rounding import round_on_cpu, rounding_noise, stochastic_bfloat16_ref
+from rlnumba.kernels.philox import philox_ref
 from rlnumba.runtime import device
 from tests.close import ROUNDING, assert_close, assert_same_bits
 
@@ -42,7 +44,7 @@ def test_kernel_compiles_for_gpus(compile_offline, weights):
         pytest.skip("compiles without a GPU")
     f32, troubles = "float32[::1]", []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        types = [weights or f32, f32, f32, f32, f32, f32, "int64"]
+        types = [weights or f32, f32, f32, f32, f32, f32, "int64", "uint32[::1]", "int64"]
         troubles += compile_offline(adamw_kernel(4, False, weights is not None), types, architecture)
     assert not troubles, "\n".join(troubles)
 
@@ -82,3 +84,89 @@ def test_wrong_arguments_are_named():
         adamw(xp.zeros(4, np.float16), xp.zeros(3, np.float32), *arrays, scalars, 0)
     with pytest.raises(ValueError, match=r"adamw: decay_end must be in \[0, 4\], got 5"):
         adamw(xp.zeros(4, np.float32), None, *arrays, scalars, 5)
+
+
+def run_rounded_steps(rng, size, with_master, steps=3):
+    """bfloat16 moments, and weights with or without a master: what is kept is a neighbour, chosen by the noise."""
+    decay_end, bfloat16 = size * 2 // 3, device.dtype("bfloat16")
+    start = rng.standard_normal(size, np.float32).astype(bfloat16)
+    weights = device.asarray(start.copy())
+    master = device.asarray(start.astype(np.float32)) if with_master else None
+    m, v = (device.asarray(np.zeros(size, bfloat16)) for _ in range(2))
+    p, decays = start.astype(np.float32), np.arange(size) < decay_end
+    for step in range(1, steps + 1):
+        grads = rng.standard_normal(size, np.float32)
+        scalars = adamw_scalars(**HYPER, step=step, grad_scale=0.5)
+        noise = rounding_noise(5, step)
+        before = [device.to_host(array).astype(np.float32) for array in (m, v)]
+        adamw(
+            weights, master, device.asarray(grads), m, v, device.asarray(scalars), decay_end, device.asarray(noise), 8
+        )  # fmt: skip
+        exact = adamw_ref(p, grads, *before, scalars, decays)
+        groups = np.arange(size) // 4 + 2
+        zeros, words = np.zeros_like(groups), []
+        for stream in (0, 1):
+            counter = np.stack([groups, zeros, zeros + step, zeros + stream], axis=-1)
+            words.append(philox_ref(counter, noise[:2])[np.arange(size), np.arange(size) % 4])
+        for what, actual, value, random in (
+            ("m", m, exact[1], words[0] & 0xFFFF),
+            ("v", v, exact[2], words[0] >> 16),
+            ("weights", weights, exact[0], words[1] & 0xFFFF),
+        ):
+            if what == "weights" and with_master:
+                assert_close(master, exact[0], terms=3, what="master")
+                assert_same_bits(weights, device.to_host(master).astype(bfloat16), "weights")
+                continue
+            found, expected = device.to_host(actual).astype(np.float64), stochastic_bfloat16_ref(value, random)
+            # A last bit of the float32 result, as of a fused multiply-add, may move the choice between two neighbours.
+            allowed = 0 if what != "weights" and device.name() != "cuda" else 1 + size // 1000
+            assert np.sum(found != expected) <= allowed, what
+            assert (np.abs(found - value) <= 2.0**-7 * np.abs(value)).all(), what
+        p = device.to_host(weights if master is None else master).astype(np.float32)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("with_master", [True, False])
+def test_simulator_with_stochastic_rounding(rng, with_master):
+    for size in (0, 3, 72):
+        run_rounded_steps(rng, size, with_master, steps=2)
+
+
+@pytest.mark.parametrize("with_master", [True, False])
+@pytest.mark.parametrize("size", [0, 3, 4, 1028, 40_000])
+def test_cpu_device_with_stochastic_rounding(rng, size, with_master):
+    if device.name() != "cpu":
+        pytest.skip("the loops of the cpu device")
+    run_rounded_steps(rng, size, with_master)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_master", [True, False])
+@pytest.mark.parametrize("size", [3, 1028, 10_000_000])
+def test_gpu_with_stochastic_rounding(rng, size, with_master):
+    run_rounded_steps(rng, size, with_master)
+
+
+@pytest.mark.parametrize("has_master", [True, False])
+def test_kernels_that_round_compile_for_gpus(compile_offline, has_master):
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU")
+    f32, u16, troubles = "float32[::1]", "uint16[::1]", []
+    for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        types = [u16, f32 if has_master else u16, f32, u16, u16, f32, "int64", "uint32[::1]", "int64"]
+        troubles += compile_offline(adamw_kernel(4, False, has_master, True, not has_master), types, architecture)
+    assert not troubles, "\n".join(troubles)
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Every 16-bit number of the noise once: the mean is the number itself, up to what 16 bits resolve."""
+    random = np.arange(65536)
+    for value in (1.0 + 2.0**-9, -3.1415927, 1e-40, 65504.1, 0.0):
+        value = np.float32(value)
+        rounded = stochastic_bfloat16_ref(np.full(65536, value), random)
+        spacing = rounded.max() - rounded.min()
+        assert abs(rounded.mean() - float(value)) <= spacing * 2.0**-16
+        assert len(set(rounded)) == (1 if value == 0 else 2)
+        found = np.empty(8, device.DTYPES["bfloat16"])
+        round_on_cpu(np.full(8, value), found, rounding_noise(3, 1), 0, 0, 0)
+        assert set(found.astype(np.float64)) <= set(rounded)

@@ -8,6 +8,7 @@ import pytest
 
 from rlnumba.config import PolicyLossConfig
 from rlnumba.kernels.adamw import adamw, adamw_scalars
+from rlnumba.kernels.adamw_8bit import adamw_8bit
 from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.gemm import ops as gemm
@@ -142,6 +143,11 @@ OPERATORS = {
     adamw: lambda: {
         "weights": f32(N), "master": f32(N), "grads": f32(N), "m": f32(N), "v": f32(N) ** 2,
         "scalars": adamw_scalars(1e-3, 0.9, 0.999, 1e-8, 0.0, 1), "decay_end": 2,
+    },
+    adamw_8bit: lambda: {
+        "weights": f32(8), "master": f32(8), "grads": f32(8), "m": np.zeros(8, np.uint8), "v": np.zeros(8, np.uint8),
+        "m_absmax": f32(1), "v_absmax": f32(1), "scalars": adamw_scalars(1e-3, 0.9, 0.999, 1e-8, 0.0, 1),
+        "decay_end": 2,
     },
     elementwise.add: lambda: {"x": f32(N), "y": f32(N), "out": f32(N)},
     elementwise.scale: lambda: {"x": f32(N), "factor": 2.0, "out": f32(N)},

@@ -195,6 +195,63 @@ def family(request):
         yield request.param
 
 
+def check_low_rank(rng, dtype, m, n, k, rank):
+    """linear, linear_swiglu, linear_backward_input with a low rank, against float64; a row depends on itself alone."""
+    shapes = (m, k), (n, k), (m, rank), (n, rank), (m, n), (rank, k)
+    x, weight, down, up, residual, a = (random(rng, shape, dtype) for shape in shapes)
+    arrays = [device.asarray(array) for array in (x, weight, down, up, residual, a)]
+    xp, (x_, weight_, down_, up_, residual_, a_) = device.xp(), arrays
+    x, weight, down, up, residual, a = (array.astype(np.float64) for array in (x, weight, down, up, residual, a))
+
+    def outputs(rows):
+        count = len(x_[rows])
+        some, small = x_[rows].copy(), down_[rows].copy()
+        out, in_place = xp.full((count, n), np.nan, x_.dtype), residual_[rows].copy()
+        gate_up, activated = xp.full((count, n), np.nan, x_.dtype), xp.full((count, n // 2), np.nan, x_.dtype)
+        dx, added = xp.full((count, k), np.nan, x_.dtype), some.copy()
+        linear(some, weight_, out, low_rank=(small, up_))
+        linear(some, weight_, in_place, residual=in_place, low_rank=(small, up_))
+        linear_swiglu(some, weight_, gate_up, activated, low_rank=(small, up_))
+        linear_backward_input(residual_[rows].copy(), weight_, dx, low_rank=(small, a_))
+        linear_backward_input(residual_[rows].copy(), weight_, added, accumulate=True, low_rank=(small, a_))
+        return out, in_place, gate_up, activated, dx, added
+
+    whole = outputs(slice(m))
+    product, dx = linear_ref(x, weight) + down @ up.T, residual @ weight + down @ a
+    expected = product, product + residual, product, None, dx, dx + x
+    for array, exact in zip(whole, expected, strict=True):
+        if exact is not None:
+            # Where the second product is added to a rounded one, there are two roundings.
+            assert_close(array, exact, terms=4 * (k + n), scale=float(np.abs(exact).max()), what="low rank")
+    assert_same_bits(whole[2], whole[0], "gate_up of linear_swiglu")
+    separate = xp.full(whole[3].shape, np.nan, x_.dtype)
+    swiglu(whole[2], separate)
+    assert_same_bits(whole[3], separate)
+    for rows in (slice(m - 1, m), slice(3, 12)):
+        for some_rows, all_rows in zip(outputs(rows), whole, strict=True):
+            assert_same_bits(some_rows, all_rows[rows], f"rows {rows}")
+
+
+def test_low_rank(rng):
+    if device.name() != "cpu":
+        pytest.skip("test_low_rank_of_a_family has this")
+    check_low_rank(rng, "float32", 33, 48, 40, 16)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("family, dtype", FAMILY_DTYPES, indirect=["family"])
+def test_low_rank_of_a_family(rng, family, dtype):
+    # Every K a multiple of the sm90 kernel's stage, and not.
+    check_low_rank(rng, dtype, *{"simt": (17, 18, 20, 4), "sm80": (33, 32, 24, 16), "sm90": (65, 48, 40, 16)}[family])
+
+
+def test_wrong_low_ranks_are_named():
+    xp = device.xp()
+    x, weight, out = xp.zeros((3, 8), np.float32), xp.zeros((5, 8), np.float32), xp.zeros((3, 5), np.float32)
+    with pytest.raises(ValueError, match=r"linear: low_rank\[1\] must be \(5, 4\)"):
+        linear(x, weight, out, low_rank=(xp.zeros((3, 4), np.float32), xp.zeros((5, 2), np.float32)))
+
+
 def forms(x, weight, bias, residual, with_swiglu):
     """What a model computes of x by a weight, one form after the other."""
     xp, (m, n) = device.xp(), (len(x), len(weight))

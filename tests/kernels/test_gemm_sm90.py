@@ -42,17 +42,25 @@ SIMULATED = [
     # With at most eight rows, threads store C and load the residual themselves, without TMA.
     (Sm90GemmConfig(64, 1, 2, "bfloat16", panels=2, residual=True, eight_rows=True), 7, 72, 256),
     (Sm90GemmConfig(16, 1, 2, "bfloat16", residual=True), 40, 24, 136),
+    # A second product of 24 steps: after a ragged last stage, of panels, of eight rows, of an MN-major B.
+    (Sm90GemmConfig(64, 1, 2, "bfloat16", bias=True, residual=True, low_rank=True), 40, 72, 136),
+    (Sm90GemmConfig(16, 1, 2, "bfloat16", panels=2, low_rank=True), 70, 40, 384),
+    (Sm90GemmConfig(8, 1, 3, "float16", panels=4, eight_rows=True, low_rank=True), 3, 24, 512),
+    (Sm90GemmConfig(64, 2, 2, "bfloat16", b_mn=True, residual=True, low_rank=True), 136, 72, 72),
 ]
 
 
 def check_swiglu(rng, config, m, n, k):
     """gemm_with_config with SwiGLU: the bits of a product, and of swiglu of it."""
-    x, weight = (device.asarray(matrix(rng, shape, config.element)) for shape in ((m, k), (2 * n, k)))
+    shapes = (m, k), (2 * n, k), (m, 40), (2 * n, 40)
+    x, weight, *pair = (device.asarray(matrix(rng, shape, config.element)) for shape in shapes)
+    low_rank = tuple(pair) if config.low_rank else None
     xp = device.xp()
     gate_up, out = xp.full((m, 2 * n), np.nan, x.dtype), xp.full((m, n), np.nan, x.dtype)
-    gemm_with_config(config, x, weight, gate_up, residual=out)
+    gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank)
     expected, activated = xp.full((m, 2 * n), np.nan, x.dtype), xp.full((m, n), np.nan, x.dtype)
-    gemm_with_config(Sm90GemmConfig(64, 1, 2, config.element), x, weight, expected)
+    plain = Sm90GemmConfig(64, 1, 2, config.element, low_rank=config.low_rank)
+    gemm_with_config(plain, x, weight, expected, low_rank=low_rank)
     swiglu(expected, activated)
     assert_same_bits(gate_up, expected, f"gate_up of {config}")
     assert_same_bits(out, activated, f"out of {config}")
@@ -69,6 +77,10 @@ SWIGLU = [
     # By TMA, in parts of 64 and of 128 columns; two tiles of rows, two of columns.
     (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True), 70, 88, 64),
     (Sm90GemmConfig(256, 2, 2, "bfloat16", swiglu=True), 5, 136, 72),
+    # With a second product of 40 steps.
+    (Sm90GemmConfig(64, 1, 2, "float16", swiglu=True, panels=2, low_rank=True), 9, 72, 256),
+    (Sm90GemmConfig(96, 1, 2, "bfloat16", swiglu=True, panels=4, eight_rows=True, low_rank=True), 7, 56, 256),
+    (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True, low_rank=True), 70, 88, 64),
 ]
 
 
@@ -123,6 +135,20 @@ def test_every_chosen_config_is_possible():
                 config = best_config(m, n, k, "bfloat16", a_mn, b_mn, output, False, False, 132)
                 assert config.layout.nbytes <= 227 * 1024 and config.stages >= 3
                 assert config.columns % 64 == 0 or (not b_mn and output == "same")
+
+
+@pytest.mark.parametrize("m", [1, 64, 16_384])
+@pytest.mark.parametrize("b_mn", [False, True])
+def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
+    """The tiles for decode and for training, without a spill."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    config = best_config(m, 4096, 12_288, "bfloat16", False, b_mn, "same", False, True, 132, low_rank=True)
+    staged = config.staged_columns > 0
+    maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
+    types = [*[maps] * 4, *[maps if staged else nothing] * 2, pairs, nothing, pairs, *["int64"] * 5]
+    troubles = compile_offline(gemm_sm90_kernel(config), types, (9, 0, "a"))
+    assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("m", [1, 64, 16_384])

@@ -232,7 +232,7 @@ def test_the_reference_is_saved_where_it_moves():
     other.load_state_dict(state)
     assert_same_bits(other.reference.weights.flat, kept)
     assert other.optimizer.steps == 1
-    assert_same_bits(other.optimizer.m, state["optimizer"]["m"])
+    assert_same_bits(other.optimizer.state["m"], state["optimizer"]["m"])
     # Where it stands still it is the model that the run began with, and is not saved.
     still = Policy(load_model(MODEL), grpo_config(beta=0.1), load_model(MODEL))
     assert still.state_dict()["reference"] is None
@@ -598,6 +598,34 @@ def test_filters_are_corrected_for(tmp_path):
         assert row["sampling/sampling_logp_difference/mean"] > 0.0
 
 
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.3, "temperature": 0.7}, {"generation_kwargs": {"top_p": 0.5}}]
+)
+def test_replayed_filters_are_exact(tmp_path, filters):
+    """The sampled distribution is trained: no difference of a bit, and the gradient is known before the forward."""
+    run = grpo_run(tmp_path / "run", sampling_mask_replay=True, **filters)
+    assert grpo.sampler_is_exact(run.train)
+    grpo.run_grpo(run)
+    rows = metrics_of(run)
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] == 0.0
+        assert row["sampling/importance_sampling_ratio/min"] == row["sampling/importance_sampling_ratio/max"] == 1.0
+    assert rows[0]["grad_norm"] > 0
+    plain = grpo_run(tmp_path / "plain", **filters)
+    grpo.run_grpo(plain)
+    # Sampled alike, but this entropy is that of the tokens which are kept.
+    assert rows[0]["reward"] == metrics_of(plain)[0]["reward"] and rows[0]["entropy"] < metrics_of(plain)[0]["entropy"]
+
+
+def test_replay_of_filters_needs_generations_of_one_step_and_no_penalties():
+    for options in ({"num_iterations": 2}, {"steps_per_generation": 4}):
+        with pytest.raises(ConfigError, match="train.sampling_mask_replay needs generations that one optimizer step"):
+            grpo_config(sampling_mask_replay=True, **options)
+    train = grpo_config(sampling_mask_replay=True, repetition_penalty=1.1)
+    with pytest.raises(ConfigError, match="sampling_mask_replay replays top_p, top_k and min_p, but no penalties"):
+        grpo.sampling_params(train, 0, 1)
+
+
 def test_dynamic_sampling(tmp_path):
     run = grpo_run(tmp_path / "run", "one_for_even", dynamic_sampling=True, max_steps=2)
     grpo.run_grpo(run)
@@ -712,7 +740,7 @@ def test_a_reward_that_fails_on_eval_rows_leaves_a_checkpoint(tmp_path):
 
 
 def test_wrong_count_ends_the_run(tmp_path):
-    with pytest.raises(UserError, match="reward wrong_count must return 16 values, one a completion, got 1"):
+    with pytest.raises(UserError, match="reward wrong_count must return 4 values, one a completion, got 1"):
         grpo.run_grpo(grpo_run(tmp_path / "run", "wrong_count"))
     assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
 

@@ -120,7 +120,7 @@ def small_actor(tmp_path, shared=False, reference=False, head=None, **options):
 def begin(actor, seed=3):
     """Fill the buffer from the golden completions and random scores."""
     rollouts = Rollouts.of(golden_samples(), False)
-    actor.experience = ppo.Experience(rollouts, seed, 1e-3)
+    actor.experience = ppo.Experience(rollouts, seed, 1e-3, ppo.RunningMoments())
     ppo.evaluate_tokens(actor, rollouts)
     scores = np.random.default_rng(1).standard_normal(len(rollouts.completion_lengths))
     ppo.estimate_advantages(actor.buffer, rollouts, scores, actor.train)
@@ -247,7 +247,7 @@ def test_scores_are_scaled_clipped_and_penalised():
 
 def test_completions_without_a_reward_are_left_out(tmp_path, monkeypatch):
     run = ppo_run(tmp_path / "run", "some", max_steps=2)
-    some = "def some(completions, **k): return [1.0 if i % 3 else None for i in range(len(completions))]\n"
+    some = "def some(completion_ids, **k): return [1.0 if ids[0] % 3 else None for ids in completion_ids]\n"
     (tmp_path / "rewards_for_tests.py").write_text(some)
     ppo.run_ppo(run)
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]

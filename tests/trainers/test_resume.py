@@ -17,13 +17,17 @@ from rlnumba.engine.llm import LLM
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.runs import MODEL, grpo_run, metrics_of, preference_run, sft_run
 
 # So that most checkpoints lie inside of a generation.
 FOUR_STEPS_A_GENERATION = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
+
+PREFERENCE = {"dpo": run_dpo, "kto": run_kto}
 
 
 def hash_of(run):
@@ -69,10 +73,13 @@ def kill_after(process, run, steps):
 
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
 def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "killed", max_steps=150, save_steps=10, shuffle_dataset=True, packing=True)
+    elif kind in PREFERENCE:
+        settings = {"max_steps": 100, "save_steps": 7, "shuffle_dataset": True, "gradient_accumulation_steps": 2}
+        run = preference_run(kind, tmp_path / "killed", **settings, sync_ref_model=True, ref_model_sync_steps=5)
     else:
         run = grpo_run(
             tmp_path / "killed",
@@ -84,7 +91,7 @@ def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
             ref_model_sync_steps=7,
         )
     whole = elsewhere(run, tmp_path / "whole")
-    {"sft": run_sft, "grpo": run_grpo}[kind](whole)
+    {"sft": run_sft, "grpo": run_grpo, **PREFERENCE}[kind](whole)
     steps = run.train.max_steps
     kills = 0
     for target in (steps // 5, steps // 2):
@@ -105,10 +112,12 @@ def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
             assert killed.read() == all.read()
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
 def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
+    elif kind in PREFERENCE:
+        run = preference_run(kind, tmp_path / "run", max_steps=6, save_steps=1, precompute_ref_log_probs=True)
     else:
         run = grpo_run(
             tmp_path / "run",
@@ -117,7 +126,7 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
             save_steps=1,
             dynamic_sampling=True,
         )
-    train = {"sft": run_sft, "grpo": run_grpo}[kind]
+    train = {"sft": run_sft, "grpo": run_grpo, **PREFERENCE}[kind]
     train(run)
     expected, rows = hash_of(run), rows_without_times(run)
     if kind == "grpo":
@@ -278,10 +287,12 @@ def test_a_step_is_saved_once(tmp_path):
     folder = RunFolder("sft", run, False)
     folder.save(0, model, None, {"a": 1})
     folder.save(0, model, None, {"a": 2})
+    folder.saver.wait()
     path = tmp_path / "run" / "checkpoints" / "step-0"
     assert folder.model_folder == path and checkpoint.load(path)[1] == {"trainer": "sft", "a": 1}
     folder.save(1, model, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
+    folder.saver.wait()
     again = RunFolder("sft", run, True)
     assert (again.step, again.state, again.step_chosen) == (1, {"trainer": "sft", "a": 3}, False)
     again.save(1, model, None, {"a": 4})
@@ -302,3 +313,50 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):
     run_sft(sft_run(tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match="step-1: a checkpoint of sft, not of grpo"):
         run_grpo(grpo_run(tmp_path / "run"), resume=True)
+
+
+def test_a_disk_that_becomes_full_ends_the_run_in_one_line(tmp_path):
+    """The kernel's limit on the size of a file stands for the disk: weights fit, the optimizer's state does not."""
+    run = sft_run(tmp_path / "run", max_steps=3, save_steps=1, save_only_model=True)
+    run_sft(run)
+    weights = (tmp_path / "run" / "checkpoints" / "step-3" / "model.safetensors").stat().st_size
+    whole = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(whole))
+    limit = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({weights + 1000}, {weights + 1000}));"
+        "from rlnumba.cli import main; main()"
+    )
+    command = [sys.executable, "-c", limit, "sft", "--config", str(config)]
+    # Compiled code, which may be larger, is in the cache.
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"RLNUMBA_DEVICE": device.name()})
+    assert ended.returncode == 1
+    message = f"rlnumba: {tmp_path / 'run' / 'checkpoints' / 'step-1'}: the checkpoint cannot be written: "
+    assert ended.stderr.splitlines()[-1].startswith(message) and "large" in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "run" / "final").exists() and not list((tmp_path / "run" / "checkpoints").iterdir())
+    # The run before was set aside, whole.
+    assert len(checkpoint.existing(tmp_path / "run" / "earlier-1")) == 3
+
+
+def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path):
+    run = sft_run(tmp_path / "run", max_steps=2, save_steps=1, save_only_model=True)
+    run_sft(run)
+    folder = tmp_path / "run" / "checkpoints" / "step-2"
+    assert load_model(folder).weights.flat.tobytes() == load_model(tmp_path / "run" / "final").weights.flat.tobytes()
+    with pytest.raises(UserError, match="step-2: holds the model alone"):
+        run_sft(run, resume=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("optim", ["adamw_bf16", "adamw_8bit"])
+def test_small_optimizer_states_resume_exactly(tmp_path, optim, offload):
+    run = sft_run(tmp_path / "run", max_steps=4, save_steps=2, optim=optim, offload_optimizer=offload)
+    run_sft(run)
+    expected, rows = hash_of(run), rows_without_times(run)
+    run_sft(run, resume=2)
+    assert hash_of(run) == expected
+    assert rows_without_times(run) == rows
+    other = sft_run(tmp_path / "run", max_steps=6, save_steps=2)
+    with pytest.raises(UserError, match=f"saved with train.optim = '{optim}', and this run has 'adamw_torch'"):
+        run_sft(other, resume=True)

@@ -244,10 +244,12 @@ def test_rollout_logprobs_are_those_of_the_training_forward(temperature):
 
 
 def test_groups_get_their_own_columns():
-    seen = {}
+    seen = {"prompts": [], "answer": [], "ids": [], "others": []}
 
     def reward(prompts, completions, completion_ids, answer, **columns):
-        seen.update(prompts=prompts, answer=answer, ids=completion_ids, others=sorted(columns))
+        new = {"prompts": prompts, "answer": answer, "ids": completion_ids, "others": sorted(columns)}
+        for name, values in new.items():
+            seen[name] += values
         return [float(a) for a in answer]
 
     model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
@@ -262,7 +264,7 @@ def test_groups_get_their_own_columns():
         generation.num_generated == sum(len(ids) for ids in seen["ids"])
         and generation.num_tokens == generation.num_generated + 4
     )
-    assert seen["others"] == ["log_extra", "log_metric", "trainer_state"]
+    assert seen["others"] == ["log_extra", "log_metric", "trainer_state"] * 2
     rows = generation.rows(["reward"])
     assert rows[0].keys() == {"prompt", "completion", "finish_reason", "reward", "advantage", "rewards/reward"}
 

@@ -14,9 +14,10 @@ from rlnumba.errors import ConfigError
 from rlnumba.rewards import RewardError
 from rlnumba.rewards.functions import think_format_reward
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
-from rlnumba.trainers.trainer import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from tests.trainers.runs import MODEL, SFT_ROWS
+from rlnumba.trainers.trainer import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from tests.trainers.runs import MODEL, PAIR_ROWS, SFT_ROWS
 
 SMALL = {
     "per_device_train_batch_size": 8,
@@ -63,6 +64,17 @@ def test_sft_is_the_run_of_the_command_line(tmp_path):
     run = load_run("sft", tmp_path / "rows" / "config.toml", [("output_dir", str(tmp_path / "again"))])
     run_sft(run)
     assert final(tmp_path / "again") == final(tmp_path / "rows")
+
+
+def test_reward_is_the_run_of_the_command_line(tmp_path):
+    rows = [json.loads(line) for line in PAIR_ROWS.read_text().splitlines()]
+    args = RewardConfig(output_dir=str(tmp_path / "rows"), seed=3, max_steps=2, max_length=64, head_init="normal")
+    RewardTrainer(MODEL, args, rows, eval_dataset=PAIR_ROWS).train()
+    run = load_run("reward", tmp_path / "rows" / "config.toml", [("output_dir", str(tmp_path / "again"))])
+    assert (run.seed, run.train.head_init, run.data.eval) == (3, "normal", str(PAIR_ROWS))
+    run_reward(run)
+    assert final(tmp_path / "again") == final(tmp_path / "rows")
+    assert RewardTrainer(MODEL).run.train == RewardConfig()
 
 
 def test_arguments_of_a_trainer_are_in_its_run(tmp_path):

@@ -212,6 +212,7 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
         elif not add:
             out[...] = 0
         return
+    residual = out if add else residual
     overlap = residual is not None and np.may_share_memory(residual, out)
     target = np.empty_like(out) if overlap else out
     product(a, b, target)

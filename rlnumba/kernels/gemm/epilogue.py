@@ -108,7 +108,7 @@ def store_by_threads_function(config):
         for half in range(2):
             if i32(row + half * 8) < m:
                 c_row = c[u32(row + half * 8)]
-                activated_row = activated[u32(row + half * 8) if swiglu else u32(0)]
+                activated_row = activated[u32(row + half * 8)] if swiglu else c_row
                 for block in range(tile_columns // 8):
                     at = i32(pair + block * 4)
                     if i32(at * 2) < n:

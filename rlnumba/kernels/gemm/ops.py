@@ -6,6 +6,10 @@
     linear_backward_weight   dweight += dout^T x               sum over M (TN)
     bias_backward            dbias += sum over M of dout
 
+linear, linear_swiglu and linear_backward_input take a low rank, two matrices (A, B) of an adapter: x w^T + A B^T, or
+dout w + A B. On Hopper it is a part of the same sum; elsewhere a second product is added to the first, which has been
+rounded.
+
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
 biases are float32 arrays that accumulate. GEMM backends:
 
@@ -64,10 +68,10 @@ def describe(dtype=None):
     return f"native; {'simt' if dtype == np.float32 else dispatch.describe('gemm')}"
 
 
-def _gemm(a, b, out, steps, bias=None, residual=None):
+def _gemm(a, b, out, steps, bias=None, residual=None, low_rank=None):
     """The GEMM function for these matrices, a choice that does not depend on the number of rows.
 
-    steps: of the reduction; residual: or a second output.
+    steps: of the reduction; residual: or a second output; low_rank: (A, B), or None.
     """
     name = backend()
     if name != "native":
@@ -76,12 +80,27 @@ def _gemm(a, b, out, steps, bias=None, residual=None):
     if gemm is None or a.dtype == np.float32 or not steps or (residual is not None and out.dtype != a.dtype):
         return simt.gemm
     pairs = bias is None or address(bias) % 4 == 0
-    matrices = (a, b, out) if residual is None else (a, b, out, residual)
+    matrices = (a, b, out, *(() if residual is None else (residual,)), *(low_rank or ()))
     return gemm if pairs and is_16_byte_aligned(*matrices) else simt.gemm
 
 
-def linear(x, weight, out, bias=None, residual=None):
-    """out = x weight^T + bias + residual.
+def _add_low_rank(gemm, low_rank, out, b_mn=False):
+    """out += A B^T, or A B if b_mn."""
+    a, b = low_rank
+    if out.dtype == np.float32:
+        gemm(a, b, out, b_mn=b_mn, add=True)
+    else:
+        gemm(a, b, out, b_mn=b_mn, residual=out)
+
+
+def _check_low_rank(op, low_rank, m, n, dtype, b_mn=False):
+    a, b = low_rank
+    _, rank = check(op, "low_rank[0]", a, (m, None), (dtype,))
+    check(op, "low_rank[1]", b, (rank, n) if b_mn else (n, rank), (dtype,))
+
+
+def linear(x, weight, out, bias=None, residual=None, low_rank=None):
+    """out = x weight^T + bias + residual + A B^T of low_rank (A (M, R), B (N, R)).
 
     x (M, K) and weight (N, K) of one floating dtype; out (M, N) of that dtype or float32 is written; bias (N,) of x's
     dtype; residual (M, N) of out's dtype, may be out itself. Any of M, N, K may be 0. On cuBLAS, bias + residual is
@@ -94,12 +113,23 @@ def linear(x, weight, out, bias=None, residual=None):
         check("linear", "bias", bias, (n,), (x.dtype,))
     if residual is not None:
         check("linear", "residual", residual, (m, n), (out.dtype,))
-    if m and n:
-        _gemm(x, weight, out, k, bias, residual)(x, weight, out, bias=bias, residual=residual)
+    if low_rank is not None:
+        _check_low_rank("linear", low_rank, m, n, x.dtype)
+    if not (m and n):
+        return
+    gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
+    if low_rank is not None and gemm is gemm_sm90.gemm:
+        gemm(x, weight, out, bias=bias, residual=residual, low_rank=low_rank)
+        return
+    gemm(x, weight, out, bias=bias, residual=residual)
+    if low_rank is not None:
+        _add_low_rank(gemm, low_rank, out)
 
 
-def linear_swiglu(x, weight, gate_up, out):
+def linear_swiglu(x, weight, gate_up, out, low_rank=None):
     """gate_up = x weight^T and out = silu(gate) * up: the bits of linear and swiglu, in one kernel on Hopper.
+
+    low_rank: as linear's.
 
     x (M, K) and weight (2F, K), the gate's rows first, of one floating dtype; gate_up (M, 2F) and out (M, F) of that
     dtype are written. Raises ValueError for other shapes, dtypes or layouts.
@@ -110,28 +140,36 @@ def linear_swiglu(x, weight, gate_up, out):
     if n % 2:
         raise ValueError(f"linear_swiglu: weight must have an even number of rows, got {n}")
     check("linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
-    if m and n and _gemm(x, weight, out, k, residual=gate_up) is gemm_sm90.gemm:
-        gemm_sm90.gemm_swiglu(x, weight, gate_up, out)
+    if low_rank is not None:
+        _check_low_rank("linear_swiglu", low_rank, m, n, x.dtype)
+    if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
+        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank)
     else:
-        linear(x, weight, gate_up)
+        linear(x, weight, gate_up, low_rank=low_rank)
         swiglu(gate_up, out)
 
 
-def linear_backward_input(dout, weight, dx, accumulate=False):
-    """dx = (or += if accumulate) dout weight: the gradient of linear's x.
+def linear_backward_input(dout, weight, dx, accumulate=False, low_rank=None):
+    """dx = (or += if accumulate) dout weight + A B of low_rank (A (M, R), B (R, K)): the gradient of linear's x.
 
     dout (M, N) and weight (N, K) of one floating dtype; dx (M, K) of that dtype or float32, else ValueError.
     """
     m, n = check("linear_backward_input", "dout", dout, (None, None), FLOATS)
     _, k = check("linear_backward_input", "weight", weight, (n, None), (dout.dtype,))
     check("linear_backward_input", "dx", dx, (m, k), (dout.dtype, *F32))
+    if low_rank is not None:
+        _check_low_rank("linear_backward_input", low_rank, m, k, dout.dtype, b_mn=True)
     if m == 0 or k == 0:
         return
-    gemm = _gemm(dout, weight, dx, n)
-    if accumulate and dx.dtype != np.float32:
-        gemm(dout, weight, dx, b_mn=True, residual=dx)
-    else:
-        gemm(dout, weight, dx, b_mn=True, add=accumulate)
+    gemm = _gemm(dout, weight, dx, n, low_rank=low_rank)
+    rounds = accumulate and dx.dtype != np.float32
+    addend = {"residual": dx} if rounds else {"add": accumulate}
+    if low_rank is not None and gemm is gemm_sm90.gemm:
+        gemm(dout, weight, dx, b_mn=True, low_rank=low_rank, **addend)
+        return
+    gemm(dout, weight, dx, b_mn=True, **addend)
+    if low_rank is not None:
+        _add_low_rank(gemm, low_rank, dx, b_mn=True)
 
 
 def linear_backward_weight(dout, x, dweight):

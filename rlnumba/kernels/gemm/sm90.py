@@ -1,5 +1,8 @@
 """GEMM on sm_90: C = A B^T, C = A B and C += A^T B, warp-specialised, persistent, one order over K.
 
+With a low rank, as of an adapter, C = A B^T + A' B'^T or A B + A' B': in the ring the stages of A' and B' follow those
+of A and B, into the same accumulators.
+
 Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32. For linear A and B lie K-major,
 for linear_backward_input B lies MN-major, for linear_backward_weight both do.
 
@@ -48,18 +51,21 @@ def load_functions(config):
     columns, panels, rows, tile_columns = config.columns, config.panels, config.rows, config.tile_columns
     a_mn, b_mn, swiglu = config.a_mn, config.b_mn, config.swiglu
     consumers, eight_rows = config.consumers, config.eight_rows
+    # All panels in one box, which takes whole panels: those of a low rank are not.
+    one_box = panels > 1 and not config.low_rank
+    a_panel_bytes = 8 * LINE if eight_rows else BOX_BYTES
 
     @device_function
     def load_a(target, a, tile_row, tile_column, step, full, n):
         if a_mn:
             for box in range(consumers):
                 sm90.tma_load_2d(target + box * BOX_BYTES, a, tile_row * rows + box * ROWS, step, full)
-        elif eight_rows and panels > 1:
+        elif eight_rows and one_box:
             sm90.tma_load_3d(target, a, 0, tile_row * rows, udiv(step, i32(STEPS)), full)
         else:
             # One box for all panels would put them too close together where A has fewer than 64 rows.
             for panel in range(panels):
-                sm90.tma_load_2d(target + panel * BOX_BYTES, a, step + panel * STEPS, tile_row * rows, full)
+                sm90.tma_load_2d(target + panel * a_panel_bytes, a, step + panel * STEPS, tile_row * rows, full)
 
     @device_function
     def load_b(target, b, tile_row, tile_column, step, full, n):
@@ -73,10 +79,11 @@ def load_functions(config):
                 box, first_step = target + panel * columns * LINE, step + panel * STEPS
                 sm90.tma_load_2d(box, b, first_step, first_column, full)
                 sm90.tma_load_2d(box + tile_columns * LINE, b, first_step, n + first_column, full)
-        elif panels > 1:
+        elif one_box:
             sm90.tma_load_3d(target, b, 0, first_column, udiv(step, i32(STEPS)), full)
         else:
-            sm90.tma_load_2d(target, b, step, first_column, full)
+            for panel in range(panels):
+                sm90.tma_load_2d(target + panel * columns * LINE, b, step + panel * STEPS, first_column, full)
 
     return load_a, load_b
 
@@ -86,12 +93,15 @@ def producer(config, load, before_wait):
 
     before_wait: the operand is older than the kernels ahead, as a weight is: load it before griddepcontrol_wait.
     """
-    stage_bytes, steps = config.stage_bytes, config.steps
+    stage_bytes, steps, low_rank = config.stage_bytes, config.steps, config.low_rank
     _, advance = ring(config.stages)
 
     @device_function
-    def produce(operand_map, nbytes, target, full, empty, shape):
-        """nbytes: of the boxes of a stage; target: where those of the first stage belong."""
+    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, shape):
+        """nbytes: of the boxes of a stage; target: where those of the first stage belong.
+
+        low_rank_step: the step of the reduction with which low_rank_map begins.
+        """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
         stage, parity = FIRST_EMPTY
@@ -101,6 +111,8 @@ def producer(config, load, before_wait):
         if not before_wait:
             if lane == 0:
                 sm90.prefetch_tensor_map(operand_map)
+                if low_rank:
+                    sm90.prefetch_tensor_map(low_rank_map)
             griddepcontrol_wait()
         while index < tiles:
             # Not a range: the number of its rounds would be computed behind the wait, for 0.1 us.
@@ -110,7 +122,12 @@ def producer(config, load, before_wait):
                 if lane == 0:
                     sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                     stage_full = full + stage * MBARRIER_BYTES
-                    load(target + stage * stage_bytes, operand_map, tile_row, tile_column, step, stage_full, n)
+                    boxes = target + stage * stage_bytes
+                    if low_rank and step >= low_rank_step:
+                        of_rank = i32(step - low_rank_step)
+                        load(boxes, low_rank_map, tile_row, tile_column, of_rank, stage_full, n)
+                    else:
+                        load(boxes, operand_map, tile_row, tile_column, step, stage_full, n)
                 step = i32(step + steps)
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
@@ -220,7 +237,7 @@ def consumer_function(config):
 def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
     rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
-    layout, a_bytes, b_bytes = config.layout, config.a_bytes, config.b_bytes
+    layout, a_bytes, b_bytes, low_rank = config.layout, config.a_bytes, config.b_bytes, config.low_rank
     # The producer's registers go to consumers whose accumulators need them.
     reallocates_registers = config.columns > 128
     init_ring, _ = ring(config.stages)
@@ -229,13 +246,10 @@ def gemm_sm90_kernel(config):
     produce_a, produce_b = producer(config, load_a, False), producer(config, load_b, not config.b_mn)
     consume = consumer_function(config)
 
-    @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, config.blocks_per_sm))
-    def gemm_sm90_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes):
-        """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
-
-        c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the config does not use is one
-        element long. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
-        """
+    @device_function
+    def compute(
+        a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
+    ):
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
@@ -249,16 +263,22 @@ def gemm_sm90_kernel(config):
         griddepcontrol_launch_dependents()
         tiles_down = i32((m + rows - 1) // rows)
         tiles_across = i32((n + tile_columns - 1) // tile_columns)
-        shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, i32((k + steps - 1) // steps), i32(n)
+        rounds = i32((k + steps - 1) // steps)
+        rank_step = i32(rounds * steps)
+        if low_rank:
+            rounds = i32(rounds + i32((rank + steps - 1) // steps))
+        shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, rounds, i32(n)
         if warpgroup == 0:
             if reallocates_registers:
                 sm90.setmaxnreg_dec()
             # Two warps, so that the many boxes of B do not delay those of A.
             warp = sm90.warp_uniform(thread >> i32(5))
             if warp == 0:
-                produce_a(sm90.tensor_map_address(a_map), i32(a_stage_bytes), base, full, empty, shape)
+                maps = sm90.tensor_map_address(a_map), sm90.tensor_map_address(rank_a_map)
+                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, shape)
             elif warp == 1:
-                produce_b(sm90.tensor_map_address(b_map), i32(b_bytes), base + a_bytes, full, empty, shape)
+                maps = sm90.tensor_map_address(b_map), sm90.tensor_map_address(rank_b_map)
+                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, shape)
         else:
             if reallocates_registers:
                 sm90.setmaxnreg_inc()
@@ -267,36 +287,62 @@ def gemm_sm90_kernel(config):
             consumer = warpgroup - i32(1)
             consume(base, consumer, thread, c_address, residual_address, c, bias, residual, i32(m), shape)
 
-    return gemm_sm90_kernel
+    bounds = (consumers + 1) * WARPGROUP, config.blocks_per_sm
+
+    @cuda.jit(launch_bounds=bounds)
+    def gemm_sm90_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes):
+        """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
+
+        c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the config does not use is one
+        element long. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
+        """
+        shape = m, n, k, 0, a_stage_bytes
+        compute(a_map, b_map, a_map, b_map, c_map, residual_map, c, bias, residual, *shape)
+
+    @cuda.jit(launch_bounds=bounds)
+    def gemm_low_rank_sm90_kernel(
+        a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
+    ):
+        """gemm_sm90_kernel with a second pair of operands of `rank` steps."""
+        shape = m, n, k, rank, a_stage_bytes
+        compute(a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, *shape)
+
+    return gemm_low_rank_sm90_kernel if low_rank else gemm_sm90_kernel
 
 
-def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """As ops.BACKENDS says, with the config that best_config chooses."""
-    config = best_config(*kind_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count())
-    gemm_with_config(config, a, b, out, bias, residual)
+def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None, low_rank=None):
+    """As ops.BACKENDS says, with the config that best_config chooses. low_rank: (A', B'), laid out as A and B are."""
+    kind = kind_of(a, out, a_mn, b_mn, add, bias, residual)
+    config = best_config(*kind, device.sm_count(), False, low_rank is not None)
+    gemm_with_config(config, a, b, out, bias, residual, low_rank)
 
 
-def gemm_swiglu(x, weight, gate_up, out):
-    """gate_up = X W^T and out = silu(gate) * up: the bits of gemm and swiglu.
+def gemm_swiglu(x, weight, gate_up, out, low_rank=None):
+    """gate_up = X W^T (+ A' B'^T) and out = silu(gate) * up: the bits of gemm and swiglu.
 
-    x (M, K), weight (2 F, K), gate_up (M, 2 F) and out (M, F) as gemm_with_config takes them.
+    x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them.
     """
     kind = kind_of(x, out, False, False, False, None, None)
-    gemm_with_config(best_config(*kind, device.sm_count(), True), x, weight, gate_up, residual=out)
+    config = best_config(*kind, device.sm_count(), True, low_rank is not None)
+    gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank)
 
 
-def gemm_with_config(config, a, b, out, bias=None, residual=None):
+def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None):
     """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long.
 
     M, N and K > 0; M <= 8 if config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is
-    written.
+    written. low_rank: (A', B') if config.low_rank.
     """
     m, n = residual.shape if config.swiglu else out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
     a_rows = ROWS if config.a_mn else min(config.rows, -(-m // 8) * 8)
-    panels = (config.panels,) if config.panels > 1 else ()
-    a_map = tensor_map(a, *(panels if config.eight_rows else ()), a_rows, 64)
-    b_map = tensor_map(b, *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64)
+    panels = (config.panels,) if config.panels > 1 and not config.low_rank else ()
+    a_box = *(panels if config.eight_rows else ()), a_rows, 64
+    b_box = *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64
+    operands = tensor_map(a, *a_box), tensor_map(b, *b_box)
+    if config.low_rank:
+        rank_a, rank_b = low_rank
+        operands = *operands, tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box)
     staged = config.staged_columns > 0
     # TMA loads the residual, or stores SwiGLU's output.
     residual_by_tma = staged and (config.residual or config.swiglu)
@@ -308,7 +354,8 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None):
     a_stage_bytes = config.panels * LINE * (config.rows if config.a_mn else a_rows)
     tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
-    arguments = a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes
+    steps = (k, rank_a.shape[1]) if config.low_rank else (k,)
+    arguments = *operands, c_map, residual_map, c, bias, residual, m, n, *steps, a_stage_bytes
     # Only a weight is loaded before griddepcontrol_wait.
     pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT
     launch(gemm_sm90_kernel(config), grid, block, *arguments, shared=config.layout.nbytes, pdl=pdl)

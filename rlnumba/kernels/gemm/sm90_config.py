@@ -27,7 +27,8 @@ class Sm90GemmConfig(NamedTuple):
     panels: 64 steps each of the reduction in a stage; several only for one consumer and K-major operands with a
     multiple of so many steps. prefetched_columns: columns of C, of an "add", that are loaded during the main loop and
     whose sum is stored; the others are added by TMA in L2. 0, staged_columns, twice as many, or all. eight_rows: C has
-    up to eight rows, and A's box as many, which wgmma broadcasts; for one consumer and a K-major A.
+    up to eight rows, and A's box as many, which wgmma broadcasts; for one consumer and a K-major A. low_rank: a second
+    pair of operands of few steps follows the first, whose product is added to the accumulators.
     """
 
     columns: int
@@ -43,6 +44,7 @@ class Sm90GemmConfig(NamedTuple):
     panels: int = 1
     prefetched_columns: int = 0
     eight_rows: bool = False
+    low_rank: bool = False
 
     @property
     def rows(self):
@@ -162,12 +164,17 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
 
 
 @functools.cache
-def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, swiglu=False):
+def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, swiglu=False, low_rank=False):
     """The config that a simple model of time finds the fastest for C (m, n) with k steps; (m, 2 n) for swiglu.
+
+    The steps of a low rank are few beside k: with them the config stays the same.
 
     A round of 64 steps takes as long as the tensor cores need for the tile, shared memory to write and read it, L2 to
     deliver it, or a round's own latency; blocks work through tiles in waves. The rates are fitted to an H200.
     """
+    if low_rank:
+        config = best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, swiglu)
+        return config._replace(low_rank=True)
     fixed = (element, a_mn, b_mn, output, bias, residual, swiglu)
     if m <= ROWS and output == "same" and not (a_mn or b_mn):
         return few_rows_config(m, n, k, sm_count, fixed, swiglu)

@@ -397,7 +397,8 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     """The gradient of qkv_split: dqkv =, and if there are weights dq_weight, dk_weight +=.
 
     dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E), weights (E,) of one dtype; rstd as the
-    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are. Raises ValueError for other arrays.
+    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are None or not trained. Raises
+    ValueError for other arrays.
     """
     op = "qkv_split_backward"
     rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
@@ -405,14 +406,17 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     check(op, "dv", dv, (rows, kv_heads, width), (dq.dtype,))
     _check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
-    normed = q_weight is not None
+    normed, trained = q_weight is not None, dq_weight is not None
     if normed:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
+    if normed and trained:
         check_all(op, (width,), F32, dq_weight=dq_weight, dk_weight=dk_weight)
     if device.name() == "cpu":
         if not normed:
             q_weight = k_weight = dq_weight = dk_weight = _EMPTY
             rstd = _EMPTY_ROWS
+        elif not trained:
+            dq_weight, dk_weight = np.zeros((2, width), np.float32)
         arguments = dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight
         qkv_cpu.split_backward(*arguments)
         return
@@ -434,7 +438,8 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     norm = [in_halves(weight, shape.half) for weight in norm]
     arguments = dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, in_halves(partials, shape.half)
     launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
-    add_partials(partials, dq_weight, q_tiles * blocks, dk_weight)
+    if trained:
+        add_partials(partials, dq_weight, q_tiles * blocks, dk_weight)
 
 
 def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):

@@ -332,17 +332,19 @@ def rmsnorm(x, weight, eps, out, rstd):
 def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     """The gradient of rmsnorm: dx = (or += if accumulate), dweight +=.
 
-    dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) of the forward; dweight (D,) float32. Raises as
-    rmsnorm, and for 2^31 rows.
+    dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) of the forward; dweight (D,) float32, or None
+    where the weight is not trained. Raises as rmsnorm, and for 2^31 rows.
     """
     rows, columns = _check_rows("rmsnorm_backward", x, weight, rstd, dout=dout, dx=dx)
-    check("rmsnorm_backward", "dweight", dweight, (columns,), F32)
+    if dweight is not None:
+        check("rmsnorm_backward", "dweight", dweight, (columns,), F32)
     if rows >= MOST_ROWS:
         raise ValueError(f"rmsnorm_backward: x must have fewer than {MOST_ROWS} rows, got {rows}")
     if device.name() == "cpu":
         row_gradient, weight_gradient = rmsnorm_backward_ref(dout, x, weight, rstd)
         dx[...] = dx + row_gradient if accumulate else row_gradient
-        dweight += weight_gradient
+        if dweight is not None:
+            dweight += weight_gradient
         return
     layout = _row_layout(BACKWARD, dout, x, weight, dx)
     lines = max(BACKWARD_BLOCK // layout.threads, 1)
@@ -350,7 +352,7 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     partials = device.xp().empty((blocks, columns), np.float32)
     arguments = dout, x, weight, rstd, int(accumulate), dx, partials
     launch(rmsnorm_backward_kernel(layout, lines), blocks, (layout.threads, lines), *arguments, pdl=ALWAYS)
-    if blocks:
+    if blocks and dweight is not None:
         add_partials(partials, dweight)
 
 

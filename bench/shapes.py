@@ -1,0 +1,46 @@
+"""The shapes of the models that benches measure, and random weights made where they are used."""
+
+import numpy as np
+
+from rlnumba.kernels.nn.elementwise import cast
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
+
+QWEN3_06B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_4B = QWEN3_06B | {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+}  # fmt: skip
+QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+STORIES_15M = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 288, "intermediate_size": 768,
+    "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 48,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES = {"qwen3-0.6b": QWEN3_06B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B, "stories-15m": STORIES_15M}
+
+
+def random_model(shape=None, dtype=None):
+    """A Transformer of a name of SHAPES with random weights; by default what suits the device, in its usual dtype."""
+    on_gpu = device.name() == "cuda"
+    config = ModelConfig.from_dict(SHAPES[shape or ("qwen3-0.6b" if on_gpu else "stories-15m")])
+    dtype = dtype or ("bfloat16" if on_gpu else "float32")
+    if not on_gpu:
+        return Transformer(config, Weights.random(config, dtype))
+    import cupy
+
+    # On the device: the host would take minutes for billions of values.
+    weights = Weights(config, dtype)
+    generator = cupy.random.default_rng(0)
+    for parameter in weights.parameters:
+        view = weights[parameter.name]
+        if parameter.decays:
+            cast(generator.standard_normal(view.size, np.float32) * np.float32(0.02), view.reshape(-1))
+        elif parameter.name.endswith("norm"):
+            view.fill(1)
+    return Transformer(config, weights)

@@ -1,0 +1,497 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what is trained instead of a model's weights, in one flat buffer.
+
+    y = x W^T + s dropout(x) A^T B^T        W (M, D) frozen, A (r, D), B (M, r), s = lora_alpha / r
+
+Matrices that read the same input are fused, as in model/weights.py: A of q, k and v lie one below the other in A
+(C, D), and their B are the blocks on the diagonal of B (M, C), which is zero outside of them. C is rounded up to a
+multiple of COLUMNS by zero rows of A, zero columns of B. Entries that are zero stay zero: their gradients are.
+
+    flat    | A of qkv, all layers | B of qkv, all layers | A of o | ... |          parameters that decay, all of them
+
+A score head is trained whole, after them in the buffer. An adapter's folder is PEFT's: adapter_config.json and
+adapter_model.safetensors, a tensor for each A and B, and one for the score head.
+"""
+
+import copy
+import json
+import math
+import re
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.config.lora import ALL_LINEAR, LoraConfig
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.nn.dropout import dropout
+from rlnumba.kernels.nn.elementwise import add, cast, scale
+from rlnumba.kernels.nn.lora import keep_blocks, scale_adapters
+from rlnumba.model.config import LM_HEAD, SCORE_HEAD, read_json
+from rlnumba.model.weights import ALIGNMENT, check_dtype, listed, open_tensors, parameters, write_json, write_tensors
+from rlnumba.runtime import device, memory
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# The fused projections of a layer, as LayerWeights calls them.
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+# Rows of A are a multiple of this: one step of the reduction of every GEMM kernel, so that rows of several adapters
+# in one batch add up as they do alone.
+COLUMNS = 16
+
+# The score head in PEFT's files: its tensor, and how modules_to_save may name it.
+SCORE, SCORE_NAMES = f"{PREFIX}score.weight", {"score", "classifier"}
+# Keys of adapter_config.json that are read, and those without effect on what is computed.
+READ = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"),
+    *("base_model_name_or_path", "peft_type", "task_type", "modules_to_save"),
+)
+WITHOUT_EFFECT = ("peft_version", "inference_mode", "auto_mapping", "megatron_core", "qalora_group_size")
+# Of the other keys these values mean that an option is off, besides null, false and empty ones.
+OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian"), "revision": ("main",)}
+
+
+class Pair(NamedTuple):
+    """A (C, D) and B (M, C) of a fused projection of one layer, or their gradients."""
+
+    a: object
+    b: object
+
+
+class LayerAdapter(NamedTuple):
+    """The Pairs of one layer; None where a projection has no adapter."""
+
+    qkv: Pair | None
+    o: Pair | None
+    gate_up: Pair | None
+    down: Pair | None
+
+
+class Block(NamedTuple):
+    """A module's block in its fused projection: rows of B from first_row on, columns from first_column on, or none."""
+
+    module: str
+    first_row: int
+    rows: int
+    first_column: int | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the matrices of a fused projection lie: rows M, inputs D and columns C, the blocks, offsets in flat."""
+
+    name: str
+    rows: int
+    inputs: int
+    columns: int
+    blocks: tuple[Block, ...]
+    a_offset: int = 0
+    b_offset: int = 0
+
+
+def _modules(config):
+    """{fused projection: (D, {name in a layer, such as self_attn.q_proj: rows})} of a decoder layer."""
+    found, at = {}, "model.layers.0."
+    for p in parameters(config):
+        if p.name.removeprefix(at) in PROJECTIONS and p.name.startswith(at):
+            rows = {source.removeprefix(at).removesuffix(".weight"): count for source, count in p.rows}
+            found[p.name.removeprefix(at)] = p.shape[1], rows
+    return found
+
+
+def resolve_targets(config, targets, where):
+    """The modules of a layer that target_modules means, such as "q_proj", in the model's order: list of str.
+
+    targets: as PEFT's: names or ends of names, "all-linear", or one regular expression for whole names. where: of an
+    error, which is raised if one of them matches nothing, or only some of the layers.
+    """
+    names = [name for _, rows in _modules(config).values() for name in rows]
+    if targets == ALL_LINEAR or list(targets) == [ALL_LINEAR]:
+        return [name.split(".")[-1] for name in names]
+    layers = config.num_hidden_layers
+    full_names = {f"model.layers.{layer}.{name}": name for layer in range(layers) for name in names}
+    matched = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        if isinstance(targets, str):
+            found = {full for full in full_names if re.fullmatch(target, full)}
+        else:
+            found = {full for full in full_names if full == target or full.endswith(f".{target}")}
+        if not found:
+            known = ", ".join(name.split(".")[-1] for name in names)
+            raise ConfigError(f"{where} {target!r} matches no linear layer of the model's decoder, which has {known}")
+        matched |= found
+    counts = Counter(full_names[full] for full in matched)
+    for name, count in counts.items():
+        if count < layers:
+            raise ConfigError(f"{where}: {name} is a target in {count} of {layers} layers, and must be in all or none")
+    return [name.split(".")[-1] for name in names if name in counts]
+
+
+def _layouts(config, lora):
+    """The Layouts of all fused projections that have an adapter, and the size of flat."""
+    targets, layers = resolve_targets(config, lora.target_modules, "lora.target_modules"), config.num_hidden_layers
+    found, offset = [], 0
+    for name, (inputs, modules) in _modules(config).items():
+        blocks, row, column = [], 0, 0
+        for module, rows in modules.items():
+            trained = module.split(".")[-1] in targets
+            blocks.append(Block(module, row, rows, column if trained else None))
+            row, column = row + rows, column + lora.r * trained
+        if column:
+            columns = -(-column // COLUMNS) * COLUMNS
+            a_offset, b_offset = offset, offset + _aligned(layers * columns * inputs)
+            found.append(Layout(name, row, inputs, columns, tuple(blocks), a_offset, b_offset))
+            offset = b_offset + _aligned(layers * row * columns)
+    return found, offset
+
+
+def _aligned(count):
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class Adapter:
+    """A model's adapter, zeros at first: one flat array of `dtype` on the device, and its views.
+
+    config: the base's ModelConfig; lora: a LoraConfig; base: path or hub id of the base, for adapter_config.json.
+    flat (n,), decay_end: as those of Weights. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score:
+    (1, D), or None where the model has no such head. region: of memory.report(). Raises ConfigError for target modules
+    that the model does not have.
+    """
+
+    # The embedding and the head have no gradient.
+    embed_tokens = norm = lm_head = None
+
+    def __init__(self, config, lora, dtype="float32", base="", region="adapter"):
+        self.config, self.lora, self.base = config, lora, base
+        self.dtype = device.dtype(dtype)
+        self.layouts, self._score_offset = _layouts(config, lora)
+        size = self._score_offset + ("score" in config.heads) * _aligned(config.hidden_size)
+        self.flat, self.decay_end = device.xp().zeros(size, self.dtype), size
+        memory.track(region, self.flat.nbytes)
+        weakref.finalize(self, memory.track, region, -self.flat.nbytes)
+        self.score = self._score(self.flat)
+        self.scales = device.asarray(np.float32([lora.scaling]))
+        views = {layout.name: _views(layout, self.flat, config.num_hidden_layers) for layout in self.layouts}
+        self.layers = [
+            LayerAdapter(*(Pair(views[n][0][i], views[n][1][i]) if n in views else None for n in PROJECTIONS))
+            for i in range(config.num_hidden_layers)
+        ]
+        # For zero_outside_blocks: all layers' B of a projection of several modules, and the first column of its rows.
+        self._blocks = [
+            (views[layout.name][1].reshape(-1, layout.columns), device.asarray(_first_columns(layout)))
+            for layout in self.layouts
+            if len(layout.blocks) > 1
+        ]
+
+    def grads(self):
+        """Gradients: zeros of float32 in the same layout."""
+        return Adapter(self.config, self.lora, "float32", region="grads")
+
+    def _score(self, flat):
+        start, width = self._score_offset, self.config.hidden_size
+        return flat[start : start + width].reshape(1, width) if "score" in self.config.heads else None
+
+    def host_copy(self):
+        """A copy on the host, for save_adapter alone."""
+        copied = copy.copy(self)
+        copied.flat = device.host_copy(self.flat)
+        return copied
+
+    def zero_outside_blocks(self):
+        """Set what is in no block of a B to zero."""
+        for matrix, first_columns in self._blocks:
+            keep_blocks(first_columns, self.lora.r, matrix)
+
+    def tensors(self, flat):
+        """(name in PEFT's file, view) of every tensor; flat: a NumPy array of this adapter's layout."""
+        r = self.lora.r
+        for layout in self.layouts:
+            a, b = _views(layout, flat, self.config.num_hidden_layers)
+            for layer in range(self.config.num_hidden_layers):
+                for module, row, rows, column in layout.blocks:
+                    if column is not None:
+                        name = f"{PREFIX}model.layers.{layer}.{module}"
+                        yield f"{name}.lora_A.weight", a[layer, column : column + r]
+                        yield f"{name}.lora_B.weight", b[layer, row : row + rows, column : column + r]
+        if "score" in self.config.heads:
+            yield SCORE, self._score(flat)
+
+    def set_flat(self, host):
+        """Copy a NumPy array of float32 in this adapter's layout to the device."""
+        self.flat[...] = device.asarray(host.astype(self.dtype))
+
+    @classmethod
+    def new(cls, config, lora, dtype, base, seed):
+        """The adapter that training starts from: A uniform in [-1/sqrt(D), 1/sqrt(D)], B zero.
+
+        So does PEFT (torch's kaiming_uniform with a = sqrt 5, He et al. 2015). The numbers follow from the seed.
+        """
+        adapter = cls(config, lora, dtype, base)
+        host, generator = np.zeros(adapter.flat.shape, np.float32), np.random.default_rng((seed, 1))
+        for name, view in adapter.tensors(host):
+            if name.endswith("lora_A.weight"):
+                bound = 1 / math.sqrt(view.shape[1])
+                view[...] = generator.uniform(-bound, bound, view.shape)
+        adapter.set_flat(host)
+        return adapter
+
+
+def _views(layout, flat, layers):
+    """A (L, C, D) and B (L, M, C) of a Layout in a flat array."""
+    shapes = (layers, layout.columns, layout.inputs), (layers, layout.rows, layout.columns)
+    offsets = layout.a_offset, layout.b_offset
+    return [flat[o : o + math.prod(shape)].reshape(shape) for o, shape in zip(offsets, shapes, strict=True)]
+
+
+def _first_columns(layout):
+    """(M,) int32: the first column of each row's block, the number of columns where it has none."""
+    firsts = [layout.columns if b.first_column is None else b.first_column for b in layout.blocks]
+    return np.repeat(firsts, [block.rows for block in layout.blocks]).astype(np.int32)
+
+
+def is_adapter(folder):
+    """Whether a folder is an adapter's, not a model's."""
+    return (Path(folder) / CONFIG).exists() and not (Path(folder) / "config.json").exists()
+
+
+def read_adapter_config(folder):
+    """(contents of adapter_config.json, path or hub id of its base or None). UserError for what is not LoRA's."""
+    path = Path(folder) / CONFIG
+    raw = read_json(path)
+    if raw.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type {raw.get('peft_type')!r} is not supported (supported: 'LORA')")
+    if not SCORE_NAMES.issuperset(_modules_to_save(raw)):
+        raise UserError(f"{path}: modules_to_save {json.dumps(raw['modules_to_save'])} is not supported")
+    for key, value in raw.items():
+        if key not in (*READ, *WITHOUT_EFFECT) and value and value not in OFF.get(key, ()):
+            raise UserError(f"{path}: {key} {json.dumps(value)} is not supported")
+    return raw, raw.get("base_model_name_or_path")
+
+
+def _modules_to_save(raw):
+    names = raw.get("modules_to_save") or []
+    return names if isinstance(names, list) else [str(names)]
+
+
+def adapter_heads(folder, config):
+    """The heads of a model with the adapter in a folder; config: of the base."""
+    raw, _ = read_adapter_config(folder)
+    if not _modules_to_save(raw):
+        return config.heads
+    return SCORE_HEAD if raw.get("task_type") == "SEQ_CLS" else LM_HEAD + SCORE_HEAD
+
+
+def load_adapter(folder, weights, dtype, base):
+    """The Adapter in a folder that PEFT or save_adapter wrote, for a base with these Weights.
+
+    A score head that the folder does not have is the base's. Raises UserError, one line, for a missing or damaged file,
+    an option that is not supported, and an adapter of another base, with tensor and shapes.
+    """
+    folder, config = Path(folder), weights.config
+    raw, _ = read_adapter_config(folder)
+    path = folder / CONFIG
+    lora = LoraConfig(**_lora_keys(raw, config, path))
+    adapter = Adapter(config, lora, dtype, base)
+    if not (folder / TENSORS).exists():
+        raise UserError(f"{folder / TENSORS}: no such file (an adapter folder has one)")
+    files, host = open_tensors(folder / TENSORS), np.zeros(adapter.flat.shape, np.float32)
+    views, problems = dict(adapter.tensors(host)), []
+    if SCORE in views and not _modules_to_save(raw):
+        views.pop(SCORE)[...] = device.to_host(weights.score)
+    shapes = {name: files[name].shape for name in views if name in files}
+    if wrong := [f"{n} is {shape}, not {views[n].shape}" for n, shape in shapes.items() if shape != views[n].shape]:
+        problems.append(f"wrong shapes: {listed(wrong, 2)}")
+    if missing := [name for name in views if name not in files]:
+        problems.append(f"missing tensors: {listed(missing, 2)}")
+    if extra := sorted(files.keys() - views.keys() - {SCORE}):
+        problems.append(f"tensors that the base does not have, or {CONFIG} does not target: {listed(extra, 2)}")
+    if problems:
+        raise UserError(f"{folder / TENSORS}: the adapter does not fit its base {base}: {'; '.join(problems)}")
+    for name, view in views.items():
+        check_dtype(name, files[name])
+        view[...] = files[name].read()
+    adapter.set_flat(host)
+    return adapter
+
+
+def _lora_keys(raw, config, path):
+    """The keywords of LoraConfig in an adapter_config.json, checked."""
+    defaults = {"lora_dropout": 0.0, "use_rslora": False}
+    kinds = {"r": int, "lora_alpha": (int, float), "lora_dropout": (int, float), "use_rslora": bool}
+    found = {}
+    for key, kind in kinds.items():
+        value = raw.get(key, defaults.get(key))
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(f"{path}: {key} must be a {'boolean' if kind is bool else 'number'}, got {value!r}")
+        found[key] = value
+    targets = raw.get("target_modules")
+    if not targets or not (isinstance(targets, str) or all(isinstance(t, str) for t in targets)):
+        raise UserError(f"{path}: target_modules must be a string or a list of strings, got {targets!r}")
+    try:
+        found["target_modules"] = resolve_targets(config, targets, "target_modules")
+        LoraConfig(**found)
+    except re.error as error:
+        raise UserError(f"{path}: target_modules is no regular expression: {error}") from None
+    except ConfigError as error:
+        raise UserError(f"{path}: {error}") from None
+    return found
+
+
+def save_adapter(adapter, folder, heads=None):
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in the adapter's dtype.
+
+    heads: of the model that is saved, by default all; without "score" that head is left out.
+    """
+    folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
+    tensors = dict(adapter.tensors(np.asarray(device.to_host(adapter.flat))))
+    if "score" not in heads:
+        tensors.pop(SCORE, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "base_model_name_or_path": adapter.base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "modules_to_save": ["score"] if "score" in heads else None,
+        "peft_type": "LORA",
+        "r": lora.r,
+        "target_modules": sorted(resolve_targets(adapter.config, lora.target_modules, "lora.target_modules")),
+        "task_type": "SEQ_CLS" if heads == SCORE_HEAD else "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.use_rslora,
+    }
+    write_json(folder / CONFIG, content)
+    write_tensors(folder / TENSORS, tensors, {"format": "pt"})
+
+
+def lora_of_run(lora, config):
+    """The LoraConfig of a run's adapter: the section, or the keys of lora.init's adapter, but for lora_dropout not 0.
+
+    Raises ConfigError for a key of the section that is set to another value than lora.init's.
+    """
+    if lora.init is None:
+        return lora
+    path, default = Path(lora.init) / CONFIG, LoraConfig()
+    if not path.exists():
+        raise UserError(f"lora.init: {path}: no such file")
+    found = LoraConfig(**_lora_keys(read_adapter_config(lora.init)[0], config, path))
+    given = replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
+    for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
+        wanted, has = getattr(given, key), getattr(found, key)
+        if getattr(lora, key) != getattr(default, key) and wanted != has:
+            raise ConfigError(f"lora.{key} is {wanted}, but that of the adapter {lora.init} is {has}")
+    return replace(found, lora_dropout=lora.lora_dropout or found.lora_dropout)
+
+
+def adapter_of_run(lora, weights, dtype, base, seed):
+    """The Adapter that a run with this [lora] section starts from: a new one, or that of lora.init.
+
+    weights: of the base; a score head that lora.init does not have is theirs. Raises as lora_of_run and load_adapter.
+    """
+    settings = lora_of_run(lora, weights.config)
+    if lora.init is not None:
+        adapter = load_adapter(lora.init, weights, dtype, base)
+        adapter.lora = settings
+        return adapter
+    adapter = Adapter.new(weights.config, settings, dtype, base, seed)
+    if adapter.score is not None:
+        cast(weights.score, adapter.score)
+    return adapter
+
+
+def merge(weights, adapter):
+    """weights += s B A, in float32, rounded once: the model with its adapter as a model without one. In place."""
+    xp = device.xp()
+    for layout in adapter.layouts:
+        update = xp.empty((layout.rows, layout.inputs), np.float32)
+        merged = xp.empty(update.shape, np.float32)
+        for layer in range(adapter.config.num_hidden_layers):
+            pair, weight = getattr(adapter.layers[layer], layout.name), weights[f"model.layers.{layer}.{layout.name}"]
+            linear_backward_input(pair.b, pair.a, update)
+            scale(update, adapter.lora.scaling, update)
+            cast(weight, merged)
+            add(merged, update, merged)
+            cast(merged, weight)
+    if adapter.score is not None:
+        cast(adapter.score, weights.score)
+
+
+class Dropout(NamedTuple):
+    """Which elements of the adapters' inputs are dropped in a forward: p, and what the masks follow from.
+
+    seed: of the run; step: of the optimizer; micro_batch: of the step.
+    """
+
+    p: float
+    seed: int
+    step: int
+    micro_batch: int
+
+    def apply(self, place, x, out):
+        """out = dropout of x; place: number of the projection in the model. Its own gradient."""
+        key = self.seed % 2**32, self.seed // 2**32 % 2**32
+        dropout(x, self.p, key, (place, self.micro_batch, self.step), out)
+
+
+@dataclass(frozen=True)
+class LoraContext:
+    """The adapters of one forward.
+
+    layers: LayerAdapters; scales, adapter_ids: of scale_adapters, the latter None with one adapter; dropout: a Dropout
+    or None; grads: in the backward, the Adapter that gradients are added to.
+    """
+
+    layers: list
+    scales: object
+    adapter_ids: object = None
+    dropout: Dropout | None = None
+    grads: Adapter | None = None
+
+    def pair(self, layer, name):
+        """The Pair of a projection or None."""
+        return getattr(self.layers[layer], name)
+
+    def reduce(self, layer, name, x, memory):
+        """s dropout(x) A^T (N, C) of a projection's input x (N, D); None without an adapter there."""
+        pair = self.pair(layer, name)
+        if pair is None:
+            return None
+        xa = memory.empty((x.shape[0], pair.a.shape[0]), x.dtype)
+        with memory.scope():
+            linear(self._dropped(layer, name, x, memory), pair.a, xa)
+        scale_adapters(xa, self.scales, self.adapter_ids, xa)
+        return xa
+
+    def expand(self, layer, name, xa, y):
+        """y += xa B^T, for the xa (N, C) that `reduce` returned."""
+        if xa is not None:
+            linear(xa, self.pair(layer, name).b, y, residual=y)
+
+    def backward(self, layer, name, dy, x, xa, dx, memory):
+        """The gradients of `reduce` and `expand`: those of A and B are added, dx (N, D) is written."""
+        pair, grads = self.pair(layer, name), getattr(self.grads.layers[layer], name)
+        linear_backward_weight(dy, xa, grads.b)
+        with memory.scope():
+            dxa = memory.empty(xa.shape, xa.dtype)
+            linear_backward_input(dy, pair.b, dxa)
+            scale_adapters(dxa, self.scales, self.adapter_ids, dxa)
+            linear_backward_weight(dxa, self._dropped(layer, name, x, memory), grads.a)
+            linear_backward_input(dxa, pair.a, dx)
+        if self.dropout is not None:
+            self.dropout.apply(self._place(layer, name), dx, dx)
+
+    def _place(self, layer, name):
+        return layer * len(PROJECTIONS) + PROJECTIONS.index(name)
+
+    def _dropped(self, layer, name, x, memory):
+        if self.dropout is None:
+            return x
+        out = memory.empty(x.shape, x.dtype)
+        self.dropout.apply(self._place(layer, name), x, out)
+        return out

@@ -1,0 +1,381 @@
+"""What a run's memory will be, by region, before anything is loaded; and which switch would save how much.
+
+The run's own classes are made, and its largest micro-batch goes forward and backward, with arrays that have no memory
+and operators that compute nothing (runtime/shapes.py). So the regions are those of memory.report() and of the metrics
+memory/*, computed by the code that allocates. Only config.json, the tokenizer and the data are read.
+
+On a GPU there is besides what no region counts: the operators' own arrays and the CUDA context, estimated here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba import data
+from rlnumba.config.lora import LoraConfig
+from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
+from rlnumba.engine.runner import Runner
+from rlnumba.engine.scheduler import blocks_needed
+from rlnumba.errors import ConfigError, DeviceError, UserError
+from rlnumba.kernels.logprob import chunked
+from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
+from rlnumba.model.lora import Adapter, lora_of_run
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import Transformer, find_model
+from rlnumba.model.weights import Weights
+from rlnumba.optim import CHUNK, STREAMS
+from rlnumba.runtime import device
+from rlnumba.runtime.context import Context
+from rlnumba.runtime.memory import OutOfMemory
+from rlnumba.runtime.shapes import shapes_only
+from rlnumba.trainers import reward, sft
+from rlnumba.trainers.core import Policy, Schedule, TargetBatch, epoch_order
+
+GIB = 2**30
+# The CUDA context and the machine code of the kernels.
+CONTEXT_BYTES = 600 << 20
+# The region of weights that the engine shares with the policy, which are counted once.
+SHARED = "weights that the engine reads"
+# Keys that variants of a run differ in, at any values.
+WITHOUT_EFFECT_ON_ROWS = {
+    "optim": "adamw_torch", "master_weights": True, "offload_optimizer": False, "dtype": None,
+    "gradient_checkpointing": True, "activation_memory": None, "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+}  # fmt: skip
+# A switch that saves less than this share of all regions is not listed.
+WORTH_LISTING = 0.005
+
+
+@dataclass(frozen=True)
+class Plan:
+    """regions: {name: bytes}, the names those of memory.report() but for "reference", which that counts as weights.
+
+    notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
+    no region counts. host: bytes of pinned host memory.
+    """
+
+    regions: dict
+    notes: dict
+    tokens: int
+    extra: dict
+    host: int
+
+    @property
+    def total(self):
+        """Bytes of the device's memory."""
+        return sum(self.regions.values()) + sum(self.extra.values())
+
+
+class Planner:
+    """Plans of one run and of variants of it. on_gpu: whether for a GPU of total_bytes, else for the cpu device.
+
+    kind: "sft", "grpo", ... Raises UserError for a model, a tokenizer or data that the run could not read.
+    """
+
+    def __init__(self, kind, run, on_gpu, total_bytes):
+        if kind not in (*ROW_TRAINERS, "grpo"):
+            raise UserError(f"plan: {kind} is not among the trainers that it covers: {', '.join(ROW_TRAINERS)}, grpo")
+        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
+        folder = find_model(run.model, weights=False)
+        self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+        self.prompts, self._rows = cache(self._prompts), {}
+
+    def plan(self, run=None):
+        """The Plan of `run`, a variant of the run, or of the run itself."""
+        run = run or self.run
+        dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
+        step = _row_step(self, run) if self.kind in ROW_TRAINERS else _grpo_step(self, run)
+        with shapes_only() as peaks:
+            _train(self.config, dtype, run, step)
+            if step.prompts:
+                _generate(self, dtype, run, step.prompts)
+        tokens = step.tokens
+        regions, notes = dict(peaks), {}
+        host = regions.pop("host", 0)
+        regions.pop(SHARED, None)
+        trained, itemsize = regions["grads"] // 4, device.dtype(dtype).itemsize
+        notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
+        notes["grads"] = "float32"
+        moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]
+        notes["moments"] = " and ".join(moments) + (", in host memory but for two chunks" if host else "")
+        if host and self.on_gpu:
+            regions["moments"] = STREAMS * host * min(CHUNK, trained) // trained
+        notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
+        extra = {}
+        if step.prompts:
+            self._add_kv(regions, notes, run, itemsize, step.prompts)
+        if self.on_gpu:
+            attention_bytes = 4 * tokens * self.config.num_attention_heads * self.config.head_dim
+            extra["operators"] = logits_bytes(tokens, self.config) + attention_bytes
+            extra["CUDA context"] = CONTEXT_BYTES
+            notes["operators"] = "chunks of logits, float32 sums of attention's backward"
+        order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
+        names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
+        regions = {name: regions[name] for name in names if regions[name]}
+        return Plan(regions, notes, tokens, extra, host)
+
+    def _add_kv(self, regions, notes, run, itemsize, prompts):
+        """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use."""
+        engine, config = run.engine, self.config
+        block_bytes = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BLOCK_SIZE * itemsize
+        )
+        limit = longest_sequence(config, engine)
+        if engine.num_gpu_blocks_override is not None:
+            blocks = engine.num_gpu_blocks_override
+            notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
+        elif self.on_gpu:
+            others = sum(regions.values()) + GPU_MARGIN_BYTES + CONTEXT_BYTES
+            share = int(self.total_bytes * engine.gpu_memory_utilization) - regions["weights"]
+            room = min(share - regions["engine activations"], self.total_bytes - others)
+            most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
+            blocks = max(min(room // block_bytes, most), 0)
+            notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
+            notes["kv"] += f"{engine.gpu_memory_utilization}"
+        else:
+            needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
+            wanted = run.train.num_generations * sum(count + 1 for count in needed)
+            wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
+            blocks = max(max(needed), min(wanted, CPU_CACHE_BYTES // block_bytes))
+            notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
+        regions["kv"] = blocks * block_bytes
+
+    def _prompts(self, max_prompt_length):
+        """The lengths of all prompts of a run with `[rewards]`: list."""
+        of_data = dataclasses.replace(self.run.data, max_prompt_length=max_prompt_length)
+        limit = longest_sequence(self.config, self.run.engine)
+        found = data.load_prompts(of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size)
+        return [len(prompt.prompt_token_ids) for prompt in found.prompts]
+
+    def rows(self, run):
+        """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
+        key = repr(dataclasses.replace(run.train, **WITHOUT_EFFECT_ON_ROWS))
+        if key not in self._rows:
+            load_rows = ROW_TRAINERS[self.kind].module.load_rows
+            self._rows[key] = load_rows(run.data.train, run, self, self.tokenizer)
+        return self._rows[key]
+
+    def savings(self, plan):
+        """[(switch, bytes saved)] of what would change the total, the most first: `plan` is that of the run."""
+        found = []
+        for switch, changes in _switches(self.kind, self.run, self.on_gpu, self.config.dtype):
+            try:
+                sections = {
+                    name: keys if name == "lora" else dataclasses.replace(getattr(self.run, name), **keys)
+                    for name, keys in changes.items()
+                }
+                saved = plan.total - self.plan(dataclasses.replace(self.run, **sections)).total
+            except ConfigError:
+                continue
+            if saved > WORTH_LISTING * sum(plan.regions.values()):
+                found.append((switch, saved))
+        return sorted(found, key=lambda pair: -pair[1])
+
+
+class Step(NamedTuple):
+    """The largest micro-batch of a run: run(policy) lets it go forward and backward.
+
+    tokens: of the micro-batch. heads: of the policy's model. reference: whether the policy has one. prompts: lengths of
+    the longest prompts of one generation, or [].
+    """
+
+    run: Callable
+    tokens: int
+    heads: tuple
+    reference: bool
+    prompts: list
+
+
+def _train(config, dtype, run, step):
+    """Make the policy of a run and take the Step."""
+    config = dataclasses.replace(config, heads=step.heads)
+    model = Transformer(config, Weights(config, dtype))
+    model.adapter = _adapter(run, config, dtype, "adapter")
+    reference = None
+    if step.reference:
+        # With an adapter, the reference is the model without it.
+        alone = run.lora is None
+        reference = (
+            Transformer(config, Weights(config, dtype, region="reference")) if alone else model.without_adapter()
+        )
+    policy = Policy(model, run.train, reference)
+    policy.step = lambda learning_rate: {}
+    # Metrics of what was not computed.
+    with np.errstate(all="ignore"):
+        step.run(policy)
+
+
+def _adapter(run, config, dtype, region):
+    """The Adapter of a run with [lora], else None."""
+    if run.lora is None:
+        return None
+    return Adapter(config, lora_of_run(run.lora, config), dtype, region=region)
+
+
+def _generate(planner, dtype, run, prompts):
+    """Let the engine's largest step reserve its activations."""
+    config, engine = planner.config, run.engine
+    model = Transformer(config, Weights(config, dtype, region=SHARED))
+    model.adapter = _adapter(run, config, dtype, SHARED)
+    seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+    if not planner.on_gpu:
+        seqs = min(seqs, run.train.num_generations * len(prompts))
+        tokens = min(tokens, sum(prompts))
+    limit = longest_sequence(config, engine)
+    Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True).reserve_activations()
+
+
+def logits_bytes(tokens, config):
+    """Bytes of the float32 logits, and of what else there is of them, in chunks (kernels/logprob)."""
+    rows = min(chunked.backward_rows(config.hidden_size), tokens)
+    backward = 6 * min(chunked.CHUNK_LOGITS // 2, rows * config.vocab_size) + 4 * rows * config.hidden_size
+    return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), tokens) * config.vocab_size)
+
+
+def _row_step(planner, run):
+    """The largest micro-batch that a trainer over a file of rows will see, by its own train_step."""
+    trainer, train = ROW_TRAINERS[planner.kind], run.train
+    rows = planner.rows(run)
+    lengths, size = np.array([trainer.module.num_tokens(row) for row in rows]), train.per_device_train_batch_size
+    schedule = Schedule(train, -(-len(rows) // size))
+    most, chosen, steps_left = -1, (), schedule.total_steps
+    for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
+        order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
+        order = order[: steps_left * schedule.accumulation * size]
+        steps_left -= schedule.steps_per_epoch
+        sums = np.add.reduceat(lengths[order], np.arange(0, len(order), size))
+        if sums.max() > most:
+            most, at = int(sums.max()), int(sums.argmax()) * size
+            chosen = [rows[index] for index in order[at : at + size]]
+    run_step = partial(trainer.module.train_step, rows=chosen, learning_rate=0.0)
+    return Step(run_step, most, trainer.heads, trainer.reference, [])
+
+
+def _grpo_step(planner, run):
+    """As large as a micro-batch can be: completions of max_completion_length of the longest prompt."""
+    train = run.train
+    prompts = sorted(planner.prompts(run.data.max_prompt_length), reverse=True)[: train.prompts_per_rollout]
+    if not prompts:
+        raise UserError(f"{run.data.train}: no prompt is left")
+    limit = longest_sequence(planner.config, run.engine)
+    length = min(prompts[0] + train.max_completion_length, limit)
+    lengths = [length] * train.per_device_train_batch_size
+    ends = np.cumsum(lengths)
+    completions = np.concatenate([np.arange(end - length + min(prompts[0], length - 1), end) for end in ends])
+
+    def run_step(policy):
+        batch, empty = TargetBatch.of(np.zeros(ends[-1], np.int32), lengths, completions), policy.arena.empty
+        for at_once in (True, False):
+            with policy.scope():
+                logprobs, dlogprobs, entropy = (empty(batch.rows.shape, np.float32) for _ in range(3))
+                if at_once:
+                    policy.forward_backward(batch, dlogprobs, logprobs, entropy)
+                else:
+                    policy.backward(policy.forward(batch, logprobs, entropy), dlogprobs)
+
+    return Step(run_step, int(ends[-1]), LM_HEAD, train.beta > 0, prompts)
+
+
+class RowTrainer(NamedTuple):
+    """A trainer over a file of rows: a module with load_rows, num_tokens and train_step; whether it has a reference."""
+
+    module: object
+    heads: tuple = LM_HEAD
+    reference: bool = False
+
+
+ROW_TRAINERS = {"sft": RowTrainer(sft), "reward": RowTrainer(reward, SCORE_HEAD)}
+
+
+def _switches(kind, run, on_gpu, model_dtype):
+    """(switch as one would write it, {section: {key: value}, or "lora": LoraConfig}) of what may save memory."""
+    train, found = run.train, []
+
+    def add(section, **keys):
+        text = ", ".join(f"{section}.{key} = {_shown(value)}" for key, value in keys.items())
+        found.append((text, {section: keys}))
+
+    dtype = train.dtype or (model_dtype if on_gpu else "float32")
+    if run.lora is None and kind != "reward":
+        found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
+    if train.kept_activations == "full":
+        add("train", activation_memory="selective")
+    if train.kept_activations != "minimal":
+        minimal = {"gradient_checkpointing": True} if train.activation_memory is None else {}
+        add("train", **(minimal or {"activation_memory": "minimal"}))
+    for optim in ("adamw_bf16", "adamw_8bit"):
+        if train.optim == "adamw_torch":
+            add("train", optim=optim)
+    if not train.offload_optimizer and on_gpu:
+        add("train", offload_optimizer=True)
+    if dtype == "bfloat16" and train.master_weights:
+        add("train", master_weights=False)
+    if dtype == "float32" and on_gpu:
+        add("train", dtype="bfloat16")
+    if train.per_device_train_batch_size % 2 == 0:
+        halved = train.per_device_train_batch_size // 2
+        accumulation = {"gradient_accumulation_steps": 2 * train.gradient_accumulation_steps}
+        if getattr(train, "steps_per_generation", None):
+            accumulation["steps_per_generation"] = 2 * train.steps_per_generation
+        add("train", per_device_train_batch_size=halved, **accumulation)
+    for name in ("max_completion_length", "max_length"):
+        if getattr(train, name, None) and getattr(train, name) > 1:
+            add("train", **{name: getattr(train, name) // 2})
+    if getattr(train, "beta", 0) and run.lora is None:
+        add("train", beta=0.0)
+    if hasattr(train, "num_generations") and on_gpu:
+        add("engine", gpu_memory_utilization=round(run.engine.gpu_memory_utilization / 2, 3))
+    return found
+
+
+def _shown(value):
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def amount(nbytes):
+    """Bytes as text: GiB with two places, below 0.1 GiB MiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"
+
+
+def describe(planner, plan):
+    """The lines that `rlnumba plan` prints: list of str."""
+    regions = plan.regions | plan.extra
+    lines = [f"{name:<20}{amount(size):>12}   {plan.notes.get(name, '')}".rstrip() for name, size in regions.items()]
+    share = f"{plan.total / planner.total_bytes:.0%} of {amount(planner.total_bytes)}"
+    lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
+    if plan.host:
+        lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
+    savings = planner.savings(plan)
+    if savings:
+        lines += ["", "what would save memory, each alone:"]
+        lines += [f"{amount(saved):>12}   {switch}" for switch, saved in savings]
+    return lines
+
+
+@contextmanager
+def advise(kind, run):
+    """An allocation that fails inside becomes a DeviceError of one line that names the switch that would save most."""
+    try:
+        yield
+    except (MemoryError, OutOfMemory) as error:
+        reason = str(error)
+        if not isinstance(error, OutOfMemory):
+            reason = f"out of memory in an operator's own arrays: {reason}"
+        raise DeviceError(f"{reason}; {_advice(kind, run)}") from error
+
+
+def _advice(kind, run):
+    try:
+        planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
+        savings = planner.savings(planner.plan())
+    except UserError as error:
+        return f"rlnumba plan has no advice: {error}"
+    if not savings:
+        return "no switch of rlnumba plan saves memory here"
+    switch, saved = savings[0]
+    return f"{switch} would save {amount(saved)} (rlnumba plan lists others)"

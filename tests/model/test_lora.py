@@ -1,0 +1,441 @@
+"""Adapters: PEFT's files and logits, gradients, and the invariants of what is trained."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from rlnumba.config import LoraConfig
+from rlnumba.engine import check
+from rlnumba.engine.check import check_agreement
+from rlnumba.errors import UserError
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.model import lora
+from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.lora import Adapter, Dropout, load_adapter, merge, save_adapter
+from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model, score
+from rlnumba.model.weights import open_tensors
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.memory import Arena
+from tests.close import assert_close, assert_same_bits
+from tests.trainers.runs import GOLDEN, MODEL
+
+CASES = ["all_linear", "qv_rslora"]
+SEQUENCES = [[3 + (7 * i) % 40 for i in range(n)] for n in (11, 1, 30)]
+
+
+def golden_adapter(case, which="final"):
+    return GOLDEN / "lora" / case / which
+
+
+def load_golden(case, which="final"):
+    return load_model(golden_adapter(case, which), base=MODEL)
+
+
+def random_adapter(model, seed=0, **keys):
+    """The model with an adapter whose B are not zero."""
+    keys = {"r": 5, "lora_alpha": 10} | keys
+    model.adapter = Adapter.new(model.config, LoraConfig(**keys), model.dtype.name, "base", seed)
+    host = np.array(device.to_host(model.adapter.flat)).astype(np.float32)
+    generator = np.random.default_rng(seed)
+    for name, view in model.adapter.tensors(host):
+        if "lora_B" in name:
+            view[...] = 0.1 * generator.standard_normal(view.shape)
+    model.adapter.set_flat(host)
+    return model
+
+
+def logits_of(model, ids):
+    batch = pack([ids])
+    hidden = model.forward(batch.input_ids, batch.position_ids, packed_attention(model, batch))
+    logits = device.xp().empty((len(ids), model.config.vocab_size), np.float32)
+    linear(hidden, model.lm_head, logits)
+    return device.to_host(logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_pefts_adapters(case):
+    expected = np.load(GOLDEN / "lora/logits.npz")
+    model, ids = load_golden(case), expected["input_ids"].tolist()
+    np.testing.assert_allclose(logits_of(model, ids), expected[case], atol=2e-5)
+    # Switched off, it is the base.
+    assert_same_bits(logits_of(model.without_adapter(), ids), logits_of(load_model(MODEL), ids))
+    assert np.abs(logits_of(model, ids) - logits_of(model.without_adapter(), ids)).max() > 0.1
+    merge(model.weights, model.adapter)
+    np.testing.assert_allclose(logits_of(model.without_adapter(), ids), expected[f"{case}_merged"], atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_adapter_has_pefts_tensors(case, tmp_path):
+    model = load_golden(case)
+    save_model(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    written, theirs = (open_tensors(f / "adapter_model.safetensors") for f in (tmp_path, golden_adapter(case)))
+    assert written.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert_same_bits(written[name].read(), tensor.read(), name)
+    config, expected = (json.loads((f / "adapter_config.json").read_text()) for f in (tmp_path, golden_adapter(case)))
+    for key in config.keys() - {"base_model_name_or_path", "target_modules"}:
+        assert config[key] == expected[key], key
+    ends = {name.split(".")[-1] for name in expected["target_modules"]}
+    assert set(config["target_modules"]) == ends
+    again = load_model(tmp_path)
+    assert_same_bits(again.adapter.flat, model.adapter.flat)
+
+
+def test_peft_loads_what_is_saved(tmp_path):
+    torch = pytest.importorskip("torch")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    model = random_adapter(load_model(MODEL, "float32"))
+    save_model(model, tmp_path)
+    base = transformers.Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path)(torch.tensor([SEQUENCES[2]])).logits[0]
+    np.testing.assert_allclose(logits_of(model, SEQUENCES[2]), theirs.detach().numpy(), atol=1e-5)
+
+
+def test_a_new_adapter_is_pefts():
+    """A uniform within 1 / sqrt(inputs), B zero; the seed decides."""
+    model, config = load_model(MODEL), LoraConfig(r=8)
+    adapter = Adapter.new(model.config, config, "float32", "base", 3)
+    flat = np.array(device.to_host(adapter.flat))
+    total = 0
+    for name, view in adapter.tensors(flat):
+        total += view.size
+        if "lora_B" in name:
+            assert not view.any()
+        else:
+            bound = view.shape[1] ** -0.5
+            assert 0.8 * bound < np.abs(view).max() <= bound
+            assert np.std(view) == pytest.approx(bound / 3**0.5, rel=0.15)
+    # Nothing else in the buffer is anything but zero.
+    assert np.count_nonzero(flat) <= total
+    assert_same_bits(Adapter.new(model.config, config, "float32", "base", 3).flat, adapter.flat)
+    assert not np.array_equal(device.to_host(Adapter.new(model.config, config, "float32", "base", 4).flat), flat)
+    model.adapter = adapter
+    assert_same_bits(logits_of(model, SEQUENCES[0]), logits_of(model.without_adapter(), SEQUENCES[0]))
+
+
+def gradients(model, recompute=False, dropout=None):
+    """(loss, the adapter's gradients) of the sum of weighted log-probs of SEQUENCES, and the weights of the loss."""
+    batch, arena = pack(SEQUENCES), Arena("test")
+    tape, grads = Tape(recompute, dropout), model.trained.grads()
+    rows = np.flatnonzero(device.to_host(batch.targets) >= 0).astype(np.int32)
+    targets = device.asarray(device.to_host(batch.targets)[rows])
+    weights = np.random.default_rng(1).standard_normal(len(rows)).astype(np.float32)
+    logprobs = device.xp().empty(len(rows), np.float32)
+    with arena.scope():
+        attention = packed_attention(model, batch, arena)
+        hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
+        head = lm_head_forward(model, hidden, device.asarray(rows), targets, 1.0, arena, logprobs)
+        dhidden = lm_head_backward(model, head, device.asarray(weights), grads, arena)
+        model.backward(dhidden, tape, grads)
+    return float(np.dot(device.to_host(logprobs).astype(np.float64), weights)), grads
+
+
+def reference_logprob_sum(config, weights, adapter, dropped):
+    """The loss of `gradients` in float64, from the formulas of transformers and PEFT, module by module.
+
+    weights, adapter: {name: float64 array}; dropped(layer, fused projection, x): dropout of the packed inputs.
+    """
+    E, H, HK = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    loss, factors = 0.0, iter(np.random.default_rng(1).standard_normal(sum(len(s) - 1 for s in SEQUENCES)))
+    factors = iter(np.float32(list(factors)).astype(np.float64))
+    ids = np.concatenate(SEQUENCES)
+    positions = np.concatenate([np.arange(len(s)) for s in SEQUENCES])
+    owner = np.repeat(np.arange(len(SEQUENCES)), [len(s) for s in SEQUENCES])
+
+    def norm(x, w):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * w
+
+    def project(layer, module, fused, x):
+        name = f"model.layers.{layer}.{module}"
+        y = x @ weights[f"{name}.weight"].T
+        if f"{name}.lora_A.weight" in adapter:
+            a, b = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
+            y = y + adapter["scaling"] * dropped(layer, fused, x) @ a.T @ b.T
+        return y
+
+    angles = positions[:, None] * config.rope_theta ** (-np.arange(E // 2) * 2 / E)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+    def rope(x):
+        first, second = x[..., : E // 2], x[..., E // 2 :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = weights["model.embed_tokens.weight"][ids]
+    visible = (owner[:, None] == owner) & (positions[:, None] >= positions)
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}"
+        n = norm(x, weights[f"{at}.input_layernorm.weight"])
+        q, k, v = (project(layer, f"self_attn.{m}_proj", "qkv", n).reshape(len(ids), -1, E) for m in "qkv")
+        q = rope(norm(q, weights[f"{at}.self_attn.q_norm.weight"]))
+        k = rope(norm(k, weights[f"{at}.self_attn.k_norm.weight"]))
+        k, v = (np.repeat(array, H // HK, axis=1) for array in (k, v))
+        s = np.where(visible, np.einsum("ihe,jhe->hij", q, k) * E**-0.5, -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        attended = np.einsum("hij,jhe->ihe", p, v).reshape(len(ids), -1)
+        x = x + project(layer, "self_attn.o_proj", "o", attended)
+        n = norm(x, weights[f"{at}.post_attention_layernorm.weight"])
+        gate, up = (project(layer, f"mlp.{m}_proj", "gate_up", n) for m in ("gate", "up"))
+        x = x + project(layer, "mlp.down_proj", "down", gate / (1 + np.exp(-gate)) * up)
+    z = norm(x, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
+    z -= z.max(-1, keepdims=True)
+    logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    for row in np.flatnonzero(owner[:-1] == owner[1:]):
+        loss += next(factors) * logp[row, ids[row + 1]]
+    return loss
+
+
+DROPOUT = Dropout(0.3, 17, 5, 2)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], ["k_proj", "up_proj"], ["q_proj", "v_proj", "o_proj", "down_proj"]]
+)
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
+def test_gradients_are_finite_differences(recompute, targets, dropout):
+    """Against the reference in float64, along random directions of each tensor."""
+    model = random_adapter(load_model(MODEL, "float32"), target_modules=targets, use_rslora=recompute)
+    loss, grads = gradients(model, recompute, dropout)
+    if device.name() != "cpu":
+        pytest.skip("the reference's dropout is the cpu device's")
+    weights = {name: np.float64(view) for name, view in model.weights.tensors()}
+    tensors = {name.removeprefix(lora.PREFIX): np.float64(v) for name, v in model.adapter.tensors(model.adapter.flat)}
+
+    def dropped(layer, fused, x):
+        if dropout is None:
+            return x
+        mask = np.empty(x.shape, np.float32)
+        dropout.apply(layer * 4 + lora.PROJECTIONS.index(fused), np.ones(x.shape, np.float32), mask)
+        return x * (mask != 0) / (1 - dropout.p)
+
+    def value():
+        return reference_logprob_sum(model.config, weights, tensors | {"scaling": model.adapter.lora.scaling}, dropped)
+
+    assert value() == pytest.approx(loss, rel=1e-5, abs=1e-4)
+    generator, found = np.random.default_rng(2), dict(grads.tensors(np.asarray(grads.flat)))
+    for name, gradient in found.items():
+        direction = generator.standard_normal(gradient.shape)
+        array, step = tensors[name.removeprefix(lora.PREFIX)], 1e-5
+        array += step * direction
+        above = value()
+        array -= 2 * step * direction
+        difference = (above - value()) / (2 * step)
+        array += step * direction
+        size = np.linalg.norm(gradient)
+        assert size > 0, name
+        assert abs(np.sum(gradient * direction) - difference) < 2e-4 * max(size, 1.0), name
+
+
+def test_what_is_in_no_block_stays_zero():
+    model = random_adapter(load_model(MODEL), target_modules=["q_proj", "v_proj", "up_proj"])
+    _, grads = gradients(model)
+    for adapter in (model.adapter, grads):
+        flat = np.array(device.to_host(adapter.flat))
+        for _, view in adapter.tensors(flat):
+            view[...] = 0
+        assert not flat.any()
+    # The rows of up_proj alone are trained, those of gate_proj are not.
+    b = device.to_host(grads.layers[1].gate_up.b)
+    assert b[64:].any() and not b[:64].any()
+    assert grads.layers[0].o is None and grads.layers[0].down is None
+
+
+def test_recomputation_gives_the_same_bits():
+    model = random_adapter(load_model(MODEL))
+    for dropout in (None, DROPOUT):
+        plain, recomputed = (gradients(model, recompute, dropout)[1] for recompute in (False, True))
+        assert_same_bits(plain.flat, recomputed.flat)
+
+
+def test_dropout_is_in_training_alone():
+    model = random_adapter(load_model(MODEL))
+    without, other = gradients(model)[0], gradients(model, dropout=DROPOUT)[0]
+    assert without != other
+    assert gradients(model, dropout=DROPOUT)[0] == other
+    assert gradients(model, dropout=DROPOUT._replace(micro_batch=3))[0] != other
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "gate_proj"]])
+def test_rollout_and_training_agree(targets):
+    """Prefill, decode and training compute the same bits."""
+    model = random_adapter(load_model(MODEL), target_modules=targets)
+    found = check_agreement(model, max_tokens=20)
+    assert (found.equal, found.largest, found.operator) == (found.tokens, 0.0, None)
+    base = check_agreement(model.without_adapter(), max_tokens=20)
+    assert base.equal == base.tokens
+
+
+def test_chunked_prefill_agrees_with_training():
+    from rlnumba.config import EngineConfig
+
+    model = random_adapter(load_model(MODEL))
+    config = EngineConfig(max_num_batched_tokens=16, max_num_seqs=8)
+    found = check_agreement(model, config, max_tokens=8)
+    assert (found.equal, found.operator) == (found.tokens, None)
+
+
+def test_check_names_the_operator_with_an_adapter(monkeypatch):
+    model = random_adapter(load_model(MODEL))
+    reduce, calls = lora.LoraContext.reduce, []
+
+    def changed(self, layer, name, x, memory):
+        xa = reduce(self, layer, name, x, memory)
+        calls.append(name)
+        if (layer, name) == (1, "gate_up") and len(calls) <= 8:
+            xa[0] += 1
+        return xa
+
+    monkeypatch.setattr(lora.LoraContext, "reduce", changed)
+    found = check.first_difference(model, SEQUENCES[2], 20, 2)
+    assert found == "layer 1 gate_up_proj, at position 0 (prefill)"
+
+
+def test_no_gradients_nor_moments_of_the_base():
+    memory.reset_peaks()
+    before = memory.report()
+    model = random_adapter(load_model(MODEL))
+    gradients(model)
+    added = {name: nbytes - before.get(name, 0) for name, nbytes in memory.report().items()}
+    assert added["adapter"] == model.adapter.flat.nbytes
+    assert added["grads"] == model.adapter.flat.nbytes
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a golden adapter, to be damaged."""
+    return shutil.copytree(golden_adapter("qv_rslora"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("modules_to_save", ["lm_head"], 'modules_to_save ["lm_head"] is not supported'),
+        ("bias", "all", 'bias "all" is not supported'),
+        ("use_dora", True, "use_dora true is not supported"),
+        ("rank_pattern", {"q_proj": 2}, 'rank_pattern {"q_proj": 2} is not supported'),
+        ("init_lora_weights", "pissa", 'init_lora_weights "pissa" is not supported'),
+        ("layers_to_transform", [0], "layers_to_transform [0] is not supported"),
+        ("an_option_of_tomorrow", 3, "an_option_of_tomorrow 3 is not supported"),
+        ("peft_type", "IA3", "peft_type 'IA3' is not supported"),
+        ("r", 0, "lora.r must be at least 1, got 0"),
+        ("r", "4", "r must be a number, got '4'"),
+        ("target_modules", [], "target_modules must be a string or a list of strings, got []"),
+        ("target_modules", ["q_proj", "lm_head"], "target_modules 'lm_head' matches no linear layer"),
+        (
+            "target_modules",
+            ["v_proj", "layers.1.self_attn.q_proj"],
+            "target_modules: self_attn.q_proj is a target in 1 of 2 layers",
+        ),
+        ("target_modules", "(", "target_modules"),
+    ],
+)
+def test_options_that_are_not_there_are_named(folder, key, value, message):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError) as error:
+        load_model(folder, base=MODEL)
+    assert message in str(error.value) and str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_target_modules_as_a_regular_expression(folder):
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"target_modules": r".*\.self_attn\.[qv]_proj"}
+    path.write_text(json.dumps(config))
+    assert load_model(folder, base=MODEL).adapter.lora.target_modules == ["q_proj", "v_proj"]
+
+
+def test_files_that_are_missing_or_damaged(folder, tmp_path):
+    tensors = folder / "adapter_model.safetensors"
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-100])
+    with pytest.raises(UserError, match=f"{tensors}: truncated or damaged"):
+        load_model(folder, base=MODEL)
+    tensors.unlink()
+    with pytest.raises(UserError, match=f"{tensors}: no such file"):
+        load_model(folder, base=MODEL)
+    tensors.write_bytes(content)
+    with pytest.raises(UserError, match="its base cannot be found: .*--base"):
+        config = folder / "adapter_config.json"
+        config.write_text(config.read_text().replace("tests/golden/tiny-qwen3", str(tmp_path / "gone")))
+        load_model(folder)
+
+
+def test_an_adapter_of_another_base(folder):
+    other = GOLDEN / "models" / "qwen3_tied"
+    with pytest.raises(UserError) as error:
+        load_model(folder, base=other)
+    message = str(error.value)
+    assert "the adapter does not fit its base" in message and "wrong shapes" in message
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is (6, 32), not (6, " in message
+    with pytest.raises(UserError, match="not an adapter folder, so it has no base"):
+        load_model(MODEL, base=MODEL)
+
+
+def test_a_rank_that_differs_from_the_file(folder):
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace('"r": 6', '"r": 7'))
+    with pytest.raises(UserError, match=r"q_proj.lora_A.weight is \(6, 32\), not \(7, 32\)"):
+        load_model(folder, base=MODEL)
+
+
+def test_tensors_of_more_modules_than_are_targets(folder):
+    shutil.copy(golden_adapter("all_linear") / "adapter_model.safetensors", folder)
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace('"r": 6', '"r": 4'))
+    with pytest.raises(UserError, match="tensors that the base does not have, or adapter_config.json does not target"):
+        load_model(folder, base=MODEL)
+
+
+def test_scores_have_no_dropout_and_no_tape():
+    model = random_adapter(load_model(MODEL), lora_dropout=0.5)
+    batch = pack(SEQUENCES)
+    first, second = (device.to_host(score(model, batch).logprobs) for _ in range(2))
+    assert_same_bits(first, second)
+    model.adapter.lora = LoraConfig(r=5, lora_alpha=10)
+    assert_same_bits(first, device.to_host(score(model, batch).logprobs))
+
+
+def test_merged_in_16_bits(tmp_path):
+    """The sum is rounded once."""
+    if device.name() == "cpu":
+        pytest.skip("the cpu device has float32 only")
+    model = random_adapter(load_model(MODEL, "bfloat16"))
+    adapter = dict(model.adapter.tensors(np.array(device.to_host(model.adapter.flat)).astype(np.float64)))
+    name = "model.layers.1.self_attn.k_proj"
+    weight = np.array(device.to_host(dict(model.weights.tensors())[f"{name}.weight"])).astype(np.float64)
+    a, b = (adapter[f"{lora.PREFIX}{name}.lora_{which}.weight"] for which in "AB")
+    merge(model.weights, model.adapter)
+    merged = dict(model.weights.tensors())[f"{name}.weight"]
+    assert_close(merged, weight + model.adapter.lora.scaling * b @ a, "bfloat16", terms=5)
+
+
+@pytest.mark.sim
+def test_gradients_in_the_simulator(rng):
+    """An adapter's gradients by kernels, against those of the cpu device's formulas in test_gradients."""
+    model = random_adapter(
+        load_model(MODEL, "float32"), r=2, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"]
+    )
+    batch = pack([SEQUENCES[0][:5]])
+    tape, grads, arena = Tape(True, DROPOUT), model.adapter.grads(), Arena("test")
+    with arena.scope():
+        attention = packed_attention(model, batch, arena)
+        hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
+        dhidden = device.asarray(rng.standard_normal(hidden.shape, np.float32))
+        model.backward(dhidden, tape, grads)
+    flat = np.array(device.to_host(grads.flat))
+    assert np.isfinite(flat).all()
+    for name, view in grads.tensors(flat):
+        assert np.abs(view).max() > 0, name
+
+
+def test_saving_keeps_the_dtype(tmp_path):
+    model = load_golden("qv_rslora")
+    save_adapter(model.adapter, tmp_path)
+    tensors = open_tensors(tmp_path / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {"F32"}
+    assert_same_bits(load_adapter(tmp_path, model.weights, "float32", "base").flat, model.adapter.flat)

@@ -1,0 +1,235 @@
+"""Rewards in worker processes: what one completion does costs no other, and generation does not wait."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlnumba.config import EngineConfig, RewardsConfig
+from rlnumba.engine.llm import LLM
+from rlnumba.rewards import RewardError, Rewards, load_rewards
+from rlnumba.runtime import device
+from rlnumba.trainers.grpo import run_grpo
+from tests.trainers.runs import grpo_run, metrics_of
+from tests.trainers.test_resume import start
+
+REWARDS = """
+import asyncio, os, re, signal, time
+
+calls = 0
+
+def pid(completions, **columns):
+    return [float(os.getpid())] * len(completions)
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+def does_it(completions, log_extra, log_metric, **columns):
+    log_extra("size", [len(completions)] * len(completions))
+    log_metric("calls", len(completions))
+    for text in completions:
+        if text == "hang":
+            time.sleep(60)
+        elif text == "hang in C":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        elif text == "exit":
+            os._exit(7)
+        elif text == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif text == "raise":
+            raise ValueError(text)
+        elif text == "unpicklable":
+            log_extra("odd", [lambda: 1] * len(completions))
+    return length(completions)
+
+async def judge(completions, **columns):
+    async def ask(text):
+        await asyncio.sleep(60 if text == "hang" else 0.5)
+        if text == "exit":
+            os._exit(7)
+        if text == "block":
+            time.sleep(60)
+        return float(len(text))
+    return await asyncio.gather(*map(ask, completions))
+
+def slow(completions, **columns):
+    time.sleep(0.3 * len(completions))
+    return length(completions)
+
+def counts(completions, **columns):
+    global calls
+    calls += 1
+    return [float(calls)] * len(completions)
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    made = []
+
+    def rewards(*names, **settings):
+        funcs = [f"{tmp_path / 'mine.py'}:{name}" for name in names]
+        made.append(load_rewards(RewardsConfig(funcs=funcs, **{"timeout": 1.0} | settings)))
+        return made[-1]
+
+    yield rewards
+    for each in made:
+        each._workers.close()
+
+
+def submit(rewards, texts):
+    return rewards.submit(["p"] * len(texts), texts, [[1]] * len(texts), {})
+
+
+def test_functions_run_in_processes_that_are_kept(rewards):
+    made = rewards("pid", "counts")
+    first = made.collect([submit(made, ["a"])]).values
+    second = made.collect([submit(made, ["a", "b"])]).values
+    assert first[0, 0] != os.getpid() and second[1, 0] == second[0, 0]
+    alive = subprocess.run(["ps", "-o", "ppid=", "-p", str(int(first[0, 0]))], capture_output=True, text=True)
+    assert int(alive.stdout) == os.getpid()
+    # A module's state belongs to a process, of which there may be several.
+    assert second[0, 1] in (1, 2)
+    pids = {int(values[0, 0]) for values in (first, second)}
+    made._workers.close()
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}/cwd") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}/cwd") for pid in pids)
+
+
+def test_results_are_in_the_order_of_the_groups(rewards):
+    made = rewards("slow", "does_it", "judge")
+    groups = [["aaaa"] * 3, ["b"], ["cc", "ccc"], ["d" * 9]]
+    scores = made.collect([submit(made, texts) for texts in groups])
+    expected = [len(text) for texts in groups for text in texts]
+    np.testing.assert_array_equal(scores.values, np.array([expected] * 3).T)
+    assert scores.extra == {"size": [3, 3, 3, 1, 2, 2, 1]} and scores.metrics == {"calls": np.mean([3, 1, 2, 1])}
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ("hang", r"reward does_it did not return within 0.5 s a completion \(rewards.timeout\)"),
+        ("hang in C", r"reward does_it did not return within 0.5 s a completion \(rewards.timeout\)"),
+        ("exit", "reward does_it: its worker process ended with exit code 7"),
+        ("kill", "reward does_it: its worker process was ended by SIGKILL"),
+        ("raise", r"reward does_it raised ValueError: raise \(.*mine.py:\d+\)"),
+        ("unpicklable", "what it logs cannot be pickled"),
+    ],
+)
+def test_what_one_completion_causes_costs_no_other(rewards, bad, said):
+    made = rewards("does_it", "length", reward_errors="skip", timeout=0.5)
+    groups = [["aa", "aaa"], ["b", bad, "bb"], ["c"]]
+    scores = made.collect([submit(made, texts) for texts in groups])
+    failed = [False, False, False, True, False, False]
+    if bad == "unpicklable":
+        failed = [False, False, True, True, True, False]  # the call has ended, and its answer is wrong as a whole
+    lengths = np.array([2, 3, 1, len(bad), 2, 1], float)
+    np.testing.assert_array_equal(scores.values[:, 1], lengths)
+    np.testing.assert_array_equal(scores.values[:, 0], np.where(failed, np.nan, lengths))
+    assert scores.errors == {"does_it": sum(failed)}
+    with pytest.raises(RewardError, match=said):
+        strict = rewards("does_it", timeout=0.5)
+        strict.collect([submit(strict, [bad])])
+    # The worker was replaced.
+    assert made.collect([submit(made, ["again"])]).values.tolist() == [[5, 5]]
+
+
+@pytest.mark.parametrize("bad", ["hang", "exit", "block"])
+def test_async_functions(rewards, bad):
+    """All groups wait at the same time; a crash of their process, or of its loop, is that of one completion."""
+    made = rewards("judge", timeout=1.0, reward_errors="skip")
+    made.collect([submit(made, ["a"])])
+    started = time.monotonic()
+    scores = made.collect([submit(made, ["a" * n] * 2) for n in range(30)])
+    assert time.monotonic() - started < 5 and scores.values[:, 0].tolist() == [n for n in range(30) for _ in range(2)]
+    scores = made.collect([submit(made, ["aa", bad, "a"]), submit(made, ["b"])])
+    assert np.isnan(scores.values[1, 0]) and scores.values[[0, 2], 0].tolist() == [2, 1]
+    assert made.collect([submit(made, ["abc"])]).values.tolist() == [[3]]
+
+
+def test_the_timeout_is_for_one_completion(rewards):
+    """Four completions of 0.3 seconds in one call take longer than the limit of one, and are no error."""
+    made = rewards("slow", timeout=0.5)
+    assert made.collect([submit(made, ["a"] * 4)]).values.tolist() == [[1]] * 4
+
+
+def test_a_worker_that_was_killed_while_idle_is_replaced(rewards):
+    made = rewards("pid")
+    pid = int(made.collect([submit(made, ["a"])]).values[0, 0])
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)
+    assert made.collect([submit(made, ["a"])]).values[0, 0] not in (pid, os.getpid())
+
+
+def test_functions_that_no_process_can_import_are_called_here(rewards):
+    seen = []
+
+    def mine(completions, **columns):
+        seen.append((os.getpid(), threading.current_thread() is threading.main_thread()))
+        return [1.0] * len(completions)
+
+    made = Rewards([mine, subprocess.run])
+    assert made.specs == [None, "subprocess:run"]
+    made = Rewards([mine])
+    pending = submit(made, ["a"])
+    assert not seen
+    made.collect([pending])
+    assert seen == [(os.getpid(), True)]
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="processes of its own")
+def test_a_killed_worker_ends_a_run_with_a_checkpoint(tmp_path):
+    """Or costs a completion, where errors are skipped; no worker outlives the run."""
+    run = grpo_run(tmp_path / "run", max_steps=4, rewards={"timeout": 5.0})
+    file = tmp_path / "rewards_for_tests.py"
+    crash = "    if trainer_state.global_step == 2 and int(answer[0]) % 2:\n        import os; os._exit(9)\n"
+    head = "def digits(completions, answer, trainer_state, **columns):\n" + crash
+    file.write_text(head + "    return [len(text) for text in completions]\n")
+    process = start("grpo", run)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == "rlnumba: reward digits: its worker process ended with exit code 9"
+    assert [row["step"] for row in metrics_of(run)] == [1, 2]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    process = start("grpo", run, "--resume", "--rewards.reward_errors", "skip")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    rows = metrics_of(run)
+    # Each completion of the odd prompts was called again alone.
+    assert len(rows) == 4 and rows[2]["reward_errors/digits"] % 4 == 0 and rows[2]["reward_errors/digits"] > 0
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in left.replace(sys.executable, "")
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="times the engine of the cpu device")
+def test_rewards_are_computed_while_generation_goes_on(tmp_path):
+    """The engine has room for one group at a time, and the first ones are scored before the last one ends."""
+    run = grpo_run(tmp_path / "run", max_steps=2, max_completion_length=100, rewards={"timeout": 5.0})
+    run = dataclasses.replace(run, engine=EngineConfig(max_num_seqs=4))
+    seen, ends, generate = tmp_path / "seen", [], LLM.generate
+    (tmp_path / "rewards_for_tests.py").write_text(
+        f"import time\ndef digits(completions, **columns):\n    with open({str(seen)!r}, 'a') as file:\n"
+        "        print(time.monotonic(), file=file)\n    return [len(text) for text in completions]\n"
+    )
+
+    def timed(*arguments):
+        outputs = generate(*arguments)
+        ends.append(time.monotonic())
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "generate", timed)
+        run_grpo(run)
+    times = sorted(float(line) for line in seen.read_text().splitlines())
+    assert len(times) == 2 * 4
+    # When the second generation begins, the worker has started.
+    assert sum(ends[0] < called < ends[1] for called in times[4:]) >= 2

@@ -1,0 +1,234 @@
+"""The planner: its regions are those that runs report, and a failed allocation names one of its switches."""
+
+import dataclasses
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlnumba import cli
+from rlnumba.config import to_toml
+from rlnumba.config.lora import LoraConfig
+from rlnumba.errors import UserError
+from rlnumba.model import layers, transformer
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.weights import write_json
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.shapes import ShapeOnly, shapes_only
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.plan import Planner, advise
+from rlnumba.trainers.reward import run_reward
+from rlnumba.trainers.sft import run_sft
+from tests.trainers.runs import MODEL, grpo_run, reward_run, sft_run
+
+pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="compares with the arrays of the cpu device")
+GIB = 1 << 30
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "dtype": "bfloat16",
+    "layer_types": ["full_attention"] * 36,
+}
+
+
+def taken(train, run):
+    """What a run takes by region: its own report, whatever the process held before."""
+    with memory.separate_report() as regions:
+        train(run)
+        return {region: peak for region, (_, peak) in regions.items()}
+
+
+def assert_planned(kind, run, train):
+    plan = Planner(kind, run, False, 16 * GIB).plan()
+    planned = dict(plan.regions)
+    planned["weights"] += planned.pop("reference", 0)
+    planned["host"] = plan.host
+    found = taken(train, run)
+    found.setdefault("host", 0)
+    assert {name for name, nbytes in planned.items() if nbytes} == {name for name, nbytes in found.items() if nbytes}
+    for name, nbytes in found.items():
+        assert abs(planned[name] - nbytes) <= 0.05 * nbytes, f"{name}: {planned[name]} planned, {nbytes} taken"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": True, "optim": "adamw_8bit"},
+        {"activation_memory": "selective"},
+        {"packing": True, "max_length": 48, "shuffle_dataset": True},
+        {"offload_optimizer": True, "optim": "adamw_bf16", "loss_type": "dft", "per_device_train_batch_size": 3},
+    ],
+    ids=str,
+)
+def test_sft_takes_what_was_planned(tmp_path, options):
+    assert_planned("sft", sft_run(tmp_path / "run", max_steps=4, **options), run_sft)
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.04, "gradient_checkpointing": True, "num_iterations": 2}], ids=str)
+def test_grpo_takes_what_was_planned(tmp_path, options):
+    assert_planned("grpo", grpo_run(tmp_path / "run", max_steps=4, **options), run_grpo)
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_run_with_an_adapter_takes_what_was_planned(tmp_path, kind):
+    run = sft_run(tmp_path / "run", max_steps=3) if kind == "sft" else grpo_run(tmp_path / "run", max_steps=3, beta=0.1)
+    run = dataclasses.replace(run, lora=LoraConfig(r=4))
+    assert_planned(kind, run, run_sft if kind == "sft" else run_grpo)
+
+
+@pytest.mark.parametrize("kept", ["full", "minimal"])
+def test_a_reward_model_takes_what_was_planned(tmp_path, kept):
+    assert_planned("reward", reward_run(tmp_path / "run", max_steps=3, activation_memory=kept), run_reward)
+
+
+def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in MODEL.glob("*.json"):
+        shutil.copy(path, folder)
+    run = dataclasses.replace(sft_run(tmp_path / "run"), model=str(folder))
+    linear, before = layers.linear, memory.report()
+    Planner("sft", run, False, GIB).plan()
+    assert layers.linear is linear and memory.report() == before and device.name() == "cpu"
+    with pytest.raises(RuntimeError, match="in the block"), shapes_only():
+        assert layers.linear is not linear and device.name() == "shapes"
+        raise RuntimeError("in the block")
+    assert layers.linear is linear and memory.report() == before and device.name() == "cpu"
+
+
+def test_arrays_without_memory():
+    with shapes_only():
+        array = device.xp().zeros((1 << 20, 1 << 20), np.float32)
+        array[3:5] = 1.0
+        array.fill(2.0)
+        part = array[: 1 << 10].reshape(-1, 8)
+        assert isinstance(part, ShapeOnly) and part.shape == (1 << 27, 8)
+    assert array.nbytes == 1 << 42 and array[7, 7] == 0
+
+
+def large_run(tmp_path, **train):
+    """SFT of a model with the shape of Qwen3-8B, of which there is only config.json, on the golden rows."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    config = dataclasses.replace(ModelConfig.from_folder(MODEL), **{
+        key: value for key, value in QWEN3_8B.items() if key in {f.name for f in dataclasses.fields(ModelConfig)}
+    })  # fmt: skip
+    write_json(folder / "config.json", config.to_dict())
+    options = {"max_steps": 1, "dtype": None, "gradient_checkpointing": True} | train
+    return dataclasses.replace(sft_run(tmp_path / "run", **options), model=str(folder))
+
+
+def test_a_model_of_8b_for_a_gpu(tmp_path):
+    planner = Planner("sft", large_run(tmp_path), True, 80 * GIB)
+    plan = planner.plan()
+    # Qwen3-8B has 8,190,735,360 parameters; the golden model's tokenizer ids are below its vocabulary.
+    elements = plan.regions["weights"] // 2
+    assert elements == 8_190_735_360
+    assert plan.regions["grads"] == 4 * elements and plan.regions["moments"] == 12 * elements
+    assert plan.total > 80 * GIB
+    savings = dict(planner.savings(plan))
+    assert savings['train.optim = "adamw_8bit"'] == 6 * elements - elements // 32
+    assert savings["train.master_weights = false"] == 4 * elements
+    # What is left is two chunks of float32 m, v and master.
+    assert savings["train.offload_optimizer = true"] == 12 * elements - 2 * 12 * (1 << 24)
+    assert [*savings.values()] == sorted(savings.values(), reverse=True)
+
+
+def test_the_share_of_the_engine(tmp_path):
+    run = grpo_run(tmp_path / "run")
+    plan = Planner("grpo", run, True, 2 * GIB).plan()
+    engine, weights = run.engine, plan.regions["weights"]
+    share = int(2 * GIB * engine.gpu_memory_utilization)
+    own = weights + plan.regions["engine activations"]
+    block = 16 * 2 * 2 * 2 * 16 * 4
+    most = engine.max_num_seqs * (256 // 16 + 1)
+    assert plan.regions["kv"] == min((share - own) // block, most) * block
+
+
+def test_the_command(tmp_path, capfd):
+    run = sft_run(tmp_path / "run", max_steps=2)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    assert cli.run(["plan", "--config", str(file), "--train.optim", "adamw_8bit"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == f"sft of {MODEL} on the cpu device"
+    assert lines[1].split() == ["weights", "0.10", "MiB", "27,264", "parameters,", "float32"]
+    assert lines[3].split()[:1] == ["moments"] and lines[3].endswith("adamw_8bit")
+    assert any(line.endswith("train.gradient_checkpointing = true") for line in lines)
+    assert cli.run(["plan", "--config", str(file), "--gpu-memory", "80"]) == 0
+    out = capfd.readouterr().out
+    assert "on a GPU" in out and "of 80.00 GiB" in out and "CUDA context" in out and 'train.dtype = "bfloat16"' in out
+    file.write_text(to_toml(grpo_run(tmp_path / "grpo")))
+    assert cli.run(["plan", "--config", str(file)]) == 0
+    assert capfd.readouterr().out.startswith("grpo of ")
+
+
+def test_bad_input_of_the_command(tmp_path, capfd):
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(sft_run(tmp_path / "run")))
+    assert cli.run(["plan", "--config", str(file), "--trainer", "sftt"]) == 2
+    assert capfd.readouterr().err.startswith("rlnumba: --trainer: must be one of sft, grpo")
+    assert cli.run(["plan", "--config", str(file), "--model", str(tmp_path / "none")]) == 1
+    assert capfd.readouterr().err == f"rlnumba: {tmp_path / 'none'}: no such model folder\n"
+    file.write_text("seed = 1\n")
+    assert cli.run(["plan", "--config", str(file)]) == 2
+    assert "missing key" in capfd.readouterr().err
+
+
+class Failing:
+    """An array module whose allocations of activations fail."""
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def empty(self, shape, dtype):
+        raise MemoryError("no pages")
+
+
+def test_out_of_memory_names_the_region_and_a_switch(tmp_path, monkeypatch, capfd):
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(sft_run(tmp_path / "run", max_steps=2)))
+    real = device.xp
+    patched = SimpleNamespace(
+        name=device.name,
+        memory_info=lambda: (GIB, 4 * GIB),
+        xp=lambda: Failing() if device.name() == "cpu" else real(),
+    )
+    monkeypatch.setattr(memory, "device", patched)
+    assert cli.run(["sft", "--config", str(file)]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "rlnumba: out of memory: activations needed 0.00 GiB more, and 1.00 of 4.0 GiB are free; train."
+    )
+    assert "would save" in error and error.endswith("(rlnumba plan lists others)")
+
+
+def test_out_of_memory_in_an_operator(tmp_path):
+    run = sft_run(tmp_path / "run", max_steps=2)
+    with pytest.raises(UserError, match="out of memory in an operator's own arrays: 3 bytes; train.* would save"):
+        with advise("sft", run):
+            raise MemoryError("3 bytes")
+    # A run of which nothing can be planned still ends in one line.
+    with pytest.raises(UserError, match="rlnumba plan has no advice: .*no such model folder"):
+        with advise("sft", dataclasses.replace(run, model=str(tmp_path / "none"))):
+            raise MemoryError("3 bytes")
+
+
+def test_an_allocation_of_weights_is_named(monkeypatch):
+    class Full(Failing):
+        zeros = Failing.empty
+
+    monkeypatch.setattr(device, "xp", Full)
+    with pytest.raises(memory.OutOfMemory, match="out of memory: weights needed 0.00 GiB more"):
+        transformer.load_model(MODEL)

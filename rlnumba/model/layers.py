@@ -94,11 +94,15 @@ class PackedAttention:
 
 def _linear(layer, name, x, w, ctx, y, residual=None):
     """y = x w^T + bias + residual of the projection `name`, plus its adapter's update; returns `reduce`'s result."""
-    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual)
-    xa = ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
-    if xa is not None:
-        ctx.lora.expand(layer, name, xa, y)
+    xa, low_rank = reduced(layer, name, x, ctx)
+    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual, low_rank=low_rank)
     return xa
+
+
+def reduced(layer, name, x, ctx):
+    """s x A^T of the projection's adapter, and with its B what `linear` takes as a low rank; (None, None) without."""
+    xa = ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
+    return xa, None if xa is None else (xa, ctx.lora.pair(layer, name).b)
 
 
 def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
@@ -108,9 +112,10 @@ def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
     if (dbias := getattr(grads, f"{name}_bias")) is not None:
         bias_backward(dy, dbias)
     dx = ctx.memory.empty(x.shape, x.dtype)
-    if xa is not None:
-        ctx.lora.backward(layer, name, dy, x, xa, dx, ctx.memory)
-    linear_backward_input(dy, getattr(w, name), dx, accumulate=xa is not None)
+    if xa is None:
+        linear_backward_input(dy, getattr(w, name), dx)
+    else:
+        ctx.lora.backward(layer, name, dy, x, xa, getattr(w, name), dx, ctx.memory)
     return dx
 
 
@@ -181,9 +186,9 @@ def mlp_block(layer, h, w, ctx, y, selective=False):
     with ctx.memory.scope() if selective else nullcontext():
         normed, activated = empty((N, D), h.dtype), empty((N, F), h.dtype)
         rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
-        if w.gate_up_bias is None and (ctx.lora is None or ctx.lora.pair(layer, "gate_up") is None):
-            linear_swiglu(normed, w.gate_up, gate_up, activated)
-            gate_up_xa = None
+        if w.gate_up_bias is None:
+            gate_up_xa, low_rank = reduced(layer, "gate_up", normed, ctx)
+            linear_swiglu(normed, w.gate_up, gate_up, activated, low_rank)
         else:
             gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
             swiglu(gate_up, activated)

@@ -509,13 +509,11 @@ class LoraContext:
         scale_adapters(xa, self.scales, self.adapter_ids, xa)
         return xa
 
-    def expand(self, layer, name, xa, y):
-        """y += xa B^T, for the xa (N, C) that `reduce` returned."""
-        if xa is not None:
-            linear(xa, self.pair(layer, name).b, y, residual=y)
+    def backward(self, layer, name, dy, x, xa, weight, dx, memory):
+        """The gradients of x weight^T + xa B^T by A and B, which are added, and by x: dx (N, D) is written.
 
-    def backward(self, layer, name, dy, x, xa, dx, memory):
-        """The gradients of `reduce` and `expand`: those of A and B are added, dx (N, D) is written."""
+        xa (N, C): what `reduce` returned.
+        """
         pair, grads = self.pair(layer, name), getattr(self.grads.layers[layer], name)
         linear_backward_weight(dy, xa, grads.b)
         with memory.scope():
@@ -523,9 +521,12 @@ class LoraContext:
             linear_backward_input(dy, pair.b, dxa)
             scale_adapters(dxa, self.scales, self.adapter_ids, dxa)
             linear_backward_weight(dxa, self._dropped(layer, name, x, memory), grads.a)
+            if self.dropout is None:
+                linear_backward_input(dy, weight, dx, low_rank=(dxa, pair.a))
+                return
             linear_backward_input(dxa, pair.a, dx)
-        if self.dropout is not None:
-            self.dropout.apply(self._place(layer, name), dx, dx)
+        self.dropout.apply(self._place(layer, name), dx, dx)
+        linear_backward_input(dy, weight, dx, accumulate=True)
 
     def _place(self, layer, name):
         return layer * len(PROJECTIONS) + PROJECTIONS.index(name)

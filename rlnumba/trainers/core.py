@@ -105,7 +105,7 @@ class Policy:
         """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
         return self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
 
-    def _tape(self):
+    def new_tape(self):
         """A Tape for the next micro-batch of the optimizer step."""
         dropout = None
         if self.has_dropout:
@@ -117,7 +117,7 @@ class Policy:
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
-        tape = self._tape()
+        tape = self.new_tape()
         return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
 
     def _forward(self, model, batch, tape, *outputs):
@@ -139,7 +139,7 @@ class Policy:
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape = self._tape()
+        tape = self.new_tape()
         hidden = self._hidden(self.model, batch, tape)
         dhidden = lm_head_forward_backward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
@@ -155,7 +155,7 @@ class Policy:
 
     def forward_values(self, batch, values):
         """As `values`; returns what `backward_values` reads, inside the same scope."""
-        tape = self._tape()
+        tape = self.new_tape()
         return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
 
     def backward_values(self, forward, dvalues):

@@ -63,8 +63,8 @@ class RowTrainer:
 
     model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
     .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data,
-    engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter, not the weights.
-    Raises ConfigError for keys that contradict each other.
+    engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter instead of the
+    weights. Raises ConfigError for keys that contradict each other.
     """
 
     # Of a subclass: its command, that command's Run, and the class of `args`.

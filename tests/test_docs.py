@@ -38,6 +38,7 @@ import pytest
 
 from rlnumba.cli import cli, parse_overrides, runs_of_any_trainer
 from rlnumba.config import load_run
+from rlnumba.config.runs import RUNS
 from rlnumba.kernels.ptx import shared_memory, sm80, sm90, wgmma
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.runtime import device
@@ -117,7 +118,8 @@ def test_languages_and_plain_formats(page, tmp_path):
             path.write_text(fence.text)
             kind = "grpo" if "[rewards]" in fence.text or "num_generations" in fence.text else "sft"
             base = ROOT / "examples" / {"grpo": "gsm8k_grpo.toml", "sft": "sft.toml"}[kind]
-            load_run(kind, [base, path])
+            # The page of a trainer has whole files.
+            load_run(*((page.stem, path) if page.stem in RUNS else (kind, [base, path])))
 
 
 @on_cpu

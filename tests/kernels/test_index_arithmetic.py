@@ -30,6 +30,7 @@ KERNELS = [
     (embedding.copy_rows_kernel(np.uint16, 8, True, True, 3, 2), [H2, I1, H2]),
     (embedding.embedding_backward_kernel(4, True), ["int32[:,::1]", I1, H2, F2, F3, I1]),
     (reduce.sum_of_squares_kernel(4, True), [F1, F1]),
+    (reduce.column_sums_kernel, [H2, "int64", F2]),
     (adamw.adamw_kernel(4, True, True), [H1, F1, F1, F1, F1, F1, "int64", "uint32[::1]", "int64"]),
     (sampling.repetition_penalty_kernel, [F2, F1, "int32[:,::1]"]),
     (logprob.logp_backward_kernel(4), [H2, I1, "int64", "float32", F1, F1, F1, F1, F1, H2]),

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from rlnumba import config
 from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardRun, RewardsConfig, SFTRun, key
+from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
+from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.plan import advise
@@ -45,6 +47,14 @@ class RewardConfig(config.RewardConfig):
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
+def _has_16_bits():
+    return device.name() != "cpu"
+
+
+for _config in (SFTConfig, GRPOConfig, RewardConfig):
+    take_trl_keys(_config, _has_16_bits)
 
 
 class SFTTrainer:

@@ -1,7 +1,7 @@
 """Time and memory of one optimizer step, by phase: forward, head, backward, AdamW.
 
     python bench/train.py                                  Qwen3-0.6B's shape on a GPU, a 15M model elsewhere
-    python bench/train.py --model FOLDER --batch 8 --length 2048 --checkpointing
+    python bench/train.py --model FOLDER --batch 8 --length 2048 --activations selective
 
 Random tokens, all of which are trained on. The phases are timed separately, with a synchronisation after each; `step`
 is `trainers.sft.train_step` as it runs in training. Medians of --repeat after one warm-up, whose time (with
@@ -18,11 +18,12 @@ from engine import FLOP_PER_S
 from report import row
 from shapes import SHAPES, random_model
 
-from rlnumba.config import SFTConfig
+from rlnumba.config import LoraConfig, SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.heads import lm_head_backward, lm_head_forward
-from rlnumba.model.transformer import Tape, load_model, packed_attention
+from rlnumba.model.lora import Adapter
+from rlnumba.model.transformer import load_model, packed_attention
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import sft
 from rlnumba.trainers.core import Policy
@@ -44,7 +45,7 @@ def phases(policy, sequences):
     sums = sft.TargetSums([sequences])
     with policy.scope():
         batch = timed(seconds, "batch", lambda: sft.target_batch(sequences))
-        tape, attention = Tape(policy.train.gradient_checkpointing), packed_attention(model, batch, arena)
+        tape, attention = policy.new_tape(), packed_attention(model, batch, arena)
         hidden = timed(
             seconds,
             "forward",
@@ -81,6 +82,7 @@ def print_memory():
     if device.name() == "cuda":
         free, total = device.memory_info()
         print(f"{'taken on the device':20} {(total - free) / 2**30:8.3f} GiB")
+        print(f"{'of it CuPy':20} {device.xp().get_default_memory_pool().total_bytes() / 2**30:8.3f} GiB")
 
 
 def main():
@@ -91,11 +93,18 @@ def main():
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--batch", type=int, help="sequences; default 8 on a GPU, else 4")
     parser.add_argument("--length", type=int, help="tokens of each; default 2048 on a GPU, else 128")
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--activations", choices=("full", "selective", "minimal"), default="full", help="that are kept")
+    parser.add_argument("--lora", type=int, help="rank of an adapter on all linear layers, which alone is trained")
+    parser.add_argument("--optim", default="adamw_torch")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
+    parser.add_argument("--no-master-weights", dest="master_weights", action="store_false")
+    parser.add_argument("--pool-gib", type=float, help="limit of CuPy's memory pool, on a GPU")
     parser.add_argument("--repeat", type=int, default=5)
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     batch, length = arguments.batch or (8 if on_gpu else 4), arguments.length or (2048 if on_gpu else 128)
+    if arguments.pool_gib is not None:
+        device.xp().get_default_memory_pool().set_limit(size=int(arguments.pool_gib * 2**30))
     if arguments.model:
         model = load_model(arguments.model, arguments.dtype)
     else:
@@ -104,8 +113,11 @@ def main():
     ids = generator.integers(0, model.config.vocab_size, (batch, length), dtype=np.int32)
     sequences = [TokenSequence(row, np.ones(length, bool)) for row in ids]
     train = SFTConfig(
-        per_device_train_batch_size=batch, learning_rate=1e-6, gradient_checkpointing=arguments.checkpointing
-    )
+        per_device_train_batch_size=batch, learning_rate=1e-6, activation_memory=arguments.activations,
+        optim=arguments.optim, offload_optimizer=arguments.offload, master_weights=arguments.master_weights,
+    )  # fmt: skip
+    if arguments.lora:
+        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
     policy = Policy(model, train)
 
     def step():
@@ -119,8 +131,12 @@ def main():
         timed(seconds, "step", step)
     tokens = batch * length
     num_parameters = sum(p.size for p in model.weights.parameters)
-    recompute = ", layers recomputed" if arguments.checkpointing else ""
-    shape = f"{num_parameters / 1e6:.0f}M parameters, {model.dtype.name}; {batch} x {length} tokens{recompute}"
+    options = {"selective": ", norms recomputed", "minimal": ", layers recomputed"}.get(arguments.activations, "")
+    options += f", LoRA {arguments.lora}" if arguments.lora else ""
+    options += f", {arguments.optim}" if arguments.optim != "adamw_torch" else ""
+    options += ", offloaded" if arguments.offload else ""
+    options += "" if arguments.master_weights else ", no master"
+    shape = f"{num_parameters / 1e6:.0f}M parameters, {model.dtype.name}; {batch} x {length} tokens{options}"
     print(f"{device.describe()}; {shape}")
     print(f"first s {first['first']:.1f}")
     for name in measured[0]:

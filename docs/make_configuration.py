@@ -6,9 +6,11 @@ from pathlib import Path
 
 from rlnumba.config import (
     DataConfig,
+    DPOConfig,
     EngineConfig,
     EvalConfig,
     GRPOConfig,
+    KTOConfig,
     LoraConfig,
     RewardConfig,
     RewardsConfig,
@@ -16,6 +18,7 @@ from rlnumba.config import (
     SFTConfig,
     TrainConfig,
 )
+from rlnumba.config.dpo import PreferenceConfig
 from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.writing import toml_value
@@ -57,6 +60,9 @@ file. An error lists the columns found.
 | `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
 | `question`, alone or with an answer column (DeepMath) | GRPO |
 | `text` | SFT on the whole text |
+| `prompt`, `chosen`, `rejected` (strings or message lists), optionally `tools` | DPO; KTO on each side alone |
+| `chosen`, `rejected` (both strings or both message lists) | the same; their common beginning is the prompt |
+| `prompt`, `completion` (strings or message lists), `label` (true or false), optionally `tools` | KTO |
 | `chosen`, `rejected`, optionally `prompt` and `margin` (strings or message lists) | reward |
 
 `data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
@@ -76,18 +82,24 @@ names:
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `eval_...` | the same on `data.eval`; GRPO also `eval_avg@n` and `eval_pass@k` (docs/running.md) |
-| `mean_token_accuracy` | SFT: share of the trained tokens that were the argmax of the model's prediction |
+| `mean_token_accuracy` | SFT, DPO, KTO: share of the trained tokens (but rejected ones) that were the argmax |
+| `rewards/chosen`, `rewards/rejected` | DPO, KTO: mean of `beta` x (log-prob less the reference's) of a completion |
+| `rewards/margins`, `rewards/accuracies` | the former less the latter; DPO: share of the pairs where it is above 0 |
+| `logps/chosen`, `logps/rejected` | DPO, KTO: mean log-prob of a completion, nats |
+| `logits/chosen`, `logits/rejected` | DPO, KTO: mean over positions and vocabulary of the logits |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
+| `difficulty/easy`, `/normal`, `/hard` | share of the prompts in each pool, with difficulty_weights |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
+| `rollout_corr/rollout_rs_masked_fraction` | share of the tokens that rollout_rs left out |
 | `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
-| `memory/weights` and others, `perf/peak_memory` | peak bytes of each kind of memory, and their sum |
+| `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md); their sum without `host` |
 | `eval_loss`, `eval_reward` and others | the same of `data.eval` |
 
 ## Environment variables
@@ -132,11 +144,13 @@ def reference():
         ("[eval]: grpo", EvalConfig),
     ]
     blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
+    blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
-        inherited = keys_of(TrainConfig) if section_class in (SFTConfig, GRPOConfig, RewardConfig) else {}
+        bases = [each for each in (PreferenceConfig, TrainConfig) if each in section_class.__mro__[1:]]
+        inherited = keys_of(bases[0]) if bases else {}
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:
                 continue

@@ -7,8 +7,20 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
-_TRAINERS = ("GRPOConfig", "GRPOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer")
+_TRAINERS = (
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+)
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
+_MODULES["LoraConfig"] = "rlnumba.config"
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 _MODULES["TrainerCallback"] = "rlnumba.trainers.callbacks"
 __all__ = list(_MODULES)

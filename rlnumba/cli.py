@@ -160,12 +160,11 @@ def _open(model, base):
 
     base: of an adapter, and None of a model, as load_model takes it.
     """
-    from rlnumba.model.config import ModelConfig
     from rlnumba.model.tokenizer import Tokenizer
-    from rlnumba.model.transformer import find_base
+    from rlnumba.model.transformer import find_base, read_config
 
     folder, adapter = find_base(model, base)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder, adapter)
     if adapter is None:
         return folder, None, config, Tokenizer.from_folder(folder)
     return adapter, folder, config, Tokenizer.from_folder(adapter) or Tokenizer.from_folder(folder)
@@ -397,6 +396,10 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
+_trainer("dpo", DPO, "metrics.jsonl")
+KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
+_trainer("kto", KTO, "metrics.jsonl")
 REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
 _trainer("reward", REWARD, "metrics.jsonl")
 
@@ -482,9 +485,7 @@ def check(model, base, dtype, temperature, max_tokens, seed):
     options_metavar="--config RUN.toml [OPTIONS]",
 )
 @click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
-@click.option(
-    "--trainer", help="Whose file it is. Default: the first of sft, grpo, ... that reads it without an error."
-)
+@click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
 @click.option("--gpu-memory", type=ABOVE_0, metavar="GIB", help="Plan for a GPU of this size. Default: this machine's.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
 def plan(config, trainer, gpu_memory, overrides):
@@ -494,57 +495,40 @@ def plan(config, trainer, gpu_memory, overrides):
     """
     from rlnumba.trainers.plan import Planner, describe
 
-    kind, run = _run_of_any_trainer(config, trainer, parse_overrides(overrides))
+    runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
     total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
-    planner = Planner(kind, run, on_gpu, total)
-    found = planner.plan()
-    click.echo(f"{kind} of {run.model} on {'a GPU' if on_gpu else 'the cpu device'}")
+    while True:
+        (kind, run), *runs = runs
+        try:
+            planner = Planner(kind, run, on_gpu, total)
+            found = planner.plan()
+            break
+        except UserError:
+            # The rows may be those of another trainer that reads the file.
+            if not runs:
+                raise
+    others = f" (--trainer for {' or '.join(name for name, _ in runs)})" if runs else ""
+    click.echo(f"{kind} of {run.model} on {'a GPU' if on_gpu else 'the cpu device'}{others}")
     click.echo("\n".join(describe(planner, found)))
 
 
-def _run_of_any_trainer(config, trainer, overrides):
-    """(trainer, Run) of the trainer named, or of the first that reads the files; if none does, the last ConfigError."""
+def runs_of_any_trainer(config, trainer, overrides):
+    """[(trainer, Run)] of the trainer named, or of all that read the files; the first ConfigError if none does."""
     from rlnumba.config import load_run
     from rlnumba.config.runs import RUNS
 
     if trainer is not None and trainer not in RUNS:
         raise ConfigError(f"--trainer: must be one of {', '.join(RUNS)}, got {trainer!r}")
-    problem = None
+    found, problems = [], []
     for kind in RUNS if trainer is None else (trainer,):
         try:
-            return kind, load_run(kind, config, overrides)
+            found.append((kind, load_run(kind, config, overrides)))
         except ConfigError as error:
-            problem = error
-    raise problem
-
-
-@cli.command()
-@click.option("--model", required=True, help="Hugging Face folder or hub id of the base.")
-@click.option("--adapter", required=True, help="PEFT adapter folder or hub id.")
-@click.option("--output", required=True, help="Folder of the merged model, written.")
-@click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Of the merged model; default: the base's.")
-def merge(model, adapter, output, dtype):
-    """Add an adapter to the weights of its base, in float32, and write the result as a model of its own."""
-    _log_device()
-    from rlnumba.model.lora import is_adapter
-    from rlnumba.model.lora import merge as merge_weights
-    from rlnumba.model.transformer import find_model, load_model, save_model
-    from rlnumba.reporting.files import make_folder
-
-    folder, adapter_folder = find_model(model), find_model(adapter)
-    if is_adapter(folder):
-        raise UserError(f"--model: {folder} is an adapter folder; it must be the base's")
-    if not is_adapter(adapter_folder):
-        raise UserError(f"--adapter: {adapter_folder} has no adapter_config.json, or is a model")
-    if Path(output).resolve() in (folder.resolve(), adapter_folder.resolve()):
-        raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
-    make_folder(output)
-    _, _, config, tokenizer = _open(adapter, model)
-    transformer = load_model(adapter_folder, "float32", base=folder)
-    merge_weights(transformer.weights, transformer.adapter)
-    save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
-    click.echo(f"{adapter_folder} merged into {folder} -> {output}", err=True)
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    return found
 
 
 @cli.command()

@@ -449,6 +449,25 @@ def test_sft_writes_its_files(tmp_path, run_file, capsys):
     assert cli.run(["sft", "--config", str(folder / "config.toml"), "--dry-run"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_preference_trainers_write_their_files(tmp_path, run_file, fails, kind):
+    rows = [{"prompt": f"what is {i}+1? ", "chosen": f"{i + 1}.", "rejected": "no."} for i in range(8)]
+    config, data = run_file(kind, max_steps=2, per_device_train_batch_size=4), write(tmp_path / "pairs.jsonl", rows)
+    folder, start = tmp_path / kind, [kind, "--config", config, "--data.train"]
+    assert cli.run([*start, str(data), "--data.eval", str(data)]) == 0
+    steps = read(folder / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1, 2]
+    names = {"loss", "grad_norm", "num_tokens", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen"}
+    assert names | {"logits/chosen", "entropy", "learning_rate", "epoch", "step_time"} <= set(steps[0])
+    assert "eval_loss" in steps[1] and ("kl" if kind == "kto" else "rewards/accuracies") in steps[0]
+    assert (folder / "final" / "config.json").exists() and (folder / "curves.png").exists()
+    assert cli.run([*start, str(data), "--resume"]) == 0
+    del rows[2]["rejected"]
+    bad = write(tmp_path / "bad.jsonl", rows)
+    fails(1, "bad.jsonl:3: no 'rejected'; its columns are prompt, chosen", *start, bad)
+    fails(2, "train.loss_type must be one of", *start, data, "--train.loss_type", "none")
+
+
 def test_dry_run_prints_the_resolved_run_and_does_nothing(tmp_path, run_file, capsys):
     config = run_file("grpo", max_steps=5)
     assert cli.run(["grpo", "--config", config, "--dry-run", "--train.epsilon_high", "0.28"]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlnumba.config import EngineConfig, GRPOConfig, RewardsConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import DPOConfig, EngineConfig, GRPOConfig, KTOConfig, RewardsConfig, SFTConfig, load_run, to_toml
 from rlnumba.config.keys import keys_of, sections_of
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
@@ -51,6 +51,50 @@ def test_sft_defaults_are_trls():
     train = SFTConfig()
     assert (train.learning_rate, train.max_length, train.packing, train.packing_strategy) == (2e-5, 1024, False, "bfd")
     assert (train.completion_only_loss, train.assistant_only_loss) == (None, False)
+
+
+def test_dpo_and_kto_defaults_are_trls():
+    expected = {
+        "learning_rate": 1e-6, "max_length": 1024, "truncation_mode": "keep_start", "precompute_ref_log_probs": False,
+        "precompute_ref_batch_size": None, "loss_type": ["sigmoid"], "loss_weights": None, "ld_alpha": None,
+        "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "label_smoothing": 0.0, "beta": 0.1,
+        "use_weighting": False, "discopop_tau": 0.05, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6,
+        "ref_model_sync_steps": 512, "logging_steps": 10, "gradient_checkpointing": True,
+    }  # fmt: skip
+    assert {name: getattr(DPOConfig(), name) for name in expected} == expected
+    of_kto = {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0, "beta": 0.1}
+    of_kto |= {name: expected[name] for name in ("learning_rate", "max_length", "precompute_ref_log_probs")}
+    assert {name: getattr(KTOConfig(), name) for name in of_kto} == of_kto
+
+
+@pytest.mark.parametrize(
+    "text, overrides, names",
+    [
+        ("", (), ["sigmoid"]),
+        ('[train]\nloss_type = "ipo"\n', (), ["ipo"]),
+        ('[train]\nloss_type = ["sigmoid", "sft"]\nloss_weights = [1, 0.5]\n', (), ["sigmoid", "sft"]),
+        ("", [("train.loss_type", "hinge")], ["hinge"]),
+        ("", [("train.loss_type", "sigmoid,bco_pair")], ["sigmoid", "bco_pair"]),
+        ("", [("train.loss_type", '["sigmoid", "sft"]'), ("train.loss_weights", "0.8,0.2")], ["sigmoid", "sft"]),
+    ],
+)
+def test_one_loss_type_or_a_list(load, text, overrides, names):
+    run = load(BASE + text, *overrides, kind="dpo")
+    assert run.train.loss_type == names
+    assert load(to_toml(run), kind="dpo") == run
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ('"sigmiod"', "run.toml: train.loss_type must be one of sigmoid, .*, got 'sigmiod'"),
+        ('["sigmoid", "x"]', "run.toml: train.loss_type must be one of sigmoid, .*, got 'x'"),
+        ("3", "run.toml: train.loss_type must be a list of strings, got 3"),
+    ],
+)
+def test_unknown_loss_types_are_named(load, value, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE + f"[train]\nloss_type = {value}\n", kind="dpo")
 
 
 def test_batch_geometry():
@@ -238,7 +282,7 @@ def test_values_are_checked_without_a_file_too():
         RewardsConfig(funcs=["a"], timeout=0.0)
 
 
-@pytest.mark.parametrize("kind, text", [("grpo", GRPO), ("sft", BASE)])
+@pytest.mark.parametrize("kind, text", [("grpo", GRPO), ("sft", BASE), ("dpo", BASE), ("kto", BASE)])
 def test_resolved_toml_reads_back(load, kind, text):
     run = load(
         text,
@@ -253,7 +297,8 @@ def test_resolved_toml_reads_back(load, kind, text):
 
 def test_examples_are_valid():
     for path in sorted((ROOT / "examples").glob("*.toml")):
-        kind = "sft" if "[rewards]" not in path.read_text() else "grpo"
+        # The trainer is in the command at the file's head.
+        kind = re.search(r"rlnumba (\w+) --config", path.read_text())[1]
         load_run(kind, path)
 
 
@@ -272,9 +317,15 @@ def test_every_key_is_read_by_some_code():
         for name in keys_of(section_class)
         if name not in accepted_without_effect and not re.search(rf"\.{name}\b|\b{name}=", code)
     ]
-    # Read through properties of GRPOConfig and PolicyLossConfig.
-    derived = {"train.generation_batch_size", "train.steps_per_generation", "train.epsilon_high"}
-    derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode")}
+    # Read through properties of TrainConfig, GRPOConfig and PolicyLossConfig.
+    derived = {
+        "train.gradient_checkpointing",
+        "train.generation_batch_size",
+        "train.steps_per_generation",
+        "train.epsilon_high",
+    }
+    derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max")}
+    derived |= {"train.rollout_is", "train.rollout_is_threshold"}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 
 
@@ -283,3 +334,32 @@ def test_the_reference_page_is_current():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.reference(), "run python docs/make_configuration.py"
+
+
+@pytest.mark.parametrize(
+    "written, meant", [("adamw", "adamw_torch"), ("adamw_torch_fused", "adamw_torch"), ("adamw_bnb_8bit", "adamw_8bit")]
+)
+def test_names_of_optimizers_in_transformers(tmp_path, written, meant):
+    file = tmp_path / "run.toml"
+    file.write_text(f"""
+        model = "m"
+        output_dir = "o"
+        [data]
+        train = "rows.jsonl"
+        [train]
+        optim = "{written}"
+        optimizer_offload = true
+    """)
+    train = load_run("sft", file).train
+    assert (train.optim, train.offload_optimizer) == (meant, True)
+    with pytest.raises(ConfigError, match="train.optim must be one of adamw_torch, adamw_bf16, adamw_8bit, got 'sgd'"):
+        load_run("sft", file, [("train.optim", "sgd")])
+
+
+def test_activation_memory_takes_precedence():
+    config = SFTConfig(gradient_checkpointing=True)
+    assert config.kept_activations == "minimal"
+    assert SFTConfig(gradient_checkpointing=False).kept_activations == "full"
+    assert SFTConfig(gradient_checkpointing=True, activation_memory="selective").kept_activations == "selective"
+    with pytest.raises(ConfigError, match="train.activation_memory must be one of full, selective, minimal"):
+        SFTConfig(activation_memory="some")

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rlnumba.cli import cli, parse_overrides
+from rlnumba.cli import cli, parse_overrides, runs_of_any_trainer
 from rlnumba.config import load_run
 from rlnumba.kernels.ptx import shared_memory, sm80, sm90, wgmma
 from rlnumba.kernels.ptx.tensor_map import tensor_map
@@ -287,10 +287,12 @@ def parse(arguments):
     if "--help" in rest:
         return
     context = cli.commands[name].make_context(name, rest)
-    if "overrides" in context.params:
-        load_run(
-            "grpo" if name == "eval" else name, context.params["config"], parse_overrides(context.params["overrides"])
-        )
+    if name == "plan":
+        files, trainer = (context.params[key] for key in ("config", "trainer"))
+        runs_of_any_trainer(files, trainer, parse_overrides(context.params["overrides"]))
+    elif "overrides" in context.params:
+        kind = "grpo" if name == "eval" else name
+        load_run(kind, context.params["config"], parse_overrides(context.params["overrides"]))
 
 
 def headings(page):

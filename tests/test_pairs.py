@@ -6,7 +6,9 @@ import types
 import pytest
 
 from rlnumba.config import DataConfig
+from rlnumba.data import unpaired
 from rlnumba.data.pairs import load_pairs, truncated
+from rlnumba.data.unpaired import load_unpaired
 from rlnumba.errors import UserError
 from tests.test_data import WordTokenizer, write
 
@@ -191,3 +193,87 @@ def test_prompt_column(path):
     row = {"question": "a", "chosen": " b", "rejected": " c"}
     config = DataConfig(train="", prompt_column="question")
     assert texts(path, row, data_config=config) == ["<s> a", "b </s>", "c </s>"]
+
+
+def load_labelled(path, rows, tokenizer=None, limit=1000, data_config=None, **train):
+    train = types.SimpleNamespace(**{"max_length": 1024} | train)
+    config = data_config or DataConfig(train=str(path))
+    return load_unpaired(write(path, rows), config, train, tokenizer or WordTokenizer(), limit, 1000)
+
+
+def labelled_texts(path, rows, **settings):
+    tokenizer = settings.setdefault("tokenizer", WordTokenizer())
+    loaded = load_labelled(path, rows, **settings)
+    return [(tokenizer.text(row.prompt_ids), tokenizer.text(row.completion_ids), row.label) for row in loaded.rows]
+
+
+def test_labelled_rows(path):
+    row = {"prompt": "a b ", "completion": "c", "label": True}
+    assert labelled_texts(path, [row, row | {"label": False}]) == [
+        ("<s> a b", "c </s>", True),
+        ("<s> a b", "c </s>", False),
+    ]
+    assert labelled_texts(path, [row | {"prompt": [USER], "completion": [BLUE]}]) == [("[u q ] [a", "b ]", True)]
+    config = DataConfig(train="", prompt_column="x", completion_column="y")
+    assert labelled_texts(path, [{"x": "a ab", "y": "cd", "label": False}], data_config=config) == [
+        ("<s> a", "abcd </s>", False)
+    ]
+
+
+def test_pairs_are_taken_apart_in_blocks(path, monkeypatch):
+    monkeypatch.setattr(unpaired, "BLOCK", 2)
+    rows = [{"prompt": "a", "chosen": f" c{i}", "rejected": f" r{i}"} for i in range(3)]
+    assert [text for _, text, _ in labelled_texts(path, rows)] == [
+        *("c0 </s>", "c1 </s>", "r0 </s>", "r1 </s>", "c2 </s>", "r2 </s>")
+    ]
+    assert [label for _, _, label in labelled_texts(path, rows)] == [True, True, False, False, True, False]
+    # Each side begins where its own agreement with the prompt ends.
+    row = {"prompt": "a ab", "chosen": "cd e", "rejected": " f"}
+    assert labelled_texts(path, [row]) == [("<s> a", "abcd e </s>", True), ("<s> a ab", "f </s>", False)]
+    assert labelled_texts(path, [{"chosen": "q xabc", "rejected": "q xabd"}]) == [
+        ("<s> q", "xabc </s>", True),
+        ("<s> q", "xabd </s>", False),
+    ]
+    messages = {"chosen": [USER, BLUE], "rejected": [USER, GREEN]}
+    assert labelled_texts(path, [messages]) == [("[u q ] [a", "b ]", True), ("[u q ] [a", "g ]", False)]
+
+
+def test_labelled_rows_whose_prompt_fills_max_length_are_left_out_and_counted(path):
+    rows = [{"prompt": text, "completion": " d e", "label": True} for text in ("a b c", "a b", "a")]
+    loaded = load_labelled(path, rows, max_length=4)
+    assert loaded.counts == {"rows": 3, "truncated_rows": 2, "dropped_rows": 1}
+    assert [row.where for row in loaded.rows] == [f"{path}:2", f"{path}:3"]
+    with pytest.raises(UserError, match="rows.jsonl: the prompts of all 3 rows fill train.max_length 2"):
+        load_labelled(path, rows, max_length=2)
+    with pytest.raises(UserError, match="rows.jsonl:1: 7 tokens are more than the model's 6; set train.max_length"):
+        load_labelled(path, rows, max_length=None, limit=6)
+
+
+LABELLED = {"prompt": "a", "completion": " b", "label": True}
+
+
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        (LABELLED | {"label": 1}, "'label' must be true or false, got int 1"),
+        (LABELLED | {"label": "true"}, "'label' must be true or false, got a string"),
+        (LABELLED | {"label": None}, "no 'label'; its columns are prompt, completion, label"),
+        ({"prompt": "a", "label": True}, "no 'completion'; its columns are prompt, label"),
+        ({"completion": "a", "label": True}, "no 'prompt'; its columns are completion, label"),
+        (LABELLED | {"completion": 3}, "'completion' must be a string or a list of messages, got int 3"),
+        (LABELLED | {"prompt": ""}, "'prompt' is empty"),
+    ],
+)
+def test_bad_labelled_rows_are_named(path, bad, said):
+    with pytest.raises(UserError) as caught:
+        load_labelled(path, [LABELLED, bad])
+    assert str(caught.value) == f"{path}:2: {said}"
+
+
+def test_labelled_rows_without_tokens_are_named(path):
+    tokenizer = WordTokenizer()
+    tokenizer.eos_token_id = None
+    with pytest.raises(UserError, match="rows.jsonl:1: the completion has no tokens"):
+        load_labelled(path, [LABELLED | {"completion": ""}], tokenizer)
+    with pytest.raises(UserError, match="a preference dataset needs a tokenizer"):
+        load_unpaired(path, DataConfig(train=""), None, None, 10, 10)

@@ -3,6 +3,7 @@
     python examples/quickstart/make.py data            words.txt -> train.jsonl, sft.jsonl and the untrained model
     rlnumba sft --config examples/quickstart/sft.toml  -> runs/quickstart-sft/final
     python examples/quickstart/make.py model           -> examples/quickstart/model, in float16
+    python examples/quickstart/make.py pairs           -> pairs.jsonl and pairs-eval.jsonl, for reward models
 
 The task: write a word backwards. The supervised rows answer a word, with equal probability, by its
 letters reversed, by its letters sorted, or by the word itself; so the model they train can do all three
@@ -19,6 +20,7 @@ import sys
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from rlnumba import LLM, SamplingParams
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.tokenizer import Tokenizer as ModelTokenizer
 from rlnumba.model.transformer import Transformer, load_model, save_model
@@ -28,6 +30,7 @@ HERE = pathlib.Path(__file__).parent
 UNTRAINED = pathlib.Path("runs/quickstart-untrained")
 PROMPT = "{word} backwards: "
 SFT_ROWS = 24_000
+PAIRS = 2
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -92,5 +95,18 @@ def make_model():
     save_model(load_model(source, "float32"), HERE / "model", ModelTokenizer.from_folder(source), "float16")
 
 
+def make_pairs():
+    """Pairs of the right answer and a wrong one of the model, at most PAIRS of a prompt; the last 64 words held out."""
+    rows = [json.loads(line) for line in open(HERE / "train.jsonl")]
+    outputs = LLM(HERE / "model").generate([row["prompt"] for row in rows], SamplingParams(n=8, max_tokens=10, seed=0))
+    for name, chosen in (("pairs", slice(0, -64)), ("pairs-eval", slice(-64, None))):
+        with open(HERE / f"{name}.jsonl", "w") as file:
+            for row, output in zip(rows[chosen], outputs[chosen], strict=True):
+                wrong = dict.fromkeys(c.text for c in output.completions if c.text != row["answer"])
+                for text in list(wrong)[:PAIRS]:
+                    pair = {"prompt": row["prompt"], "chosen": row["answer"], "rejected": text}
+                    file.write(json.dumps(pair) + "\n")
+
+
 if __name__ == "__main__":
-    {"data": make_data, "model": make_model}[sys.argv[1]]()
+    {"data": make_data, "model": make_model, "pairs": make_pairs}[sys.argv[1]]()

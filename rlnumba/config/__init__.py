@@ -1,8 +1,10 @@
 """A run's keys: `schema` has those of all trainers, a module of a trainer's name its own; `reading` makes a Run of TOML
 files and command-line overrides, `writing` TOML."""
 
+from rlnumba.config.dpo import DPOConfig, DPORun, PreferenceLossConfig
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
 from rlnumba.config.keys import key
+from rlnumba.config.kto import KTOConfig, KTOLossConfig, KTORun
 from rlnumba.config.lora import LoraConfig
 from rlnumba.config.reading import load_run
 from rlnumba.config.reward import RewardConfig, RewardRun

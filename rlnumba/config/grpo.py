@@ -1,12 +1,51 @@
 """The run file of `rlnumba grpo`."""
 
 import difflib
+import math
 import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
 from rlnumba.config.schema import EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
+
+
+def parse_bounds(name, text):
+    """The numbers of "high" or "low_high", all above 0: list of float. Raises ConfigError with the key's name."""
+    try:
+        bounds = [float(part) for part in str(text).split("_")]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not all(0 < bound < math.inf for bound in bounds) or sorted(bounds) != bounds:
+        raise ConfigError(f'{name} must be a number above 0, or two as "0.5_2.0", the lower first; got {text!r}')
+    return bounds
+
+
+REJECTION_MODES = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
+def rejection_modes(rollout_rs, rollout_rs_threshold):
+    """[(mode, (low, high))] of train.rollout_rs and its thresholds, logarithms for k1. Raises ConfigError."""
+    modes = [mode.strip() for mode in rollout_rs.split(",")]
+    texts = [text.strip() for text in rollout_rs_threshold.split(",")]
+    if len(texts) not in (1, len(modes)):
+        raise ConfigError(f"train.rollout_rs_threshold must be one or {len(modes)}, got {rollout_rs_threshold!r}")
+    found = []
+    for mode, text in zip(modes, texts * len(modes) if len(texts) == 1 else texts, strict=True):
+        if mode not in REJECTION_MODES:
+            raise ConfigError(f"train.rollout_rs must be of {', '.join(REJECTION_MODES)}, got {mode!r}")
+        *low, high = parse_bounds("train.rollout_rs_threshold", text)
+        if mode.endswith("k1"):
+            low, high = sorted((math.log(low[0]) if low else -math.log(high), math.log(high)))
+            found.append((mode, (low, high)))
+        elif low:
+            raise ConfigError(f"train.rollout_rs_threshold of {mode} is one number, got {text!r}")
+        else:
+            found.append((mode, (-math.inf, high)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -17,7 +56,7 @@ class PolicyLossConfig(Section):
     loss_type: str = key(
         "dapo",
         "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
-        choices=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "dppo"),
     )
     importance_sampling_level: str = key(
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
@@ -36,6 +75,9 @@ class PolicyLossConfig(Section):
     vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
     vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
     vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
+    dppo_mask_high: float = key(0.2, "`dppo`: leave out gains of probability above this, if the advantage is positive.")
+    dppo_mask_low: float = key(0.2, "`dppo`: leave out losses of probability above this, if it is not.", minimum=0)
+    dppo_kl_coef: float = key(1e-3, "`dppo`: weight of the squared log-ratio to the sampler.", minimum=0)
     vllm_importance_sampling_correction: bool = key(True, "Weight the loss by training / sampling probability.")
     vllm_importance_sampling_mode: str = key(
         "sequence_mask",
@@ -44,6 +86,13 @@ class PolicyLossConfig(Section):
     )
     vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
     vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+    rollout_is: str | None = key(
+        None, "verl's name for the correction: of a token or a sequence, instead of the four keys above.",
+        choices=("token", "sequence"),
+    )  # fmt: skip
+    rollout_is_threshold: str = key(
+        "2.0", 'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside (IcePop).'
+    )
     off_policy_mask_threshold: float | None = key(
         None, "Leave out sequences of advantage < 0 whose mean log-prob fell by more (arXiv 2512.02556).", minimum=0
     )
@@ -55,12 +104,26 @@ class PolicyLossConfig(Section):
 
     @property
     def importance_sampling_correction(self):
-        """vllm_importance_sampling_mode, or None without the correction."""
+        """vllm_importance_sampling_mode or that of rollout_is, or None without the correction."""
+        if self.rollout_is is not None:
+            return f"{self.rollout_is}_{'mask' if '_' in self.rollout_is_threshold else 'truncate'}"
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
+
+    @property
+    def importance_sampling_bounds(self):
+        """(lowest, highest) ratio of the correction, None where there is no bound."""
+        if self.rollout_is is not None:
+            *low, high = parse_bounds("train.rollout_is_threshold", self.rollout_is_threshold)
+            return low[0] if low else None, high
+        return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
     def __post_init__(self):
         super().__post_init__()
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if self.loss_type == "dppo" and self.importance_sampling_level != "token":
+            raise ConfigError("train.loss_type dppo has a ratio a token: importance_sampling_level must be token")
+        low, high = self.importance_sampling_bounds
+        if self.rollout_is is not None:
+            return
         if low is not None and high is not None and low >= high:
             raise ConfigError(
                 f"train.vllm_importance_sampling_clip_min ({low}) must be below vllm_importance_sampling_clip_max "
@@ -103,6 +166,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
     min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
     repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
+    sampling_mask_replay: bool = key(
+        False,
+        "With top_p, top_k or min_p, train the distribution that was sampled from: the tokens that the filters kept, "
+        "renormalised. For generations that one optimizer step uses up; not in TRL.",
+    )
     generation_kwargs: dict[str, typing.Any] = key(
         {},
         "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
@@ -116,6 +184,14 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
         choices=("group", "batch", "none"),
         words={"true": "group", "false": "none"},
+    )
+    advantage_estimator: str = key(
+        "grpo",
+        "How rewards become advantages; but for `grpo` see rlnumba/trainers/estimators.py. verl: adv_estimator.",
+        choices=("grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rae"),
+    )
+    length_penalty: float = key(
+        0.0, "Subtracted from the reward, for advantages, times tokens / max_completion_length (not TRL).", minimum=0
     )
     multi_objective_aggregation: str = key(
         "sum_then_normalize",
@@ -139,6 +215,23 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
         1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
         minimum=0, maximum=1,
     )  # fmt: skip
+    difficulty_weights: list[float] | None = key(
+        None,
+        "Weights of easy, normal and hard prompts (mean reward of the last group above 0.75, between, up to 0.25) with "
+        "which the prompts of a generation are drawn; None: epochs. New prompts are normal (prime-rl's pools).",
+    )
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
+        "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
+        minimum=1,
+    )
+    rollout_rs: str | None = key(
+        None, "verl's rejection of tokens or sequences, as `token_k1` or `seq_mean_k3,token_k2`; None: none."
+    )
+    rollout_rs_threshold: str = key(
+        "2.0", 'Thresholds of rollout_rs, one or one for each mode: "0.5_2.0" bounds the ratio of k1, "0.1" k2 and k3.'
+    )
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
     max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
@@ -183,6 +276,27 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
                 nearest = difflib.get_close_matches(name, allowed, 1)
                 hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
                 raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
+        weights = self.difficulty_weights
+        if weights is not None and not (len(weights) == 3 and all(0 <= w < math.inf for w in weights) and any(weights)):
+            raise ConfigError(
+                f"train.difficulty_weights must be three weights, not negative and not all 0, of easy, normal and hard "
+                f"prompts, got {weights}"
+            )
+        if self.rollout_rs is not None:
+            rejection_modes(self.rollout_rs, self.rollout_rs_threshold)
+        if self.advantage_estimator != "grpo" and self.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError(
+                f"train.multi_objective_aggregation {self.multi_objective_aggregation} is for advantage_estimator "
+                f"grpo, not {self.advantage_estimator}"
+            )
+        if self.length_penalty and self.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError("train.length_penalty needs train.multi_objective_aggregation sum_then_normalize")
+        if self.sampling_mask_replay and self.gradient_accumulation_steps % (self.rollout_steps * self.num_iterations):
+            raise ConfigError(
+                "train.sampling_mask_replay needs generations that one optimizer step uses up: steps_per_generation x "
+                f"num_iterations ({self.rollout_steps * self.num_iterations}) must divide gradient_accumulation_steps "
+                f"({self.gradient_accumulation_steps})"
+            )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ConfigError(
                 f"train.entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "

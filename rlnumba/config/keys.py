@@ -24,8 +24,8 @@ REQUIRED = MISSING
 def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
-    limits: those of LIMITS, `choices` (tuple), `nonempty` (bool), `words` (dict of other spellings, in lower case),
-    `single` (bool: one string stands for a list of it).
+    limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
+    spellings, in lower case), `single` (bool: one string stands for a list of it).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -35,6 +35,8 @@ def key(default, doc, **limits):
 
 def range_problem(metadata, value):
     """The limit that a value violates, as the end of a sentence: str, or None."""
+    if isinstance(value, list) and "choices" in metadata:
+        return next((problem for each in value if (problem := range_problem(metadata, each))), None)
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:

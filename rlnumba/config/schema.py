@@ -144,6 +144,12 @@ class TrainConfig(Section):
         choices=("float32", "bfloat16", "float16"),
     )
     gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
+    activation_memory: str | None = key(
+        None,
+        "What the backward finds: `full`: everything; `selective`: all but norms, rotations and SwiGLU, which are "
+        "cheap to recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
+        choices=("full", "selective", "minimal"),
+    )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
@@ -171,6 +177,11 @@ class TrainConfig(Section):
     eval_on_start: bool = key(False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.")
     log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
     num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
+
+    @property
+    def kept_activations(self):
+        """activation_memory, or what gradient_checkpointing stands for: str."""
+        return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
 
     def __post_init__(self):
         super().__post_init__()

@@ -40,6 +40,11 @@ class PreferencePair:
     where: str
 
     @property
+    def completions(self):
+        """(chosen_ids, rejected_ids)."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
     def num_tokens(self):
         """Tokens of both sequences, each with the prompt: int."""
         return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
@@ -180,14 +185,17 @@ def tokenize_pair(prompt, chosen, rejected, tokenizer, eos_token_ids=(), **templ
         sides = [with_eos(tokenizer.encode(side), tokenizer, eos_token_ids) for side in (chosen, rejected)]
         begin = common_beginning(*sides)
     else:
-        sides, begins = [], []
-        for side in (chosen, rejected):
-            ids, begin = encode_pair(tokenizer, prompt, side, **template)
-            text = isinstance(prompt, str) and isinstance(side, str)
-            sides.append(with_eos(ids, tokenizer, eos_token_ids) if text else list(ids))
-            begins.append(begin)
-        begin = min(begins)
+        found = [tokenize_side(prompt, side, tokenizer, eos_token_ids, **template) for side in (chosen, rejected)]
+        sides, begin = [ids for ids, _ in found], min(begin for _, begin in found)
     for name, side in zip(SIDES, sides, strict=True):
         if len(side) <= begin:
             raise UserError(f"{name!r} has no tokens")
     return sides[0][:begin], sides[0][begin:], sides[1][begin:]
+
+
+def tokenize_side(prompt, completion, tokenizer, eos_token_ids=(), **template):
+    """(ids of prompt and completion, a list of int; where the completion begins) of strings or lists of messages."""
+    ids, begin = encode_pair(tokenizer, prompt, completion, **template)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return with_eos(ids, tokenizer, eos_token_ids), begin
+    return list(ids), begin

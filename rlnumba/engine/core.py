@@ -191,10 +191,11 @@ class Engine:
     def has_unfinished(self):
         return bool(self.requests)
 
-    def add_request(self, request_id, prompt, params=None):
+    def add_request(self, request_id, prompt, params=None, adapter_id=-1):
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
 
         request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
+        adapter_id: in the model's AdapterStack, -1 for none.
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
         """
         params = params or SamplingParams()
@@ -215,7 +216,8 @@ class Engine:
         eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
         philox_key, self.requests[request_id] = noise_key(params.seed, prompt), {}
         for index in range(params.n):
-            sequence = Sequence(request_id, index, prompt, params, philox_key, limit, eos + params.stop_token_ids)
+            stop_ids = eos + params.stop_token_ids
+            sequence = Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
             self.requests[request_id][index] = sequence
             self.scheduler.add(sequence)
         self.blocks_wanted += params.n * (num_blocks + 1)
@@ -234,10 +236,10 @@ class Engine:
             self._take_cache()
         scheduler = self.scheduler
         step = scheduler.schedule()
-        token_ids, logprobs = self.runner.run(step, scheduler.table)
+        token_ids, logprobs, thresholds = self.runner.run(step, scheduler.table)
         check_finite(logprobs)
         sequences = scheduler.table.sequences[step.sampled_rows]
-        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs)]
+        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
 
     def abort(self, request_id):
@@ -296,7 +298,8 @@ class Engine:
         token_ids = sequence.completion_ids.tolist()
         logprobs = sequence.completion_logprobs.tolist() if sequence.params.logprobs else []
         text = completion_text(self.tokenizer, sequence, token_ids)
-        completion = Completion(token_ids, logprobs, sequence.finish_reason, text, sequence.policy_versions)
+        thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
+        completion = Completion(token_ids, logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds)
         return FinishedCompletion(sequence.request_id, sequence.index, completion)
 
     def _forget(self, sequence):

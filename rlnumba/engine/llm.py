@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rlnumba.engine.core import Engine
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
+from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, load_model
+from rlnumba.model.transformer import find_base, load_model, with_adapters
 
 
 class LLM:
@@ -13,14 +14,18 @@ class LLM:
 
     model: a Transformer, or a Hugging Face folder or hub id, also a PEFT adapter's, whose tokenizer is then the
     default. The other arguments are Engine's, and so are update_weights, needed after every change of the weights,
-    sleep and wake.
+    sleep and wake. adapters: {name: PEFT adapter folder} of adapters on the model, which itself has none, for
+    generate's `adapters`.
     """
 
-    def __init__(self, model, tokenizer=None, config=None):
+    def __init__(self, model, tokenizer=None, config=None, adapters=None):
         if isinstance(model, str | Path):
             base, adapter = find_base(model)
             tokenizer = tokenizer or (adapter and Tokenizer.from_folder(adapter)) or Tokenizer.from_folder(base)
             model = load_model(adapter or base)
+        self.adapter_ids = {name: index for index, name in enumerate(adapters or ())}
+        if adapters:
+            model = with_adapters(model, adapters.values())
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len
@@ -34,12 +39,14 @@ class LLM:
     def wake(self):
         self.engine.wake()
 
-    def generate(self, prompts, params=None, progress=None, finished=None):
+    def generate(self, prompts, params=None, progress=None, finished=None, adapters=None):
         """The completions of each prompt, in the order of the prompts.
 
         prompts: lists of token ids or, with a tokenizer, texts. params: a SamplingParams for all, or one for each.
         progress: called after every step with (completions finished, completions asked for, tokens sampled so far).
         finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
+        adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
+        computed in one batch; a completion has the bits that it has with its adapter alone.
         Raises PromptError with the prompt's index and ConfigError before any work is done, and UserError where the
         model gives no number for a log-prob. After any exception the engine has no requests.
         """
@@ -50,11 +57,16 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(params)} SamplingParams")
+        if adapters is None or isinstance(adapters, str):
+            adapters = [adapters] * len(prompts)
+        if len(adapters) != len(prompts):
+            raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
+        adapter_ids = [-1 if name is None else self._adapter_id(name) for name in adapters]
         total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
         try:
             outputs = [
-                RequestOutput(engine.add_request(index, prompt, p).tolist(), [None] * p.n)
-                for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+                RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n)
+                for index, (prompt, p, adapter_id) in enumerate(zip(prompts, params, adapter_ids, strict=True))
             ]
             while engine.has_unfinished:
                 step = engine.step()
@@ -70,3 +82,9 @@ class LLM:
             engine.reset()
             raise
         return outputs
+
+    def _adapter_id(self, name):
+        if name not in self.adapter_ids:
+            known = ", ".join(self.adapter_ids) or "none"
+            raise ConfigError(f"generate: no adapter {name!r}; the LLM was made with {known}")
+        return self.adapter_ids[name]

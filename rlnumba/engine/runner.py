@@ -15,6 +15,7 @@ from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
+from rlnumba.model.lora import AdapterStack
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.launch import pdl_scope
 
@@ -24,8 +25,8 @@ BUCKET_STEP = 16
 SMALLEST_CONTEXT = 256
 # Layouts of steps that Upload keeps: those of graphs recur, those of prefill steps hardly ever.
 MAX_LAYOUTS = 512
-# The values of a padding row where they are not 0: no slot, and a prefix group of its own.
-PADDING = {"slot_mapping": -1, "group_sizes": 1}
+# The values of a padding row where they are not 0: no slot, a prefix group of its own, no adapter.
+PADDING = {"slot_mapping": -1, "group_sizes": 1, "adapter_ids": -1}
 # The fields of SamplingInputs that are columns of the sequence table under the same name.
 TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample_index")
 
@@ -40,12 +41,12 @@ def context_bucket_of(length):
     return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
 
 
-def step_arrays(step, table, block_size):
+def step_arrays(step, table, block_size, with_adapters=False):
     """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
 
-    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32. Of the sequences: block_tables (B, W), cu_seqlens
-    (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with prefix groups shared_prefix_lens,
-    group_sizes (B,) int32. Of the sampled tokens: the fields of SamplingInputs.
+    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Of the sequences:
+    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with
+    prefix groups shared_prefix_lens, group_sizes (B,) int32. Of the sampled tokens: the fields of SamplingInputs.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -67,6 +68,8 @@ def step_arrays(step, table, block_size):
         "cu_seqlens": cu_seqlens,
         "context_lens": context_lens.astype(np.int32),
     }
+    if with_adapters:
+        arrays["adapter_ids"] = table.adapter_id[token_rows]
     groups = step.prefix_groups
     if groups is not None:
         arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes
@@ -78,6 +81,8 @@ def step_arrays(step, table, block_size):
     arrays["position"] = table.length[sampled].astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
+    if (replay := table.logit_thresholds[sampled]).any():
+        arrays["replay"] = replay.astype(np.int32)
     return arrays | penalty_arrays(table, sampled)
 
 
@@ -220,9 +225,10 @@ class Runner:
         self.arena = memory.Arena("engine activations")
         self.cache = None
         self.upload = Upload()
-        # Row 0: sampled ids; row 1: their log-probs, float32.
-        self.results = device.xp().empty((2, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
-        # Graphs by (rows, context, max_group_size), and the addresses of the buffers that they were captured with.
+        # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
+        self.results = device.xp().empty((3, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
+        # Graphs by (rows, context, max_group_size, whether thresholds are wanted), and the addresses of the buffers
+        # that they were captured with.
         self.graphs, self.graph_addresses = {}, None
         self.workspace_bytes = 0
 
@@ -286,9 +292,10 @@ class Runner:
     def run(self, step, table):
         """Compute a step; returns the sampled token_ids (D,) int32 and logprobs (D,) float32 on the host.
 
-        The device has then done all work that it was given.
+        The third is the smallest logit that filters kept, (D,) float32, or None where no sequence wants it. The device
+        has then done all work that it was given.
         """
-        arrays = step_arrays(step, table, self.block_size)
+        arrays = step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
         sampled = len(step.sampled_rows)
         max_group_size = step.prefix_groups.max_group_size if step.prefix_groups is not None else 1
         with self.context.use():
@@ -299,7 +306,8 @@ class Runner:
                 longest = int(arrays["context_lens"].max())
                 self._compute(self.upload.send(arrays), sampled, int(step.counts.max()), longest, max_group_size)
             results = device.to_host(self.results)
-        return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy()
+        thresholds = results[2, :sampled].view(np.float32).copy() if "replay" in arrays else None
+        return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy(), thresholds
 
     def _replay(self, arrays, max_group_size):
         """Run a decode step as a graph, captured when a step of its size is first seen."""
@@ -308,7 +316,8 @@ class Runner:
         sent = self.upload.send(pad_rows(arrays, bucket, longest // self.block_size))
         if self._addresses() != self.graph_addresses:
             self.graphs.clear()
-        graph = self.graphs.get((bucket, longest, max_group_size))
+        key = bucket, longest, max_group_size, "replay" in arrays
+        graph = self.graphs.get(key)
         stream = self.context.stream
         if graph is not None:
             graph.launch(stream)
@@ -320,7 +329,7 @@ class Runner:
             stream.begin_capture()
             with keep_tensor_maps(), pdl_scope():
                 self._compute(sent, bucket, 1, longest, max_group_size)
-            self.graphs[bucket, longest, max_group_size] = stream.end_capture()
+            self.graphs[key] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
@@ -330,12 +339,15 @@ class Runner:
     def _compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
         attention = PagedAttention(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
         with self.arena.scope():
-            hidden = self.model.forward(arrays["input_ids"], arrays["position_ids"], attention, arena=self.arena)
+            adapter_ids = {"adapter_ids": arrays["adapter_ids"]} if "adapter_ids" in arrays else {}
+            tokens = arrays["input_ids"], arrays["position_ids"]
+            hidden = self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids)
             if sampled:
                 self._sample(hidden, arrays, sampled)
 
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__
         inputs = SamplingInputs(**{name: arrays[name] for name in names if name in arrays})
-        token_ids, logprobs = self.results[0, :sampled], self.results[1, :sampled].view(np.float32)
-        sample_tokens(hidden, self.model.lm_head, inputs, self.arena, token_ids, logprobs)
+        logprobs, thresholds = (self.results[i, :sampled].view(np.float32) for i in (1, 2))
+        outputs = self.results[0, :sampled], logprobs, thresholds
+        sample_tokens(hidden, self.model.lm_head, inputs, self.arena, *outputs)

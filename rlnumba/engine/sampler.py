@@ -24,7 +24,8 @@ class SamplingInputs:
     rows (B,) int32: the row of each in the hidden states; None where it is row b. penalty (B,) float32 and history
     (B, T) int32, padded with -1: None where no sequence has a repetition penalty. presence, frequency (B,) float32
     and starts (B,) int32, of the completions in history: None where no sequence has these penalties. banned (B, S)
-    int32, padded with -1: ids that may not be drawn, None where there are none.
+    int32, padded with -1: ids that may not be drawn, None where there are none. replay (B,) int32: rows whose
+    thresholds are wanted, None where those of none are.
     """
 
     temperature: object
@@ -41,13 +42,14 @@ class SamplingInputs:
     frequency: object = None
     starts: object = None
     banned: object = None
+    replay: object = None
 
 
-def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs):
+def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs, thresholds=None):
     """Sample a token for each of the B rows: token_ids (B,) int32 and logprobs (B,) float32 are written.
 
-    hidden (N, D); lm_head (V, D); inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a
-    scope of its own.
+    With inputs.replay thresholds (B,) float32 are, too: the smallest logit that the filters kept. hidden (N, D);
+    lm_head (V, D); inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a scope of its own.
     """
     total, vocab_size = len(inputs.temperature), len(lm_head)
     chunk = max(1, LOGITS_BYTES // (4 * vocab_size))
@@ -70,4 +72,5 @@ def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs):
                 ban_tokens(z, inputs.banned[part])
             filters = inputs.temperature[part], inputs.top_k[part], inputs.top_p[part], inputs.min_p[part]
             counter = inputs.philox_key[part], inputs.sample_index[part], inputs.position[part]
-            sample(z, *filters, *counter, token_ids[part], logprobs[part])
+            of_replay = (None, None) if inputs.replay is None else (thresholds[part], inputs.replay[part])
+            sample(z, *filters, *counter, token_ids[part], logprobs[part], *of_replay)

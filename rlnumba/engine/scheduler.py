@@ -113,9 +113,10 @@ class Scheduler:
         starts = table.num_computed[rows]
         return SchedulerOutput(rows, starts, counts, starts + counts == table.length[rows], groups)
 
-    def update(self, step, token_ids, logprobs):
+    def update(self, step, token_ids, logprobs, thresholds=None):
         """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that sample.
 
+        thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them.
         Returns the sequences that end with it.
         """
         table = self.table
@@ -134,6 +135,8 @@ class Scheduler:
         position = table.length[rows]
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs
+        if thresholds is not None:
+            table.thresholds[rows, position] = thresholds
         table.length[rows] = position + 1
 
         stops = (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
@@ -208,7 +211,8 @@ class Scheduler:
         if most > blocks.num_blocks:
             raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
         num_full = (length - 1) // size if self.prefix_caching else 0
-        hashes = self._hashes(sequence.token_ids, num_full)
+        salt = self._salt(sequence)
+        hashes = self._hashes(sequence.token_ids, num_full, salt)
         matched = blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
@@ -223,7 +227,7 @@ class Scheduler:
         table.block_tables[row, : len(owned)] = owned
         table.num_blocks[row] = len(owned)
         table.num_registered[row] = len(matched)
-        table.last_hash[row] = hashes[len(matched) - 1] if matched else self.policy_version
+        table.last_hash[row] = hashes[len(matched) - 1] if matched else salt
         table.num_computed[row] = len(matched) * size
         self.running = np.append(self.running, row)
         # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
@@ -234,9 +238,15 @@ class Scheduler:
             self.waiting_on_prefix[sequence.prompt_key] = []
         return row
 
-    def _hashes(self, token_ids, count):
-        """The hashes of the first `count` full blocks of token_ids."""
-        size, hashes, parent = self.blocks.block_size, [], self.policy_version
+    def _salt(self, sequence):
+        """What the hash of a first block follows: the policy version, and the adapter if there is one."""
+        if sequence.adapter_id < 0:
+            return self.policy_version
+        return block_hash(self.policy_version, np.array([-1 - sequence.adapter_id]))
+
+    def _hashes(self, token_ids, count, parent):
+        """The hashes of the first `count` full blocks of token_ids; parent: what the first one follows."""
+        size, hashes = self.blocks.block_size, []
         for block in token_ids[: count * size].astype(np.int64).reshape(count, size):
             parent = block_hash(parent, block)
             hashes.append(parent)

@@ -33,9 +33,11 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted from the logits of tokens of the completion so far, once and for
     each occurrence, after the repetition penalty. max_tokens: sampled tokens at most. min_tokens: before so many, no
     stop id is drawn and no stop string looked for. stop: strings that end a completion and are cut from its text, not
-    from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n: the
-    noise of completion i of n at position p depends on (seed, prompt token ids, i, p) alone. logprobs: whether the
-    completions carry the log-probs of their tokens. Raises ConfigError naming the parameter and its value.
+    from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n,
+    first_index: the noise of completion i of n at position p depends on (seed, prompt token ids, first_index + i, p)
+    alone. logprobs: whether the completions carry the log-probs of their tokens; logit_thresholds: and the smallest
+    logit that the filters kept for each, with which training has the distribution sampled from. Raises ConfigError
+    naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -52,7 +54,9 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     n: int = 1
+    first_index: int = 0
     logprobs: bool = True
+    logit_thresholds: bool = False
 
     def __post_init__(self):
         set_field = object.__setattr__
@@ -87,7 +91,10 @@ class SamplingParams:
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
         self._require("seed", _is_int(self.seed) and 0 <= self.seed < 2**64, "an integer in [0, 2^64)")
         self._require("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
+        first = self.first_index
+        self._require("first_index", _is_int(first) and 0 <= first < 2**31 - self.n, "an integer in [0, 2^31 - n)")
         self._require("logprobs", isinstance(self.logprobs, bool), "true or false")
+        self._require("logit_thresholds", isinstance(self.logit_thresholds, bool), "true or false")
 
     def _require(self, name, valid, expectation):
         if not valid:
@@ -99,7 +106,8 @@ class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
     logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length". The
-    token that stops a completion is the last of token_ids and not part of text.
+    token that stops a completion is the last of token_ids and not part of text. thresholds: array of the smallest logit
+    that the filters kept for each token, -inf without filters; None unless logit_thresholds asked for it.
     """
 
     token_ids: list[int]
@@ -107,6 +115,7 @@ class Completion:
     finish_reason: str
     text: str = ""
     policy_versions: list[int] = field(default_factory=list)
+    thresholds: np.ndarray | None = None
 
 
 @dataclass
@@ -120,18 +129,23 @@ class RequestOutput:
 class Sequence:
     """One unfinished completion of a request, which the scheduler moves between waiting and running.
 
-    prompt: (P,) int32; philox_key: (2,) uint32, of the request's noise; length_limit: tokens, prompt included, at which
-    it ends; stop_ids: ids that end it. While it runs its tokens are in row `row` of the table (None: it waits);
-    token_ids, logprobs (of every position, 0 in the prompt) and policy_versions (of sampled tokens) are up to date when
-    it leaves the row. is_prefix_leader: whether the sequences of the same prompt wait until it has computed the prompt.
+    adapter_id: in the model's AdapterStack, -1 for none. prompt: (P,) int32; philox_key: (2,) uint32, of the request's
+    noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
+    are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
+    policy_versions (of sampled tokens) are up to date when it leaves the row. is_prefix_leader: whether the sequences
+    of the same prompt wait until it has computed the prompt.
     """
 
-    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=()):
-        self.request_id, self.index = request_id, index
-        self.prompt, self.prompt_key, self.params, self.philox_key = prompt, prompt.tobytes(), params, philox_key
+    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
+        self.request_id, self.index, self.adapter_id = request_id, index, adapter_id
+        # Sequences of one key share the blocks of the prompt.
+        self.prompt_key = adapter_id, prompt.tobytes()
+        self.prompt, self.params, self.philox_key = prompt, params, philox_key
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt
         self.logprobs = np.zeros(len(prompt), np.float32)
+        # As logprobs; empty unless the request wants them.
+        self.thresholds = np.zeros(len(prompt) if params.logit_thresholds else 0, np.float32)
         self.policy_versions = []
         self.finish_reason = self.row = None
         self.is_prefix_leader = False
@@ -144,14 +158,18 @@ class Sequence:
     def completion_logprobs(self):
         return self.logprobs[len(self.prompt) :]
 
+    @property
+    def completion_thresholds(self):
+        return self.thresholds[len(self.prompt) :]
+
 
 class SequenceTable:
     """The running sequences, one a row: R = num_rows rows of max_length tokens, which grow with what is put into them.
 
-    token_ids, logprobs: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K and V are in
-    the cache. block_tables (R, W): its num_blocks blocks of the cache, the first num_registered of which the block
-    manager can match; last_hash: of the last of these. sequences (R,): Sequence or None. The rest: what the sampler and
-    the end of a sequence need.
+    token_ids, logprobs, thresholds: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K
+    and V are in the cache. block_tables (R, W): its num_blocks blocks of the cache, the first num_registered of which
+    the block manager can match; last_hash: of the last of these. sequences (R,): Sequence or None. The rest: what the
+    sampler and the end of a sequence need.
     """
 
     def __init__(self, num_rows, block_size, max_length=0):
@@ -161,13 +179,18 @@ class SequenceTable:
         # Not zeroed: the pages of positions that no sequence reaches take no physical memory.
         self.token_ids = np.empty((R, max_length), np.int32)
         self.logprobs = np.empty((R, max_length), np.float32)
+        self.thresholds = np.empty((R, max_length), np.float32)
         self.block_tables = np.zeros((R, width), np.int32)
         self.last_hash = np.zeros(R, np.uint64)
         self.stop_ids = np.full((R, 0), -1, np.int32)
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
         counters = "prompt_length length length_limit num_computed num_blocks num_registered"
-        columns = {np.int64: counters, np.int32: "sample_index top_k min_tokens", bool: "has_stop_strings"}
+        columns = {
+            np.int64: counters,
+            np.int32: "sample_index top_k min_tokens adapter_id",
+            bool: "has_stop_strings logit_thresholds",
+        }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
         for dtype, names in columns.items():
             for name in names.split():
@@ -178,7 +201,7 @@ class SequenceTable:
         if length > self.max_length:
             # At least twice as long, so that requests of rising lengths copy the table a few times only.
             wide = SequenceTable(self.num_rows, self.block_size, max(length, 2 * self.max_length))
-            for name in ("token_ids", "logprobs", "block_tables"):
+            for name in ("token_ids", "logprobs", "thresholds", "block_tables"):
                 old, new = getattr(self, name), getattr(wide, name)
                 new[:, : old.shape[1]] = old
                 setattr(self, name, new)
@@ -194,15 +217,17 @@ class SequenceTable:
         self.sequences[row], sequence.row = sequence, row
         self.token_ids[row, :length] = sequence.token_ids
         self.logprobs[row, :length] = sequence.logprobs
+        if params.logit_thresholds:
+            self.thresholds[row, :length] = sequence.thresholds
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
-        self.philox_key[row] = sequence.philox_key
+        self.philox_key[row], self.adapter_id[row] = sequence.philox_key, sequence.adapter_id
         self.prompt_length[row] = len(sequence.prompt)
         self.length[row] = length
         self.length_limit[row] = sequence.length_limit
         self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
-        self.sample_index[row] = sequence.index
-        names = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+        self.sample_index[row] = params.first_index + sequence.index
+        names = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "logit_thresholds")
         for name in (*names, "repetition_penalty", "presence_penalty", "frequency_penalty"):
             getattr(self, name)[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
@@ -213,5 +238,7 @@ class SequenceTable:
         sequence.policy_versions += [policy_version] * (length - len(sequence.token_ids))
         sequence.token_ids = self.token_ids[row, :length].copy()
         sequence.logprobs = self.logprobs[row, :length].copy()
+        if sequence.params.logit_thresholds:
+            sequence.thresholds = self.thresholds[row, :length].copy()
         self.sequences[row] = sequence.row = None
         return sequence

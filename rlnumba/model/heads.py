@@ -28,18 +28,22 @@ class SavedHead:
     lse: object
     num_tokens: int
     entropy: object = None
+    thresholds: object = None
 
 
-def lm_head_forward(model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None):
+def lm_head_forward(
+    model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None, thresholds=None
+):  # fmt: skip
     """Log-probs of target_ids (T,) i32 from rows (T,) i32 of hidden (N, D): the SavedHead for lm_head_backward.
 
-    logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written.
+    logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written. thresholds (T,) f32: the smallest logit
+    that each prediction has, or None for all.
     """
     gathered = arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
     lse = arena.empty((rows.shape[0],), np.float32)
     gather_rows(hidden, rows, gathered)
-    linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1)
-    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy)
+    linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1, thresholds)
+    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy, thresholds)
 
 
 def lm_head_backward(model, saved, dlogprobs, grads, arena, dentropy=None):
@@ -48,17 +52,16 @@ def lm_head_backward(model, saved, dlogprobs, grads, arena, dentropy=None):
     dentropy (T,) f32: the derivative of the loss by each entropy, which the forward must have been asked for.
     """
     dgathered = arena.empty(saved.hidden.shape, saved.hidden.dtype)
-    of_entropy = () if dentropy is None else (saved.entropy, dentropy)
     linear_logp_backward(
         saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered,
-        grads.lm_head, *of_entropy,
+        grads.lm_head, None if dentropy is None else saved.entropy, dentropy, saved.thresholds,
     )  # fmt: skip
     return _scattered(dgathered, saved.rows, saved.num_tokens, arena)
 
 
 def lm_head_forward_backward(
     model, hidden, rows, target_ids, temperature, dlogprobs, grads, arena, logprobs,
-    entropy=None, top1=None, accumulate=True,
+    entropy=None, top1=None, accumulate=True, thresholds=None,
 ):  # fmt: skip
     """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
 
@@ -69,7 +72,7 @@ def lm_head_forward_backward(
     gather_rows(hidden, rows, gathered)
     linear_logp_with_gradient(
         gathered, model.lm_head, target_ids, temperature, dlogprobs, logprobs, lse, dgathered, grads.lm_head,
-        entropy, top1, accumulate,
+        entropy, top1, accumulate, thresholds,
     )  # fmt: skip
     return _scattered(dgathered, rows, hidden.shape[0], arena)
 

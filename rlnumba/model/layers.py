@@ -4,7 +4,9 @@
     y = h + down_proj(silu(gate) * up),               gate | up = gate_up_proj(rmsnorm(h))
 
 The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it.
-A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks.
+A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks. With `selective`
+it returns what is dear, and `*_recomputed` makes that tuple of it: norms, rotations and SwiGLU again, no GEMM but an
+adapter's.
 A backward overwrites the gradient of a block's output with that of its input: `dx` is dy on entry.
 Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
 """
@@ -61,7 +63,11 @@ class PackedAttention:
     def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
         self.cu_seqlens, self.max_seqlen, self.scale = cu_seqlens, max_seqlen, scale
         self.memory = memory or HeapAllocator()
-        self.lse = {}
+        self.lse, self.reserved = {}, {}
+
+    def reserve(self, layer, heads, tokens):
+        """Allocate now what this layer's next `forward` leaves for the backward, in the scope that is open now."""
+        self.reserved[layer] = self.memory.empty((heads, tokens), F32)
 
     def qkv_norm_rope(self, layer, qkv, w, ctx, q):
         """Write q (N, H, E) from qkv (N, (H + 2 HK) E); return (k, v, rstd) for `forward` and the backward.
@@ -76,7 +82,8 @@ class PackedAttention:
 
     def forward(self, layer, q, k, v, out):
         """q (N, H, E), k and v (N, HK, E) -> out (N, H, E), written in place."""
-        lse = self.lse[layer] = self.memory.empty((q.shape[1], q.shape[0]), F32)
+        lse = self.reserved.pop(layer, None)
+        self.lse[layer] = lse = self.memory.empty((q.shape[1], q.shape[0]), F32) if lse is None else lse
         attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.scale, out, lse)
 
     def backward(self, layer, dout, q, k, v, out, dq, dk, dv):
@@ -87,11 +94,15 @@ class PackedAttention:
 
 def _linear(layer, name, x, w, ctx, y, residual=None):
     """y = x w^T + bias + residual of the projection `name`, plus its adapter's update; returns `reduce`'s result."""
-    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual)
-    xa = ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
-    if xa is not None:
-        ctx.lora.expand(layer, name, xa, y)
+    xa, low_rank = reduced(layer, name, x, ctx)
+    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual, low_rank=low_rank)
     return xa
+
+
+def reduced(layer, name, x, ctx):
+    """s x A^T of the projection's adapter, and with its B what `linear` takes as a low rank; (None, None) without."""
+    xa = ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
+    return xa, None if xa is None else (xa, ctx.lora.pair(layer, name).b)
 
 
 def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
@@ -101,30 +112,51 @@ def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
     if (dbias := getattr(grads, f"{name}_bias")) is not None:
         bias_backward(dy, dbias)
     dx = ctx.memory.empty(x.shape, x.dtype)
-    if xa is not None:
-        ctx.lora.backward(layer, name, dy, x, xa, dx, ctx.memory)
-    linear_backward_input(dy, getattr(w, name), dx, accumulate=xa is not None)
+    if xa is None:
+        linear_backward_input(dy, getattr(w, name), dx)
+    else:
+        ctx.lora.backward(layer, name, dy, x, xa, getattr(w, name), dx, ctx.memory)
     return dx
 
 
-def attention_block(layer, x, w, ctx, h):
+def attention_block(layer, x, w, ctx, h, selective=False):
     """h = x + o_proj(attention(...rmsnorm(x)...)).
 
-    layer: its index; x, h: (N, D); w: LayerWeights. Writes h; returns what the backward reads.
+    layer: its index; x, h: (N, D); w: LayerWeights. Writes h; returns what the backward reads, or with `selective` what
+    attention_recomputed reads.
     """
     config, empty = ctx.config, ctx.memory.empty
     N, D = x.shape
     H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    normed, rstd = empty((N, D), x.dtype), empty((N,), F32)
-    rmsnorm(x, w.input_norm, config.rms_norm_eps, normed, rstd)
-    qkv = empty((N, (H + 2 * HK) * E), x.dtype)
-    qkv_xa = _linear(layer, "qkv", normed, w, ctx, qkv)
-    q = empty((N, H, E), x.dtype)
-    k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
-    attended = empty((N, H, E), x.dtype)
-    ctx.attention.forward(layer, q, k, v, attended)
-    o_xa = _linear(layer, "o", attended.reshape(N, H * E), w, ctx, h, residual=x)
+    rstd, qkv, attended = empty((N,), F32), empty((N, (H + 2 * HK) * E), x.dtype), empty((N, H, E), x.dtype)
+    if selective:
+        ctx.attention.reserve(layer, H, N)
+    with ctx.memory.scope() if selective else nullcontext():
+        normed = empty((N, D), x.dtype)
+        rmsnorm(x, w.input_norm, config.rms_norm_eps, normed, rstd)
+        qkv_xa = _linear(layer, "qkv", normed, w, ctx, qkv)
+        q = empty((N, H, E), x.dtype)
+        k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
+        ctx.attention.forward(layer, q, k, v, attended)
+        o_xa = _linear(layer, "o", attended.reshape(N, H * E), w, ctx, h, residual=x)
+    if selective:
+        return x, rstd, qkv, attended
     return x, normed, rstd, qkv, q, k, v, head_rstd, attended, (qkv_xa, o_xa)
+
+
+def attention_recomputed(layer, w, ctx, kept):
+    """What attention_block_backward reads, the same bits, of what attention_block kept with `selective`."""
+    x, rstd, qkv, attended = kept
+    normed, q = ctx.memory.empty(x.shape, x.dtype), ctx.memory.empty(attended.shape, x.dtype)
+    rmsnorm(x, w.input_norm, ctx.config.rms_norm_eps, normed, rstd)
+    k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
+    reduced = _reduced(layer, ctx, qkv=normed, o=attended.reshape(x.shape[0], -1))
+    return x, normed, rstd, qkv, q, k, v, head_rstd, attended, reduced
+
+
+def _reduced(layer, ctx, **inputs):
+    """x A^T of the adapters of projections, by name, None where there is none: tuple."""
+    return tuple(ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory) for name, x in inputs.items())
 
 
 def attention_block_backward(layer, dx, w, grads, ctx, saved):
@@ -144,26 +176,39 @@ def attention_block_backward(layer, dx, w, grads, ctx, saved):
     rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
 
 
-def mlp_block(layer, h, w, ctx, y):
+def mlp_block(layer, h, w, ctx, y, selective=False):
     """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (recomputation for the backward,
-    which does not read y); returns what the backward reads."""
+    which does not read y); returns what the backward reads, or with `selective` what mlp_recomputed reads."""
     config, empty = ctx.config, ctx.memory.empty
     N, D = h.shape
     F = config.intermediate_size
-    normed, rstd = empty((N, D), h.dtype), empty((N,), F32)
-    rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
-    gate_up, activated = empty((N, 2 * F), h.dtype), empty((N, F), h.dtype)
-    if w.gate_up_bias is None and (ctx.lora is None or ctx.lora.pair(layer, "gate_up") is None):
-        linear_swiglu(normed, w.gate_up, gate_up, activated)
-        gate_up_xa = None
-    else:
-        gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
-        swiglu(gate_up, activated)
-    if y is not None:
-        down_xa = _linear(layer, "down", activated, w, ctx, y, residual=h)
-    else:
-        down_xa = ctx.lora and ctx.lora.reduce(layer, "down", activated, ctx.memory)
+    rstd, gate_up = empty((N,), F32), empty((N, 2 * F), h.dtype)
+    with ctx.memory.scope() if selective else nullcontext():
+        normed, activated = empty((N, D), h.dtype), empty((N, F), h.dtype)
+        rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
+        if w.gate_up_bias is None:
+            gate_up_xa, low_rank = reduced(layer, "gate_up", normed, ctx)
+            linear_swiglu(normed, w.gate_up, gate_up, activated, low_rank)
+        else:
+            gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
+            swiglu(gate_up, activated)
+        if y is not None:
+            down_xa = _linear(layer, "down", activated, w, ctx, y, residual=h)
+        else:
+            (down_xa,) = _reduced(layer, ctx, down=activated)
+    if selective:
+        return h, rstd, gate_up
     return h, normed, rstd, gate_up, activated, (gate_up_xa, down_xa)
+
+
+def mlp_recomputed(layer, w, ctx, kept):
+    """What mlp_block_backward reads, the same bits, of what mlp_block kept with `selective`."""
+    h, rstd, gate_up = kept
+    normed = ctx.memory.empty(h.shape, h.dtype)
+    activated = ctx.memory.empty((h.shape[0], gate_up.shape[1] // 2), h.dtype)
+    rmsnorm(h, w.post_norm, ctx.config.rms_norm_eps, normed, rstd)
+    swiglu(gate_up, activated)
+    return h, normed, rstd, gate_up, activated, _reduced(layer, ctx, gate_up=normed, down=activated)
 
 
 def mlp_block_backward(layer, dx, w, grads, ctx, saved):

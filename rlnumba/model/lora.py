@@ -8,7 +8,8 @@ multiple of COLUMNS by zero rows of A, zero columns of B. Entries that are zero 
 
     flat    | A of qkv, all layers | B of qkv, all layers | A of o | ... |          parameters that decay, all of them
 
-An adapter's folder is PEFT's: adapter_config.json and adapter_model.safetensors, a tensor for each A and B.
+A score head is trained whole, after them in the buffer. An adapter's folder is PEFT's: adapter_config.json and
+adapter_model.safetensors, a tensor for each A and B, and one for the score head.
 """
 
 import copy
@@ -29,7 +30,7 @@ from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backw
 from rlnumba.kernels.nn.dropout import dropout
 from rlnumba.kernels.nn.elementwise import add, cast, scale
 from rlnumba.kernels.nn.lora import keep_blocks, scale_adapters
-from rlnumba.model.config import read_json
+from rlnumba.model.config import LM_HEAD, SCORE_HEAD, read_json
 from rlnumba.model.weights import ALIGNMENT, check_dtype, listed, open_tensors, parameters, write_json, write_tensors
 from rlnumba.runtime import device, memory
 
@@ -41,9 +42,14 @@ PROJECTIONS = ("qkv", "o", "gate_up", "down")
 # in one batch add up as they do alone.
 COLUMNS = 16
 
+# The score head in PEFT's files: its tensor, and how modules_to_save may name it.
+SCORE, SCORE_NAMES = f"{PREFIX}score.weight", {"score", "classifier"}
 # Keys of adapter_config.json that are read, and those without effect on what is computed.
-READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "base_model_name_or_path", "peft_type")
-WITHOUT_EFFECT = ("peft_version", "task_type", "inference_mode", "auto_mapping", "megatron_core", "qalora_group_size")
+READ = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"),
+    *("base_model_name_or_path", "peft_type", "task_type", "modules_to_save"),
+)
+WITHOUT_EFFECT = ("peft_version", "inference_mode", "auto_mapping", "megatron_core", "qalora_group_size")
 # Of the other keys these values mean that an option is off, besides null, false and empty ones.
 OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian"), "revision": ("main",)}
 
@@ -150,8 +156,9 @@ class Adapter:
     """A model's adapter, zeros at first: one flat array of `dtype` on the device, and its views.
 
     config: the base's ModelConfig; lora: a LoraConfig; base: path or hub id of the base, for adapter_config.json.
-    flat (n,), decay_end: as those of Weights. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. region: of
-    memory.report(). Raises ConfigError for target modules that the model does not have.
+    flat (n,), decay_end: as those of Weights. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score:
+    (1, D), or None where the model has no such head. region: of memory.report(). Raises ConfigError for target modules
+    that the model does not have.
     """
 
     # The embedding and the head have no gradient.
@@ -160,10 +167,12 @@ class Adapter:
     def __init__(self, config, lora, dtype="float32", base="", region="adapter"):
         self.config, self.lora, self.base = config, lora, base
         self.dtype = device.dtype(dtype)
-        self.layouts, size = _layouts(config, lora)
+        self.layouts, self._score_offset = _layouts(config, lora)
+        size = self._score_offset + ("score" in config.heads) * _aligned(config.hidden_size)
         self.flat, self.decay_end = device.xp().zeros(size, self.dtype), size
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
+        self.score = self._score(self.flat)
         self.scales = device.asarray(np.float32([lora.scaling]))
         views = {layout.name: _views(layout, self.flat, config.num_hidden_layers) for layout in self.layouts}
         self.layers = [
@@ -177,9 +186,17 @@ class Adapter:
             if len(layout.blocks) > 1
         ]
 
+    @property
+    def nbytes(self):
+        return self.flat.nbytes
+
     def grads(self):
         """Gradients: zeros of float32 in the same layout."""
         return Adapter(self.config, self.lora, "float32", region="grads")
+
+    def _score(self, flat):
+        start, width = self._score_offset, self.config.hidden_size
+        return flat[start : start + width].reshape(1, width) if "score" in self.config.heads else None
 
     def host_copy(self):
         """A copy on the host, for save_adapter alone."""
@@ -203,6 +220,8 @@ class Adapter:
                         name = f"{PREFIX}model.layers.{layer}.{module}"
                         yield f"{name}.lora_A.weight", a[layer, column : column + r]
                         yield f"{name}.lora_B.weight", b[layer, row : row + rows, column : column + r]
+        if "score" in self.config.heads:
+            yield SCORE, self._score(flat)
 
     def set_flat(self, host):
         """Copy a NumPy array of float32 in this adapter's layout to the device."""
@@ -222,6 +241,43 @@ class Adapter:
                 view[...] = generator.uniform(-bound, bound, view.shape)
         adapter.set_flat(host)
         return adapter
+
+
+class AdapterStack:
+    """Several adapters of one base side by side, for batches whose rows have different ones; copies, not for training.
+
+    adapters: of one config and dtype, without score heads. Rows of A and columns of B of a projection are those of
+    adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: as an Adapter's.
+    """
+
+    embed_tokens = norm = lm_head = score = None
+
+    def __init__(self, adapters):
+        config, xp = adapters[0].config, device.xp()
+        self.dtype, self.nbytes = adapters[0].dtype, 0
+        self.scales = device.asarray(np.float32([adapter.lora.scaling for adapter in adapters]))
+        self.layers = [
+            LayerAdapter(*(self._stacked(xp, [getattr(a.layers[i], name) for a in adapters]) for name in PROJECTIONS))
+            for i in range(config.num_hidden_layers)
+        ]
+        memory.track("adapter", self.nbytes)
+        weakref.finalize(self, memory.track, "adapter", -self.nbytes)
+
+    def _stacked(self, xp, pairs):
+        """The Pair of all adapters' Pairs of a projection; an adapter without one has zeros; None if all are."""
+        if all(pair is None for pair in pairs):
+            return None
+        columns = max(pair.a.shape[0] for pair in pairs if pair is not None)
+        inputs, rows = next((pair.a.shape[1], pair.b.shape[0]) for pair in pairs if pair is not None)
+        stacked = Pair(
+            *(xp.zeros(s, self.dtype) for s in ((len(pairs) * columns, inputs), (rows, len(pairs) * columns)))
+        )
+        for i, pair in enumerate(pairs):
+            if pair is not None:
+                own = slice(i * columns, i * columns + pair.a.shape[0])
+                stacked.a[own], stacked.b[:, own] = pair.a, pair.b
+        self.nbytes += stacked.a.nbytes + stacked.b.nbytes
+        return stacked
 
 
 def _views(layout, flat, layers):
@@ -248,19 +304,34 @@ def read_adapter_config(folder):
     raw = read_json(path)
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type {raw.get('peft_type')!r} is not supported (supported: 'LORA')")
+    if not SCORE_NAMES.issuperset(_modules_to_save(raw)):
+        raise UserError(f"{path}: modules_to_save {json.dumps(raw['modules_to_save'])} is not supported")
     for key, value in raw.items():
         if key not in (*READ, *WITHOUT_EFFECT) and value and value not in OFF.get(key, ()):
             raise UserError(f"{path}: {key} {json.dumps(value)} is not supported")
     return raw, raw.get("base_model_name_or_path")
 
 
-def load_adapter(folder, config, dtype, base):
-    """The Adapter in a folder that PEFT or save_adapter wrote, for a base of this ModelConfig.
+def _modules_to_save(raw):
+    names = raw.get("modules_to_save") or []
+    return names if isinstance(names, list) else [str(names)]
 
-    Raises UserError, one line, for a missing or damaged file, an option that is not supported, and an adapter of
-    another base, with tensor and shapes.
+
+def adapter_heads(folder, config):
+    """The heads of a model with the adapter in a folder; config: of the base."""
+    raw, _ = read_adapter_config(folder)
+    if not _modules_to_save(raw):
+        return config.heads
+    return SCORE_HEAD if raw.get("task_type") == "SEQ_CLS" else LM_HEAD + SCORE_HEAD
+
+
+def load_adapter(folder, weights, dtype, base):
+    """The Adapter in a folder that PEFT or save_adapter wrote, for a base with these Weights.
+
+    A score head that the folder does not have is the base's. Raises UserError, one line, for a missing or damaged file,
+    an option that is not supported, and an adapter of another base, with tensor and shapes.
     """
-    folder = Path(folder)
+    folder, config = Path(folder), weights.config
     raw, _ = read_adapter_config(folder)
     path = folder / CONFIG
     lora = LoraConfig(**_lora_keys(raw, config, path))
@@ -269,12 +340,14 @@ def load_adapter(folder, config, dtype, base):
         raise UserError(f"{folder / TENSORS}: no such file (an adapter folder has one)")
     files, host = open_tensors(folder / TENSORS), np.zeros(adapter.flat.shape, np.float32)
     views, problems = dict(adapter.tensors(host)), []
+    if SCORE in views and not _modules_to_save(raw):
+        views.pop(SCORE)[...] = device.to_host(weights.score)
     shapes = {name: files[name].shape for name in views if name in files}
     if wrong := [f"{n} is {shape}, not {views[n].shape}" for n, shape in shapes.items() if shape != views[n].shape]:
         problems.append(f"wrong shapes: {listed(wrong, 2)}")
     if missing := [name for name in views if name not in files]:
         problems.append(f"missing tensors: {listed(missing, 2)}")
-    if extra := sorted(files.keys() - views.keys()):
+    if extra := sorted(files.keys() - views.keys() - {SCORE}):
         problems.append(f"tensors that the base does not have, or {CONFIG} does not target: {listed(extra, 2)}")
     if problems:
         raise UserError(f"{folder / TENSORS}: the adapter does not fit its base {base}: {'; '.join(problems)}")
@@ -308,9 +381,15 @@ def _lora_keys(raw, config, path):
     return found
 
 
-def save_adapter(adapter, folder):
-    """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in the adapter's dtype."""
-    folder, lora = Path(folder), adapter.lora
+def save_adapter(adapter, folder, heads=None):
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in the adapter's dtype.
+
+    heads: of the model that is saved, by default all; without "score" that head is left out.
+    """
+    folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
+    tensors = dict(adapter.tensors(np.asarray(device.to_host(adapter.flat))))
+    if "score" not in heads:
+        tensors.pop(SCORE, None)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "base_model_name_or_path": adapter.base,
@@ -320,36 +399,50 @@ def save_adapter(adapter, folder):
         "init_lora_weights": True,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if "score" in heads else None,
         "peft_type": "LORA",
         "r": lora.r,
         "target_modules": sorted(resolve_targets(adapter.config, lora.target_modules, "lora.target_modules")),
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if heads == SCORE_HEAD else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": lora.use_rslora,
     }
     write_json(folder / CONFIG, content)
-    write_tensors(folder / TENSORS, dict(adapter.tensors(np.asarray(device.to_host(adapter.flat)))), {"format": "pt"})
+    write_tensors(folder / TENSORS, tensors, {"format": "pt"})
 
 
-def adapter_of_run(lora, config, dtype, base, seed):
-    """The Adapter that a run with this [lora] section starts from: a new one, or that of lora.init.
+def lora_of_run(lora, config):
+    """The LoraConfig of a run's adapter: the section, or the keys of lora.init's adapter, but for lora_dropout not 0.
 
-    The keys of lora.init's adapter hold; ConfigError for a key of the section that is set to another value, but for
-    lora_dropout, which is the section's where it is not 0.
+    Raises ConfigError for a key of the section that is set to another value than lora.init's.
     """
     if lora.init is None:
-        return Adapter.new(config, lora, dtype, base, seed)
-    if not (Path(lora.init) / CONFIG).exists():
-        raise UserError(f"lora.init: {Path(lora.init) / CONFIG}: no such file")
-    adapter, default = load_adapter(lora.init, config, dtype, base), LoraConfig()
+        return lora
+    path, default = Path(lora.init) / CONFIG, LoraConfig()
+    if not path.exists():
+        raise UserError(f"lora.init: {path}: no such file")
+    found = LoraConfig(**_lora_keys(read_adapter_config(lora.init)[0], config, path))
     given = replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
     for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
-        wanted, has = getattr(given, key), getattr(adapter.lora, key)
+        wanted, has = getattr(given, key), getattr(found, key)
         if getattr(lora, key) != getattr(default, key) and wanted != has:
             raise ConfigError(f"lora.{key} is {wanted}, but that of the adapter {lora.init} is {has}")
-    if lora.lora_dropout:
-        adapter.lora = replace(adapter.lora, lora_dropout=lora.lora_dropout)
+    return replace(found, lora_dropout=lora.lora_dropout or found.lora_dropout)
+
+
+def adapter_of_run(lora, weights, dtype, base, seed):
+    """The Adapter that a run with this [lora] section starts from: a new one, or that of lora.init.
+
+    weights: of the base; a score head that lora.init does not have is theirs. Raises as lora_of_run and load_adapter.
+    """
+    settings = lora_of_run(lora, weights.config)
+    if lora.init is not None:
+        adapter = load_adapter(lora.init, weights, dtype, base)
+        adapter.lora = settings
+        return adapter
+    adapter = Adapter.new(weights.config, settings, dtype, base, seed)
+    if adapter.score is not None:
+        cast(weights.score, adapter.score)
     return adapter
 
 
@@ -366,6 +459,8 @@ def merge(weights, adapter):
             cast(weight, merged)
             add(merged, update, merged)
             cast(merged, weight)
+    if adapter.score is not None:
+        cast(adapter.score, weights.score)
 
 
 class Dropout(NamedTuple):
@@ -414,13 +509,11 @@ class LoraContext:
         scale_adapters(xa, self.scales, self.adapter_ids, xa)
         return xa
 
-    def expand(self, layer, name, xa, y):
-        """y += xa B^T, for the xa (N, C) that `reduce` returned."""
-        if xa is not None:
-            linear(xa, self.pair(layer, name).b, y, residual=y)
+    def backward(self, layer, name, dy, x, xa, weight, dx, memory):
+        """The gradients of x weight^T + xa B^T by A and B, which are added, and by x: dx (N, D) is written.
 
-    def backward(self, layer, name, dy, x, xa, dx, memory):
-        """The gradients of `reduce` and `expand`: those of A and B are added, dx (N, D) is written."""
+        xa (N, C): what `reduce` returned.
+        """
         pair, grads = self.pair(layer, name), getattr(self.grads.layers[layer], name)
         linear_backward_weight(dy, xa, grads.b)
         with memory.scope():
@@ -428,9 +521,12 @@ class LoraContext:
             linear_backward_input(dy, pair.b, dxa)
             scale_adapters(dxa, self.scales, self.adapter_ids, dxa)
             linear_backward_weight(dxa, self._dropped(layer, name, x, memory), grads.a)
+            if self.dropout is None:
+                linear_backward_input(dy, weight, dx, low_rank=(dxa, pair.a))
+                return
             linear_backward_input(dxa, pair.a, dx)
-        if self.dropout is not None:
-            self.dropout.apply(self._place(layer, name), dx, dx)
+        self.dropout.apply(self._place(layer, name), dx, dx)
+        linear_backward_input(dy, weight, dx, accumulate=True)
 
     def _place(self, layer, name):
         return layer * len(PROJECTIONS) + PROJECTIONS.index(name)

@@ -23,7 +23,16 @@ from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model import layers
 from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
 from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
-from rlnumba.model.lora import Dropout, LoraContext, is_adapter, load_adapter, read_adapter_config, save_adapter
+from rlnumba.model.lora import (
+    AdapterStack,
+    Dropout,
+    LoraContext,
+    adapter_heads,
+    is_adapter,
+    load_adapter,
+    read_adapter_config,
+    save_adapter,
+)
 from rlnumba.model.weights import NOT_TRAINED, load_weights, save_weights, write_json
 from rlnumba.runtime import device
 
@@ -34,7 +43,8 @@ F32 = np.dtype(np.float32)
 class Tape:
     """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
-    dropout: the Dropout of the adapter's inputs, or None.
+    dropout: the Dropout of the adapter's inputs, or None. selective, without recompute: keep what is dear, the outputs
+    of GEMMs and of attention.
     """
 
     recompute: bool = False
@@ -44,18 +54,19 @@ class Tape:
     input_ids: object = None
     token_list: object = None
     last: tuple = ()
+    selective: bool = False
 
 
 class Transformer:
     """A model: config, weights, and the forward and backward between token ids and hidden states.
 
     generation_config: the contents of generation_config.json, written back by save_model and not read here. adapter: an
-    Adapter or None; with one, it is what is trained.
+    Adapter, which is what is then trained, or an AdapterStack, or None.
     """
 
     def __init__(self, config, weights, generation_config=None, adapter=None):
-        self.config, self.weights, self.dtype, self.adapter = config, weights, weights.dtype, adapter
-        self.lm_head, self.score = weights.lm_head, weights.score
+        self.config, self.weights, self.dtype = config, weights, weights.dtype
+        self.lm_head, self.adapter = weights.lm_head, adapter
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
@@ -66,9 +77,15 @@ class Transformer:
         return self.weights if self.adapter is None else self.adapter
 
     @property
+    def score(self):
+        """The score head (1, D), the adapter's where it has one, or None."""
+        trained = self.trained.score
+        return self.weights.score if trained is None else trained
+
+    @property
     def nbytes(self):
         """Bytes of the weights and the adapter."""
-        return self.weights.flat.nbytes + (0 if self.adapter is None else self.adapter.flat.nbytes)
+        return self.weights.flat.nbytes + (0 if self.adapter is None else self.adapter.nbytes)
 
     def without_adapter(self):
         """The same model, weights shared, with its adapter switched off."""
@@ -76,16 +93,19 @@ class Transformer:
         model.adapter = None
         return model
 
-    def forward(self, input_ids, position_ids, attention, tape=None, arena=None):
+    def forward(self, input_ids, position_ids, attention, tape=None, arena=None, adapter_ids=None):
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
         max_position_embeddings (not checked here). attention: the attention backend, such as PackedAttention. tape: a
         new Tape, if backward is to be called. arena: activations come from it and are valid in the scope around this
-        call; without a tape only the result is.
+        call; without a tape only the result is. adapter_ids: (N,) int32, each row's adapter in the AdapterStack, -1 for
+        none; None: all rows have the first.
         """
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
-        lora = self.adapter and LoraContext(self.adapter.layers, self.adapter.scales, dropout=tape and tape.dropout)
+        lora = None
+        if self.adapter is not None:
+            lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, tape and tape.dropout)
         ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
@@ -115,8 +135,8 @@ class Transformer:
                     layers.mlp_block(index, h, w, ctx, y)
             else:
                 h = memory.empty((N, D), self.dtype)
-                saved = layers.attention_block(index, x, w, ctx, h)
-                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y)))
+                saved = layers.attention_block(index, x, w, ctx, h, tape.selective)
+                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y, tape.selective)))
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
@@ -146,8 +166,12 @@ class Transformer:
                         saved = attention, layers.mlp_block(index, h, w, ctx, None)
                     attention, mlp = saved
                     with memory.scope():
+                        if tape.selective:
+                            mlp = layers.mlp_recomputed(index, w, ctx, mlp)
                         layers.mlp_block_backward(index, dx, w, g, ctx, mlp)
                     with memory.scope():
+                        if tape.selective:
+                            attention = layers.attention_recomputed(index, w, ctx, attention)
                         layers.attention_block_backward(index, dx, w, g, ctx, attention)
             if ctx.lora is not None:
                 grads.zero_outside_blocks()
@@ -303,6 +327,12 @@ def find_base(path_or_hub_id, base=None):
     return find_model(base), folder
 
 
+def read_config(folder, adapter_folder=None):
+    """The ModelConfig of a folder, with the heads that an adapter on it gives the model."""
+    config = ModelConfig.from_folder(folder)
+    return config if adapter_folder is None else replace(config, heads=adapter_heads(adapter_folder, config))
+
+
 def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None):
     """A Transformer from a Hugging Face folder or hub id, or from those of an adapter, with its base.
 
@@ -313,7 +343,7 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
     head where one is wanted.
     """
     folder, adapter_folder = find_base(path_or_hub_id, base)
-    config = ModelConfig.from_folder(folder)
+    base_config, config = read_config(folder), read_config(folder, adapter_folder)
     if "lm" in heads and "lm" not in config.heads:
         raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
     on_cpu = device.name() == "cpu"
@@ -322,11 +352,23 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     dtype = dtype or ("float32" if on_cpu else config.dtype)
-    weights = load_weights(folder, config, dtype, heads)
-    if "score" in heads and "score" not in config.heads:
+    weights = load_weights(folder, base_config, dtype, heads)
+    if "score" in heads and "score" not in base_config.heads:
         weights.init_score(head_init, seed)
-    adapter = None if adapter_folder is None else load_adapter(adapter_folder, config, dtype, str(folder))
-    return Transformer(weights.config, weights, generation_config, adapter)
+    model = Transformer(weights.config, weights, generation_config)
+    if adapter_folder is not None:
+        model.adapter = load_adapter(adapter_folder, weights, dtype, str(folder))
+    return model
+
+
+def with_adapters(model, folders):
+    """A model that shares its weights, with an AdapterStack of the adapters in PEFT folders, in their order."""
+    if model.adapter is not None:
+        raise ConfigError("several adapters need a model without one of its own")
+    loaded = [load_adapter(folder, model.weights, model.dtype.name, "the model") for folder in map(find_model, folders)]
+    result = model.without_adapter()
+    result.adapter = AdapterStack(loaded)
+    return result
 
 
 def host_copy(model):
@@ -344,12 +386,12 @@ def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
     *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
 
     heads: those that are written, by default all; with both, transformers loads the causal language model. Of a model
-    with an adapter, PEFT's folder of the adapter is written instead.
+    with an adapter, PEFT's folder of the adapter instead.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if model.adapter is not None:
-        save_adapter(model.adapter, folder)
+        save_adapter(model.adapter, folder, heads)
         if tokenizer is not None:
             tokenizer.save(folder)
         return

@@ -10,6 +10,7 @@ SHOWN = {
     "mean_token_accuracy": "accuracy",
     "accuracy": "accuracy",
     "margin": "margin",
+    "rewards/margins": "margin",
     "eval_loss": "eval loss",
     "eval_reward": "eval reward",
     "kl": "kl",

@@ -14,6 +14,8 @@ PANELS = (
     ("eval_reward", "held-out reward", False),
     ("loss", "loss", False),
     ("eval_loss", "held-out loss", False),
+    ("rewards/margins", "chosen less rejected reward", False),
+    ("rewards/accuracies", "share of pairs in the right order", False),
     ("mean_token_accuracy", "token accuracy", False),
     ("accuracy", "share of pairs in order", False),
     ("eval_accuracy", "held-out pairs in order", False),
@@ -27,7 +29,10 @@ PANELS = (
 )
 
 # Drawn with an axis from 0 to 1 if all values are in it.
-SHARES = ("reward", "eval_reward", "mean_token_accuracy", "accuracy", "eval_accuracy", "frac_reward_zero_std")
+SHARES = (
+    *("reward", "eval_reward", "rewards/accuracies", "mean_token_accuracy", "accuracy", "eval_accuracy"),
+    "frac_reward_zero_std",
+)
 
 # Okabe and Ito: distinguishable with colour blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -142,7 +142,9 @@ class Rewards:
                 found[k] = call.result()
         if self.errors == "skip":
             again = [(g, k) for g, found in enumerate(answers) for k, each in enumerate(found) if each.failed_call]
-            alone = [(g, k) for g, k in again if pending[g].size > 1 or is_async(self.functions[k])]
+            # Groups of one that failed for themselves fail again; async functions and models were called with others.
+            shared = [is_async(function) or isinstance(function, ModelReward) for function in self.functions]
+            alone = [(g, k) for g, k in again if pending[g].size > 1 or shared[k]]
             singles = [(g, k, self._submit_singly(pending[g], k)) for g, k in alone]
             for g, k, parts in singles:
                 answers[g][k] = _joined(self._collect_one(k, part) for part in parts)
@@ -219,7 +221,7 @@ class Rewards:
         try:
             values = self.functions[k].score(keywords["prompts"], keywords["completions"], keywords)
         except UserError as error:
-            return [Answer(None, f"reward {self.names[k]}: {error}") for _ in pending]
+            return [Answer(None, f"reward {self.names[k]}: {error}", failed_call=True) for _ in pending]
         ends = np.cumsum([group.size for group in pending])
         parts = zip(np.split(np.asarray(values, np.float64), ends[:-1]), pending, strict=True)
         return [Call(None, self.names[k], {}, group.size).answer(part, self.timeout_s) for part, group in parts]

@@ -35,7 +35,8 @@ class TargetBatch:
     """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
 
     input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
-    whose values are computed; target_ids (T,) i32, None where only values are.
+    whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
+    of the prediction of each, or None for all logits.
     """
 
     input_ids: object
@@ -44,16 +45,19 @@ class TargetBatch:
     max_seqlen: int
     rows: object
     target_ids: object
+    thresholds: object = None
 
     @staticmethod
-    def of(token_ids, lengths, targets):
+    def of(token_ids, lengths, targets, thresholds=None):
         """From the host: token_ids (N,) i32 of sequences end to end, their lengths (B,), targets (T,) positions.
 
         No target may be the first token of its sequence. Raises ValueError for an empty sequence.
         """
         rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
-        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *map(device.asarray, (rows, target_ids)))
+        targets = [device.asarray(array) for array in (rows, target_ids)]
+        thresholds = None if thresholds is None else device.asarray(thresholds)
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *targets, thresholds)
 
     @staticmethod
     def of_values(token_ids, lengths, rows):
@@ -66,7 +70,7 @@ class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits; seed: of dropout and of the optimizer's stochastic rounding. A model with an
+    temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
     adapter trains that alone.
     """
 
@@ -101,24 +105,27 @@ class Policy:
         """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
         return self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
 
-    def _tape(self):
+    def new_tape(self):
         """A Tape for the next micro-batch of the optimizer step."""
         dropout = None
         if self.has_dropout:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        return Tape(self.train.gradient_checkpointing, dropout)
+        kept = self.train.kept_activations
+        return Tape(kept == "minimal", dropout, selective=kept == "selective")
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
-        tape = self._tape()
+        tape = self.new_tape()
         return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
 
     def _forward(self, model, batch, tape, *outputs):
         hidden = self._hidden(model, batch, tape)
         head = batch.rows, batch.target_ids, self.temperature
-        return lm_head_forward(model, hidden, *head, self.arena, *outputs)
+        # The thresholds are of this model's logits: another one has all of its own.
+        thresholds = batch.thresholds if model is self.model else None
+        return lm_head_forward(model, hidden, *head, self.arena, *outputs, thresholds=thresholds)
 
     def backward(self, forward, dlogprobs, dentropy=None):
         """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
@@ -132,11 +139,11 @@ class Policy:
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape = self._tape()
+        tape = self.new_tape()
         hidden = self._hidden(self.model, batch, tape)
         dhidden = lm_head_forward_backward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
-            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero,
+            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero, thresholds=batch.thresholds,
         )  # fmt: skip
         self._head_grad_is_zero = False
         self.model.backward(dhidden, tape, self.grads)
@@ -148,7 +155,7 @@ class Policy:
 
     def forward_values(self, batch, values):
         """As `values`; returns what `backward_values` reads, inside the same scope."""
-        tape = Tape(self.train.gradient_checkpointing)
+        tape = self.new_tape()
         return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
 
     def backward_values(self, forward, dvalues):

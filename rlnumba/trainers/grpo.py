@@ -12,8 +12,10 @@ Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, d
 Dynamic sampling: DAPO (arXiv 2503.14476).
 """
 
+import copy
 import json
 import math
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +34,7 @@ from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers import evaluation, rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.rejection import reject
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
 
@@ -55,7 +58,8 @@ def run_grpo(run, resume=False, reward_funcs=()):
     prompts = load_prompts(run.data.train, run, llm)
     eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
-    state = DataState(rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed))
+    order = prompt_order(len(prompts.prompts), run)
+    state = DataState(order)
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
         state.load_state_dict(folder.state["data"], train)
@@ -136,6 +140,13 @@ def load_prompts(path, run, llm):
     return prompts
 
 
+def prompt_order(num_prompts, run):
+    """The PromptOrder of a GRPORun, at its beginning."""
+    train = run.train
+    weights = train.difficulty_weights
+    return rollout.PromptOrder(num_prompts, train.shuffle_dataset, run.seed, difficulty_weights=weights)
+
+
 def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer):
     """One generation: (Rollouts to train on, list of Generation with all completions).
 
@@ -151,6 +162,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         seed = rollout.derived_seed(run.seed, trainer_state.global_step, index, attempt)
         params = sampling_params(train, seed, train.num_generations)
         generations.append(rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status))
+        order.record(chosen, generations[-1].groups)
         for group in generations[-1].groups:
             (uniform if train.dynamic_sampling and rollout.is_uniform(group, aggregation) else groups).append(group)
         if len(groups) == train.prompts_per_rollout:
@@ -158,7 +170,10 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     # Where too few groups differ in their rewards, the last uniform ones fill the batch; their advantages are 0.
     groups += uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
     # reward -> advantage
-    rollout.set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
+    if train.advantage_estimator != "grpo" or train.length_penalty:
+        rollout.set_estimated_advantages(groups, train, order.memory)
+    else:
+        rollout.set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
     seed = rollout.derived_seed(run.seed, trainer_state.global_step, index)
@@ -173,19 +188,24 @@ def sampler_is_exact(train):
     params = sampling_params(train, 0, 1)
     filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
-    return not filtered and not changed and gemm.backend() != "cublas"
+    return (not filtered or train.sampling_mask_replay) and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):
     """Write the log-probs of the reference and, where they are needed, of the policy before its next update.
 
     on_policy: whether no part of the rollouts is trained on after an update, whose old log-probs are the forward's.
+    With rollout_rs, mask the tokens that it rejects.
     """
-    parts = rollouts.parts(policy.train.per_device_train_batch_size)
+    limit = policy.train.max_tokens_per_micro_batch
+    parts = rollouts.parts_of_tokens(limit) if limit else rollouts.parts(policy.train.per_device_train_batch_size)
     if policy.reference is not None:
         rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
-    if not on_policy and not sampler_is_exact(policy.train):
+    rejects = policy.train.rollout_rs is not None
+    if (rejects or not on_policy) and not sampler_is_exact(policy.train):
         rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
+    if rejects:
+        reject(rollouts, policy.train.rollout_rs, policy.train.rollout_rs_threshold)
 
 
 def host_logprobs(policy, model, parts):
@@ -197,9 +217,28 @@ def host_logprobs(policy, model, parts):
     return np.concatenate([device.to_host(logprobs) for logprobs in found])
 
 
+def cut_by_tokens(train, micro_batches):
+    """The micro-batches with max_tokens_per_micro_batch, and for each the one whose mean its loss is a part of.
+
+    micro_batches: list of Rollouts. Only bnpo's loss depends on the micro-batches: these are cut, where the others are
+    joined first as far as they are on-policy alike.
+    """
+    limit = train.max_tokens_per_micro_batch
+    if limit is None:
+        return micro_batches, micro_batches
+    if train.loss_type == "bnpo":
+        joined = micro_batches
+    else:
+        joined = [rollout.Rollouts.joined(list(parts)) for _, parts in groupby(micro_batches, lambda p: p.on_policy)]
+    pieces = [(piece, whole) for whole in joined for piece in whole.parts_of_tokens(limit)]
+    return [piece for piece, _ in pieces], [whole for _, whole in pieces]
+
+
 def train_step(policy, micro_batches, learning_rate):
     """One optimizer step on a list of Rollouts: metrics by name. Writes gradients, weights and optimizer state."""
     train, arena, xp = policy.train, policy.arena, device.xp()
+    num_means = len(micro_batches)
+    micro_batches, wholes = cut_by_tokens(train, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
@@ -212,7 +251,7 @@ def train_step(policy, micro_batches, learning_rate):
         of_all = entropies.entropies_of(policy, micro_batches)
         kept = entropies.high_entropy_mask(of_all, mask, train.top_entropy_quantile)
         num_kept = int(kept.sum())
-    gradient_is_known = sampler_is_exact(train) and not policy.has_dropout and not selects and coef == 0
+    gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
     # On the device until the step is done, so that no micro-batch waits for the host.
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
@@ -224,7 +263,7 @@ def train_step(policy, micro_batches, learning_rate):
             logprobs, dlogprobs = (arena.empty((len(part.loss_mask),), np.float32) for _ in range(2))
             tokens = slice(ends[i] - len(part.loss_mask), ends[i])
             part_entropy = entropy[tokens]
-            scale = policy_loss_scale(train, num_sequences, num_tokens, part.num_active, len(micro_batches))
+            scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
             if part.on_policy and gradient_is_known:
                 # The forward will compute the sampler's log-probs, so the gradient is known before it. The loss is
                 # computed again after it, for metrics that show a difference if there is one.
@@ -287,7 +326,13 @@ def eval_params(run):
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
     settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
-    return SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n)
+    replay = train.sampling_mask_replay
+    params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
+    if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+        raise ConfigError(
+            "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
+        )
+    return params
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
@@ -299,7 +344,7 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         rows = [row for line in file if (row := json.loads(line))["step"] == 1]
     first = rows[: train.rollout_batch_size : train.num_generations][:count]
-    chosen = rollout.PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed).take(train.prompts_per_rollout)
+    chosen = prompt_order(len(prompts.prompts), run).take(train.prompts_per_rollout)
     params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
     llm.wake()
     outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
@@ -376,6 +421,9 @@ class DataState:
         groups = [group for each in generations for group in each.groups]
         self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names)
         self.metrics["frac_reward_zero_std"] = rollout.frac_reward_zero_std(groups, train)
+        if train.rollout_rs is not None:
+            self.metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
+        self.metrics |= self.order.pool_shares()
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):
@@ -384,16 +432,18 @@ class DataState:
     def state_dict(self, within_generation):
         """The state for a checkpoint; the generation only if the next step still trains on it."""
         kept = within_generation and self.rollouts is not None
-        return {
+        state = {
             "prompts": [self.order.epoch, self.order.position],
             "num_tokens": self.num_tokens,
             "rollouts": self.rollouts.state() if kept else None,
             "metrics": self.metrics if kept else {},
         }
+        return state | ({"memory": copy.deepcopy(self.order.memory)} if self.order.memory else {})
 
     def load_state_dict(self, state, train):
         """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""
         self.order.epoch, self.order.position = state["prompts"]
+        self.order.memory = copy.deepcopy(state.get("memory", {}))
         self.num_tokens = state["num_tokens"]
         if state["rollouts"] is None:
             return

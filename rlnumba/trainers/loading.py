@@ -26,12 +26,10 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     if run.lora is None:
         model = load_model(_checkpoint(folder, False) or source, train.dtype, heads, head_init, run.seed)
     else:
-        if heads != LM_HEAD:
-            raise ConfigError("lora: a model that scores sequences is trained as a whole; leave [lora] out")
         if reference and train.sync_ref_model:
             raise ConfigError("train.sync_ref_model: with [lora] the reference is the model without its adapter")
-        model = load_model(source, train.dtype)
-        model.adapter = _adapter(run, folder, model, source)
+        model = load_model(source, train.dtype, heads, head_init, run.seed)
+        model.adapter = _adapter(run, folder, model.weights, source)
     log_kernels(model.dtype)
     tokenizer = Tokenizer.from_folder(source)
     before = None
@@ -49,14 +47,14 @@ def _checkpoint(folder, has_adapter):
     return path
 
 
-def _adapter(run, folder, model, source):
+def _adapter(run, folder, weights, source):
     """The Adapter of the checkpoint, or the one that the run starts from."""
     # A local base is named by its whole path, so that the adapter is found from any folder.
     base = str(source.resolve()) if Path(run.model).expanduser().is_dir() else run.model
-    dtype, path = model.dtype.name, _checkpoint(folder, True)
+    dtype, path = weights.dtype.name, _checkpoint(folder, True)
     if path is None:
-        return adapter_of_run(run.lora, model.config, dtype, base, run.seed)
-    adapter = load_adapter(path, model.config, dtype, base)
+        return adapter_of_run(run.lora, weights, dtype, base, run.seed)
+    adapter = load_adapter(path, weights, dtype, base)
     if run.lora.init is None and (adapter.lora.r, adapter.lora.scaling) != (run.lora.r, run.lora.scaling):
         has, wants = (f"r {each.r} and scale {each.scaling:g}" for each in (adapter.lora, run.lora))
         raise ConfigError(f"lora: the adapter in the checkpoint {path} has {has}, the configuration {wants}")

@@ -8,9 +8,11 @@ On a GPU there is besides what no region counts: the operators' own arrays and t
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +23,8 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
-from rlnumba.model.config import ModelConfig
-from rlnumba.model.lora import Adapter, adapter_of_run
+from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
+from rlnumba.model.lora import Adapter, lora_of_run
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
 from rlnumba.model.weights import Weights
@@ -31,7 +33,7 @@ from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import sft
+from rlnumba.trainers import dpo, kto, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, TargetBatch, epoch_order
 
 GIB = 2**30
@@ -39,6 +41,12 @@ GIB = 2**30
 CONTEXT_BYTES = 600 << 20
 # The region of weights that the engine shares with the policy, which are counted once.
 SHARED = "weights that the engine reads"
+# Keys that variants of a run differ in, at any values.
+WITHOUT_EFFECT_ON_ROWS = {
+    "optim": "adamw_torch", "master_weights": True, "offload_optimizer": False, "dtype": None,
+    "gradient_checkpointing": True, "activation_memory": None, "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+}  # fmt: skip
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005
 
@@ -66,26 +74,27 @@ class Plan:
 class Planner:
     """Plans of one run and of variants of it. on_gpu: whether for a GPU of total_bytes, else for the cpu device.
 
-    kind: "sft", "grpo". Raises UserError for a model, a tokenizer or data that the run could not read.
+    kind: "sft", "grpo", ... Raises UserError for a model, a tokenizer or data that the run could not read.
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes):
-        if kind not in LARGEST_BATCH:
-            raise UserError(f"plan: {kind} is not among the trainers that it covers: {', '.join(LARGEST_BATCH)}")
+        if kind not in (*ROW_TRAINERS, "grpo"):
+            raise UserError(f"plan: {kind} is not among the trainers that it covers: {', '.join(ROW_TRAINERS)}, grpo")
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
-        self.prompts = cache(self._prompts)
+        self.prompts, self._rows = cache(self._prompts), {}
 
     def plan(self, run=None):
         """The Plan of `run`, a variant of the run, or of the run itself."""
         run = run or self.run
         dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
-        batch_of, largest_prompts = LARGEST_BATCH[self.kind](self, run)
+        step = _row_step(self, run) if self.kind in ROW_TRAINERS else _grpo_step(self, run)
         with shapes_only() as peaks:
-            tokens, attention_bytes = _train(self.config, dtype, run, batch_of)
-            if largest_prompts:
-                _generate(self, dtype, run, largest_prompts)
+            _train(self.config, dtype, run, step)
+            if step.prompts:
+                _generate(self, dtype, run, step.prompts)
+        tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
         regions.pop(SHARED, None)
@@ -96,13 +105,12 @@ class Planner:
         notes["moments"] = " and ".join(moments) + (", in host memory but for two chunks" if host else "")
         if host and self.on_gpu:
             regions["moments"] = STREAMS * host * min(CHUNK, trained) // trained
-        notes["activations"] = f"{tokens:,} tokens in a micro-batch" + (
-            ", recomputed layer by layer" if run.train.gradient_checkpointing else ""
-        )
+        notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
         extra = {}
-        if largest_prompts:
-            self._add_kv(regions, notes, run, itemsize, largest_prompts)
+        if step.prompts:
+            self._add_kv(regions, notes, run, itemsize, step.prompts)
         if self.on_gpu:
+            attention_bytes = 4 * tokens * self.config.num_attention_heads * self.config.head_dim
             extra["operators"] = logits_bytes(tokens, self.config) + attention_bytes
             extra["CUDA context"] = CONTEXT_BYTES
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
@@ -144,10 +152,18 @@ class Planner:
         found = data.load_prompts(of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size)
         return [len(prompt.prompt_token_ids) for prompt in found.prompts]
 
+    def rows(self, run):
+        """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
+        key = repr(dataclasses.replace(run.train, **WITHOUT_EFFECT_ON_ROWS))
+        if key not in self._rows:
+            load_rows = ROW_TRAINERS[self.kind].module.load_rows
+            self._rows[key] = load_rows(run.data.train, run, self, self.tokenizer)
+        return self._rows[key]
+
     def savings(self, plan):
         """[(switch, bytes saved)] of what would change the total, the most first: `plan` is that of the run."""
         found = []
-        for switch, changes in _switches(self.run, self.on_gpu, self.config.dtype):
+        for switch, changes in _switches(self.kind, self.run, self.on_gpu, self.config.dtype):
             try:
                 sections = {
                     name: keys if name == "lora" else dataclasses.replace(getattr(self.run, name), **keys)
@@ -161,35 +177,53 @@ class Planner:
         return sorted(found, key=lambda pair: -pair[1])
 
 
-def _train(config, dtype, run, batch_of):
-    """Make the policy and let a batch go through it: (tokens, bytes of the sums of attention's backward)."""
+class Step(NamedTuple):
+    """The largest micro-batch of a run: run(policy) lets it go forward and backward.
+
+    tokens: of the micro-batch. heads: of the policy's model. reference: whether the policy has one. prompts: lengths of
+    the longest prompts of one generation, or [].
+    """
+
+    run: Callable
+    tokens: int
+    heads: tuple
+    reference: bool
+    prompts: list
+
+
+class _EndOfStep(Exception):
+    """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
+
+
+def _end_of_step(learning_rate):
+    raise _EndOfStep
+
+
+def _train(config, dtype, run, step):
+    """Make the policy of a run and take the Step."""
+    config = dataclasses.replace(config, heads=step.heads)
     model = Transformer(config, Weights(config, dtype))
     model.adapter = _adapter(run, config, dtype, "adapter")
-    # With an adapter, the reference is the model without it.
-    has_reference = getattr(run.train, "beta", 0) > 0 and run.lora is None
-    reference = Transformer(config, Weights(config, dtype, region="reference")) if has_reference else None
+    reference = None
+    if step.reference:
+        # With an adapter, the reference is the model without it.
+        alone = run.lora is None
+        reference = (
+            Transformer(config, Weights(config, dtype, region="reference")) if alone else model.without_adapter()
+        )
     policy = Policy(model, run.train, reference)
-    batch, empty = batch_of(), policy.arena.empty
-    for at_once in (True, False):
-        with policy.scope():
-            targets = batch.rows.shape[0]
-            logprobs, dlogprobs, entropy = (empty((targets,), np.float32) for _ in range(3))
-            if at_once:
-                policy.forward_backward(batch, dlogprobs, logprobs, entropy)
-            else:
-                policy.backward(policy.forward(batch, logprobs, entropy), dlogprobs)
-    tokens = batch.input_ids.shape[0]
-    return tokens, 4 * tokens * config.num_attention_heads * config.head_dim
+    policy.step = _end_of_step
+    try:
+        step.run(policy)
+    except _EndOfStep:
+        pass
 
 
 def _adapter(run, config, dtype, region):
     """The Adapter of a run with [lora], else None."""
     if run.lora is None:
         return None
-    lora = run.lora
-    if lora.init is not None:
-        lora = adapter_of_run(lora, config, dtype, run.model, run.seed).lora
-    return Adapter(config, lora, dtype, region=region)
+    return Adapter(config, lora_of_run(run.lora, config), dtype, region=region)
 
 
 def _generate(planner, dtype, run, prompts):
@@ -212,29 +246,30 @@ def logits_bytes(tokens, config):
     return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), tokens) * config.vocab_size)
 
 
-def _largest_sft_batch(planner, run):
-    """The largest micro-batch that the run will see, as a function that makes its TargetBatch; and no prompts."""
-    rows = sft.load_rows(run.data.train, run, planner, planner.tokenizer)
-    lengths, size = np.array([sft.num_tokens(row) for row in rows]), run.train.per_device_train_batch_size
-    schedule = Schedule(run.train, -(-len(rows) // size))
-    epochs = -(-schedule.total_steps // schedule.steps_per_epoch)
-    most, chosen = -1, ()
-    for epoch in range(epochs):
-        order = epoch_order(len(rows), run.train.shuffle_dataset, run.seed, epoch)
-        if epoch == epochs - 1:
-            steps = schedule.total_steps - epoch * schedule.steps_per_epoch
-            order = order[: steps * schedule.accumulation * size]
+def _row_step(planner, run):
+    """The largest micro-batch that a trainer over a file of rows will see, by its own train_step."""
+    trainer, train = ROW_TRAINERS[planner.kind], run.train
+    rows = planner.rows(run)
+    lengths, size = np.array([trainer.module.num_tokens(row) for row in rows]), train.per_device_train_batch_size
+    schedule = Schedule(train, -(-len(rows) // size))
+    most, chosen, steps_left = -1, (), schedule.total_steps
+    for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
+        order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
+        order = order[: steps_left * schedule.accumulation * size]
+        steps_left -= schedule.steps_per_epoch
         sums = np.add.reduceat(lengths[order], np.arange(0, len(order), size))
         if sums.max() > most:
-            most, at = sums.max(), int(sums.argmax()) * size
-            chosen = order[at : at + size]
-    sequences = [sequence for index in chosen for sequence in rows[index]]
-    return lambda: sft.target_batch(sequences), []
+            most, at = int(sums.max()), int(sums.argmax()) * size
+            chosen = [rows[index] for index in order[at : at + size]]
+
+    def run_step(policy):
+        trainer.module.train_step(policy, chosen, 0.0)
+
+    return Step(run_step, most, trainer.heads, trainer.reference, [])
 
 
-def _largest_grpo_batch(planner, run):
-    """As large as a micro-batch can be: completions of max_completion_length of the longest prompt; and the lengths of
-    the longest prompts of one generation."""
+def _grpo_step(planner, run):
+    """As large as a micro-batch can be: completions of max_completion_length of the longest prompt."""
     train = run.train
     prompts = sorted(planner.prompts(run.data.max_prompt_length), reverse=True)[: train.prompts_per_rollout]
     if not prompts:
@@ -243,19 +278,38 @@ def _largest_grpo_batch(planner, run):
     length = min(prompts[0] + train.max_completion_length, limit)
     lengths = [length] * train.per_device_train_batch_size
     ends = np.cumsum(lengths)
+    completions = np.concatenate([np.arange(end - length + min(prompts[0], length - 1), end) for end in ends])
 
-    def batch():
-        completions = [np.arange(end - length + min(prompts[0], length - 1), end) for end in ends]
-        return TargetBatch.of(np.zeros(ends[-1], np.int32), lengths, np.concatenate(completions))
+    def run_step(policy):
+        batch, empty = TargetBatch.of(np.zeros(ends[-1], np.int32), lengths, completions), policy.arena.empty
+        for at_once in (True, False):
+            with policy.scope():
+                logprobs, dlogprobs, entropy = (empty(batch.rows.shape, np.float32) for _ in range(3))
+                if at_once:
+                    policy.forward_backward(batch, dlogprobs, logprobs, entropy)
+                else:
+                    policy.backward(policy.forward(batch, logprobs, entropy), dlogprobs)
 
-    return batch, prompts
+    return Step(run_step, int(ends[-1]), LM_HEAD, train.beta > 0, prompts)
 
 
-# By trainer: (planner, run) -> (function that makes the largest TargetBatch, prompts of the largest generation or []).
-LARGEST_BATCH = {"sft": _largest_sft_batch, "grpo": _largest_grpo_batch}
+class PlannedTrainer(NamedTuple):
+    """A trainer over a file of rows: a module with load_rows, num_tokens and train_step; whether it has a reference."""
+
+    module: object
+    heads: tuple = LM_HEAD
+    reference: bool = False
 
 
-def _switches(run, on_gpu, model_dtype):
+ROW_TRAINERS = {
+    "sft": PlannedTrainer(sft),
+    "dpo": PlannedTrainer(dpo, reference=True),
+    "kto": PlannedTrainer(kto, reference=True),
+    "reward": PlannedTrainer(reward, SCORE_HEAD),
+}
+
+
+def _switches(kind, run, on_gpu, model_dtype):
     """(switch as one would write it, {section: {key: value}, or "lora": LoraConfig}) of what may save memory."""
     train, found = run.train, []
 
@@ -264,10 +318,13 @@ def _switches(run, on_gpu, model_dtype):
         found.append((text, {section: keys}))
 
     dtype = train.dtype or (model_dtype if on_gpu else "float32")
-    if run.lora is None:
+    if run.lora is None and kind != "reward":
         found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
-    if not train.gradient_checkpointing:
-        add("train", gradient_checkpointing=True)
+    if train.kept_activations == "full":
+        add("train", activation_memory="selective")
+    if train.kept_activations != "minimal":
+        minimal = {"gradient_checkpointing": True} if train.activation_memory is None else {}
+        add("train", **(minimal or {"activation_memory": "minimal"}))
     for optim in ("adamw_bf16", "adamw_8bit"):
         if train.optim == "adamw_torch":
             add("train", optim=optim)

@@ -37,7 +37,12 @@ def run_reward(run, resume=False):
         # As TRL: transformers needs one to find a sequence's last token, and saves it in config.json.
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         policy.model.config = replace(policy.model.config, pad_token_id=pad)
-    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, lambda pair: pair.num_tokens)
+    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+
+def num_tokens(pair):
+    """The tokens of a pair's sequences: int."""
+    return pair.num_tokens
 
 
 def load_rows(path, run, model, tokenizer):

@@ -13,10 +13,10 @@ from rlnumba import rewards
 from rlnumba.data import check_ids, encode_scored
 from rlnumba.data.files import template_variables
 from rlnumba.errors import UserError
-from rlnumba.model.config import SCORE_HEAD, ModelConfig
+from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import load_model
+from rlnumba.model.transformer import find_base, load_model, read_config
 from rlnumba.rewards.calling import ModelReward
 from rlnumba.runtime.context import Context
 
@@ -38,10 +38,11 @@ class RewardModel:
     """
 
     def __init__(self, folder, template):
-        config = ModelConfig.from_folder(folder)
+        base, adapter = find_base(folder)
+        config = read_config(base, adapter)
         if config.heads != SCORE_HEAD:
             raise UserError(f"rewards.funcs: {folder} is {config.architecture}, not a sequence-classification model")
-        self.tokenizer, self.template = Tokenizer.from_folder(folder), template
+        self.tokenizer, self.template = Tokenizer.from_folder(folder) or Tokenizer.from_folder(base), template
         if self.tokenizer is None:
             raise UserError(f"rewards.funcs: {folder} has no tokenizer.json")
         self.model, self.context = load_model(folder, heads=SCORE_HEAD), Context()

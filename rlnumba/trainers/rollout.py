@@ -8,7 +8,8 @@ Token ids are those that went into the engine and came out of it: no text is tok
 that predict a completion token reach the language-model head, so arrays of the loss have T entries, not N.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -18,22 +19,75 @@ from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch, epoch_order
+from rlnumba.trainers.estimators import advantages_of, penalised
+
+# Pools of difficulty, by the mean reward of a prompt's last group: up to these bounds, as in prime-rl, easy above.
+POOLS = ("easy", "normal", "hard")
+HARD_UP_TO, NORMAL_UP_TO = 0.25, 0.75
+
+
+def pool_of(mean_reward):
+    """The index in POOLS of a prompt with this mean reward."""
+    return 2 if mean_reward <= HARD_UP_TO else 1 if mean_reward <= NORMAL_UP_TO else 0
 
 
 class PromptOrder:
-    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order."""
+    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order.
 
-    def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0):
+    difficulty_weights: None, or of the POOLS: then each generation draws its prompts at random, without replacement and
+    from (seed, number of the draw), with the weight of each prompt's pool; one that was not sampled yet is normal, and
+    those of weight 0 are taken where there are too few others.
+    """
+
+    def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0, difficulty_weights=None):
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position, self.difficulty_weights = epoch, position, difficulty_weights
+        # What else carries over from generation to generation: JSON values, part of the checkpoint.
+        self.memory = {}
 
     def take(self, count):
         """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""
+        if self.difficulty_weights is not None:
+            return self._draw(count)
         if self.position + count > self.num_prompts:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += count
         order = epoch_order(self.num_prompts, self.shuffle, self.seed, self.epoch)
         return order[self.position - count : self.position].tolist()
+
+    def _draw(self, count):
+        draws = self.memory["draws"] = self.memory.get("draws", 0) + 1
+        weights = np.asarray(self.difficulty_weights, np.float64)[self._pools()]
+        # The largest of log weight + Gumbel noise are a draw without replacement (Vieira 2014).
+        noise = np.random.default_rng((self.seed, draws)).gumbel(size=self.num_prompts)
+        scores = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1.0)), -1e9) + noise
+        return np.argsort(-scores, kind="stable")[:count].tolist()
+
+    def _pools(self):
+        """The pool of every prompt, (num_prompts,) int64."""
+        pools = np.ones(self.num_prompts, np.int64)
+        for index, mean_reward in self.memory.get("mean_rewards", {}).items():
+            if int(index) < self.num_prompts:
+                pools[int(index)] = pool_of(mean_reward)
+        return pools
+
+    def record(self, indices, groups):
+        """Note the mean reward of each prompt's group, by which its pool is chosen; nothing without weights."""
+        if self.difficulty_weights is None:
+            return
+        means = self.memory.setdefault("mean_rewards", {})
+        for index, group in zip(indices, groups, strict=True):
+            rewards = np.array([sample.reward for sample in group])
+            if not np.isnan(rewards).all():
+                # Strings, as JSON has them.
+                means[str(index)] = float(np.nanmean(rewards))
+
+    def pool_shares(self):
+        """The share of the prompts that each pool has: dict of metrics, empty without weights."""
+        if self.difficulty_weights is None:
+            return {}
+        shares = np.bincount(self._pools(), minlength=len(POOLS)) / self.num_prompts
+        return {f"difficulty/{name}": share for name, share in zip(POOLS, shares.tolist(), strict=True)}
 
 
 def derived_seed(seed, *counters):
@@ -105,6 +159,18 @@ class Generation:
         return lines
 
 
+def distinct_params(prompts, params):
+    """SamplingParams for each of the prompts (lists of token ids): completions of equal prompts have different noise.
+
+    The k-th occurrence of a prompt, from 0 on, has the completions k n, k n + 1, ... of its noise.
+    """
+    seen, found = {}, []
+    for ids in map(tuple, prompts):
+        k = seen[ids] = seen.get(ids, -1) + 1
+        found.append(replace(params, first_index=k * params.n) if k else params)
+    return found
+
+
 def generate(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
     """The completions of chosen prompts and their rewards: Generation.
 
@@ -128,7 +194,7 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
     all_columns = dict.fromkeys(prompts.columns(indices), [None] * params.n)
     with clock.phase("generate"):
         token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
-        outputs = llm.generate(token_ids, params, progress, submit)
+        outputs = llm.generate(token_ids, distinct_params(token_ids, params), progress, submit)
     with clock.phase("reward"):
         scores = rewards.collect(pending)
     completions = [completion for output in outputs for completion in output.completions]
@@ -176,6 +242,26 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
         sample.advantage = advantage
 
 
+def set_estimated_advantages(groups, train, state):
+    """set_advantages by trainers/estimators.py: with an advantage_estimator or a length_penalty. Writes state."""
+    samples = [sample for group in groups for sample in group]
+    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    limit = train.max_completion_length
+    rewards = penalised(np.array([sample.reward for sample in samples]), lengths, train.length_penalty, limit)
+    if train.advantage_estimator == "grpo":
+        column = device.asarray(rewards[:, None].astype(np.float32))
+        found = device.xp().empty(len(samples), np.float32)
+        weight = device.asarray(np.ones(1, np.float32))
+        group_advantages(column, weight, len(groups[0]), found, train.scale_rewards)
+        advantages = device.to_host(found)
+    else:
+        masked = np.array([train.mask_truncated_completions and sample.truncated for sample in samples])
+        active = np.where(masked, 0, lengths)
+        advantages = advantages_of(train.advantage_estimator, rewards, len(groups[0]), active, state)
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        sample.advantage = advantage
+
+
 def generation_metrics(generations, names):
     """TRL's metrics of a list of Generations, a dict of floats. names: of the reward functions."""
     samples = [sample for each in generations for sample in each.samples]
@@ -214,7 +300,9 @@ class Rollouts:
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
-    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere. on_policy: see MicroStep.
+    ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
+    logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
+    rejected_fraction: share of the tokens whose mask rollout_rs has set to 0.
     """
 
     token_ids: np.ndarray
@@ -225,7 +313,9 @@ class Rollouts:
     advantages: np.ndarray
     old_logprobs: np.ndarray
     ref_logprobs: np.ndarray
+    thresholds: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     on_policy: bool = False
+    rejected_fraction: float = 0.0
 
     @staticmethod
     def of(samples, mask_truncated):
@@ -234,6 +324,7 @@ class Rollouts:
         lengths = np.array([len(part) for part in ids], np.int32).reshape(-1, 2)
         completion_lengths = np.ascontiguousarray(lengths[:, 1])
         logprobs = chain.from_iterable(sample.completion.logprobs for sample in samples)
+        thresholds = [s.completion.thresholds for s in samples if s.completion.thresholds is not None]
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
         return Rollouts(
             token_ids=np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum())),
@@ -244,6 +335,7 @@ class Rollouts:
             advantages=np.array([sample.advantage for sample in samples], np.float32),
             old_logprobs=np.empty(0, np.float32),
             ref_logprobs=np.empty(0, np.float32),
+            thresholds=np.concatenate([np.empty(0, np.float32), *thresholds]),
         )
 
     def part(self, first, count, on_policy=False):
@@ -257,13 +349,32 @@ class Rollouts:
         parts = {"token_ids": self.token_ids[tokens(self.prompt_lengths + self.completion_lengths)]}
         for name in ("prompt_lengths", "completion_lengths", "advantages"):
             parts[name] = getattr(self, name)[sequences]
-        for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+        for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
         return Rollouts(**parts, on_policy=on_policy)
 
     def parts(self, size, on_policy=False):
         """All sequences, `size` at a time: list of Rollouts."""
         return [self.part(first, size, on_policy) for first in range(0, len(self.advantages), size)]
+
+    @staticmethod
+    def joined(parts):
+        """Several Rollouts, all on-policy or none, one after the other."""
+        names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return Rollouts(**arrays, on_policy=parts[0].on_policy)
+
+    def parts_of_tokens(self, limit):
+        """All sequences in their order, as many at a time as have at most `limit` tokens, but at least one: list."""
+        lengths = self.prompt_lengths + self.completion_lengths
+        firsts, tokens = [], limit + 1
+        for i, length in enumerate(lengths.tolist()):
+            if tokens + length > limit:
+                firsts.append(i)
+                tokens = 0
+            tokens += length
+        ends = [*firsts[1:], len(lengths)]
+        return [self.part(first, end - first, self.on_policy) for first, end in zip(firsts, ends, strict=True)]
 
     def state(self):
         """The arrays that a checkpoint keeps: dict, the arguments of Rollouts."""
@@ -280,7 +391,8 @@ class Rollouts:
         cu_seqlens = np.concatenate([[0], np.cumsum(self.completion_lengths)]).astype(np.int32)
         # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
-        targets = TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1]))
+        thresholds = self.thresholds if len(self.thresholds) else None
+        targets = TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1]), thresholds)
         names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
         arrays = {name: getattr(self, name) for name in names}
         arrays = {name: device.asarray(array) if len(array) else None for name, array in arrays.items()}

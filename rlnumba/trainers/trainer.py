@@ -12,90 +12,120 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, EngineConfig, GRPORun, RewardRun, RewardsConfig, SFTRun, key
+from rlnumba.config import DataConfig, EngineConfig, RewardsConfig, key
 from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import given
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import advise
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
 
 
 @dataclass(frozen=True)
-class SFTConfig(config.SFTConfig):
+class OutputArguments:
+    """What the configs of TRL's trainers have besides the keys of [train]."""
+
+    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
+    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+
+@dataclass(frozen=True)
+class SFTConfig(OutputArguments, config.SFTConfig):
     """[train] of `rlnumba sft`, and the keys that TRL's SFTConfig has besides."""
 
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+@dataclass(frozen=True)
+class DPOConfig(OutputArguments, config.DPOConfig):
+    """[train] of `rlnumba dpo`, and the keys that TRL's DPOConfig has besides."""
 
 
 @dataclass(frozen=True)
-class GRPOConfig(config.GRPOConfig):
-    """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
-
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
-    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+class KTOConfig(OutputArguments, config.KTOConfig):
+    """[train] of `rlnumba kto`, and the keys that TRL's KTOConfig has besides."""
 
 
 @dataclass(frozen=True)
-class RewardConfig(config.RewardConfig):
+class RewardConfig(OutputArguments, config.RewardConfig):
     """[train] of `rlnumba reward`, and the keys that TRL's RewardConfig has besides."""
 
-    output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
-    seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+
+@dataclass(frozen=True)
+class GRPOConfig(OutputArguments, config.GRPOConfig):
+    """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
+
+    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
 def _has_16_bits():
     return device.name() != "cpu"
 
 
-for _config in (SFTConfig, GRPOConfig, RewardConfig):
+for _config in (SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig):
     take_trl_keys(_config, _has_16_bits)
 
 
-class SFTTrainer:
-    """Supervised fine-tuning.
+class RowTrainer:
+    """A trainer whose data are rows.
 
-    model: a Hugging Face folder or a hub id. args: SFTConfig. train_dataset, eval_dataset: a .jsonl or .parquet file,
-    or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data, engine: further keys of
-    these sections, dicts. callbacks: objects with the methods of TrainerCallback. Raises ConfigError for keys that
-    contradict each other.
+    model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
+    .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data,
+    engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter instead of the
+    weights. callbacks: objects with the methods of TrainerCallback. Raises ConfigError for keys that contradict each
+    other.
     """
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, callbacks=()):
-        args = args or SFTConfig()
+    # Of a subclass: its command, that command's Run, and the class of `args`.
+    command, run_class, config_class = None, None, None
+
+    def __init__(
+        self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None,
+        callbacks=(),
+    ):  # fmt: skip
+        args = args or self.config_class()
         self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
-        self.run = SFTRun(**_settings(model, args, self.datasets, data, engine))
+        self.run = self.run_class(**_settings(model, args, self.datasets, data, engine, peft_config))
 
     def train(self, resume_from_checkpoint=False):
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
-        with advise("sft", self.run), given(self.callbacks):
-            run_sft(self.run, resume_from_checkpoint)
+        with advise(self.command, self.run), given(self.callbacks):
+            RUN[self.command](self.run, resume_from_checkpoint)
 
 
-class RewardTrainer:
+RUN = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "reward": run_reward}
+
+
+class SFTTrainer(RowTrainer):
+    """Supervised fine-tuning."""
+
+    command, run_class, config_class = "sft", config.SFTRun, SFTConfig
+
+
+class DPOTrainer(RowTrainer):
+    """Direct Preference Optimization, from pairs of a chosen and a rejected completion."""
+
+    command, run_class, config_class = "dpo", config.DPORun, DPOConfig
+
+
+class KTOTrainer(RowTrainer):
+    """Kahneman-Tversky Optimization, from completions that are labelled desirable or not."""
+
+    command, run_class, config_class = "kto", config.KTORun, KTOConfig
+
+
+class RewardTrainer(RowTrainer):
     """A reward model, from pairs of a chosen and a rejected completion.
 
-    The arguments are SFTTrainer's, args being a RewardConfig; final/ is a sequence-classification folder, which
-    GRPOTrainer's reward_funcs may name.
+    final/ is a sequence-classification folder, which GRPOTrainer's reward_funcs may name.
     """
 
-    def __init__(self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, callbacks=()):
-        args = args or RewardConfig()
-        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
-        self.run = RewardRun(**_settings(model, args, self.datasets, data, engine))
-
-    def train(self, resume_from_checkpoint=False):
-        """As SFTTrainer.train."""
-        _write_rows(self.run, self.datasets)
-        with given(self.callbacks):
-            run_reward(self.run, resume_from_checkpoint)
+    command, run_class, config_class = "reward", config.RewardRun, RewardConfig
 
 
 class GRPOTrainer:
@@ -103,40 +133,32 @@ class GRPOTrainer:
 
     reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, also the folder of a
     reward model, or a list of these.
-    rewards: further keys of that section, a dict. The other arguments are SFTTrainer's, args being a GRPOConfig.
+    rewards: further keys of that section, a dict. The other arguments are those of RowTrainer, args being a GRPOConfig.
     """
 
     def __init__(
-        self,
-        model,
-        reward_funcs,
-        args=None,
-        train_dataset=(),
-        eval_dataset=None,
-        data=None,
-        engine=None,
-        rewards=None,
-        callbacks=(),
-    ):
+        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None,
+        peft_config=None, callbacks=(),
+    ):  # fmt: skip
         args = args or GRPOConfig()
         self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
-        self.run = GRPORun(
-            **_settings(model, args, self.datasets, data, engine),
+        self.run = config.GRPORun(
+            **_settings(model, args, self.datasets, data, engine, peft_config),
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
         )
 
     def train(self, resume_from_checkpoint=False):
-        """As SFTTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
+        """As RowTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
         with advise("grpo", self.run), given(self.callbacks):
             run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
 
 
-def _settings(model, args, datasets, data, engine):
+def _settings(model, args, datasets, data, engine, peft_config):
     """The keywords of a Run, but for [rewards]: dict."""
     paths = {
         name: str(dataset if isinstance(dataset, str | Path) else Path(args.output_dir) / f"{name}.jsonl")
@@ -144,6 +166,7 @@ def _settings(model, args, datasets, data, engine):
         if dataset is not None
     }
     sections = {"data": DataConfig(**paths, **(data or {})), "train": args, "engine": EngineConfig(**(engine or {}))}
+    sections["lora"] = peft_config
     return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
 
 

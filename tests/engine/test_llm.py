@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba.config import EngineConfig
+from rlnumba.config import EngineConfig, SFTConfig
 from rlnumba.engine import LLM, PromptError, SamplingParams, core, runner, sampler
 from rlnumba.engine.cache import KVCache
 from rlnumba.errors import ConfigError, UserError
@@ -19,6 +19,8 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, load_model, pack, score
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device, dispatch, memory
+from rlnumba.trainers.core import Policy, TargetBatch
+from tests.close import assert_same_bits
 from tests.kernels.test_paged_attention import shorten_segments
 
 EOS = 5
@@ -269,6 +271,42 @@ def test_min_tokens_keeps_a_completion_from_stopping(model):
     both = dataclasses.replace(params, ignore_eos=False, min_tokens=1)
     assert drawn(generate(model, prompt, both))[0][0][0][1:] == free.token_ids[1 : end + 1]
     assert free.token_ids[0] != EOS
+
+
+def test_first_index_goes_on_with_the_noise(model):
+    prompt = [[1, 2, 3]]
+    six = drawn(generate(model, prompt, SamplingParams(max_tokens=9, n=6, seed=4)))[0]
+    last = drawn(generate(model, prompt, SamplingParams(max_tokens=9, n=2, seed=4, first_index=4)))[0]
+    assert last == six[4:]
+
+
+FILTERED = {"top_p": {"top_p": 0.7}, "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "temperature": 1.3}}
+
+
+@pytest.mark.parametrize("filters", FILTERED)
+def test_filtered_completions_are_scored_as_they_were_drawn(model, prompts, filters):
+    """Bit for bit with their thresholds, whatever else runs: other requests, preemption."""
+    options = FILTERED[filters]
+    params = SamplingParams(max_tokens=20, n=2, ignore_eos=True, logit_thresholds=True, **options)
+    outputs = generate(model, prompts, params)
+    rows = [(o.prompt_token_ids, c) for o in outputs for c in o.completions]
+    policy = Policy(model, SFTConfig(gradient_checkpointing=False), None, options.get("temperature", 1.0))
+    for prompt, completion in rows:
+        assert completion.thresholds.dtype == np.float32 and len(completion.thresholds) == 20
+        ids, targets = np.array(prompt + completion.token_ids, np.int32), len(prompt) + np.arange(20)
+        batch = TargetBatch.of(ids, np.array([len(ids)]), targets, completion.thresholds)
+        logprobs, entropy = (device.xp().empty(20, np.float32) for _ in range(2))
+        policy.logprobs(batch, logprobs, entropy)
+        assert_same_bits(logprobs, np.float32(completion.logprobs))
+    others = SamplingParams(max_tokens=9, top_k=3)
+    mixed = LLM(model, None, EngineConfig(max_num_seqs=9, num_gpu_blocks_override=8))
+    again = mixed.generate([p for p in prompts for _ in range(2)], [params, others] * len(prompts))
+    assert mixed.engine.num_preemptions > 0
+    assert again[1].completions[0].thresholds is None
+    for one, other in zip(outputs, again[::2], strict=True):
+        assert drawn([one]) == drawn([other])
+        for first, second in zip(one.completions, other.completions, strict=True):
+            assert_same_bits(first.thresholds, second.thresholds)
 
 
 def test_stop_strings_after_min_tokens(model):

@@ -32,8 +32,8 @@ KERNELS = [
     (reduce.sum_of_squares_kernel(4, True), [F1, F1]),
     (adamw.adamw_kernel(4, True, True), [H1, F1, F1, F1, F1, F1, "int64", "uint32[::1]", "int64"]),
     (sampling.repetition_penalty_kernel, [F2, F1, "int32[:,::1]"]),
-    (logprob.logp_backward_kernel(4), [H2, I1, "int64", "float32", F1, F1, F1, F1, H2]),
-    (logprob.logp_backward_kernel(4, True), [H2, I1, "int64", "float32", F1, F1, F1, F1, H2]),
+    (logprob.logp_backward_kernel(4), [H2, I1, "int64", "float32", F1, F1, F1, F1, F1, H2]),
+    (logprob.logp_backward_kernel(4, True, True), [H2, I1, "int64", "float32", F1, F1, F1, F1, F1, H2]),
     (policy_loss.reduce_stats_kernel, [F2, F1, F1]),
     (gae.gae_kernel, [F1, F1, I1, "float32", "float32", F1, F1]),
 ]

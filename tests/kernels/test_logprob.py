@@ -154,6 +154,17 @@ def test_gradient_of_references(rng):
 
     assert_gradient(loss_with_entropy, dhidden, hidden, "dhidden with dentropy")
     assert_gradient(loss_with_entropy, dweight, weight, "dweight with dentropy")
+    thresholds = np.sort(hidden @ weight.T, axis=1)[:, 2:4].mean(axis=1)
+    ids = np.argmax(hidden @ weight.T, axis=1).astype(np.int32)
+    dhidden, dweight = linear_logp_backward_ref(hidden, weight, ids, dlogp, 0.7, dentropy, thresholds)
+
+    def masked_loss():
+        logp, _, entropy, _ = linear_logp_ref(hidden, weight, ids, 0.7, thresholds)
+        return float(np.sum(logp * dlogp + entropy * dentropy))
+
+    assert_gradient(masked_loss, dhidden, hidden, "dhidden with thresholds")
+    assert_gradient(masked_loss, dweight, weight, "dweight with thresholds")
+    ids = np.int32([0, 5, IGNORED, 2])
     logits = rng.standard_normal((4, 6))
     dlogits = logp_backward_ref(logits, ids, dlogp, 0.7)
     assert_gradient(lambda: float(np.sum(logp_ref(logits, ids, 0.7)[0] * dlogp)), dlogits, logits, "dlogits")
@@ -294,6 +305,67 @@ def test_entropy_of_masked_vocabulary_has_a_gradient_in_kernels():
     test_entropy_of_masked_vocabulary_has_a_gradient()
 
 
+def masked_and_renormalised(rng, rows=6, vocabulary=90, width=7, dtype="float32"):
+    """linear_logp and its gradients with thresholds, in one call and in two, against the reference in float64."""
+    kind, xp = device.dtype(dtype), device.xp()
+    hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
+    weight = (3 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
+    logits = hidden.astype(np.float64) @ weight.astype(np.float64).T
+    # Halfway between two logits, so that rounding keeps the same ones. All, one, some of a row.
+    order, kept = np.sort(logits, axis=1)[:, ::-1], np.resize([vocabulary - 1, 1, 5, 40], rows)
+    thresholds = np.array([order[i, k - 1 : k + 1].mean() for i, k in enumerate(kept)]).astype(np.float32)
+    ids = np.array([np.argsort(-logits[i])[rng.integers(0, k)] for i, k in enumerate(kept)], np.int32)
+    dlogp, dentropy = (rng.standard_normal(rows).astype(np.float32) for _ in range(2))
+    hd, wd, idd, td, dd = (device.asarray(a) for a in (hidden, weight, ids, thresholds, dlogp))
+    out, lse, entropy, top1 = (xp.empty(rows, t) for t in (np.float32, np.float32, np.float32, np.int32))
+    linear_logp(hd, wd, idd, 0.8, out, lse, entropy, top1, td)
+    expected = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.8, thresholds)
+    for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
+        assert_close(actual, value, "float32", terms=vocabulary, scale=30.0, what=what)
+    # One token left is certain.
+    assert device.to_host(out)[1] == 0 and abs(device.to_host(entropy)[1]) < 1e-6
+    wide = hidden.astype(np.float64), weight.astype(np.float64), ids, dlogp.astype(np.float64), 0.8
+    lost = 4 * ROUNDING[dtype] / ROUNDING["float32"]
+    for by_entropy in (False, True):
+        dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.zeros((vocabulary, width), np.float32)
+        options = {"entropy": entropy, "dentropy": device.asarray(dentropy)} if by_entropy else {}
+        linear_logp_backward(hd, wd, idd, 0.8, lse, dd, dhidden, dweight, thresholds=td, **options)
+        dh, dw = linear_logp_backward_ref(*wide, dentropy.astype(np.float64) if by_entropy else None, thresholds)
+        assert_close(dhidden, dh, terms=vocabulary + lost, scale=200.0, what="dhidden")
+        assert_close(dweight, dw, dtype, terms=400, scale=100.0, what="dweight")
+    again = [xp.empty(rows, np.float32) for _ in range(2)]
+    gradients = xp.empty((rows, width), kind), xp.empty((vocabulary, width), np.float32)
+    linear_logp_with_gradient(hd, wd, idd, 0.8, dd, *again, *gradients, accumulate=False, thresholds=td)
+    dh, dw = linear_logp_backward_ref(*wide, None, thresholds)
+    assert_same_bits(again[0], out, "logp with its gradient")
+    assert_close(gradients[0], dh, terms=vocabulary + 2 * lost, scale=200.0, what="dhidden with logp")
+    assert_close(gradients[1], dw, dtype, terms=400, scale=200.0, what="dweight with logp")
+
+
+def test_thresholds(rng):
+    masked_and_renormalised(rng)
+
+
+@pytest.mark.sim
+def test_thresholds_in_kernels(rng):
+    masked_and_renormalised(rng)
+    with dispatch.forced("simt"):
+        masked_and_renormalised(rng, dtype="bfloat16")
+
+
+def test_an_id_below_its_threshold_has_no_probability():
+    logits, ids = device.asarray(np.float32([[1, 2, 3]])), device.asarray(np.int32([0]))
+    out, lse = device.xp().empty(1, np.float32), device.xp().empty(1, np.float32)
+    logp_of_logits(logits, ids, 1.0, out, lse, thresholds=device.asarray(np.float32([2.0])))
+    assert device.to_host(out)[0] == -np.inf
+    assert abs(device.to_host(lse)[0] - np.log(np.exp(2.0) + np.exp(3.0))) < 1e-6
+
+
+@pytest.mark.sim
+def test_an_id_below_its_threshold_has_no_probability_in_kernels():
+    test_an_id_below_its_threshold_has_no_probability()
+
+
 def test_top1_is_the_lowest_of_equals():
     """Equals in one thread or lane (5, 69), and where the lowest is met last (40 before 66, 9 before 17)."""
     xp = device.xp()
@@ -321,7 +393,7 @@ def test_exponential_is_accurate():
     row = np.append(np.float32(0), x)[None]
     out = np.empty_like(row)
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    logp_backward_rows(row, np.int32([0]), 0, np.float32(1), zero, -one, out)
+    logp_backward_rows(row, np.int32([0]), 0, np.float32(1), zero, -one, zero[:0], out)
     exact = np.exp(x.astype(np.float64))
     relative = np.abs(out[0, 1:] - exact) / exact
     assert relative[x > -87].max() < 2**-23

@@ -16,7 +16,7 @@ from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, LogprobConfig, can
 from rlnumba.kernels.sampling.ops import sample
 from rlnumba.runtime import device, dispatch
 from tests.close import ROUNDING, assert_close, assert_same_bits
-from tests.kernels.test_logprob import NAMES, one_and_two_calls
+from tests.kernels.test_logprob import NAMES, masked_and_renormalised, one_and_two_calls
 
 pytestmark = pytest.mark.sm90
 QWEN3_06B = (16_384, 151_936, 1024)
@@ -163,6 +163,23 @@ def test_simulator_with_gradient(rng, dtype, temperature):
 
 
 @pytest.mark.sim
+def test_simulator_thresholds(rng):
+    """The three forms with thresholds: the chunked kernels' results; the forward's bits are theirs."""
+    no_gpu()
+    with dispatch.forced("sm90"):
+        masked_and_renormalised(rng, rows=9, vocabulary=304, width=64, dtype="bfloat16")
+    hidden, weight, ids, _ = make(rng, 5, 304, 72, "bfloat16", ignored=False)
+    logits = np.empty((5, 304), np.float32)
+    gemm_with_config(Sm90GemmConfig(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
+    ids, thresholds = logits.argmax(axis=1).astype(np.int32), np.sort(logits, axis=1)[:, 200].copy()
+    out, plain = terms(5), terms(5)
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, config=SIMULATED, thresholds=thresholds)
+    logp_of_logits(logits, ids, 0.8, *plain, thresholds)
+    for one, other, what in zip(out, plain, ("logp", "lse", "entropy", "top1"), strict=True):
+        assert_same_bits(one, other, what)
+
+
+@pytest.mark.sim
 def test_simulator_short_last_split(rng, monkeypatch):
     """On three SMs two tiles of five rounds are two of four, and for the third SM two of one."""
     no_gpu()
@@ -179,14 +196,23 @@ def test_simulator_short_last_split(rng, monkeypatch):
     check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_backward_compiles_for_gpus(compile_offline, entropy):
-    """The config that the operators choose: no float64, no spills."""
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("dlogits", {}),
+        ("dlogits", {"entropy": True}),
+        ("dlogits", {"masked": True}),
+        ("forward", {"entropy": True, "masked": True}),
+        ("exponentials", {"entropy": True}),
+    ],
+)
+def test_kernels_compile_for_gpus(compile_offline, mode, options):
+    """The configs that the operators choose: no float64, no spills."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    types = ["uint8[::1]"] * 3 + ["int32[::1]", "float32[::1]", "float32[::1]", "float32", "float32[::1]"]
-    types += ["float32[::1]"] + ["int64"] * 6
-    config = LogprobConfig("bfloat16", "dlogits", entropy=entropy)
+    types = ["uint8[::1]"] * 3 + ["int32[::1]", *["float32[::1]"] * 3, "float32", *["float32[::1]"] * 2]
+    types += ["int64"] * 6
+    config = LogprobConfig("bfloat16", mode, **options)
     assert not compile_offline(logprob_kernel(config), tuple(types), (9, 0, "a"))
 
 

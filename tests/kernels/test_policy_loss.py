@@ -48,6 +48,8 @@ CONFIGS = [
     {"loss_type": "sapo", "importance_sampling_level": "sequence"},
     {"loss_type": "vespo", "importance_sampling_correction": "token_mask", "importance_sampling_clip_max": 1.4},
     {"loss_type": "vespo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_clip_max": 1.1},
+    {"loss_type": "dppo", "dppo_mask_high": 0.05, "dppo_mask_low": 0.05, "beta": 0.1, "dppo_kl_coef": 0.1},
+    {"loss_type": "dapo", "rollout_is": "token", "rollout_is_threshold": "0.8_1.25"},
 ]
 
 
@@ -141,6 +143,39 @@ def test_gradient_of_reference(rng, loss_type, level):
             return policy_loss_ref(*arrays, config, 0.2)[0]
 
         assert_gradient(loss, gradient, arrays[0], loss_type)
+
+
+def test_dppo_by_hand():
+    """Tokens of all four kinds: kept, or dropped by a change of probability of more than 0.2; both signs."""
+    lp, roll = np.log([0.5, 0.9, 0.5, 0.1]), np.log([0.4, 0.5, 0.6, 0.5])
+    arrays = [lp, lp + 9, lp, roll, np.array([2.0, -1.0]), np.ones(4), np.array([0, 2, 4], np.int32)]
+    config = loss_config("dppo", importance_sampling_correction="token_mask", importance_sampling_clip_max=0.01)
+    loss, gradient, _ = policy_loss_ref(*arrays, config, 0.25)
+    log_ratio = lp - roll
+    expected = [-2 * 0.5 / 0.4, 0, 1 * 0.5 / 0.6, 0] + 1e-3 * log_ratio**2
+    assert abs(loss - expected.mean()) < 1e-12
+    slopes = np.array([-2 * 0.5 / 0.4, 0, 0.5 / 0.6, 0]) + 2e-3 * log_ratio
+    np.testing.assert_allclose(gradient, slopes / 4, atol=1e-12)
+
+
+def test_dppo_gradient_of_reference(rng):
+    arrays = batch(rng, [5, 3, 2, 4])
+    config = loss_config("dppo", beta=0.3, dppo_mask_high=0.03, dppo_mask_low=0.03, dppo_kl_coef=0.2)
+    gradient = policy_loss_ref(*arrays, config, 0.2)[1]
+    assert_gradient(lambda: policy_loss_ref(*arrays, config, 0.2)[0], gradient, arrays[0], "dppo")
+
+
+def test_icepop_by_hand():
+    """A token's ratio of trainer and sampler weighs it within the bounds, these included; outside it has no weight."""
+    old = np.log([0.5, 0.5, 0.5, 0.5])
+    roll = np.log([0.5, 0.25, 0.2, 0.9])
+    arrays = [old, old, old, roll, np.array([1.0]), np.ones(4), np.array([0, 4], np.int32)]
+    config = loss_config("dapo", rollout_is="token", rollout_is_threshold="0.6_2.0")
+    np.testing.assert_allclose(policy_loss_ref(*arrays, config, 1.0)[1], [-1.0, -2.0, 0.0, 0.0], atol=1e-12)
+    truncated = loss_config("dapo", rollout_is="token", rollout_is_threshold="2.0")
+    np.testing.assert_allclose(policy_loss_ref(*arrays, truncated, 1.0)[1], [-1.0, -2.0, -2.0, -5 / 9], atol=1e-12)
+    whole = loss_config("dapo", rollout_is="sequence", rollout_is_threshold="1.0_3.0")
+    np.testing.assert_allclose(policy_loss_ref(*arrays, whole, 1.0)[1], [-25 / 9] * 4, atol=1e-12)
 
 
 def test_on_policy_gradient_is_advantage(rng):
@@ -317,6 +352,15 @@ def test_missing_log_probs_and_wrong_values_are_named(rng):
         loss_config("ppo")
     with pytest.raises(ConfigError, match=r"train.max_completion_length must be at least 1, got 0"):
         loss_config("dr_grpo", max_completion_length=0)
+    with pytest.raises(ValueError, match=r"policy_loss: dppo needs rollout_logprobs, got None"):
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config("dppo"), 1.0, *outputs)
+    with pytest.raises(ConfigError, match="train.loss_type dppo has a ratio a token"):
+        loss_config("dppo", "sequence")
+    for value in ("x", "0", "2_1", "1_2_3", "-1_2"):
+        with pytest.raises(
+            ConfigError, match=r'train.rollout_is_threshold must be a number above 0, or two as "0.5_2.0"'
+        ):
+            loss_config(rollout_is="token", rollout_is_threshold=value)
     with pytest.raises(ConfigError, match=r"train.vllm_importance_sampling_clip_min \(3.0\) must be below"):
         loss_config(importance_sampling_clip_min=3.0)
 

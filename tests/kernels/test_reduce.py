@@ -3,6 +3,7 @@ import pytest
 
 from rlnumba.kernels.nn import reduce
 from rlnumba.kernels.nn.reduce import (
+    column_sums,
     group_mean_std,
     group_mean_std_ref,
     masked_whiten,
@@ -48,6 +49,34 @@ def run_groups(rng, groups, group_sizes):
     expected = group_mean_std_ref(x.astype(np.float64))
     for name, actual, value in zip(("mean", "std"), (mean, std), expected, strict=True):
         assert_close(actual, value, terms=group_sizes + 1, scale=3, what=name)
+
+
+def run_column_sums(rng, rows, columns, dtype):
+    x, total = rng.standard_normal((rows, columns)).astype(dtype), rng.standard_normal(columns, np.float32)
+    out, again = device.asarray(total.copy()), device.asarray(total.copy())
+    column_sums(device.asarray(x), out)
+    column_sums(device.asarray(x), again)
+    expected = total + x.astype(np.float64).sum(axis=0)
+    assert_close(out, expected, terms=rows + 1, scale=3, what="column sums")
+    assert_same_bits(out, again, "a second run")
+
+
+@pytest.mark.sim
+def test_simulator_column_sums(rng):
+    for rows, columns, dtype in [(0, 5, "float32"), (1, 1, "float32"), (130, 300, "float32"), (65, 4, "float16")]:
+        run_column_sums(rng, rows, columns, device.DTYPES[dtype])
+
+
+def test_numpy_device_column_sums(rng):
+    if device.name() == "cpu":
+        run_column_sums(rng, 700, 33, np.dtype(np.float32))
+        run_column_sums(rng, 70, 33, device.DTYPES["bfloat16"])
+
+
+@pytest.mark.gpu
+def test_gpu_column_sums(rng):
+    for dtype in ("float32", "bfloat16", "float16"):
+        run_column_sums(rng, 20_001, 1030, device.DTYPES[dtype])
 
 
 @pytest.mark.sim

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn import row_sum
 from rlnumba.kernels.philox import noise_key
@@ -487,6 +488,52 @@ def test_reference_noise_is_a_word_of_the_tokens_own_counter():
     segment_words = noise_words_ref(10, noise_key(1, [2]), 3, 4, draw_module.SEGMENT_NOISE)
     assert len({*words.tolist(), *segment_words.tolist()}) == 20
     assert np.array_equal(words[:6], noise_words_ref(6, noise_key(1, [2]), 3, 4))
+
+
+def replayed(rng, rows, columns, filters):
+    """Draws with thresholds: the tokens are those without, the thresholds keep what the filters do, and the log-probs
+    have the bits of logp_of_logits with these thresholds."""
+    arguments = make(rng, rows, columns, **FILTERS[filters])
+    xp = device.xp()
+    on_device = [device.asarray(value) for value in arguments.values()]
+    plain_ids, plain_logprobs = draw(arguments)
+    token_ids, logprobs, thresholds = xp.empty(rows, np.int32), xp.empty(rows, np.float32), xp.empty(rows, np.float32)
+    replay = np.ones(rows, np.int32)
+    replay[0] = 0
+    sample(*on_device, token_ids, logprobs, thresholds, device.asarray(replay))
+    assert_same_bits(token_ids, plain_ids)
+    assert_same_bits(logprobs[:1], plain_logprobs[:1], "a row that wants no replay")
+    host, limits = arguments["logits"], device.to_host(thresholds)
+    if filters in ("none", "temperature"):
+        assert np.all(limits == -np.inf)
+        assert_same_bits(logprobs, plain_logprobs)
+        return
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[filters]
+    for row, limit in zip(host, limits, strict=True):
+        kept = kept_ref(row.astype(np.float64), *(options[name] for name in ("temperature", "top_k", "top_p", "min_p")))
+        # A sum may reach top_p a token earlier or later.
+        assert np.sum(kept != (row >= limit)) <= 1
+    scored, lse = xp.empty(rows, np.float32), xp.empty(rows, np.float32)
+    logp_of_logits(device.asarray(host), token_ids, options["temperature"], scored, lse, thresholds=thresholds)
+    assert_same_bits(scored[1:], logprobs[1:])
+    assert_close(scored, plain_logprobs, "float32", terms=columns, scale=20.0)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_replayed(rng, filters):
+    replayed(rng, *((3, 700) if device.name() == "sim" else (40, 3000)), filters)
+
+
+@pytest.mark.parametrize("filters", ["top_p", "all"])
+@pytest.mark.sim
+def test_replayed_in_kernels(rng, filters):
+    replayed(rng, 3, 700, filters)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", FILTERS)
+def test_gpu_replayed(rng, filters):
+    replayed(rng, 64, QWEN_VOCABULARY, filters)
 
 
 def penalise(logits, penalty, history):

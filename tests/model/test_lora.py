@@ -6,10 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from rlnumba.config import LoraConfig
+from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine import check
 from rlnumba.engine.check import check_agreement
-from rlnumba.errors import UserError
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.model import lora
 from rlnumba.model.heads import lm_head_backward, lm_head_forward
@@ -270,8 +272,6 @@ def test_rollout_and_training_agree(targets):
 
 
 def test_chunked_prefill_agrees_with_training():
-    from rlnumba.config import EngineConfig
-
     model = random_adapter(load_model(MODEL))
     config = EngineConfig(max_num_batched_tokens=16, max_num_seqs=8)
     found = check_agreement(model, config, max_tokens=8)
@@ -438,4 +438,55 @@ def test_saving_keeps_the_dtype(tmp_path):
     save_adapter(model.adapter, tmp_path)
     tensors = open_tensors(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {"F32"}
-    assert_same_bits(load_adapter(tmp_path, model.config, "float32", "base").flat, model.adapter.flat)
+    assert_same_bits(load_adapter(tmp_path, model.weights, "float32", "base").flat, model.adapter.flat)
+
+
+def saved_adapters(tmp_path):
+    """{name: folder} of three adapters of other ranks and targets."""
+    kinds = {
+        "all": {"r": 5},
+        "wide": {"r": 20, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+        "one": {"r": 1, "target_modules": ["up_proj"], "use_rslora": True},
+    }
+    for seed, (name, keys) in enumerate(kinds.items()):
+        save_model(random_adapter(load_model(MODEL), seed, **keys), tmp_path / name)
+    return {name: tmp_path / name for name in kinds}
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 24])
+def test_several_adapters_in_one_batch(tmp_path, max_num_batched_tokens):
+    """Each completion's log-probs are, bit for bit, those of training with its adapter alone."""
+    folders = saved_adapters(tmp_path)
+    config = EngineConfig(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=9)
+    llm = LLM(load_model(MODEL), None, config, adapters=folders)
+    names = ["all", None, "one", "wide", "all", "wide", None, "all"]
+    # One prompt for all, which fills blocks of the cache, and others.
+    shared = [3 + (5 * i) % 40 for i in range(40)]
+    prompts = [shared if i % 4 else shared[: 17 + i] for i in range(len(names))]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, n=2)
+    outputs = llm.generate(prompts, params, adapters=names)
+    assert len({tuple(output.completions[0].token_ids) for output in outputs[1:4]}) == 3
+    for name, output in zip(names, outputs, strict=True):
+        model = load_model(MODEL) if name is None else load_model(folders[name], base=MODEL)
+        batch = pack([output.prompt_token_ids + c.token_ids for c in output.completions])
+        scored = np.split(device.to_host(score(model, batch).logprobs), np.cumsum(batch.lengths)[:-1])
+        for completion, logprobs in zip(output.completions, scored, strict=True):
+            assert_same_bits(np.float32(completion.logprobs), logprobs[len(output.prompt_token_ids) :], name or "base")
+    # Again, with the prompts' blocks in the cache: the same bits.
+    again = llm.generate(prompts, params, adapters=names)
+    for first, second in zip(outputs, again, strict=True):
+        assert [c.logprobs for c in first.completions] == [c.logprobs for c in second.completions]
+
+
+def test_names_of_adapters(tmp_path):
+    llm, params = LLM(load_model(MODEL), None, adapters=saved_adapters(tmp_path)), SamplingParams(max_tokens=3)
+    found = [
+        llm.generate([[5, 6]], params, adapters=a)[0].completions[0].logprobs for a in ("one", ["one"], "all", None)
+    ]
+    assert found[0] == found[1] != found[2] and found[3] not in found[:3]
+    with pytest.raises(ConfigError, match="no adapter 'two'; the LLM was made with all, wide, one"):
+        llm.generate([[5]], adapters="two")
+    with pytest.raises(ValueError, match="2 prompts with 1 adapters"):
+        llm.generate([[5], [6]], adapters=["one"])
+    with pytest.raises(ConfigError, match="several adapters need a model without one"):
+        LLM(random_adapter(load_model(MODEL)), adapters=saved_adapters(tmp_path))

@@ -3,12 +3,26 @@
 import json
 import pathlib
 
-from rlnumba.config import DataConfig, GRPOConfig, GRPORun, RewardConfig, RewardRun, RewardsConfig, SFTConfig, SFTRun
+from rlnumba.config import (
+    DataConfig,
+    DPOConfig,
+    DPORun,
+    GRPOConfig,
+    GRPORun,
+    KTOConfig,
+    KTORun,
+    RewardConfig,
+    RewardRun,
+    RewardsConfig,
+    SFTConfig,
+    SFTRun,
+)
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 MODEL = GOLDEN / "tiny-qwen3"
 SFT_ROWS = GOLDEN / "sft_rows.jsonl"
 PAIR_ROWS = GOLDEN / "pair_rows.jsonl"
+PREFERENCE_ROWS = {"dpo": GOLDEN / "preference_rows.jsonl", "kto": GOLDEN / "kto_rows.jsonl"}
 
 REWARDS = '''
 import time
@@ -68,6 +82,19 @@ def reward_run(folder, data=None, model=MODEL, **train):
         output_dir=str(folder),
         data=DataConfig(**{"train": str(PAIR_ROWS)} | (data or {})),
         train=RewardConfig(**settings | train),
+    )
+
+
+def preference_run(kind, folder, data=None, **train):
+    """A DPORun or KTORun with the golden curves' settings, in `folder`; kind: "dpo" or "kto"."""
+    run, config = {"dpo": (DPORun, DPOConfig), "kto": (KTORun, KTOConfig)}[kind]
+    settings = golden("preference_curves.json")["config"]
+    settings |= {"shuffle_dataset": False, "gradient_checkpointing": False}
+    return run(
+        model=str(MODEL),
+        output_dir=str(folder),
+        data=DataConfig(**{"train": str(PREFERENCE_ROWS[kind])} | (data or {})),
+        train=config(**settings | train),
     )
 
 

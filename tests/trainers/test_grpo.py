@@ -78,6 +78,65 @@ def test_gradient_does_not_depend_on_the_micro_batch_split(other_sampler, loss_t
         np.testing.assert_allclose(gradient, gradients[0][1], atol=1e-5 * scale)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "vespo")),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "beta": 0.1},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_micro_batches_by_tokens_give_the_same_loss(other_sampler, options):
+    gradients, most = [], golden_rollouts().prompt_lengths + golden_rollouts().completion_lengths
+    for limit in (None, 1000, 60, 1):
+        policy = golden_policy(max_tokens_per_micro_batch=limit, **options)
+        parts = golden_rollouts().parts(4, on_policy=True)
+        pieces, _ = grpo.cut_by_tokens(policy.train, parts)
+        sizes = [len(piece.token_ids) for piece in pieces]
+        assert sum(sizes) == most.sum() and (limit is None or max(sizes) <= max(limit, most.max()))
+        assert len(pieces) == {None: 2, 1000: 2 if policy.train.loss_type == "bnpo" else 1, 1: 8}.get(
+            limit, len(pieces)
+        )
+        metrics = grpo.train_step(policy, parts, 0.0)
+        gradients.append((metrics, device.to_host(policy.grads.flat).copy()))
+    scale = np.abs(gradients[0][1]).max()
+    for metrics, gradient in gradients[1:]:
+        for name, value in metrics.items():
+            assert value == pytest.approx(gradients[0][0][name], rel=1e-5, abs=1e-6), name
+        # Sums over about a hundred tokens in another order.
+        np.testing.assert_allclose(gradient, gradients[0][1], atol=1e-5 * scale)
+
+
+def test_parts_of_tokens():
+    rollouts = golden_rollouts()
+    lengths = (rollouts.prompt_lengths + rollouts.completion_lengths).tolist()
+    for limit in (1, lengths[0], lengths[0] + lengths[1], sum(lengths)):
+        parts = rollouts.parts_of_tokens(limit)
+        taken = [(part.prompt_lengths + part.completion_lengths).tolist() for part in parts]
+        assert sum(taken, []) == lengths
+        for these, those in zip(taken, taken[1:] + [[limit + 1]], strict=True):
+            # As many as there is room for.
+            assert len(these) == 1 or sum(these) <= limit < sum(these) + those[0]
+        whole = Rollouts.joined(parts)
+        for name, value in rollouts.state().items():
+            np.testing.assert_array_equal(getattr(whole, name), value)
+
+
+def test_micro_batches_by_tokens_in_a_run(tmp_path):
+    """Off-policy steps and a reference, too: the same rewards, and the sampler stays exact."""
+    rows = []
+    for limit in (None, 70):
+        options = {"beta": 0.01, "num_iterations": 2, "max_steps": 2, "gradient_accumulation_steps": 1}
+        run = grpo_run(tmp_path / str(limit), max_tokens_per_micro_batch=limit, learning_rate=1e-4, **options)
+        grpo.run_grpo(run)
+        rows.append(metrics_of(run))
+    for row, other in zip(*rows, strict=True):
+        assert row["reward"] == other["reward"] and other["sampling/sampling_logp_difference/max"] == 0.0
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
+        assert other["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-7)
+
+
 def test_checkpointing_gives_the_same_bits(other_sampler):
     weights = []
     for checkpointing in (False, True):
@@ -597,6 +656,34 @@ def test_filters_are_corrected_for(tmp_path):
     for row in metrics_of(run):
         assert row["sampling/importance_sampling_ratio/max"] < 1.0
         assert row["sampling/sampling_logp_difference/mean"] > 0.0
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.3, "temperature": 0.7}, {"generation_kwargs": {"top_p": 0.5}}]
+)
+def test_replayed_filters_are_exact(tmp_path, filters):
+    """The sampled distribution is trained: no difference of a bit, and the gradient is known before the forward."""
+    run = grpo_run(tmp_path / "run", sampling_mask_replay=True, **filters)
+    assert grpo.sampler_is_exact(run.train)
+    grpo.run_grpo(run)
+    rows = metrics_of(run)
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] == 0.0
+        assert row["sampling/importance_sampling_ratio/min"] == row["sampling/importance_sampling_ratio/max"] == 1.0
+    assert rows[0]["grad_norm"] > 0
+    plain = grpo_run(tmp_path / "plain", **filters)
+    grpo.run_grpo(plain)
+    # Sampled alike, but this entropy is that of the tokens which are kept.
+    assert rows[0]["reward"] == metrics_of(plain)[0]["reward"] and rows[0]["entropy"] < metrics_of(plain)[0]["entropy"]
+
+
+def test_replay_of_filters_needs_generations_of_one_step_and_no_penalties():
+    for options in ({"num_iterations": 2}, {"steps_per_generation": 4}):
+        with pytest.raises(ConfigError, match="train.sampling_mask_replay needs generations that one optimizer step"):
+            grpo_config(sampling_mask_replay=True, **options)
+    train = grpo_config(sampling_mask_replay=True, repetition_penalty=1.1)
+    with pytest.raises(ConfigError, match="sampling_mask_replay replays top_p, top_k and min_p, but no penalties"):
+        grpo.sampling_params(train, 0, 1)
 
 
 def test_dynamic_sampling(tmp_path):

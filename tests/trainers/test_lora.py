@@ -9,6 +9,8 @@ import signal
 import numpy as np
 import pytest
 
+import rlnumba
+from rlnumba import cli
 from rlnumba.config import LoraConfig, load_run, to_toml
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
@@ -17,10 +19,12 @@ from rlnumba.runtime import device, memory
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.reward import run_reward
+from rlnumba.trainers.reward_model import RewardModel
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.close import assert_same_bits
-from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, grpo_run, metrics_of, reward_run, sft_run
 from tests.trainers.test_resume import elsewhere, kill_after, rows_without_times, start
 
 CURVES = GOLDEN / "lora"
@@ -223,6 +227,49 @@ def test_a_reference_that_would_move(tmp_path):
         run_grpo(run)
 
 
+def test_a_reward_model_trains_its_head_beside_the_adapter(tmp_path):
+    """The head is trained whole and saved in PEFT's form; the folder is a reward, and resumes in the same bits."""
+    run = with_lora(reward_run(tmp_path / "run", max_steps=6, save_steps=3, learning_rate=1e-2))
+    run_reward(run)
+    assert metrics_of(run)[-1]["loss"] < metrics_of(run)[0]["loss"]
+    final = tmp_path / "run" / "final"
+    config = json.loads((final / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    score = adapter_tensors(final)["base_model.model.score.weight"]
+    assert score.shape == (1, 32) and np.abs(score).max() > 1e-3
+    other = elsewhere(run, tmp_path / "resumed")
+    shutil.copytree(run.output_dir, other.output_dir)
+    run_reward(other, resume=3)
+    assert hash_of(other) == hash_of(run)
+    prompts, completions = ["what is 1+2? ", "what is 3+4? "], ["1+2=3.", "3+4=8."]
+    scores = RewardModel(final, {}).score(prompts, completions, {})
+    merged = str(tmp_path / "merged")
+    assert cli.run(["merge", "--model", str(MODEL), "--adapter", str(final), "--output", merged]) == 0
+    assert RewardModel(merged, {}).score(prompts, completions, {}) == pytest.approx(scores, abs=1e-5)
+    assert abs(scores[0] - scores[1]) > 1e-3
+    with pytest.raises(UserError, match="has no language-model head"):
+        load_model(final)
+    # A new head on an adapter that has none, and going on from one that has.
+    for init, zeros in ((CURVES / "all_linear" / "final", True), (final, False)):
+        again = with_lora(
+            reward_run(tmp_path / "again", max_steps=1, learning_rate=0.0), init=str(init), r=16, lora_alpha=32
+        )
+        run_reward(again)
+        kept = adapter_tensors(tmp_path / "again" / "final")["base_model.model.score.weight"]
+        assert (not kept.any()) == zeros and (zeros or np.array_equal(kept, score))
+
+
+def test_from_python(tmp_path):
+    config = rlnumba.LoraConfig(r=4, target_modules=["q_proj"])
+    args = rlnumba.SFTConfig(output_dir=str(tmp_path), max_steps=1)
+    trainer = rlnumba.SFTTrainer(str(MODEL), args, SFT_ROWS, peft_config=config)
+    trainer.train()
+    assert trainer.run.lora == config
+    llm = rlnumba.LLM(tmp_path / "final")
+    assert llm.model.adapter.lora.r == 4 and llm.tokenizer is not None
+    assert llm.generate(["what is "], rlnumba.SamplingParams(max_tokens=2))[0].completions[0].token_ids
+
+
 def test_the_section_is_optional(tmp_path):
     path = tmp_path / "run.toml"
     base = f'model = "{MODEL}"\noutput_dir = "x"\n[data]\ntrain = "rows.jsonl"\n'
@@ -247,3 +294,13 @@ def test_the_section_is_optional(tmp_path):
         path.write_text(f"{base}[lora]\n{key}\n")
         with pytest.raises(ConfigError, match=message):
             load_run("sft", path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(device.name() != "cpu", reason="an example for the CPU")
+def test_the_example_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(GOLDEN.parent.parent)
+    run = load_run("grpo", "examples/lora.toml", [("output_dir", str(tmp_path / "run"))])
+    run_grpo(run)
+    rewards = [row["reward"] for row in metrics_of(run)]
+    assert np.mean(rewards[:3]) < 0.5 and np.mean(rewards[-5:]) > 0.85

@@ -16,10 +16,13 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.shapes import ShapeOnly, shapes_only
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import Planner, advise
+from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import MODEL, grpo_run, sft_run
+from tests.trainers.runs import MODEL, PAIR_ROWS, grpo_run, preference_run, reward_run, sft_run
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="compares with the arrays of the cpu device")
 GIB = 1 << 30
@@ -62,6 +65,7 @@ def assert_planned(kind, run, train):
     [
         {},
         {"gradient_checkpointing": True, "optim": "adamw_8bit"},
+        {"activation_memory": "selective"},
         {"packing": True, "max_length": 48, "shuffle_dataset": True},
         {"offload_optimizer": True, "optim": "adamw_bf16", "loss_type": "dft", "per_device_train_batch_size": 3},
     ],
@@ -81,6 +85,17 @@ def test_a_run_with_an_adapter_takes_what_was_planned(tmp_path, kind):
     run = sft_run(tmp_path / "run", max_steps=3) if kind == "sft" else grpo_run(tmp_path / "run", max_steps=3, beta=0.1)
     run = dataclasses.replace(run, lora=LoraConfig(r=4))
     assert_planned(kind, run, run_sft if kind == "sft" else run_grpo)
+
+
+@pytest.mark.parametrize("kind, options", [("dpo", {}), ("dpo", {"use_weighting": True}), ("kto", {})], ids=str)
+def test_preference_runs_take_what_was_planned(tmp_path, kind, options):
+    run = preference_run(kind, tmp_path / "run", max_steps=3, **options)
+    assert_planned(kind, run, run_dpo if kind == "dpo" else run_kto)
+
+
+@pytest.mark.parametrize("kept", ["full", "minimal"])
+def test_a_reward_model_takes_what_was_planned(tmp_path, kept):
+    assert_planned("reward", reward_run(tmp_path / "run", max_steps=3, activation_memory=kept), run_reward)
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):
@@ -162,6 +177,12 @@ def test_the_command(tmp_path, capfd):
     assert cli.run(["plan", "--config", str(file), "--gpu-memory", "80"]) == 0
     out = capfd.readouterr().out
     assert "on a GPU" in out and "of 80.00 GiB" in out and "CUDA context" in out and 'train.dtype = "bfloat16"' in out
+    # A file of pairs is read by sft, too, whose data it is not.
+    file.write_text(f'model = "{MODEL}"\noutput_dir = "run"\n[data]\ntrain = "{PAIR_ROWS}"\n[train]\nmax_steps = 2')
+    assert cli.run(["plan", "--config", str(file)]) == 0
+    assert capfd.readouterr().out.startswith(f"dpo of {MODEL} on the cpu device (--trainer for kto or reward)")
+    assert cli.run(["plan", "--config", str(file), "--trainer", "reward"]) == 0
+    assert capfd.readouterr().out.startswith(f"reward of {MODEL} on the cpu device\n")
     file.write_text(to_toml(grpo_run(tmp_path / "grpo")))
     assert cli.run(["plan", "--config", str(file)]) == 0
     assert capfd.readouterr().out.startswith("grpo of ")
@@ -171,7 +192,7 @@ def test_bad_input_of_the_command(tmp_path, capfd):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(sft_run(tmp_path / "run")))
     assert cli.run(["plan", "--config", str(file), "--trainer", "sftt"]) == 2
-    assert capfd.readouterr().err.startswith("rlnumba: --trainer: must be one of sft, grpo")
+    assert capfd.readouterr().err.startswith("rlnumba: --trainer: must be one of sft, ")
     assert cli.run(["plan", "--config", str(file), "--model", str(tmp_path / "none")]) == 1
     assert capfd.readouterr().err == f"rlnumba: {tmp_path / 'none'}: no such model folder\n"
     file.write_text("seed = 1\n")

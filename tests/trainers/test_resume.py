@@ -17,13 +17,17 @@ from rlnumba.engine.llm import LLM
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.runs import MODEL, grpo_run, metrics_of, preference_run, sft_run
 
 # So that most checkpoints lie inside of a generation.
 FOUR_STEPS_A_GENERATION = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
+
+PREFERENCE = {"dpo": run_dpo, "kto": run_kto}
 
 
 def hash_of(run):
@@ -69,10 +73,13 @@ def kill_after(process, run, steps):
 
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
 def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "killed", max_steps=150, save_steps=10, shuffle_dataset=True, packing=True)
+    elif kind in PREFERENCE:
+        settings = {"max_steps": 100, "save_steps": 7, "shuffle_dataset": True, "gradient_accumulation_steps": 2}
+        run = preference_run(kind, tmp_path / "killed", **settings, sync_ref_model=True, ref_model_sync_steps=5)
     else:
         run = grpo_run(
             tmp_path / "killed",
@@ -84,7 +91,7 @@ def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
             ref_model_sync_steps=7,
         )
     whole = elsewhere(run, tmp_path / "whole")
-    {"sft": run_sft, "grpo": run_grpo}[kind](whole)
+    {"sft": run_sft, "grpo": run_grpo, **PREFERENCE}[kind](whole)
     steps = run.train.max_steps
     kills = 0
     for target in (steps // 5, steps // 2):
@@ -105,10 +112,12 @@ def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
             assert killed.read() == all.read()
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
 def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
     if kind == "sft":
         run = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
+    elif kind in PREFERENCE:
+        run = preference_run(kind, tmp_path / "run", max_steps=6, save_steps=1, precompute_ref_log_probs=True)
     else:
         run = grpo_run(
             tmp_path / "run",
@@ -117,7 +126,7 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
             save_steps=1,
             dynamic_sampling=True,
         )
-    train = {"sft": run_sft, "grpo": run_grpo}[kind]
+    train = {"sft": run_sft, "grpo": run_grpo, **PREFERENCE}[kind]
     train(run)
     expected, rows = hash_of(run), rows_without_times(run)
     if kind == "grpo":

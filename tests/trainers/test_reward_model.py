@@ -125,6 +125,11 @@ def test_a_failure_is_a_reward_s(tmp_path, folder):
         else:
             scores = loaded.score(*arguments)
             assert np.isnan(scores.values).all() and scores.errors == {"judge": 1}
+            # Groups are scored together; only the completion that is too long has no value.
+            groups = [(["a", "a"], ["b", "b" * 256], [[3], [3]], {}), (["a"], ["b"], [[3]], {})]
+            scores = loaded.collect([loaded.submit(*group) for group in groups])
+            assert np.isnan(scores.values[:, 0]).tolist() == [False, True, False] and scores.errors == {"judge": 1}
+            assert scores.values[0, 0] == scores.values[2, 0]
 
 
 def test_a_model_has_no_timeout(tmp_path, folder, monkeypatch):

@@ -1,15 +1,19 @@
 """From prompts to packed batches: order, groups, metrics, and the alignment of every per-token array."""
 
+import json
+
 import numpy as np
 import pytest
 
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
 from rlnumba.runtime import device
+from rlnumba.trainers import grpo
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import (
     Generation,
@@ -17,6 +21,7 @@ from rlnumba.trainers.rollout import (
     Rollouts,
     Sample,
     derived_seed,
+    distinct_params,
     epoch_order,
     frac_reward_zero_std,
     generate,
@@ -26,7 +31,7 @@ from rlnumba.trainers.rollout import (
 )
 from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_same_bits
-from tests.trainers.runs import MODEL, grpo_config
+from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
 
 def sample(reward=0.0, prompt=(3, 4), completion=(5, 1), reason="stop", values=None, logprobs=None):
@@ -294,3 +299,62 @@ def test_rewards_are_weighted_sums_without_those_that_have_none():
     assert said[-1] == "4 of 4 completions, 12 tokens" and said[0] == "0 of 4 completions, 4 tokens"
     assert {sample.pad_token_id for sample in generation.samples} == {tokenizer.pad_token_id}
     assert {"time/generate", "time/reward"} < clock.read().keys()
+
+
+def test_equal_prompts_in_a_generation_have_different_noise():
+    """The k-th occurrence goes on with the completion index, those that occur once are left alone."""
+    params = SamplingParams(n=4, seed=7)
+    found = distinct_params([[1, 2], [3], [1, 2], [1], [1, 2], [3]], params)
+    assert [p.first_index for p in found] == [0, 0, 4, 0, 8, 4]
+    assert found[0] is params and all((p.n, p.seed) == (4, 7) for p in found)
+
+
+def test_completions_of_equal_rows_differ(tmp_path):
+    run = grpo_run(tmp_path / "run", num_prompts=4, max_steps=1, learning_rate=0.0, shuffle_dataset=False)
+    rows = [json.dumps({"prompt": "what is the number 7? ", "answer": "7"})] * 4
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    grpo.run_grpo(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert len({line["completion"] for line in lines}) > 12
+
+
+def test_prompts_are_drawn_by_difficulty():
+    """Without replacement, in proportion to the weights, the same from the same state."""
+    order = PromptOrder(300, True, 5, difficulty_weights=[0.0, 1.0, 4.0])
+    assert sorted(order.take(300)) == list(range(300)) and len(set(order.take(40))) == 40
+    groups = [[sample(reward) for _ in range(2)] for reward in (1.0,) * 100 + (0.5,) * 100 + (0.25,) * 100]
+    order.record(range(300), groups)
+    assert order.pool_shares() == pytest.approx({f"difficulty/{n}": 1 / 3 for n in ("easy", "normal", "hard")})
+    taken = np.array([order.take(10) for _ in range(400)]) // 100
+    assert np.mean(taken == 0) == 0
+    # Four times as likely, a little less without replacement: 0.8 of a draw of one.
+    assert 0.77 < np.mean(taken == 2) < 0.81
+    again = PromptOrder(300, True, 5, difficulty_weights=[0.0, 1.0, 4.0])
+    again.memory = json.loads(json.dumps(order.memory))
+    assert again.take(10) == order.take(10)
+    # Easy ones where there are no others.
+    assert len(set(order.take(250))) == 250
+    # A group without a reward says nothing.
+    order.record([7], [[sample(np.nan)]])
+    assert order.memory["mean_rewards"]["7"] == 1.0
+
+
+def test_pools_are_resumed(tmp_path):
+    options = {"difficulty_weights": [0.1, 1.0, 2.0], "save_steps": 2, "learning_rate": 1e-2}
+    whole = grpo_run(tmp_path / "whole", **options)
+    grpo.run_grpo(whole)
+    grpo.run_grpo(grpo_run(tmp_path / "run", max_steps=2, **options))
+    resumed = grpo_run(tmp_path / "run", **options)
+    grpo.run_grpo(resumed, resume=True)
+    rows = [metrics_of(run) for run in (whole, resumed)]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    assert [row["difficulty/hard"] for row in rows[0]] == [row["difficulty/hard"] for row in rows[1]]
+    assert rows[0][0]["difficulty/hard"] > 0
+    files = [tmp_path / name / "final" / "model.safetensors" for name in ("run", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [0.0, 0.0, 0.0], [1.0, -1.0, 2.0]])
+def test_wrong_difficulty_weights_are_named(weights):
+    with pytest.raises(ConfigError, match="train.difficulty_weights must be three weights, not negative and not all 0"):
+        grpo_config(difficulty_weights=weights)

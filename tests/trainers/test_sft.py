@@ -176,6 +176,20 @@ def test_memory_of_activations_is_less_with_checkpointing(tmp_path):
     assert peaks[1] < peaks[0]
 
 
+def test_activation_memory_changes_memory_and_no_bit(tmp_path):
+    peaks, weights = [], []
+    for kept in ("full", "selective", "minimal"):
+        memory.reset_peaks()
+        before = memory.report().get("activations", 0)
+        # It takes precedence over gradient_checkpointing.
+        options = {"activation_memory": kept, "gradient_checkpointing": kept == "full"}
+        sft.run_sft(sft_run(tmp_path / kept, max_steps=2, **options))
+        peaks.append(memory.report()["activations"] - before)
+        weights.append((tmp_path / kept / "final" / "model.safetensors").read_bytes())
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert weights[0] == weights[1] == weights[2]
+
+
 def test_rows_without_a_trained_token_are_named(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "a" * 80, "completion": "b"}, {"prompt": "a", "completion": "bc"}]

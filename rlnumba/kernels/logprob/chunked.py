@@ -12,7 +12,7 @@ import numpy as np
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
 from rlnumba.kernels.logprob import IGNORED, cpu, kernel_outputs, slices
 from rlnumba.kernels.nn.elementwise import cast
-from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms
+from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms_function
 from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -44,34 +44,49 @@ def entropy_terms(scale, entropy, slope):
     return cuda.fma(slope, entropy, scale), slope * LN_2
 
 
-@cuda.jit
-def logp_kernel(logits, ids, temperature, logp, lse, entropy, top1):
-    """A block owns a row of logits and reads it once. An id outside the vocabulary gives NaN."""
-    scratch = cuda.shared.array(32, np.float32)
-    groups = cuda.shared.array((GROUPS, 3), np.float32)
-    row = cuda.blockIdx.x
-    token = ids[row]
-    value, row_lse, row_entropy, top = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.int32(-1)
-    if token != IGNORED:
-        row_lse, row_entropy, top = row_terms(logits, np.int64(row), temperature, scratch, groups)
-        value = np.float32(math.nan)
-        if 0 <= token < logits.shape[1]:
-            value = widen(logits[row, token]) / temperature - row_lse
-    if cuda.threadIdx.x == 0:
-        store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
+@specialize
+def logp_kernel(masked):
+    """masked: whether logits below their row's threshold count as -inf."""
+    row_terms = row_terms_function(masked)
+
+    @cuda.jit
+    def logp_kernel(logits, ids, temperature, thresholds, logp, lse, entropy, top1):
+        """A block owns a row of logits and reads it once. An id outside the vocabulary gives NaN."""
+        scratch = cuda.shared.array(32, np.float32)
+        groups = cuda.shared.array((GROUPS, 3), np.float32)
+        row = cuda.blockIdx.x
+        token = ids[row]
+        value, row_lse, row_entropy, top = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.int32(-1)
+        if token != IGNORED:
+            threshold = thresholds[row] if masked else np.float32(-math.inf)
+            row_lse, row_entropy, top = row_terms(logits, np.int64(row), temperature, threshold, scratch, groups)
+            value = np.float32(math.nan)
+            if 0 <= token < logits.shape[1]:
+                value = widen(logits[row, token]) / temperature - row_lse
+                if masked and widen(logits[row, token]) < threshold:
+                    value = np.float32(-math.inf)
+        if cuda.threadIdx.x == 0:
+            store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
+
+    return logp_kernel
 
 
 @specialize
-def logp_backward_kernel(access, with_entropy=False):
-    """access: neighbouring elements of one load, 4 where the alignment of rows allows it, else 1."""
+def logp_backward_kernel(access, with_entropy=False, masked=False):
+    """access: neighbouring elements of one load, 4 where the alignment of rows allows it, else 1.
+
+    with_entropy: whether there is a dentropy; masked: whether logits below their row's threshold count as -inf.
+    """
     load, store = vector_access(access, access)
     count = 2 * access
 
     @device_function
-    def differentiate(values, at, first, target, factor, shift, scale, offset, slope):
+    def differentiate(values, at, first, target, factor, shift, scale, offset, slope, threshold):
         """values[at + i], logits of columns first + i, become their gradient."""
         for i in range(access):
             gradient = np.float32(0.0)
+            if masked and values[at + i] < threshold:
+                values[at + i] = np.float32(-math.inf)
             if with_entropy:
                 distance = max(cuda.fma(values[at + i], factor, shift), VANISHED)
                 gradient = -(cuda.fma(distance, slope, offset) * exp2(distance))
@@ -86,7 +101,7 @@ def logp_backward_kernel(access, with_entropy=False):
                 values[at + i] = scale * gradient
 
     @cuda.jit
-    def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, entropy, dentropy, dlogits):
+    def logp_backward_kernel(logits, ids, first_id, temperature, lse, dlogp, thresholds, entropy, dentropy, dlogits):
         """A block owns a row: reads its logits, of ids from first_id on, writes dlogits, which may be the same array.
 
         A thread has two loads in flight. Rows that are IGNORED, or whose dlogp (and dentropy) is 0, give 0.
@@ -99,6 +114,7 @@ def logp_backward_kernel(access, with_entropy=False):
         if with_entropy and ids[row] != IGNORED:
             offset, slope = entropy_terms(scale, entropy[row], dentropy[row] / temperature)
         target = ids[row] - first_id
+        threshold = thresholds[row] if masked else np.float32(-math.inf)
         values = cuda.local.array(count, np.float32)
         stride = access * cuda.blockDim.x
         logits_row, dlogits_row = logits[row], dlogits[row]
@@ -108,8 +124,8 @@ def logp_backward_kernel(access, with_entropy=False):
             clamped = second if second < columns else first
             load(logits_row, first, values, 0)
             load(logits_row, clamped, values, access)
-            differentiate(values, 0, first, target, factor, shift, scale, offset, slope)
-            differentiate(values, access, clamped, target, factor, shift, scale, offset, slope)
+            differentiate(values, 0, first, target, factor, shift, scale, offset, slope, threshold)
+            differentiate(values, access, clamped, target, factor, shift, scale, offset, slope, threshold)
             store(dlogits_row, first, values, 0)
             if second < columns:
                 store(dlogits_row, second, values, access)
@@ -117,38 +133,41 @@ def logp_backward_kernel(access, with_entropy=False):
     return logp_backward_kernel
 
 
-def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None):
+def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None):
     """logp, lse, entropy, top1 of linear_logp for logits (N, V) of a floating dtype; entropy and top1 may be None."""
+    masked = thresholds is not None
+    thresholds = thresholds if masked else lse[:0]
     if device.name() == "cpu":
         entropy = np.empty(ids.shape, np.float32) if entropy is None else entropy
         top1 = np.empty(ids.shape, np.int32) if top1 is None else top1
-        cpu.logp_rows(logits, ids, np.float32(temperature), logp, lse, entropy, top1)
+        cpu.logp_rows(logits, ids, np.float32(temperature), thresholds, logp, lse, entropy, top1)
         return
     outputs = kernel_outputs(logp, lse, entropy, top1, ids)
-    launch(logp_kernel, ids.shape[0], ROW_THREADS, logits, ids, float(temperature), *outputs)
+    launch(logp_kernel(masked), ids.shape[0], ROW_THREADS, logits, ids, float(temperature), thresholds, *outputs)
 
 
 def logp_of_logits_backward(
-    logits, ids, temperature, lse, dlogp, dlogits, first_id=0, entropy=None, dentropy=None
+    logits, ids, temperature, lse, dlogp, dlogits, first_id=0, entropy=None, dentropy=None, thresholds=None
 ):  # fmt: skip
     """dlogits of logp_backward_ref, of the columns of logits, whose ids begin at first_id.
 
-    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp, and entropy and dentropy or None (N,).
+    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,), and entropy, dentropy, thresholds too
+    or None.
     """
+    masked = thresholds is not None
+    thresholds = thresholds if masked else lse[:0]
     if device.name() == "cpu":
-        rows = logits, ids, first_id, np.float32(temperature), lse, dlogp
+        rows = logits, ids, first_id, np.float32(temperature), lse, dlogp, thresholds
         if dentropy is None:
             cpu.logp_backward_rows(*rows, dlogits)
         else:
             cpu.logp_entropy_backward_rows(*rows, entropy, dentropy, dlogits)
         return
-    constants = (4 if logits.shape[1] % 4 == 0 else 1,)
+    kernel = logp_backward_kernel(4 if logits.shape[1] % 4 == 0 else 1, dentropy is not None, masked)
     if dentropy is None:
         entropy = dentropy = lse[:0]
-    else:
-        constants = (*constants, True)
-    rows = logits, ids, first_id, float(temperature), lse, dlogp, entropy, dentropy
-    launch(logp_backward_kernel(*constants), ids.shape[0], ROW_THREADS, *rows, dlogits)
+    rows = logits, ids, first_id, float(temperature), lse, dlogp, thresholds, entropy, dentropy
+    launch(kernel, ids.shape[0], ROW_THREADS, *rows, dlogits)
 
 
 def _whole_tiles(count):
@@ -166,18 +185,19 @@ def backward_rows(width):
     return _whole_tiles(CHUNK_SUMS // max(width, 1))
 
 
-def linear_logp(hidden, weight, ids, temperature, *outputs):
+def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None):
     """ops.linear_logp of checked arrays, by chunks of rows."""
     step = forward_rows(weight.shape[0])
     memory = device.xp().empty((min(step, hidden.shape[0]), weight.shape[0]), np.float32)
     for rows, count in slices(hidden.shape[0], step):
         linear(hidden[rows], weight, memory[:count])
-        written = (None if array is None else array[rows] for array in outputs)
-        logp_of_logits(memory[:count], ids[rows], temperature, *written)
+        arrays = logp, lse, entropy, top1, thresholds
+        of_rows = (None if array is None else array[rows] for array in arrays)
+        logp_of_logits(memory[:count], ids[rows], temperature, *of_rows)
 
 
 def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None
 ):  # fmt: skip
     """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
@@ -193,9 +213,9 @@ def linear_logp_backward(
         for chunk, columns in slices(vocabulary, step):
             logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
             linear(h, weight[chunk], logits)
-            of_entropy = (None, None) if dentropy is None else (entropy[batch], dentropy[batch])
+            others = (None if array is None else array[batch] for array in (entropy, dentropy, thresholds))
             of_rows = ids[batch], temperature, lse[batch], dlogp[batch]
-            logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *of_entropy)
+            logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *others)
             linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
             if dweight is not None:
                 linear_backward_weight(dlogits, h, dweight[chunk])

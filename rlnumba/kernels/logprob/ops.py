@@ -5,6 +5,9 @@
     p = exp(s - lse)              entropy = lse - sum p s
     dz = (dlogp (onehot(id) - p) - dentropy p (log p + entropy)) / T
 
+With thresholds, logits below their row's count as -inf: the distribution of a sampler that keeps s >= a threshold, as
+top-k, top-p and min-p do. An id below it has log-prob -inf.
+
 A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
 
 A log-prob has the same bits where a token is drawn (kernels/sampling) and where it is scored: both add up a row in the
@@ -23,10 +26,11 @@ from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import DEBUG
 
 
-def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None):
+def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None):
     """Log-probability of ids under softmax(hidden weight^T / temperature), without an (N, V) array.
 
-    hidden (N, D), weight (V, D) of one floating dtype; ids (N,) int32, IGNORED or in [0, V); temperature > 0.
+    hidden (N, D), weight (V, D) of one floating dtype; ids (N,) int32, IGNORED or in [0, V); temperature > 0;
+    thresholds (N,) float32, of the logits before the temperature, or None for all logits.
     Written: logp, lse, entropy (N,) float32 (entropy in nats), top1 (N,) int32, the lowest index of the largest
     logit. Logits are float32. Raises ValueError for other shapes or dtypes, and for another id (on a GPU only with
     RLNUMBA_DEBUG set: else NaN).
@@ -34,48 +38,53 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     rows, vocabulary = _check_linear("linear_logp", hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
     _check_outputs("linear_logp", rows, *outputs)
+    _check_thresholds("linear_logp", rows, thresholds)
     implementation = _implementation(hidden, weight)
 
-    def run(hidden, ids, *outputs):
-        implementation.linear_logp(hidden, weight, ids, temperature, *outputs)
+    def run(hidden, ids, thresholds, *outputs):
+        implementation.linear_logp(hidden, weight, ids, temperature, *outputs, thresholds=thresholds)
 
     selected = ids != IGNORED if _selects_rows(implementation) else None
-    _run_on_rows(run, selected, (hidden, ids), outputs, implementation.forward_rows(vocabulary))
+    _run_on_rows(run, selected, (hidden, ids, thresholds), outputs, implementation.forward_rows(vocabulary))
 
 
 def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None
 ):  # fmt: skip
     """The gradient of linear_logp: dhidden =, dweight +=. The logits are computed again.
 
-    hidden, weight, ids, temperature as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden (N, D) of
-    hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp wrote it and
-    dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient of the logits is rounded
-    to hidden's dtype. Rows with dlogp and dentropy 0 give 0. Raises ValueError as linear_logp.
+    hidden, weight, ids, temperature, thresholds as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden
+    (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp
+    wrote it and dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient of the
+    logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0. Raises ValueError as linear_logp.
     """
     rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
     _check_gradients("linear_logp_backward", hidden, weight, dlogp, dhidden, dweight)
-    implementation = _implementation(hidden, weight)
-    inputs, has_gradient = (hidden, ids, lse, dlogp), dlogp != 0
+    # With both, registers of the sm_90 kernel would spill.
+    both = dentropy is not None and thresholds is not None
+    implementation = chunked if both else _implementation(hidden, weight)
+    _check_thresholds("linear_logp_backward", rows, thresholds)
+    has_gradient = dlogp != 0
     if dentropy is not None:
         for name, array in (("entropy", entropy), ("dentropy", dentropy)):
             check("linear_logp_backward", name, array, (rows,), F32)
-        inputs, has_gradient = (*inputs, entropy, dentropy), has_gradient | (dentropy != 0)
+        has_gradient = has_gradient | (dentropy != 0)
 
-    def run(hidden, ids, lse, dlogp, *others):
-        *of_entropy, dhidden = others
-        gradients = dlogp, dhidden, dweight
-        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, *gradients, *of_entropy)
+    def run(hidden, ids, lse, dlogp, entropy, dentropy, thresholds, dhidden):
+        gradients = dlogp, dhidden, dweight, entropy, dentropy, thresholds
+        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, *gradients)
 
     selected = (ids != IGNORED) & has_gradient if _selects_rows(implementation) else None
+    inputs = hidden, ids, lse, dlogp, entropy, dentropy, thresholds
     rows_at_once = implementation.backward_rows(hidden.shape[1])
     _run_on_rows(run, selected, inputs, (dhidden,), rows_at_once)
 
 
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True
-):
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
+    thresholds=None,
+):  # fmt: skip
     """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
 
     Arguments and errors as theirs. logp, lse, entropy and top1 have linear_logp's bits. accumulate: whether dweight is
@@ -83,18 +92,21 @@ def linear_logp_with_gradient(
 
     On sm90 a row takes three GEMMs instead of four, or one if its dlogp is 0, and probabilities are rounded to hidden's
     dtype once more. Beside the arguments it needs at most EXTRA_BYTES, 256 MiB (252 where D is 1,024 and V 151,936),
-    and some numbers a row. Elsewhere this is linear_logp, then linear_logp_backward, with their bits and their memory.
+    and some numbers a row. Elsewhere, and with thresholds, this is linear_logp, then linear_logp_backward, with their
+    bits and their memory.
     """
     op = "linear_logp_with_gradient"
     rows, vocabulary = _check_linear(op, hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
     _check_outputs(op, rows, *outputs)
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
-    if _implementation(hidden, weight) is chunked:
-        linear_logp(hidden, weight, ids, temperature, *outputs)
+    _check_thresholds(op, rows, thresholds)
+    if _implementation(hidden, weight) is chunked or thresholds is not None:
+        linear_logp(hidden, weight, ids, temperature, *outputs, thresholds)
         if not accumulate and dweight is not None:
             fill(0.0, dweight)
-        linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
+        gradients = lse, dlogp, dhidden, dweight
+        linear_logp_backward(hidden, weight, ids, temperature, *gradients, thresholds=thresholds)
         return
 
     def forward(hidden, ids, *outputs):
@@ -133,7 +145,7 @@ def _selects_rows(implementation):
 def _run_on_rows(run, selected, inputs, outputs, rows_at_once, clear=True):
     """run(*inputs, *outputs) on the rows that are `selected`, (N,) bool or None for all of them.
 
-    inputs and outputs: arrays of N rows, an output also None. rows_at_once: rows that run takes at a time where not all
+    inputs and outputs: arrays of N rows, also None. rows_at_once: rows that run takes at a time where not all
     are selected, since these are copied. clear: whether outputs of the other rows become 0, int32 ones -1.
     """
     kept = None if selected is None else device.xp().flatnonzero(selected).astype(np.int32)
@@ -156,7 +168,7 @@ def _run_on_copies(run, rows, inputs, outputs):
     hidden, *others = inputs
     gathered, results = empty(hidden), [empty(array) for array in outputs]
     gather_rows(hidden, rows, gathered)
-    run(gathered, *(array[rows] for array in others), *results)
+    run(gathered, *(None if array is None else array[rows] for array in others), *results)
     for array, result in zip(outputs, results, strict=True):
         if array is not None and array.ndim == 2:
             scatter_rows(result, rows, array)
@@ -189,6 +201,11 @@ def _check_outputs(op, rows, logp, lse, entropy, top1):
             check(op, name, array, (rows,), dtypes)
 
 
+def _check_thresholds(op, rows, thresholds):
+    if thresholds is not None:
+        check(op, "thresholds", thresholds, (rows,), F32)
+
+
 def _check_gradients(op, hidden, weight, dlogp, dhidden, dweight):
     check(op, "dlogp", dlogp, (hidden.shape[0],), F32)
     check(op, "dhidden", dhidden, hidden.shape, (hidden.dtype,))
@@ -196,20 +213,28 @@ def _check_gradients(op, hidden, weight, dlogp, dhidden, dweight):
         check(op, "dweight", dweight, weight.shape, F32)
 
 
-def logp_ref(logits, ids, temperature=1.0):
+def masked_logits_ref(logits, thresholds):
+    """logits (N, V), those below their row's threshold -inf; thresholds (N,) or None."""
+    return logits if thresholds is None else np.where(logits < thresholds[:, None], -np.inf, logits)
+
+
+def logp_ref(logits, ids, temperature=1.0, thresholds=None):
     """(logp, lse, entropy, top1) of logits (N, V), in their precision; ids in [0, V) or IGNORED."""
+    logits = masked_logits_ref(logits, thresholds)
     scaled = logits / logits.dtype.type(temperature)
     shifted = scaled - scaled.max(axis=1, keepdims=True)
     lse = scaled.max(axis=1) + np.log(np.exp(shifted).sum(axis=1))
     chosen = scaled[np.arange(len(ids)), np.where(ids == IGNORED, 0, ids)]
-    entropy = lse - np.sum(np.exp(scaled - lse[:, None]) * scaled, axis=1)
+    finite = np.where(np.isinf(scaled), 0.0, scaled)
+    entropy = lse - np.sum(np.exp(scaled - lse[:, None]) * finite, axis=1)
     has_id = ids != IGNORED
     top1 = np.where(has_id, logits.argmax(axis=1), -1).astype(np.int32)
     return (chosen - lse) * has_id, lse * has_id, entropy * has_id, top1
 
 
-def logp_backward_ref(logits, ids, dlogp, temperature=1.0, dentropy=None):
+def logp_backward_ref(logits, ids, dlogp, temperature=1.0, dentropy=None, thresholds=None):
     """dlogits of logp_ref's first result and, with dentropy, of its third."""
+    logits = masked_logits_ref(logits, thresholds)
     scaled = logits / logits.dtype.type(temperature)
     p = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
@@ -222,12 +247,12 @@ def logp_backward_ref(logits, ids, dlogp, temperature=1.0, dentropy=None):
     return dlogits
 
 
-def linear_logp_ref(hidden, weight, ids, temperature=1.0):
+def linear_logp_ref(hidden, weight, ids, temperature=1.0, thresholds=None):
     """(logp, lse, entropy, top1) of linear_logp, in hidden's precision."""
-    return logp_ref(hidden @ weight.T, ids, temperature)
+    return logp_ref(hidden @ weight.T, ids, temperature, thresholds)
 
 
-def linear_logp_backward_ref(hidden, weight, ids, dlogp, temperature=1.0, dentropy=None):
+def linear_logp_backward_ref(hidden, weight, ids, dlogp, temperature=1.0, dentropy=None, thresholds=None):
     """(dhidden, dweight) of linear_logp."""
-    dlogits = logp_backward_ref(hidden @ weight.T, ids, dlogp, temperature, dentropy)
+    dlogits = logp_backward_ref(hidden @ weight.T, ids, dlogp, temperature, dentropy, thresholds)
     return dlogits @ weight, dlogits.T @ hidden

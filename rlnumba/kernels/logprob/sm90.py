@@ -66,7 +66,7 @@ def is_supported(hidden, weight):
 
 def _launch(
     config, a, b, out=None, temperature=1.0, ids=None, lse=None, dlogp=None, results=None, target_logits=None,
-    first_id=0, split_rounds=0,
+    first_id=0, split_rounds=0, thresholds=None,
 ):  # fmt: skip
     """Launch logprob_kernel; None for what the mode does not use."""
     m, k = a.shape
@@ -83,12 +83,14 @@ def _launch(
         config = config._replace(stagger=0)
     out_map = unused() if out is None else tensor_map(out, ROWS, config.box_columns)
     ids = unused() if ids is None else ids
-    floats = (unused(dtype=np.float32) if array is None else array for array in (lse, dlogp, results, target_logits))
-    lse, dlogp, results, target_logits = floats
+    floats = lse, dlogp, results, target_logits, thresholds
+    floats = (unused(dtype=np.float32) if array is None else array for array in floats)
+    lse, dlogp, results, target_logits, thresholds = floats
     launch(
         logprob_kernel(config), min(tiles, device.sm_count()), (config.consumers + 1) * WARPGROUP,
         tensor_map(a, a_rows, 64), tensor_map(b, 64 if split_k else TILE_COLUMNS, 64), out_map, ids, lse, dlogp,
-        float(temperature), results, target_logits, m, n, k, first_id, split_rounds, (a_rows + TILE_COLUMNS) * LINE,
+        thresholds, float(temperature), results, target_logits, m, n, k, first_id, split_rounds,
+        (a_rows + TILE_COLUMNS) * LINE,
         shared=config.layout.nbytes, pdl=ALWAYS,
     )  # fmt: skip
 
@@ -99,12 +101,15 @@ def forward_rows(vocabulary):
     return max(1, QUARTER // (4 * RESULTS * tiles) // TILE_ROWS) * TILE_ROWS
 
 
-def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, config=None):
+def linear_logp(
+    hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, config=None, thresholds=None
+):  # fmt: skip
     """ops.linear_logp without ignored rows, for arrays that are supported.
 
     config: a LogprobConfig of mode "forward" instead of the best.
     """
     config = config or LogprobConfig(hidden.dtype.name, "forward", entropy=entropy is not None, top1=top1 is not None)
+    config = config._replace(masked=thresholds is not None)
     xp, tiles = device.xp(), -(-weight.shape[0] // TILE_COLUMNS)
     step = min(forward_rows(weight.shape[0]), hidden.shape[0])
     all_results = xp.empty((step, tiles * RESULTS), np.float32)
@@ -112,7 +117,9 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     outputs = kernel_outputs(logp, lse, entropy, top1, ids)
     for rows, count in slices(hidden.shape[0], step):
         results, target_logits = all_results[:count].reshape(-1), all_target_logits[rows]
-        _launch(config, hidden[rows], weight, None, temperature, ids[rows], None, None, results, target_logits)
+        limits = None if thresholds is None else thresholds[rows]
+        of_rows = ids[rows], None, None, results, target_logits
+        _launch(config, hidden[rows], weight, None, temperature, *of_rows, thresholds=limits)
         inputs = results, target_logits, float(temperature)
         launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *(array[rows] for array in outputs), pdl=ALWAYS)
 
@@ -145,8 +152,8 @@ def _padded(columns):
 
 
 def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, config=None,
-    columns=None,
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
+    config=None, columns=None,
 ):  # fmt: skip
     """ops.linear_logp_backward without ignored rows, for arrays that are supported.
 
@@ -154,6 +161,7 @@ def linear_logp_backward(
     config: a LogprobConfig of mode "dlogits", columns: of a chunk, instead of the best.
     """
     config = config or LogprobConfig(hidden.dtype.name, "dlogits", entropy=dentropy is not None)
+    config = config._replace(masked=thresholds is not None)
     xp, (vocabulary, width) = device.xp(), weight.shape
     step = min(backward_rows(width), hidden.shape[0])
     columns = columns or chunk_columns(step, width, vocabulary)
@@ -165,7 +173,8 @@ def linear_logp_backward(
             dz = memory[: count * pitch].reshape(count, pitch)
             of_entropy = (None, None) if dentropy is None else (entropy[rows], dentropy[rows])
             of_rows = ids[rows], lse[rows], dlogp[rows], *of_entropy
-            _launch(config, h, part, dz, temperature, *of_rows, first_id=chunk.start)
+            limits = None if thresholds is None else thresholds[rows]
+            _launch(config, h, part, dz, temperature, *of_rows, first_id=chunk.start, thresholds=limits)
             gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
             if dweight is not None:
                 gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)

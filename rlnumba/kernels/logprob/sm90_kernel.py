@@ -63,7 +63,8 @@ class LogprobConfig(NamedTuple):
 
     mode: "forward", "dlogits", "exponentials" or "split_k" (A B with B MN-major). stagger: rounds by which the second
     consumer starts later. boxes: of 8 KiB through which a consumer stores its output, 2 or 4. entropy, top1: whether
-    they are wanted; with "dlogits", entropy: whether the loss has a derivative by it.
+    they are wanted; with "dlogits", entropy: whether the loss has a derivative by it. masked: whether logits below
+    their row's threshold count as -inf; not with "exponentials", whose registers would spill.
     """
 
     element: str
@@ -74,6 +75,7 @@ class LogprobConfig(NamedTuple):
     boxes: int = 2
     entropy: bool = False
     top1: bool = False
+    masked: bool = False
 
     @property
     def rows(self):
@@ -199,6 +201,17 @@ def mask_columns(acc, column, n):
         for c in range(2):
             if column + i32(i // 4 * 8 + c) >= n:
                 acc[i + c] = np.float32(-math.inf)
+
+
+@device_function
+def mask_below(acc, thresholds, row, m):
+    """-inf for the logits of a tile that are below the threshold of their row, of rows `row` and row + 8 below m."""
+    for half in range(2):
+        threshold = thresholds[row + 8 * half] if row + 8 * half < m else np.float32(-math.inf)
+        for i in range(0, TILE_COLUMNS // 2, 4):
+            for c in range(2):
+                if acc[i + 2 * half + c] < threshold:
+                    acc[i + 2 * half + c] = np.float32(-math.inf)
 
 
 @device_function
@@ -387,7 +400,7 @@ def consumer_function(config):
     mode, rows, boxes, layout, staged_bytes = config.mode, config.rows, config.boxes, config.layout, config.staged_bytes
     folds, stores, split_k = mode in ("forward", "exponentials"), mode != "forward", mode == "split_k"
     exponentials, dlogits = mode == "exponentials", mode == "dlogits"
-    with_entropy = dlogits and config.entropy
+    with_entropy, masked = dlogits and config.entropy, config.masked
     _, work = scheduler(config)
     fold_tile, differentiate = forward_epilogue(config), differentiate_function(config)
     store_columns = store_function(config)
@@ -406,8 +419,8 @@ def consumer_function(config):
 
     @device_function
     def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):
-        """Compute this block's tiles and reduce or store them; arrays: (ids, lse, dlogp, results, target_logits)."""
-        ids, lse, dlogp, results, target_logits = arrays
+        """Compute this block's tiles and reduce or store them; arrays: as unpacked here."""
+        ids, lse, dlogp, thresholds, results, target_logits = arrays
         tiles, stride, _, tiles_down, tiles_across, _, _ = schedule
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
@@ -454,6 +467,8 @@ def consumer_function(config):
             # Columns beyond the vocabulary, in the last tile.
             if not split_k and start_column + i32(TILE_COLUMNS) > n:
                 mask_columns(acc, start_column + quad_lane * 2, n)
+            if masked:
+                mask_below(acc, thresholds, row, m)
             output = out_map, start_column, first_row, staged, group, warp, lane
             if folds:
                 tile = row, m, tile_column, tiles_across
@@ -482,17 +497,17 @@ def logprob_kernel(config):
 
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
     def logprob_kernel(
-        a_map, b_map, out_map, ids, lse, dlogp, temperature, results, target_logits, m, n, k, first_id, split_rounds,
-        stage_nbytes,
+        a_map, b_map, out_map, ids, lse, dlogp, thresholds, temperature, results, target_logits, m, n, k, first_id,
+        split_rounds, stage_nbytes,
     ):  # fmt: skip
         """Tiles of 64 rows a consumer x 256 columns of a GEMM with k steps of reduction.
 
         A (m, k): hidden rows or dz; B (n, k), or (k, n) for "split_k": rows of the output matrix from first_id on. ids,
-        dlogp (m,); lse (m,), for "exponentials" the rows' reference logits; results (m, tiles, 4) and target_logits
-        (m,), the logits of ids, are written by "forward" and "exponentials"; for "dlogits" with entropy they are
-        the rows' entropy (m,) and dentropy (m,), and are read. All but "forward" write the matrix of out_map: dz, the
-        exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below the other, m
-        rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a stage's
+        dlogp, thresholds (m,); lse (m,), for "exponentials" the rows' reference logits; results (m, tiles, 4) and
+        target_logits (m,), the logits of ids, are written by "forward" and "exponentials"; for "dlogits" with entropy
+        they are the rows' entropy (m,) and dentropy (m,), and are read. All but "forward" write the matrix of out_map:
+        dz, the exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below the other,
+        m rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a stage's
         boxes. Shared memory: LogprobConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
@@ -513,7 +528,7 @@ def logprob_kernel(config):
                 produce(a, b, base, stage_nbytes, schedule)
         else:
             sm90.setmaxnreg_inc()
-            arrays = ids, lse, dlogp, results, target_logits
+            arrays = ids, lse, dlogp, thresholds, results, target_logits
             consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule)
 
     return logprob_kernel

@@ -3,6 +3,7 @@
     sum_of_squares  sum x^2                                     the gradient's norm before clipping
     masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages
     group_mean_std  mean and standard deviation of every group of completions, NaN left out
+    column_sums     total += the sum of the rows of a matrix       the mean logit of a position
 
 Sums are float32. sum_of_squares has two stages: a partial sum a block, and a second kernel that adds these in order. A
 thread adds n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
@@ -12,8 +13,9 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, check, check_all
-from rlnumba.kernels.ptx.warp import access_length, block_sum, vector_access, warp_max, warp_sum
+from rlnumba.kernels.checks import F32, FLOATS, check, check_all
+from rlnumba.kernels.nn.rmsnorm import add_partials
+from rlnumba.kernels.ptx.warp import access_length, block_sum, vector_access, warp_max, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -24,6 +26,8 @@ MAX_BLOCKS = 528
 # Elements of a vector of sum_of_squares, 16 bytes, and vectors that a thread loads before it adds the first.
 VECTOR, UNROLL = 4, 4
 BLOCK_ELEMENTS = THREADS * UNROLL * VECTOR
+# Rows that a thread of column_sums adds at least, and blocks of rows at most; both fix the order of the sum.
+CHUNK_ROWS, MAX_CHUNKS = 64, 264
 # Added to the variance in masked_whiten, as in TRL.
 EPSILON = 1e-8
 MASKS = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8))
@@ -129,6 +133,20 @@ def group_mean_std_kernel(x, mean, std):
         std[group] = math.sqrt(squares / max(count - one, one))
 
 
+@cuda.jit
+def column_sums_kernel(x, chunk_rows, partials):
+    """partials[chunk] = the sums of chunk_rows rows.
+
+    A block owns THREADS columns of a chunk, a thread one of them, whose rows it adds in ascending order.
+    """
+    column, chunk = cuda.blockIdx.x * THREADS + cuda.threadIdx.x, cuda.blockIdx.y
+    if column < x.shape[1]:
+        total = np.float32(0.0)
+        for row in range(chunk * chunk_rows, min((chunk + 1) * chunk_rows, x.shape[0])):
+            total += widen(x[row, column])
+        partials[chunk, column] = total
+
+
 def sum_of_squares(x, out):
     """out[0] = the sum of x^2.
 
@@ -174,6 +192,24 @@ def group_mean_std(x, mean, std):
         mean[...], std[...] = group_mean_std_ref(x)
         return
     launch(group_mean_std_kernel, groups, 32, x, mean, std)
+
+
+def column_sums(x, total):
+    """total += the sum of the rows of x.
+
+    x (N, D) floating, total (D,) float32. The order of the sum depends on N alone. Raises ValueError for other arrays.
+    """
+    rows, columns = check("column_sums", "x", x, (None, None), FLOATS)
+    check("column_sums", "total", total, (columns,), F32)
+    if device.name() == "cpu":
+        total += np.sum(x, axis=0, dtype=np.float32)
+        return
+    if not rows:
+        return
+    chunk_rows = max(-(-rows // MAX_CHUNKS), CHUNK_ROWS)
+    partials = device.xp().empty((-(-rows // chunk_rows), columns), np.float32)
+    launch(column_sums_kernel, (-(-columns // THREADS), len(partials)), THREADS, x, chunk_rows, partials)
+    add_partials(partials, total)
 
 
 def sum_of_squares_ref(x):

@@ -14,6 +14,7 @@ of e x. Its order is that in which wgmma leaves 256 columns of a tile in the reg
 `join` is symmetric in its bits, so a butterfly gives all lanes the same. Nothing depends on how many threads work.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -140,38 +141,47 @@ def lowest_of_best(value, index, scratch):
     return i32(-block_max(-np.float32(index) if value == best else NONE, scratch))
 
 
-@device_function
-def row_terms(logits, row, temperature, scratch, groups):
-    """(lse, entropy, top) of softmax(logits[row] / temperature), the same in every thread of a block of ROW_THREADS.
+@functools.cache
+def row_terms_function(masked=False):
+    """The device function row_terms; masked: whether a threshold leaves logits out."""
 
-    scratch: shared float32 (32,); groups as in join_classes. top is the lowest index of the largest logit, as int32.
-    """
-    columns = logits.shape[1]
-    factor = LOG2_E / temperature
-    lane = i32(cuda.threadIdx.x) % i32(32)
-    values = cuda.local.array(16, np.float32)
-    best, top = NONE, i32(0)
-    largest, total, weighted = NONE, np.float32(0.0), np.float32(0.0)
-    first_of_warp = (i32(cuda.threadIdx.x) - lane) // i32(4) * i32(TILE_COLUMNS)
-    for base in range(first_of_warp, columns, CLASSES * TILE_COLUMNS):
-        tile = NONE, np.float32(0.0), np.float32(0.0)
-        for part in range(4):
-            first = i32(base) + lane // i32(4) * i32(TILE_COLUMNS) + i32(64 * part) + lane % i32(4) * i32(2)
-            for b in range(8):
-                for c in range(2):
-                    column = first + i32(8 * b + c)
-                    values[2 * b + c] = widen(logits[row, column]) if column < columns else np.float32(-math.inf)
-            for b in range(8):
-                for c in range(2):
-                    # A lane's columns ascend: the first of equals stays.
-                    if values[2 * b + c] > best:
-                        best, top = values[2 * b + c], first + i32(8 * b + c)
-            sums = fold_sixteen(values, factor, True)
-            tile = join(tile[0], tile[1], tile[2], sums[0], sums[1], sums[2], factor)
-        tile = join_lanes(tile[0], tile[1], tile[2], 1, factor)
-        tile = join_lanes(tile[0], tile[1], tile[2], 2, factor)
-        largest, total, weighted = join(largest, total, weighted, tile[0], tile[1], tile[2], factor)
-    top = lowest_of_best(best, top, scratch)
-    largest, total, weighted = join_classes(largest, total, weighted, 4, factor, groups)
-    lse, entropy = row_results(largest, total, weighted, temperature)
-    return lse, entropy, top
+    @device_function
+    def row_terms(logits, row, temperature, threshold, scratch, groups):
+        """(lse, entropy, top) of softmax(logits[row] / temperature), the same in every thread of the block.
+
+        The block has ROW_THREADS threads. If masked, logits below the threshold count as -inf. scratch: shared float32
+        (32,); groups as in join_classes. top is the lowest index of the largest logit, as int32.
+        """
+        columns = logits.shape[1]
+        factor = LOG2_E / temperature
+        lane = i32(cuda.threadIdx.x) % i32(32)
+        values = cuda.local.array(16, np.float32)
+        best, top = NONE, i32(0)
+        largest, total, weighted = NONE, np.float32(0.0), np.float32(0.0)
+        first_of_warp = (i32(cuda.threadIdx.x) - lane) // i32(4) * i32(TILE_COLUMNS)
+        for base in range(first_of_warp, columns, CLASSES * TILE_COLUMNS):
+            tile = NONE, np.float32(0.0), np.float32(0.0)
+            for part in range(4):
+                first = i32(base) + lane // i32(4) * i32(TILE_COLUMNS) + i32(64 * part) + lane % i32(4) * i32(2)
+                for b in range(8):
+                    for c in range(2):
+                        column = first + i32(8 * b + c)
+                        values[2 * b + c] = widen(logits[row, column]) if column < columns else np.float32(-math.inf)
+                        if masked and values[2 * b + c] < threshold:
+                            values[2 * b + c] = np.float32(-math.inf)
+                for b in range(8):
+                    for c in range(2):
+                        # A lane's columns ascend: the first of equals stays.
+                        if values[2 * b + c] > best:
+                            best, top = values[2 * b + c], first + i32(8 * b + c)
+                sums = fold_sixteen(values, factor, True)
+                tile = join(tile[0], tile[1], tile[2], sums[0], sums[1], sums[2], factor)
+            tile = join_lanes(tile[0], tile[1], tile[2], 1, factor)
+            tile = join_lanes(tile[0], tile[1], tile[2], 2, factor)
+            largest, total, weighted = join(largest, total, weighted, tile[0], tile[1], tile[2], factor)
+        top = lowest_of_best(best, top, scratch)
+        largest, total, weighted = join_classes(largest, total, weighted, 4, factor, groups)
+        lse, entropy = row_results(largest, total, weighted, temperature)
+        return lse, entropy, top
+
+    return row_terms

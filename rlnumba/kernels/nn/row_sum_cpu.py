@@ -100,3 +100,12 @@ def row_terms(row, temperature):
     total, weighted = _row_sums(row, temperature, maximum)
     log_total = math.log(total)
     return np.float32(maximum + log_total), np.float32(log_total - weighted / total), top
+
+
+@numba.njit(cache=True, error_model="numpy")
+def masked_row(row, threshold):
+    """A copy of a row (V,) float32 in which what is below the threshold is -inf."""
+    out = np.empty_like(row)
+    for i in range(row.shape[0]):
+        out[i] = np.float32(-np.inf) if row[i] < threshold else row[i]
+    return out

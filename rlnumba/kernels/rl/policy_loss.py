@@ -10,20 +10,24 @@ With lp, old, ref and roll the log-probs of these names, mask m, advantage A of 
     sapo                               loss_t = -sigmoid(tau (c - 1)) 4 / tau A       tau by the sign of A
     vespo                              loss_t = -[exp(lambda + k log w - lambda w)] A lp
                                        log w = clip(sum m clip(lp - old, -20, 20) + log of the correction)
+    dppo                              loss_t = -kept c A + dppo_kl_coef (lp - roll)^2       c = exp(lp - roll)
+                                       kept = 0 where A > 0 and exp(lp) - exp(roll) > dppo_mask_high, and where
+                                       A <= 0 and it is < -dppo_mask_low, else 1: bounds on the probability
 
     loss = sum over tokens of weight m (keep e correction loss_t + beta kl)
     e = entropy_mask of the token: 0 leaves it out of the surrogate (Wang et al. 2025, high-entropy tokens), else 1
     kl = exp(ref - lp) - (ref - lp) - 1, times c with use_bias_correction_kl
     keep = 0 where A < 0 and the mean of roll - lp over the sequence passes off_policy_mask_threshold, else 1
     correction = exp(old - roll) of the token, or of the sum over the sequence: clipped ("truncate") or 0
-                 outside the bounds ("mask"); part of w in vespo
+                 outside the bounds ("mask"; of a token, with both bounds: IcePop); part of w in vespo, none in dppo
 
 grpo, bnpo, dr_grpo, dapo and luspo differ in the weight of a token: the table is in policy_loss_scale. Masked
 tokens are skipped before any exp, so their log-probs may be arbitrary.
 
 All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is float32,
 reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO), Yu et al. 2025
-(DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Schulman 2020 (KL divergence, "k3").
+(DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Ling
+team 2025 (IcePop), prime-rl (DPPO), Schulman 2020 (KL divergence, "k3").
 """
 
 import math
@@ -42,8 +46,10 @@ THREADS = 128
 MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
 
 # How a token's loss depends on the ratio. All other loss types share the first form.
-CLIP, CISPO, SAPO, VESPO = range(4)
-OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO}
+CLIP, CISPO, SAPO, VESPO, DPPO = range(5)
+OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO}
+# Forms whose ratio is to the sampler already, or that take the correction into their weight.
+UNCORRECTED = (VESPO, DPPO)
 
 # Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
 # clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
@@ -62,7 +68,8 @@ class LossTerms(NamedTuple):
     """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
     ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
-    set. if_positive, if_negative: (temperature, 0) of sapo or (k, lambda) of vespo, by the sign of the advantage.
+    set. if_positive, if_negative: (temperature, 0) of sapo, (k, lambda) of vespo or (bound, dppo_kl_coef) of dppo, by
+    the sign of the advantage.
     correction_level: "token", "sequence" or "" for none; correction_truncates: clamped to correction_range, or 0.
     """
 
@@ -94,9 +101,10 @@ def loss_terms(config, selects_tokens=False):
     if_positive, if_negative = {
         SAPO: ((config.sapo_temperature_pos, 0.0), (config.sapo_temperature_neg, 0.0)),
         VESPO: ((config.vespo_k_pos, config.vespo_lambda_pos), (config.vespo_k_neg, config.vespo_lambda_neg)),
+        DPPO: ((config.dppo_mask_high, config.dppo_kl_coef), (config.dppo_mask_low, config.dppo_kl_coef)),
     }.get(form, ((0.0, 0.0), (0.0, 0.0)))
     level, _, bounds = (config.importance_sampling_correction or "").partition("_")
-    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    low, high = config.importance_sampling_bounds
     return LossTerms(
         form,
         sequence_level=config.importance_sampling_level == "sequence",
@@ -127,6 +135,7 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
     | bnpo               | 1 / (micro_batch_tokens num_micro_batches)                           |
     | dr_grpo            | 1 / (num_sequences max_completion_length)                            |
     | dapo, cispo, vespo | 1 / num_tokens                                                       |
+    | dppo               | 1 / num_tokens                                                       |
     | luspo              | 1 / num_sequences                                                    |
 
     All but bnpo's are independent of how the batch is cut into micro-batches. TRL divides by its micro-batch's
@@ -136,7 +145,7 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
         return 1.0 / (max(micro_batch_tokens, 1) * num_micro_batches)
     if config.loss_type == "dr_grpo":
         return 1.0 / (num_sequences * config.max_completion_length)
-    if config.loss_type in ("dapo", "cispo", "vespo"):
+    if config.loss_type in ("dapo", "cispo", "vespo", "dppo"):
         return 1.0 / max(num_tokens, 1)
     return 1.0 / num_sequences
 
@@ -179,6 +188,7 @@ def surrogate_function(terms):
     """The device function that computes a token's (loss, d loss / d ratio, d loss / d logprob at a constant ratio)."""
     (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
     temperature_pos, temperature_neg = np.float32(terms.if_positive[0]), np.float32(terms.if_negative[0])
+    kl_coef = np.float32(terms.if_positive[1])
     is_cispo = terms.form == CISPO
 
     @device_function
@@ -207,7 +217,16 @@ def surrogate_function(terms):
         slope = -advantage * np.float32(4.0) * gate * (ONE - gate)
         return -gate * np.float32(4.0) / temperature * advantage, slope, ZERO
 
-    return {CLIP: clip, SAPO: sapo}.get(terms.form, cispo_or_vespo)
+    @device_function
+    def dppo(ratio, logprob, advantage, log_ratio):
+        change = np.float32(math.exp(logprob)) - np.float32(math.exp(logprob - log_ratio))
+        slope, squared = -advantage, log_ratio * log_ratio
+        if (advantage > ZERO and change > temperature_pos) or (advantage <= ZERO and change < -temperature_neg):
+            slope = ZERO
+        loss = slope * ratio if slope != ZERO else ZERO
+        return cuda.fma(kl_coef, squared, loss), slope, (kl_coef + kl_coef) * log_ratio
+
+    return {CLIP: clip, SAPO: sapo, DPPO: dppo}.get(terms.form, cispo_or_vespo)
 
 
 def sequence_function(terms):
@@ -261,8 +280,8 @@ def token_function(terms):
     """The device function that computes a token's loss and the derivatives of it (pass 2)."""
     surrogate = surrogate_function(terms)
     beta, bias_correction = np.float32(terms.beta), terms.bias_correction
-    has_kl, corrects = terms.beta != 0, terms.form != VESPO
-    has_slope = terms.form in (CLIP, SAPO) or bias_correction
+    has_kl, corrects = terms.beta != 0, terms.form not in UNCORRECTED
+    has_slope = terms.form in (CLIP, SAPO, DPPO) or bias_correction
 
     @device_function
     def token_terms(ratio, logprob, ref_logprob, advantage, keep, correction, phi):
@@ -295,6 +314,7 @@ def policy_loss_kernel(terms):
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     sequence_level, per_sequence_mean = terms.sequence_level, terms.per_sequence_mean
     selects_tokens, (low, high) = terms.selects_tokens, np.float32(terms.ratio_range)
+    is_dppo = terms.form == DPPO
 
     @cuda.jit
     def policy_loss_kernel(
@@ -328,6 +348,9 @@ def policy_loss_kernel(terms):
                 difference = old_logprobs[n] - rollout_logprobs[n]
                 if correct_tokens:
                     correction = correction_of(difference)
+                if is_dppo:
+                    phi = logprobs[n] - rollout_logprobs[n]
+                    ratio = np.float32(math.exp(phi))
                 token_keep = keep
                 if selects_tokens:
                     token_keep *= np.float32(entropy_mask[n])
@@ -426,6 +449,8 @@ def policy_loss(
     if rollout_logprobs is None:
         if config.importance_sampling_correction:
             raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
+        if config.loss_type == "dppo":
+            raise ValueError("policy_loss: dppo needs rollout_logprobs, got None")
         rollout_logprobs = old_logprobs
     check_all("policy_loss", (tokens,), F32, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout_logprobs, dlogprobs=dlogprobs)
@@ -505,6 +530,8 @@ def policy_loss_ref(
 
     tokens, log_ratio = by_sequence(1.0), minus(logprobs, old_logprobs)
     divisor, advantage = np.maximum(tokens, 1.0), advantages.astype(np.float64)[owner]
+    if form == DPPO:
+        log_ratio = minus(logprobs, behaviour)
     ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if terms.sequence_level else log_ratio)
 
     correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
@@ -529,6 +556,12 @@ def policy_loss_ref(
         tau = np.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
         gate = 1.0 / (1.0 + np.exp(-tau * (ratio - 1.0)))
         token_loss, slope = -gate * 4.0 / tau * advantage, -4.0 * gate * (1.0 - gate) * advantage
+    elif form == DPPO:
+        change = np.exp(np.where(active, logprobs, 0.0)) - np.exp(np.where(active, behaviour, 0.0))
+        too_far = np.where(advantage > 0, change > config.dppo_mask_high, change < -config.dppo_mask_low)
+        slope = np.where(too_far, 0.0, -advantage)
+        token_loss = slope * ratio + config.dppo_kl_coef * log_ratio**2
+        gradient = 2.0 * config.dppo_kl_coef * log_ratio
     else:
         pull = np.minimum(ratio, high)
         if form == VESPO:
@@ -539,7 +572,7 @@ def policy_loss_ref(
         gradient = -pull * advantage
         token_loss = gradient * np.where(active, logprobs, 0.0)
 
-    factor = np.ones(len(mask)) if form == VESPO else correction
+    factor = np.ones(len(mask)) if form in UNCORRECTED else correction
     if config.off_policy_mask_threshold is not None:
         far = by_sequence(minus(behaviour, logprobs)) / divisor > config.off_policy_mask_threshold
         factor = np.where(far[owner] & (advantage < 0), 0.0, factor)

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 
 from rlnumba.kernels.nn.row_sum import LOG_2
-from rlnumba.kernels.nn.row_sum_cpu import row_softmax, row_terms
+from rlnumba.kernels.nn.row_sum_cpu import masked_row, row_softmax, row_terms
 from rlnumba.kernels.philox import philox_cpu, uniform_cpu
 from rlnumba.kernels.sampling.draw import SEGMENT, SEGMENT_NOISE, TOKEN_NOISE
 from rlnumba.kernels.sampling.scan import LOWEST
@@ -136,15 +136,27 @@ def _filter(row, temperature, top_k, top_p, min_p, largest):
     return threshold, largest + np.float32(math.log(_kept_mass(scaled, weights, threshold)))
 
 
+@numba.njit(cache=True)
+def _smallest_kept(row, temperature, threshold):
+    """The smallest logit z of a row with z / temperature >= threshold: a threshold of logits that keeps the same."""
+    smallest = np.float32(np.inf)
+    for i in range(row.shape[0]):
+        if row[i] / temperature >= threshold:
+            smallest = min(smallest, row[i])
+    return smallest
+
+
 @numba.njit(cache=True, parallel=True)
-def sample_rows(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
-    """sample on the cpu device; arguments as there."""
+def sample_rows(
+    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs, thresholds, replay
+):  # fmt: skip
+    """sample on the cpu device; arguments as there, thresholds and replay of length 0 if they are not wanted."""
     for b in numba.prange(logits.shape[0]):
         row = logits[b]
         greedy = temperature[b] == 0
         divisor = np.float32(1.0) if greedy else temperature[b]
         lse, _, top = row_terms(row, divisor)
-        token = int(top)
+        token, kept_from = int(top), np.float32(-np.inf)
         if not greedy:
             noise = keys[b, 0], keys[b, 1], np.uint32(sample_index[b]), np.uint32(position[b])
             largest = row[top] / divisor
@@ -153,7 +165,12 @@ def sample_rows(logits, temperature, top_k, top_p, min_p, keys, sample_index, po
             if filtered and not math.isnan(lse):
                 threshold, lse = _filter(row, divisor, top_k[b], top_p[b], min_p[b], largest)
                 token = _gumbel_argmax(row, divisor, threshold, 0, noise)
+                kept_from = _smallest_kept(row, divisor, threshold)
             else:
                 token = _segment_gumbel_argmax(row, divisor, largest, noise)
         token_ids[b] = token
+        if thresholds.shape[0] > 0:
+            thresholds[b] = kept_from
+            if replay[b] != 0 and kept_from > -np.inf:
+                lse, _, _ = row_terms(masked_row(row, kept_from), divisor)
         logprobs[b] = row[token] / divisor - lse

@@ -180,11 +180,12 @@ def row_sums(sums, tiles, values, factor, groups):
 
 @cuda.jit(launch_bounds=(DRAW_THREADS, 2))
 def draw_kernel(
-    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs,
+    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs, thresholds,
     sums, bounds, counts, candidates, candidate_ids,
 ):  # fmt: skip
     """A block draws the token of a row: joins the sums of its tiles, applies the filters, takes the Gumbel argmax.
 
+    thresholds may have no elements: the smallest logit that the filters keep, -inf without filters.
     Without filters first of the segments, which are the tiles, two threads a class, then of the segment's tokens.
     """
     griddepcontrol_launch_dependents()
@@ -211,6 +212,7 @@ def draw_kernel(
     factor = LOG2_E / divisor
     filtered = is_filtered(row_temperature, limits[0], limits[1], limits[2], width)
     best, token = LOWEST, NO_TOKEN
+    kept_from = np.float32(-math.inf)
     logit, column = np.float32(-math.inf), NO_TOKEN
     if filtered:
         copy_list(row_candidates, min(count, i32(LIST)), scratch)
@@ -248,6 +250,7 @@ def draw_kernel(
                 line, floor, limits, largest, total, factor, values, scratch, tails, warp_sums
             )
             best, token = row_gumbel_argmax(line, threshold, divisor, factor, noise, block_best)
+        kept_from = threshold
         lse = largest / divisor + np.float32(math.log(total))
     token = lowest_of_best(best, token, warp_sums)
     if thread == 0:
@@ -255,5 +258,7 @@ def draw_kernel(
         token = min(token, i32(width - 1))
         token_ids[row] = token
         logprobs[row] = line[token] / divisor - lse
+        if thresholds.shape[0] > 0:
+            thresholds[row] = kept_from
         # For the next launch.
         counts[row] = i32(0)

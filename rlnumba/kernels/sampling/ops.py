@@ -28,10 +28,12 @@ kernel, a block a row, draws. The threshold of the filters is found in the list;
 keep, or too many reached the bound, the row is read again, several times.
 """
 
+import math
+
 import numpy as np
 
 from rlnumba.kernels.checks import F32, I32, check, check_all
-from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
+from rlnumba.kernels.nn.row_sum import GROUPS, ROW_THREADS, TILE_COLUMNS, row_terms_function
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.kernels.sampling import cpu, scan
@@ -67,14 +69,37 @@ def repetition_penalty_kernel(logits, penalty, history):
                 logits[row, token] = logit / penalty[row] if logit > np.float32(0.0) else logit * penalty[row]
 
 
-def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs):
+row_terms = row_terms_function(True)
+
+
+@cuda.jit
+def kept_logprobs_kernel(logits, temperature, thresholds, replay, token_ids, logprobs):
+    """A block owns a row: the log-prob of its token among the logits >= threshold, if it has filters and a replay."""
+    griddepcontrol_launch_dependents()
+    griddepcontrol_wait()
+    scratch = cuda.shared.array(32, np.float32)
+    groups = cuda.shared.array((GROUPS, 3), np.float32)
+    row = cuda.blockIdx.x
+    threshold = thresholds[row]
+    if replay[row] != 0 and threshold > np.float32(-math.inf):
+        lse, _, _ = row_terms(logits, np.int64(row), temperature[row], threshold, scratch, groups)
+        if cuda.threadIdx.x == 0:
+            logprobs[row] = logits[row, token_ids[row]] / temperature[row] - lse
+
+
+def sample(
+    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs,
+    thresholds=None, replay=None,
+):  # fmt: skip
     """Draw a token of each row, as the module's docstring says.
 
     logits (B, V) float32, V < 2^24; temperature (B,) float32, 0 for greedy; top_k (B,) int32, 0 for off; top_p
     (B,) float32 in (0, 1], 1 for off; min_p (B,) float32 in [0, 1], 0 for off; keys (B, 2) uint32 from noise_key;
     sample_index (B,) int32, which completion of the prompt; position (B,) int32, of the token to draw. token_ids
-    (B,) int32 and logprobs (B,) float32 are written. A row with a NaN or +inf, or of -inf alone, gives some token
-    with a NaN log-prob. Raises ValueError for other shapes or dtypes.
+    (B,) int32 and logprobs (B,) float32 are written, and thresholds (B,) float32, unless None: the smallest logit that
+    the filters keep, -inf without filters. replay (B,) int32, given with thresholds: the log-probs of rows where it is
+    not 0 are summed in the order of linear_logp, whose bits they have with these thresholds. A row with a NaN or +inf,
+    or of -inf alone, gives some token with a NaN log-prob. Raises ValueError for other shapes or dtypes.
     """
     rows, columns = check("sample", "logits", logits, (None, None), F32)
     check_all("sample", (rows,), F32, temperature=temperature, top_p=top_p, min_p=min_p, logprobs=logprobs)
@@ -82,9 +107,15 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     check("sample", "keys", keys, (rows, 2), (np.dtype(np.uint32),))
     if not 0 < columns < 2**24:
         raise ValueError(f"sample: logits must have 1 to {2**24 - 1} columns, got {columns}")
+    if thresholds is None:
+        thresholds, replay = logprobs[:0], token_ids[:0]
+    else:
+        check("sample", "thresholds", thresholds, (rows,), F32)
+        check("sample", "replay", replay, (rows,), I32)
     arguments = (logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs)
+    arguments = (*arguments, thresholds)
     if device.name() == "cpu":
-        cpu.sample_rows(*arguments)
+        cpu.sample_rows(*arguments, replay)
         return
     if not rows:
         return
@@ -95,6 +126,8 @@ def sample(logits, temperature, top_k, top_p, min_p, keys, sample_index, positio
     kernel = scan_kernel(min(2, access_length(columns, logits)))
     launch(kernel, rows * row_blocks, SCAN_THREADS, *inputs, np.int32(row_blocks), *ranks, *workspace)
     launch(draw_kernel, rows, DRAW_THREADS, *arguments, *workspace)
+    if thresholds.shape[0] > 0:
+        launch(kept_logprobs_kernel, rows, ROW_THREADS, logits, temperature, thresholds, replay, token_ids, logprobs)
 
 
 def apply_repetition_penalty(logits, penalty, history):

@@ -1,0 +1,166 @@
+"""Direct Preference Optimization: pairs of a chosen and a rejected completion in, better weights out.
+
+    reference        the log-probs of both completions under the model before training: from a second model at every
+                     step, or computed once before the first (precompute_ref_log_probs)
+    micro-batch      per_device_train_batch_size pairs: all chosen completions, then all rejected ones, each after its
+                     prompt, laid end to end without padding in one forward and backward pass
+    optimizer step   gradient_accumulation_steps micro-batches; the loss is the mean over all their pairs
+
+Sources: Rafailov et al. 2023 (arXiv 2305.18290); TRL 1.16's DPOTrainer, whose names, defaults and semantics these are.
+The losses are in kernels/rl/preference_loss.py.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba.data.packing import TokenSequence
+from rlnumba.data.pairs import load_pairs, truncated
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.logprob.ops import linear_logp
+from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
+from rlnumba.runtime import device
+from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.preference import CompletionBatch, TokenMetrics, stored_reference_logps
+from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.run_folder import RunFolder, log
+
+
+def run_dpo(run, resume=False):
+    """Train a DPORun; writes its output_dir.
+
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
+    """
+    train = run.train
+    gemm.set_backend(run.gemm)
+    folder = RunFolder("dpo", run, resume)
+    policy, tokenizer = load_policy(run, folder, reference=True)
+    rows = load_rows(run.data.train, run, policy.model, tokenizer)
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
+    if train.precompute_ref_log_probs:
+        datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+        size = train.precompute_ref_batch_size or train.per_device_train_batch_size
+        found = stored_reference_logps(folder, policy, datasets, pair_batch, size, train.ld_alpha)
+        for name, pairs in datasets.items():
+            for pair, logps in zip(pairs, found[name], strict=True):
+                pair.ref_logps = logps
+        policy.reference = None
+    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+
+@dataclass
+class Pair:
+    """Both completions of a prompt, each after it, truncated.
+
+    ref_logps: (2,) float32 of the reference, with precompute_ref_log_probs.
+    """
+
+    chosen: TokenSequence
+    rejected: TokenSequence
+    ref_logps: np.ndarray | None = None
+
+    @property
+    def sequences(self):
+        return self.chosen, self.rejected
+
+
+def num_tokens(pair):
+    """The tokens of a pair's sequences: int."""
+    return len(pair.chosen) + len(pair.rejected)
+
+
+def load_rows(path, run, model, tokenizer):
+    """The Pairs of a file; logs what was cut or dropped."""
+    train, config = run.train, model.config
+    limit = config.max_position_embeddings
+    data = load_pairs(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids)
+    cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
+    if cut or dropped:
+        log(f"{path}: {cut} pairs were cut to max_length, {dropped} whose prompt alone fills it are left out")
+    limit = min(train.max_length or limit, limit)
+    return [
+        Pair(*(truncated(pair.prompt_ids, ids, limit, train.truncation_mode) for ids in pair.completions))
+        for pair in data.rows
+    ]
+
+
+def pair_batch(pairs):
+    """The CompletionBatch of a list of Pairs."""
+    return CompletionBatch.of([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
+
+
+def train_step(policy, pairs, learning_rate):
+    """One optimizer step on `pairs`: metrics by name. Writes the gradients, the weights and the optimizer's state."""
+    step = StepLoss(policy, pairs)
+    policy.zero_grad()
+    for part in step.micro_batches():
+        with policy.scope():
+            # ids -> log-probs -> loss -> gradients
+            forward, dlogprobs = step.forward(part)
+            policy.backward(forward, dlogprobs)
+    info = policy.step(learning_rate)
+    return step.metrics() | info
+
+
+def evaluate(policy, pairs):
+    """Metrics of held-out pairs: {"loss": ..., "rewards/margins": ..., ...}."""
+    step = StepLoss(policy, pairs)
+    for part in step.micro_batches():
+        with policy.scope():
+            step.forward(part)
+    return step.metrics()
+
+
+class StepLoss:
+    """The loss and the metrics of the pairs of an optimizer step, micro-batch by micro-batch."""
+
+    def __init__(self, policy, pairs):
+        self.policy, self.pairs, self.done = policy, pairs, 0
+        counts = [[sequence.num_trained for sequence in pair.sequences] for pair in pairs]
+        self.num_chosen = sum(chosen for chosen, _ in counts)
+        self.tokens = TokenMetrics(policy.model, sum(map(sum, counts)))
+        self.stats = device.xp().empty((len(pairs), PAIR_STATS), np.float32)
+
+    def micro_batches(self):
+        """The pairs of each forward pass: lists."""
+        size = self.policy.train.per_device_train_batch_size
+        return [self.pairs[first : first + size] for first in range(0, len(self.pairs), size)]
+
+    def forward(self, pairs):
+        """The forward pass of the next micro-batch: (what policy.backward reads, dlogprobs), in the policy's scope."""
+        policy, train = self.policy, self.policy.train
+        batch = pair_batch(pairs)
+        if policy.reference is None:
+            ref_logps = device.asarray(np.stack([pair.ref_logps for pair in pairs], axis=1).reshape(-1))
+        else:
+            ref_logps = batch.logps(policy, policy.reference, train.ld_alpha)
+        logprobs, dlogprobs = (policy.arena.empty((batch.num_targets,), np.float32) for _ in range(2))
+        forward = policy.forward(batch.targets, logprobs, *self.tokens.next(batch))
+        _, head = forward
+        self.tokens.add_hidden(batch, head.hidden)
+        log_sum_sq_probs = log_sum_of_squares(policy, head) if train.use_weighting else None
+        stats = self.stats[self.done : self.done + len(pairs)]
+        self.done += len(pairs)
+        scales = 1.0 / len(self.pairs), 1.0 / max(self.num_chosen, 1)
+        preference_loss(logprobs, ref_logps, batch.cu_seqlens, train, *scales, dlogprobs, stats, log_sum_sq_probs)
+        return forward, dlogprobs
+
+    def metrics(self):
+        """TRL's metrics of all pairs: dict of float; synchronises with the device."""
+        stats = device.to_host(self.stats)
+        loss = {"loss": float(stats[:, LOSS].sum(dtype=np.float64))}
+        return loss | preference_metrics(stats) | self.tokens.means()
+
+
+def log_sum_of_squares(policy, head):
+    """(T,) f32 from the policy's arena: log sum p^2 over the vocabulary, for a SavedHead of temperature 1.
+
+    With logits z it is lse(2 z) - 2 lse(z), of which the second is saved.
+    """
+    outputs = [policy.arena.empty(head.lse.shape, np.float32) for _ in range(2)]
+    ignored, doubled = outputs
+    linear_logp(head.hidden, policy.model.lm_head, head.target_ids, 0.5, ignored, doubled)
+    scale(head.lse, -2.0, ignored)
+    add(doubled, ignored, doubled)
+    return doubled

@@ -1,0 +1,197 @@
+"""Kahneman-Tversky Optimization: completions labelled desirable or not in, better weights out.
+
+    KL divergence    each prompt with the completion of the row before it in the optimizer batch, that of the first row
+                     with the last's: the mean over the batch of policy less reference log-probs, at least 0. It has no
+                     gradient, and is known before the batch's first micro-batch (not with apo_zero_unpaired)
+    micro-batch      per_device_train_batch_size completions after their prompts, the desirable ones first, laid end to
+                     end without padding in one forward and backward pass
+    optimizer step   gradient_accumulation_steps micro-batches; the loss is the mean over all their rows
+
+Sources: Ethayarajh et al. 2024 (arXiv 2402.01306); TRL 1.16's KTOTrainer, whose names, defaults and semantics these
+are, but for the KL divergence, which TRL takes of each micro-batch. The losses are in kernels/rl/kto_loss.py.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlnumba.data.packing import TokenSequence
+from rlnumba.data.pairs import truncated
+from rlnumba.data.unpaired import load_unpaired
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_metrics
+from rlnumba.runtime import device
+from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.preference import CompletionBatch, TokenMetrics, stored_reference_logps
+from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.run_folder import RunFolder, log
+
+
+def run_kto(run, resume=False):
+    """Train a KTORun; writes its output_dir.
+
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
+    """
+    train = run.train
+    gemm.set_backend(run.gemm)
+    folder = RunFolder("kto", run, resume)
+    policy, tokenizer = load_policy(run, folder, reference=True)
+    rows = load_rows(run.data.train, run, policy.model, tokenizer)
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
+    if train.precompute_ref_log_probs:
+        datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+        if train.loss_type == "kto":
+            size = train.per_device_train_batch_size * train.gradient_accumulation_steps
+            for first in range(0, len(rows), size):
+                set_kl_sequences(rows[first : first + size], sequence_limit(policy))
+            set_kl_sequences(eval_rows or [], sequence_limit(policy))
+        size = train.precompute_ref_batch_size or train.per_device_train_batch_size
+        found = stored_reference_logps(folder, policy, datasets, all_sequences, size)
+        for name, completions in datasets.items():
+            for completion, logps in zip(completions, found[name], strict=True):
+                completion.ref_logps = logps
+        policy.reference = None
+    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+
+@dataclass
+class Completion:
+    """A completion after its prompt, truncated to `sequence`, and whether it is desirable.
+
+    kl_sequence: the prompt with the completion of the row before it in the batch, set where the KL divergence is
+    needed. ref_logps: float32 of the reference, of sequence and kl_sequence, with precompute_ref_log_probs.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    label: bool
+    sequence: TokenSequence
+    kl_sequence: TokenSequence | None = None
+    ref_logps: np.ndarray | None = None
+
+    @property
+    def sequences(self):
+        return (self.sequence,) if self.kl_sequence is None else (self.sequence, self.kl_sequence)
+
+
+def num_tokens(completion):
+    """The tokens of a row's sequence: int."""
+    return len(completion.sequence)
+
+
+def sequence_limit(policy):
+    """The tokens of the longest sequence: int."""
+    most = policy.model.config.max_position_embeddings
+    return min(policy.train.max_length or most, most)
+
+
+def load_rows(path, run, model, tokenizer):
+    """The Completions of a file; logs what was cut or dropped."""
+    train, config = run.train, model.config
+    limit = config.max_position_embeddings
+    data = load_unpaired(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids)
+    cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
+    if cut or dropped:
+        log(f"{path}: {cut} rows lost their end to max_length, {dropped} whose prompt alone fills it are left out")
+    limit = min(train.max_length or limit, limit)
+    return [
+        Completion(row.prompt_ids, row.completion_ids, row.label, truncated(row.prompt_ids, row.completion_ids, limit))
+        for row in data.rows
+    ]
+
+
+def set_kl_sequences(batch, limit):
+    """Give each Completion of an optimizer batch the completion of the one before it, the first one the last's."""
+    for i, completion in enumerate(batch):
+        completion.kl_sequence = truncated(completion.prompt_ids, batch[i - 1].completion_ids, limit)
+
+
+def all_sequences(completions):
+    """The CompletionBatch of the sequences of all rows, then of their kl_sequences, if they have any."""
+    by_kind = zip(*(completion.sequences for completion in completions), strict=True)
+    return CompletionBatch.of([sequence for kind in by_kind for sequence in kind], [])
+
+
+def train_step(policy, completions, learning_rate):
+    """One optimizer step on `completions`: metrics by name. Writes gradients, weights and the optimizer's state."""
+    step = StepLoss(policy, completions)
+    policy.zero_grad()
+    for part in step.micro_batches():
+        with policy.scope():
+            # ids -> log-probs -> loss -> gradients
+            forward, dlogprobs = step.forward(part)
+            policy.backward(forward, dlogprobs)
+    info = policy.step(learning_rate)
+    return step.metrics() | info
+
+
+def evaluate(policy, completions):
+    """Metrics of held-out rows, with the KL divergence of them all: {"loss": ..., "rewards/margins": ..., ...}."""
+    step = StepLoss(policy, completions)
+    for part in step.micro_batches():
+        with policy.scope():
+            step.forward(part)
+    return step.metrics()
+
+
+class StepLoss:
+    """The loss and the metrics of the rows of an optimizer step, micro-batch by micro-batch."""
+
+    def __init__(self, policy, completions):
+        xp = device.xp()
+        self.policy, self.completions, self.done = policy, completions, 0
+        self.tokens = TokenMetrics(policy.model, sum(each.sequence.num_trained for each in completions))
+        self.stats = xp.empty((len(completions), STATS), np.float32)
+        self.labels = np.zeros(len(completions), bool)
+        self.kl_logps, self.ref_kl_logps = xp.empty((2, 0), np.float32)
+        if policy.train.loss_type == "kto":
+            self.kl_logps, self.ref_kl_logps = xp.empty((2, len(completions)), np.float32)
+            self._compute_kl()
+
+    def _compute_kl(self):
+        """Write the log-probs of the kl_sequences of all rows under the policy and the reference."""
+        policy, size = self.policy, self.policy.train.per_device_train_batch_size
+        if policy.reference is not None:
+            set_kl_sequences(self.completions, sequence_limit(policy))
+        for first in range(0, len(self.completions), size):
+            completions, part = self.completions[first : first + size], slice(first, first + size)
+            with policy.scope():
+                batch = CompletionBatch.of([completion.kl_sequence for completion in completions], [])
+                self.kl_logps[part] = batch.logps(policy, policy.model)
+                if policy.reference is None:
+                    self.ref_kl_logps[part] = device.asarray(np.stack([each.ref_logps[1] for each in completions]))
+                else:
+                    self.ref_kl_logps[part] = batch.logps(policy, policy.reference)
+
+    def micro_batches(self):
+        """The rows of each forward pass, the desirable ones first: lists."""
+        size = self.policy.train.per_device_train_batch_size
+        parts = [self.completions[first : first + size] for first in range(0, len(self.completions), size)]
+        return [sorted(part, key=lambda completion: not completion.label) for part in parts]
+
+    def forward(self, completions):
+        """The forward pass of the next micro-batch: (what policy.backward reads, dlogprobs), in the policy's scope."""
+        policy = self.policy
+        labels = np.array([completion.label for completion in completions])
+        sides = [[each.sequence for each in completions if each.label == label] for label in (True, False)]
+        batch = CompletionBatch.of(*sides)
+        if policy.reference is None:
+            ref_logps = device.asarray(np.stack([completion.ref_logps[0] for completion in completions]))
+        else:
+            ref_logps = batch.logps(policy, policy.reference)
+        logprobs, dlogprobs = (policy.arena.empty((batch.num_targets,), np.float32) for _ in range(2))
+        forward = policy.forward(batch.targets, logprobs, *self.tokens.next(batch))
+        _, head = forward
+        self.tokens.add_hidden(batch, head.hidden)
+        part = slice(self.done, self.done + len(completions))
+        self.labels[part], self.done = labels, part.stop
+        arrays = ref_logps, device.asarray(labels.astype(np.uint8)), self.kl_logps, self.ref_kl_logps
+        scale = 1.0 / len(self.completions)
+        kto_loss(logprobs, *arrays, batch.cu_seqlens, policy.train, scale, dlogprobs, self.stats[part])
+        return forward, dlogprobs
+
+    def metrics(self):
+        """TRL's metrics of all rows: dict of float; synchronises with the device."""
+        stats = device.to_host(self.stats)
+        loss = {"loss": float(stats[:, LOSS].sum(dtype=np.float64))}
+        return loss | kto_metrics(stats, self.labels) | self.tokens.means()

@@ -1,0 +1,147 @@
+"""What DPO and KTO share: packed completions, the reference's log-probs of them, and the metrics of their tokens."""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.kernels.nn.reduce import column_sums
+from rlnumba.kernels.rl.preference_loss import sequence_logps
+from rlnumba.reporting.files import replacing
+from rlnumba.runtime import device
+from rlnumba.trainers.core import TargetBatch
+from rlnumba.trainers.run_folder import log
+from rlnumba.trainers.sft import target_batch
+
+# Where a run keeps the log-probs of precompute_ref_log_probs.
+REFERENCE_FILE = "reference_logps.json"
+
+
+@dataclass(frozen=True)
+class CompletionBatch:
+    """Completions after their prompts, on the device; cu_seqlens (S + 1,) i32 delimits their targets.
+
+    num_chosen: targets of the first completions, those that are chosen or desirable.
+    """
+
+    targets: TargetBatch
+    cu_seqlens: object
+    num_chosen: int
+
+    @staticmethod
+    def of(chosen, rejected):
+        """From lists of TokenSequences, trained on their completions: the chosen ones come first."""
+        counts = [sequence.num_trained for sequence in [*chosen, *rejected]]
+        cu_seqlens = device.asarray(np.cumsum([0, *counts]).astype(np.int32))
+        return CompletionBatch(target_batch([*chosen, *rejected]), cu_seqlens, sum(counts[: len(chosen)]))
+
+    @property
+    def num_targets(self):
+        return self.targets.target_ids.shape[0]
+
+    def logps(self, policy, model, ld_alpha=None):
+        """(S,) f32 on the device, from the policy's arena: the sums of the completions' log-probs under a model."""
+        logprobs = policy.arena.empty((self.num_targets,), np.float32)
+        logps = policy.arena.empty((self.cu_seqlens.shape[0] - 1,), np.float32)
+        policy.logprobs(self.targets, logprobs, model=model)
+        sequence_logps(logprobs, self.cu_seqlens, logps, ld_alpha)
+        return logps
+
+
+class TokenMetrics:
+    """Entropy, accuracy and mean logits of all targets of an optimizer step, on the device until the step is done.
+
+    num_targets: of the whole step. The mean over the vocabulary of a position's logits is its hidden state times the
+    mean row of the language-model head, so that sums of hidden states are all that is kept.
+    """
+
+    def __init__(self, model, num_targets):
+        xp = device.xp()
+        self.model, self.used, self.counts = model, 0, np.zeros(2, np.int64)
+        self.entropy = xp.empty(num_targets, np.float32)
+        self.top1, self.target_ids = xp.empty((2, num_targets), np.int32)
+        self.is_chosen = np.zeros(num_targets, bool)
+        self.hidden_sums = xp.zeros((2, model.lm_head.shape[1]), np.float32)
+        self.head_sum = xp.zeros(model.lm_head.shape[1], np.float32)
+        column_sums(model.lm_head, self.head_sum)
+
+    def next(self, batch):
+        """The outputs of the next CompletionBatch's targets, to be written: entropy (T,) f32, top1 (T,) i32."""
+        part = slice(self.used, self.used + batch.num_targets)
+        self.used = part.stop
+        self.target_ids[part] = batch.targets.target_ids
+        self.is_chosen[part.start : part.start + batch.num_chosen] = True
+        return self.entropy[part], self.top1[part]
+
+    def add_hidden(self, batch, hidden):
+        """hidden (T, D): the hidden states that predict the targets of that CompletionBatch."""
+        sides = hidden[: batch.num_chosen], hidden[batch.num_chosen :]
+        for side, total in zip(sides, self.hidden_sums, strict=True):
+            column_sums(side, total)
+        self.counts += [len(side) for side in sides]
+
+    def means(self):
+        """{"entropy": ..., "mean_token_accuracy": ..., "logits/chosen": ..., "logits/rejected": ...}, dict of float.
+
+        The accuracy is that of chosen completions. Absent is what has no target.
+        """
+        found = {"entropy": float(device.to_host(self.entropy).mean(dtype=np.float64))} if self.used else {}
+        if self.is_chosen.any():
+            hits = device.to_host(self.top1) == device.to_host(self.target_ids)
+            found["mean_token_accuracy"] = float(hits[self.is_chosen].mean())
+        head_mean = device.to_host(self.head_sum).astype(np.float64) / self.model.lm_head.shape[0]
+        sums = device.to_host(self.hidden_sums).astype(np.float64) @ head_mean
+        for name, total, count in zip(("chosen", "rejected"), sums, self.counts, strict=True):
+            if count:
+                found[f"logits/{name}"] = float(total / count)
+        return found
+
+
+def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha=None):
+    """{name: (rows, n) float32} of the reference's log-probs of datasets, {name: list of rows}, for precompute.
+
+    From the run's file if it goes on, else computed, `size` rows at a time, and written. folder: RunFolder.
+    batch_logps(rows): CompletionBatch of a list of rows, whose (n * len(rows),) log-probs have the rows last. Raises
+    UserError if the file cannot be written.
+    """
+    path = Path(folder.path) / REFERENCE_FILE
+    fingerprint = hashlib.sha256(repr(ld_alpha).encode())
+    for rows in datasets.values():
+        for row in rows:
+            for sequence in row.sequences:
+                fingerprint.update(np.int64(len(sequence)).tobytes() + sequence.input_ids.tobytes())
+                fingerprint.update(sequence.loss_mask.tobytes())
+    fingerprint = fingerprint.hexdigest()
+    if folder.state is not None:
+        stored = read_reference_file(path)
+        if stored.get("rows") == fingerprint:
+            return {name: np.array(stored[name], np.float32) for name in datasets}
+        log(f"{path} does not have the reference's log-probs of these rows: computing them again")
+    found = {}
+    for name, rows in datasets.items():
+        parts, reported = [], time.monotonic()
+        for first in range(0, len(rows), size):
+            with policy.context.use(), policy.scope():
+                batch = batch_logps(rows[first : first + size])
+                logps = device.to_host(batch.logps(policy, policy.reference, ld_alpha))
+            parts.append(logps.reshape(-1, len(rows[first : first + size])).T)
+            done = min(first + size, len(rows))
+            if done == len(rows) or time.monotonic() - reported > 10:
+                log(f"log-probs of the reference: {done} of {len(rows)} rows of data.{name}")
+                reported = time.monotonic()
+        found[name] = np.concatenate(parts)
+    with replacing(path) as file:
+        json.dump({"rows": fingerprint} | {name: logps.tolist() for name, logps in found.items()}, file)
+    return found
+
+
+def read_reference_file(path):
+    """What stored_reference_logps wrote: dict, empty if there is no readable file."""
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}

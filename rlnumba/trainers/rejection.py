@@ -1,0 +1,66 @@
+"""Rejection of tokens and sequences whose log-probs differ too much between the sampler and the policy.
+
+With d = clip(old - roll, -20, 20), old the policy's log-probs before its update and roll the sampler's, a token has
+
+    k1 = -d        k2 = d^2 / 2        k3 = exp(d) - 1 - d                 estimates of KL(sampler, policy)
+
+and each mode of rollout_rs keeps
+
+    token_k1..3        a token whose value is within the bounds
+    seq_sum_k1..3      the tokens of a sequence whose values add up to something within them
+    seq_mean_k1..3     ... whose mean is
+    seq_max_k2, _k3    ... whose largest value is
+
+The bounds of k1 are those of a ratio, "low_high": log low <= k1 <= log high, and a single number is "1/high_high"; k2
+and k3 have an upper bound. Several modes, separated by commas, all must keep a token, with one threshold for all or one
+each. What is not kept is masked: it has no loss, no KL and is in no denominator.
+
+Source: verl's rollout correction, whose names these are; Schulman 2020 (k1, k2, k3).
+"""
+
+import math
+
+import numpy as np
+
+from rlnumba.config.grpo import rejection_modes
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def kept_tokens(old_logprobs, rollout_logprobs, loss_mask, lengths, rollout_rs, rollout_rs_threshold):
+    """(T,) bool: the tokens that all modes keep, in float64. Other arrays (T,); lengths (B,): tokens of each sequence.
+
+    Tokens of loss mask 0 count for no sequence, and their log-probs may be arbitrary.
+    """
+    active = loss_mask != 0
+    old, rollout = (np.where(active, array, 0.0).astype(np.float64) for array in (old_logprobs, rollout_logprobs))
+    difference = np.clip(old - rollout, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    values = {"k1": -difference, "k2": 0.5 * difference**2, "k3": np.expm1(difference) - difference}
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    counts = np.maximum(np.bincount(owner, weights=active, minlength=len(lengths)), 1.0)
+    kept = np.ones(len(active), bool)
+    for mode, bounds in rejection_modes(rollout_rs, rollout_rs_threshold):
+        *which, estimate = mode.split("_")
+        value = np.where(active, values[estimate], 0.0)
+        if which[0] == "seq":
+            of_sequence = np.bincount(owner, weights=value, minlength=len(lengths))
+            if which[1] == "mean":
+                of_sequence /= counts
+            if which[1] == "max":
+                of_sequence = np.zeros(len(lengths))
+                np.maximum.at(of_sequence, owner, value)
+            value = of_sequence[owner]
+        low, high = bounds
+        kept &= (value >= low) & (value <= high) if estimate == "k1" else value <= high
+    return kept
+
+
+def reject(rollouts, rollout_rs, rollout_rs_threshold):
+    """Mask the tokens of Rollouts with old_logprobs that the modes do not keep; writes loss_mask, rejected_fraction."""
+    kept = kept_tokens(
+        rollouts.old_logprobs if len(rollouts.old_logprobs) else rollouts.rollout_logprobs,
+        rollouts.rollout_logprobs, rollouts.loss_mask, rollouts.completion_lengths, rollout_rs, rollout_rs_threshold,
+    )  # fmt: skip
+    before = rollouts.num_active
+    rollouts.loss_mask = rollouts.loss_mask * kept
+    rollouts.rejected_fraction = 1.0 - rollouts.num_active / before if before else math.nan

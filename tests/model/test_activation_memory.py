@@ -1,0 +1,102 @@
+"""What the backward finds, and what is computed again: the same gradients, bit for bit, from less memory."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from rlnumba.config.lora import LoraConfig
+from rlnumba.model import layers
+from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.lora import Adapter, Dropout
+from rlnumba.model.transformer import Tape, load_model, pack, packed_attention
+from rlnumba.runtime import device
+from rlnumba.runtime.memory import Arena
+from tests.close import assert_same_bits
+from tests.trainers.runs import GOLDEN
+
+MODELS = sorted(path.parent for path in GOLDEN.glob("models/*/config.json"))
+SEQUENCES = [[5, 9, 3, 8, 17, 2], [11, 4], [7, 3, 3, 9, 30, 12, 1, 6, 5]]
+
+
+class PoisonedArena(Arena):
+    """An arena whose memory is NaN after its scope, as if something else had been written there."""
+
+    def __init__(self):
+        super().__init__("poisoned")
+        self.made = []
+
+    def empty(self, shape, dtype):
+        array = super().empty(shape, dtype)
+        self.made.append(array)
+        array.fill(np.nan)
+        return array
+
+    @contextmanager
+    def scope(self):
+        count = len(self.made)
+        with super().scope():
+            yield self
+            for array in self.made[count:]:
+                array.fill(np.nan)
+            del self.made[count:]
+
+
+def gradients(model, tape, arena):
+    """The gradients of the sum of weighted log-probs of SEQUENCES, on the host."""
+    batch, grads = pack(SEQUENCES), model.trained.grads()
+    rows = np.flatnonzero(device.to_host(batch.targets) >= 0).astype(np.int32)
+    targets = device.asarray(device.to_host(batch.targets)[rows])
+    weights = np.random.default_rng(1).standard_normal(len(rows)).astype(np.float32)
+    logprobs = device.xp().empty(len(rows), np.float32)
+    with arena.scope():
+        attention = packed_attention(model, batch, arena)
+        hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
+        head = lm_head_forward(model, hidden, device.asarray(rows), targets, 1.0, arena, logprobs)
+        dhidden = lm_head_backward(model, head, device.asarray(weights), grads, arena)
+        model.backward(dhidden, tape, grads)
+    return device.to_host(grads.flat).copy()
+
+
+def poisoned():
+    return PoisonedArena() if device.name() == "cpu" else Arena("test")
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_modes_give_the_same_bits(folder):
+    model = load_model(folder, "float32")
+    kept = gradients(model, Tape(), poisoned())
+    assert np.isfinite(kept).all() and kept.any()
+    assert_same_bits(gradients(model, Tape(recompute=True), poisoned()), kept, "minimal")
+    assert_same_bits(gradients(model, Tape(selective=True), poisoned()), kept, "selective")
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_modes_give_the_same_bits_with_an_adapter(rate):
+    model = load_model(MODELS[0], "float32")
+    model.adapter = Adapter.new(model.config, LoraConfig(r=3), "float32", "base", 3)
+    model.adapter.flat[...] += np.float32(0.01)
+    model.adapter.zero_outside_blocks()
+    found = []
+    for options in ({}, {"recompute": True}, {"selective": True}):
+        found.append(gradients(model, Tape(dropout=Dropout(rate, 5, 1, 0) if rate else None, **options), poisoned()))
+    assert np.isfinite(found[0]).all() and found[0].any()
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+def test_selective_keeps_gemms_and_attention_alone(monkeypatch):
+    """Of every layer: x, h and the statistics of two norms, qkv, attention's output and lse, gate | up."""
+    model, peaks, calls = load_model(MODELS[0], "float32"), {}, []
+    for name in ("linear", "linear_swiglu", "attention"):
+        operator = getattr(layers, name)
+        monkeypatch.setattr(layers, name, lambda *a, _op=operator, _n=name, **k: (calls.append(_n), _op(*a, **k)))
+    for mode, tape in (("full", Tape()), ("selective", Tape(selective=True)), ("minimal", Tape(recompute=True))):
+        arena = Arena(f"test {mode}")
+        calls.clear()
+        gradients(model, tape, arena)
+        peaks[mode] = arena.peak, len(calls)
+    assert peaks["full"][0] > peaks["selective"][0] > peaks["minimal"][0]
+    # A layer has four GEMMs and an attention; `minimal` computes all but the last GEMM again.
+    assert peaks["full"][1] == peaks["selective"][1] == 5 * model.config.num_hidden_layers
+    assert peaks["minimal"][1] == 9 * model.config.num_hidden_layers

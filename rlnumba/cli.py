@@ -377,7 +377,10 @@ def _trainer(kind, purpose, files):
     def command(config, resume, resume_step, dry_run, overrides):
         from rlnumba.config import load_run, to_toml
 
-        run = load_run(kind, config, parse_overrides(overrides))
+        def has_16_bits():
+            return dry_run or device.name() != "cpu"
+
+        run = load_run(kind, config, parse_overrides(overrides), has_16_bits)
         if dry_run:
             click.echo(to_toml(run), nl=False)
             return

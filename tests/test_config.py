@@ -192,7 +192,7 @@ def test_later_files_win(tmp_path):
         (GRPO + "[trian]\nbeta = 1\n", r"run.toml: unknown section \[trian\]; did you mean \[train\]\?"),
         ("sed = 1\n" + GRPO, "run.toml: unknown key sed; did you mean seed?"),
         ("learning_rate = 1\n" + GRPO, "run.toml: unknown key learning_rate; did you mean train.learning_rate?"),
-        (GRPO + "[train]\nbf16 = true\n", 'unknown key train.bf16; set train.dtype = "bfloat16"'),
+        (GRPO + '[train]\nbf16 = true\ndtype = "float32"\n', "train.dtype is given twice, as train.bf16"),
         (GRPO + "[train]\nmax_steps = 1.5\n", "run.toml: train.max_steps must be an integer, got 1.5"),
         (GRPO + "[train]\nmax_steps = true\n", "run.toml: train.max_steps must be an integer, got True"),
         (GRPO + '[train]\nbeta = "x"\n', "run.toml: train.beta must be a number, got 'x'"),

@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 
 from rlnumba.config.keys import REQUIRED, keys_of, optional_sections_of, range_problem, sections_of, split_optional
+from rlnumba.config.other_keys import always, translated
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
 
@@ -34,21 +35,12 @@ ALIASES = {
     ("train", "num_gens"): ("train", "num_generations"),
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
+    ("train", "num_generations_eval"): ("eval", "num_generations"),
     ("train", "optimizer_offload"): ("train", "offload_optimizer"),
 }
 # batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
 SEQUENCES = ("train", "per_device_train_batch_size")
 BATCH_SIZE = dict.fromkeys(("grpo", "rloo"), ("train", "generation_batch_size"))
-
-# TRL keys without a counterpart, and what to write instead.
-INSTEAD = {
-    "bf16": 'set train.dtype = "bfloat16"',
-    "fp16": 'set train.dtype = "float16"',
-    "use_vllm": "leave it out, rlnumba has an engine of its own",
-    "vllm_mode": "leave it out, rlnumba has an engine of its own",
-    "warmup_ratio": "set train.warmup_steps, which below 1 is a share of all steps",
-    "use_liger_kernel": "leave it out, logits are never materialised",
-}
 
 TYPE_NAMES = {
     str: "a string",
@@ -112,7 +104,8 @@ def _dotted(section, name):
 class _Values:
     """The values of all files and overrides so far, each checked when it is set."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, has_16_bits=always):
+        self.has_16_bits = has_16_bits
         self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE.get(kind, SEQUENCES)}
         self.sections = sections_of(RUNS[kind])
         self.keys = {name: keys_of(section) for name, section in self.sections.items()}
@@ -124,6 +117,14 @@ class _Values:
         """Sets one key. `where` starts the message of an error; `seen` holds the keys that this source has set."""
         typed = _dotted(section, name)
         section, name = self.aliases.get((section, name), (section, name))
+        if section == "train" and name not in self.keys[section]:
+            try:
+                pair = translated(name, value, self.keys[section], self.has_16_bits)
+            except KeyError:
+                pair = name, value
+            if pair is None:
+                return
+            name, value = pair
         shown = typed if typed.endswith(name) else f"{typed} ({section}.{name})"
         if name not in self.keys.get(section, {}):
             raise ConfigError(f"{where}unknown key {typed}; {self._advice(section, name)}")
@@ -150,8 +151,6 @@ class _Values:
         self.given[section][name] = value
 
     def _advice(self, section, name):
-        if name in INSTEAD:
-            return INSTEAD[name]
         everywhere = [_dotted(s, k) for s, keys in self.keys.items() for k in keys]
         elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
         if elsewhere:
@@ -200,15 +199,16 @@ def _read_toml(path):
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
-def load_run(kind, path, overrides=()):
+def load_run(kind, path, overrides=(), has_16_bits=always):
     """The Run of a trainer, such as "sft" or "grpo".
 
     path: a TOML file, or a list of them, of which later ones win key by key. overrides: (key, text) pairs from the
     command line, such as ("train.learning_rate", "1e-5"); dashes stand for underscores, the text "None" for None, and a
-    text of None for a bare flag. Raises ConfigError.
+    text of None for a bare flag. has_16_bits: returns whether the device has them, for bf16 and fp16. Prints a warning
+    for keys of TRL and transformers that have no effect (other_keys.py). Raises ConfigError.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
-    values = _Values(kind)
+    values = _Values(kind, has_16_bits)
     for path in paths:
         values.read_file(path)
     seen = {}

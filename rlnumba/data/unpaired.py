@@ -6,7 +6,7 @@ Pairs (data/pairs.py) are taken apart: their chosen completions are desirable, t
 
 from dataclasses import dataclass
 
-from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_rows, template_variables
+from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_dataset, template_variables
 from rlnumba.data.pairs import (
     check_length,
     completion_value,
@@ -53,7 +53,7 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_rows(path)
+    rows = read_dataset(path, data)
     seen, _ = rows[0]
     if "chosen" in seen or "rejected" in seen:
         completions = unpaired(rows, data, tokenizer, eos_token_ids)

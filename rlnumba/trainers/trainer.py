@@ -13,8 +13,10 @@ from pathlib import Path
 
 from rlnumba import config
 from rlnumba.config import CriticConfig, DataConfig, EngineConfig, RewardsConfig, key
+from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
+from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
@@ -73,6 +75,14 @@ class PPOConfig(OutputArguments, config.PPOConfig):
     """[train] of `rlnumba ppo`, and what TRL's trainers with rewards have besides."""
 
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+
+
+def _has_16_bits():
+    return device.name() != "cpu"
+
+
+for _config in (SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig, PPOConfig):
+    take_trl_keys(_config, _has_16_bits)
 
 
 class RowTrainer:

@@ -1,0 +1,96 @@
+"""Keys of transformers' TrainingArguments and TRL's configurations that are no keys here, so that their files run.
+
+A key is translated to one of ours, or accepted with a warning that says why it has no effect. Sources: transformers
+5.23, TRL 1.16.
+"""
+
+import sys
+
+ENGINE = "rlnumba generates with an engine of its own"
+DISTRIBUTED = "a run is one process on one device"
+LOADER = "rows are in memory, and no process loads them"
+HUB = "nothing is uploaded; final/ is a folder that huggingface_hub can upload"
+NUMBA = "every kernel is compiled by Numba"
+CONSOLE = "the console shows one line a step, or every logging_steps"
+MODEL = "models are read by rlnumba itself, from safetensors"
+STEPS = "it is steps that are counted: logging_steps, save_steps, eval_steps"
+ALWAYS = "it is so in every run"
+DATA = "the columns of the data are found by their names, see [data]"
+
+# Key of [train] -> why it has no effect.
+WITHOUT_EFFECT = {
+    name: reason
+    for reason, names in {
+        ENGINE: "use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
+        "vllm_group_port vllm_tensor_parallel_size vllm_enable_sleep_mode vllm_model_impl use_transformers_paged "
+        "use_transformers_continuous_batching transformers_continuous_batching_config cache_implementation use_cache",
+        DISTRIBUTED: "deepspeed fsdp fsdp_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout "
+        "ddp_find_unused_parameters ddp_static_graph local_rank accelerator_config parallelism_config "
+        "average_tokens_across_devices ds3_gather_for_generation log_on_each_node save_on_each_node",
+        LOADER: "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context dataloader_in_order dataset_num_proc remove_unused_columns "
+        "length_column_name eval_accumulation_steps eval_use_gather_object batch_eval_metrics eval_do_concat_batches",
+        HUB: "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision "
+        "log_completions_hub_repo trackio_space_id trackio_bucket_id trackio_static_space_id",
+        NUMBA: "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config tf32 "
+        "torch_empty_cache_steps enable_jit_checkpoint",
+        CONSOLE: "disable_tqdm log_level log_level_replica logging_first_step logging_nan_inf_filter "
+        "include_num_input_tokens_seen skip_memory_metrics debug log_multimodal",
+        MODEL: "trust_remote_code gradient_checkpointing_kwargs cast_lm_head_to_fp32 disable_dropout",
+        STEPS: "logging_strategy save_strategy eval_strategy eval_delay",
+        ALWAYS: "full_determinism do_train do_eval do_predict restore_callback_states_from_checkpoint",
+        DATA: "dataset_text_field dataset_kwargs label_names include_for_metrics prediction_loss_only",
+    }.items()
+    for name in names.split()
+}
+# What a key says that asks for nothing: it is switched off, or as here. No warning then.
+OFF = (False, None, "", "no", "steps", "none", "None", [], {}, -1, "passive", "false")
+SIXTEEN_BITS = {"bf16": "bfloat16", "bf16_full_eval": "bfloat16", "fp16": "float16", "fp16_full_eval": "float16"}
+
+
+def always():
+    """has_16_bits where it does not matter."""
+    return True
+
+
+def translated(name, value, known, has_16_bits=always):
+    """What a key of [train] that is none of `known` means here: (name, value), or None if it is accepted.
+
+    Prints a warning for one that is accepted and asks for something. has_16_bits: returns whether the device computes
+    in them. Raises KeyError for a key that means nothing here.
+    """
+    if name in known:
+        return name, value
+    on = value is True or str(value).lower() == "true"
+    if name in SIXTEEN_BITS:
+        if on and not has_16_bits():
+            return warn(name, "the cpu device computes in float32")
+        return ("dtype", SIXTEEN_BITS[name]) if on and not name.endswith("eval") else None
+    if name == "warmup_ratio":
+        return ("warmup_steps", value) if str(value) not in ("0", "0.0") else None
+    if name == "use_cpu":
+        return warn(name, "the option --device cpu chooses the device") if on else None
+    if name in WITHOUT_EFFECT:
+        return warn(name, WITHOUT_EFFECT[name]) if value not in OFF else None
+    raise KeyError(name)
+
+
+def warn(name, reason):
+    """Print that a key has no effect."""
+    print(f"rlnumba: warning: train.{name} has no effect: {reason}", file=sys.stderr, flush=True)
+
+
+def take_trl_keys(config_class, has_16_bits=always):
+    """Let the constructor of a dataclass of [train] also take the keys that `translated` knows, as in TRL's scripts."""
+    init, known = config_class.__init__, config_class.__dataclass_fields__
+
+    def __init__(self, *args, **keys):
+        pairs = []
+        for name, value in keys.items():
+            try:
+                pairs.append(translated(name, value, known, has_16_bits))
+            except KeyError:
+                pairs.append((name, value))  # a TypeError that names it
+        init(self, *args, **dict(pair for pair in pairs if pair is not None))
+
+    config_class.__init__ = __init__

@@ -166,7 +166,7 @@ class Policy:
 
     def forward_with_values(self, batch, logprobs, values, entropy=None):
         """Log-probs and, of a model with both heads, values (T,) f32 from one forward; for `backward_with_values`."""
-        tape = self._tape()
+        tape = self.new_tape()
         hidden = self._hidden(self.model, batch, tape)
         head = batch.rows, batch.target_ids, self.temperature
         lm_head = lm_head_forward(self.model, hidden, *head, self.arena, logprobs, entropy)

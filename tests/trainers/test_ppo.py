@@ -1,5 +1,6 @@
 """PPO against runs of TRL's own trainer, its invariants, and runs of a few seconds."""
 
+import dataclasses
 import json
 import signal
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 
 import rlnumba
 from rlnumba import cli
-from rlnumba.config import CriticConfig, DataConfig, PPOConfig, PPORun, RewardsConfig, load_run
+from rlnumba.config import CriticConfig, DataConfig, LoraConfig, PPOConfig, PPORun, RewardsConfig, load_run
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
@@ -411,6 +412,21 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, shared):
     changed = ppo_run(tmp_path / "run", critic={"shared": not shared}, max_steps=6)
     with pytest.raises(UserError):
         ppo.run_ppo(changed, resume=True)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own critic", "shared trunk"])
+def test_an_adapter_is_trained_and_resumed(tmp_path, shared):
+    """The reference is the model without it; the critic's state is in the checkpoint, too."""
+    one_step = {"num_ppo_epochs": 1, "num_mini_batches": 1}
+    run = ppo_run(tmp_path / "run", critic={"shared": shared}, **one_step, max_steps=3, save_steps=2)
+    run = dataclasses.replace(run, lora=LoraConfig(r=4))
+    ppo.run_ppo(run)
+    rows, file = rows_without_times(run), tmp_path / "run" / "final" / "adapter_model.safetensors"
+    expected = file.read_bytes()
+    assert rows[0]["objective/kl"] == 0.0 < abs(rows[2]["objective/kl"])
+    assert all(row["policy/approxkl_avg"] == 0.0 for row in rows)
+    ppo.run_ppo(run, resume=2)
+    assert file.read_bytes() == expected and rows_without_times(run) == rows
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import typing
 from pathlib import Path
 
 from rlnumba.config import (
+    CriticConfig,
     DataConfig,
     DPOConfig,
     EngineConfig,
@@ -12,8 +13,10 @@ from rlnumba.config import (
     GRPOConfig,
     KTOConfig,
     LoraConfig,
+    PPOConfig,
     RewardConfig,
     RewardsConfig,
+    RLOOConfig,
     Run,
     SFTConfig,
     TrainConfig,
@@ -21,14 +24,15 @@ from rlnumba.config import (
 from rlnumba.config.dpo import PreferenceConfig
 from rlnumba.config.keys import LIMITS, keys_of, split_optional
 from rlnumba.config.reading import ALIASES
+from rlnumba.config.rollout import GroupConfig, SamplingConfig
 from rlnumba.config.writing import toml_value
 
 PAGE = Path(__file__).with_name("configuration.md")
 
 HEADER = """# Configuration reference
 
-Which keys does the TOML file of a run have, with which types, defaults and meanings, and which metrics
-does a run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
+Which keys does the TOML file of a training run have, with which types, defaults and meanings, and which metrics does a
+run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
 `rlnumba/config`; do not edit it.
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
@@ -71,14 +75,14 @@ functions by name.
 ## What a run writes
 
 In `output_dir`: `config.toml`, the resolved configuration; `metrics.jsonl`, a line for each optimizer step;
-`completions.jsonl` (GRPO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end, `final/`,
-both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have TRL's
-names:
+`completions.jsonl` (GRPO, RLOO, PPO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end,
+`final/`, both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have
+TRL's names:
 
 | metric | meaning |
 | --- | --- |
 | `loss`, `grad_norm`, `learning_rate` | of the step; the norm is that before clipping |
-| `num_tokens`, `epoch` | tokens so far (GRPO: of prompts and completions), and passes over the data |
+| `num_tokens`, `epoch` | tokens so far (GRPO, RLOO, PPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
 | `eval_...` | the same on `data.eval`; GRPO also `eval_avg@n` and `eval_pass@k` (docs/running.md) |
@@ -97,6 +101,14 @@ names:
 | `rollout_corr/rollout_rs_masked_fraction` | share of the tokens that rollout_rs left out |
 | `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
+| `objective/scores`, `objective/non_score_reward` | PPO: mean score of a completion, and its mean KL penalty |
+| `objective/rlhf_reward` | PPO: the sum of these two |
+| `objective/kl`, `objective/entropy` | PPO: of a completion, the sum of kl and of -log-prob over its tokens; means |
+| `policy/approxkl_avg`, `policy/clipfrac_avg`, `policy/entropy_avg` | PPO: means over all micro-batches of a batch |
+| `loss/policy_avg`, `loss/value_avg`, `val/clipfrac_avg` | likewise, of both losses and of clipped values |
+| `val/ratio`, `val/ratio_var` | likewise, of the ratio of probabilities, and the variance of these means |
+| `val/num_eos_tokens` | PPO: end tokens of the batch |
+| `critic/grad_norm`, `critic/learning_rate` | PPO: of a critic that is a model of its own |
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md); their sum without `host` |
@@ -137,26 +149,28 @@ def _shown_limits(metadata):
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
-    blocks = [
-        ("Above all sections", Run),
-        ("[data]", DataConfig),
-        ("[rewards]: grpo", RewardsConfig),
-        ("[eval]: grpo", EvalConfig),
-    ]
-    blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig), ("[train]: grpo", GRPOConfig)]
+    blocks = [("Above all sections", Run), ("[data]", DataConfig)]
+    blocks += [("[rewards]: grpo, rloo, ppo", RewardsConfig), ("[eval]: grpo, rloo, ppo", EvalConfig)]
+    blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig)]
+    blocks += [("[train]: grpo, rloo, ppo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
+    blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
+    blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
-        bases = [each for each in (PreferenceConfig, TrainConfig) if each in section_class.__mro__[1:]]
-        inherited = keys_of(bases[0]) if bases else {}
+        # Keys of a block above are not repeated, unless their default or meaning is another here.
+        shared = (TrainConfig, SamplingConfig, GroupConfig, PreferenceConfig)
+        inherited = {name for base in shared if base in section_class.__mro__[1:] for name in keys_of(base)}
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:
                 continue
             doc = (f.metadata["doc"] + _shown_limits(f.metadata)).replace("|", "\\|")
             parts.append(f"| `{f.name}` | {_shown_type(f.type)} | {_shown_default(f)} | {doc} |")
-    named = {("train", "batch_size"): ("train", "generation_batch_size` (grpo), `train.per_device_train_batch_size")}
+    named = {
+        ("train", "batch_size"): ("train", "generation_batch_size` (grpo, rloo), `train.per_device_train_batch_size")
+    }
     rows = [
         f"| `{'.'.join(filter(None, written))}` | `{'.'.join(filter(None, ours))}` |"
         for written, ours in {**ALIASES, **named}.items()

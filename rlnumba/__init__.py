@@ -7,18 +7,8 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
-_TRAINERS = (
-    "DPOConfig",
-    "DPOTrainer",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "KTOConfig",
-    "KTOTrainer",
-    "RewardConfig",
-    "RewardTrainer",
-    "SFTConfig",
-    "SFTTrainer",
-)
+_ALGORITHMS = ("DPO", "GRPO", "KTO", "PPO", "RLOO", "Reward", "SFT")
+_TRAINERS = [f"{name}{kind}" for name in _ALGORITHMS for kind in ("Config", "Trainer")]
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES["LoraConfig"] = "rlnumba.config"
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")

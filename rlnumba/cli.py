@@ -393,6 +393,10 @@ SFT = "Supervised fine-tuning: train on prompts with their completions, conversa
 _trainer("sft", SFT, "metrics.jsonl")
 GRPO = "Reinforcement learning with Group Relative Policy Optimization."
 _trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
+RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
+_trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
+PPO = "Reinforcement learning with Proximal Policy Optimization and a critic."
+_trainer("ppo", PPO, "metrics.jsonl, completions.jsonl")
 DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
 _trainer("dpo", DPO, "metrics.jsonl")
 KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."

@@ -1,12 +1,11 @@
 """The run file of `rlnumba grpo`."""
 
-import difflib
 import math
-import typing
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.schema import EvalConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.rollout import GroupConfig
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
 from rlnumba.errors import ConfigError
 
 
@@ -136,49 +135,10 @@ class PolicyLossConfig(Section):
             )
 
 
-# Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GENERATION_KEYS = ("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-# What generation_kwargs cannot change: the trainer sets it, or trains with it.
-OWN_KEYS = {
-    "temperature": "set train.temperature, which divides the logits in training, too",
-    "max_tokens": "set train.max_completion_length",
-    "max_new_tokens": "set train.max_completion_length",
-    "n": "set train.num_generations",
-    "seed": "set seed",
-    "logprobs": "leave it out, every token has its log-prob",
-}
-
-
 @dataclass(frozen=True)
-class GRPOConfig(PolicyLossConfig, TrainConfig):
+class GRPOConfig(PolicyLossConfig, GroupConfig):
     """[train] of `rlnumba grpo`."""
 
-    learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
-    num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
-    generation_batch_size: int | None = key(
-        None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
-    )
-    steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
-    num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
-    temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
-    top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
-    top_k: int = key(0, "Sample from the k likeliest tokens; 0 and -1 are off.", minimum=-1)
-    min_p: float | None = key(None, "Smallest probability, as a share of the largest's.", minimum=0, maximum=1)
-    repetition_penalty: float = key(1.0, "Above 1: tokens seen so far become less likely; 1 is off.", above=0)
-    sampling_mask_replay: bool = key(
-        False,
-        "With top_p, top_k or min_p, train the distribution that was sampled from: the tokens that the filters kept, "
-        "renormalised. For generations that one optimizer step uses up; not in TRL.",
-    )
-    generation_kwargs: dict[str, typing.Any] = key(
-        {},
-        "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
-        "stop_token_ids, ignore_eos, and top_p, top_k, min_p, repetition_penalty instead of the keys above.",
-    )
-    sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
-    ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
-    ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
     scale_rewards: str = key(
         "group",
         "Divide advantages by the standard deviation of the group, of the batch, or not (Dr. GRPO).",
@@ -232,50 +192,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
     rollout_rs_threshold: str = key(
         "2.0", 'Thresholds of rollout_rs, one or one for each mode: "0.5_2.0" bounds the ratio of k1, "0.1" k2 and k3.'
     )
-    mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
     max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
 
-    @property
-    def rollout_steps(self):
-        """Passes of per_device_train_batch_size completions that one generation feeds: int."""
-        if self.generation_batch_size is not None:
-            return self.generation_batch_size // self.per_device_train_batch_size
-        return self.steps_per_generation or self.gradient_accumulation_steps
-
-    @property
-    def rollout_batch_size(self):
-        """Completions of one generation: int."""
-        return self.per_device_train_batch_size * self.rollout_steps
-
-    @property
-    def prompts_per_rollout(self):
-        """Prompts of one generation, each with num_generations completions: int."""
-        return self.rollout_batch_size // self.num_generations
-
     def __post_init__(self):
         super().__post_init__()
-        size_key = "train.per_device_train_batch_size x steps_per_generation"
-        if self.generation_batch_size is not None:
-            size_key = "train.generation_batch_size"
-            if self.steps_per_generation is not None:
-                raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
-            if self.generation_batch_size % self.per_device_train_batch_size:
-                raise ConfigError(
-                    f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
-                    f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
-                )
-        if self.rollout_batch_size % self.num_generations:
-            raise ConfigError(
-                f"{size_key} ({self.rollout_batch_size}) must be divisible by "
-                f"train.num_generations ({self.num_generations})"
-            )
-        allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS)
-        for name in self.generation_kwargs:
-            if name not in allowed:
-                nearest = difflib.get_close_matches(name, allowed, 1)
-                hint = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(allowed)}"
-                raise ConfigError(f"train.generation_kwargs has no key {name}: {OWN_KEYS.get(name, hint)}")
         weights = self.difficulty_weights
         if weights is not None and not (len(weights) == 3 and all(0 <= w < math.inf for w in weights) and any(weights)):
             raise ConfigError(
@@ -291,19 +212,11 @@ class GRPOConfig(PolicyLossConfig, TrainConfig):
             )
         if self.length_penalty and self.multi_objective_aggregation != "sum_then_normalize":
             raise ConfigError("train.length_penalty needs train.multi_objective_aggregation sum_then_normalize")
-        if self.sampling_mask_replay and self.gradient_accumulation_steps % (self.rollout_steps * self.num_iterations):
-            raise ConfigError(
-                "train.sampling_mask_replay needs generations that one optimizer step uses up: steps_per_generation x "
-                f"num_iterations ({self.rollout_steps * self.num_iterations}) must divide gradient_accumulation_steps "
-                f"({self.gradient_accumulation_steps})"
-            )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ConfigError(
                 f"train.entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "
                 f"({self.entropy_coef_max})"
             )
-        if self.sync_ref_model and not self.beta:
-            raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
 
 
 @dataclass(frozen=True, kw_only=True)

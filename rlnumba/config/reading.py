@@ -30,6 +30,7 @@ ALIASES = {
     ("train", "clip_ratio"): ("train", "epsilon"),
     ("train", "clip_ratio_low"): ("train", "epsilon"),
     ("train", "clip_ratio_high"): ("train", "epsilon_high"),
+    ("train", "response_length"): ("train", "max_completion_length"),
     ("train", "num_gens"): ("train", "num_generations"),
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
@@ -37,7 +38,7 @@ ALIASES = {
 }
 # batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
 SEQUENCES = ("train", "per_device_train_batch_size")
-BATCH_SIZE = {"grpo": ("train", "generation_batch_size")}
+BATCH_SIZE = dict.fromkeys(("grpo", "rloo"), ("train", "generation_batch_size"))
 
 # TRL keys without a counterpart, and what to write instead.
 INSTEAD = {

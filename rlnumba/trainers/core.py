@@ -164,6 +164,22 @@ class Policy:
         dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
         self.model.backward(dhidden, tape, self.grads)
 
+    def forward_with_values(self, batch, logprobs, values, entropy=None):
+        """Log-probs and, of a model with both heads, values (T,) f32 from one forward; for `backward_with_values`."""
+        tape = self._tape()
+        hidden = self._hidden(self.model, batch, tape)
+        head = batch.rows, batch.target_ids, self.temperature
+        lm_head = lm_head_forward(self.model, hidden, *head, self.arena, logprobs, entropy)
+        return tape, lm_head, value_head_forward(self.model, hidden, batch.rows, values)
+
+    def backward_with_values(self, forward, dlogprobs, dvalues, dentropy=None):
+        """Add to the gradients what follows from the derivatives by log-probs, values and entropies, (T,) f32."""
+        tape, lm_head, value_head = forward
+        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, self.grads, self.arena, dentropy)
+        self._head_grad_is_zero = False
+        value_head_backward(self.model, value_head, dvalues, self.grads, self.arena, dhidden)
+        self.model.backward(dhidden, tape, self.grads)
+
     def _hidden(self, model, batch, tape=None):
         attention = packed_attention(model, batch, self.arena)
         return model.forward(batch.input_ids, batch.position_ids, attention, tape, self.arena)

@@ -15,18 +15,20 @@ Dynamic sampling: DAPO (arXiv 2503.14476).
 import copy
 import json
 import math
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba import data
-from rlnumba.config.grpo import SAMPLING_KEYS
+from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
+from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, signals
@@ -46,13 +48,33 @@ def run_grpo(run, resume=False, reward_funcs=()):
     the functions themselves, where run.rewards.funcs only names them. A reward that fails, or a signal, in the middle
     of the run leaves a checkpoint of the last complete step.
     """
+    train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs)
+
+
+class Algorithm(NamedTuple):
+    """Where trainers on the model's own completions differ; their loop, train_on_prompts, is the same.
+
+    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
+    run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
+    are roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
+    metrics by name.
+    """
+
+    name: str
+    load: Callable
+    generate: Callable
+    train_step: Callable
+
+
+def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
+    """Train a Run of prompts and rewards by an Algorithm; the arguments are run_grpo's."""
     train = run.train
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(train, 0, 1)
     gemm.set_backend(run.gemm)
-    folder = RunFolder("grpo", run, resume)
+    folder = RunFolder(algorithm.name, run, resume)
     rewards = load_rewards(run, reward_funcs)
-    policy, tokenizer = load_policy(run, folder, train.beta > 0, train.temperature)
+    policy, tokenizer = algorithm.load(run, folder)
     model = policy.model
     llm = LLM(model, tokenizer, run.engine)
     prompts = load_prompts(run.data.train, run, llm)
@@ -81,12 +103,11 @@ def run_grpo(run, resume=False, reward_funcs=()):
             micro_batches, generation_metrics_of, num_generated = [], [], 0
             for micro in schedule.micro_steps(step):
                 if micro.begins_generation or state.rollouts is None:
-                    rollouts, generations = roll_out(
-                        llm, rewards, prompts, state.order, run, trainer_state, micro.index, clock, writer
-                    )
-                    with clock.phase("logprob"):
-                        add_logprobs(policy, rollouts, schedule.on_policy)
-                    state.begin(rollouts, generations, rewards.names, train)
+                    rollouts, generations, own_metrics = algorithm.generate(
+                        policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
+                        schedule.on_policy, clock, writer,
+                    )  # fmt: skip
+                    state.begin(rollouts, generations, rewards.names, own_metrics)
                     num_generated += sum(each.num_generated for each in generations)
                     writer.completions(step + 1, [row for each in generations for row in each.rows(rewards.names)])
                 part = state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
@@ -94,7 +115,9 @@ def run_grpo(run, resume=False, reward_funcs=()):
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
                 # Signals are held from the update of the weights on.
-                metrics = train_step(policy, micro_batches, learning_rate_at(train, step, schedule.total_steps))
+                metrics = algorithm.train_step(
+                    policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)
+                )
                 policy.move_reference_if_due(step + 1)
             llm.update_weights(step + 1)
             complete = step + 1, state.state_dict(schedule.within_generation(step + 1))
@@ -126,10 +149,15 @@ def run_grpo(run, resume=False, reward_funcs=()):
             if last:
                 break
         callbacks.call("on_train_end", model)
-        folder.finish(model, tokenizer)
+        folder.finish(model, tokenizer, LM_HEAD)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
+
+
+def load(run, folder):
+    """(Policy, Tokenizer) of a run, with the reference that train.beta above 0 asks for."""
+    return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
 
 
 def load_prompts(path, run, llm):
@@ -140,8 +168,20 @@ def load_prompts(path, run, llm):
     return prompts
 
 
+def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
+    """GRPO's generation: see Algorithm."""
+    rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer)
+    with clock.phase("logprob"):
+        add_logprobs(policy, rollouts, on_policy)
+    groups = [group for each in generations for group in each.groups]
+    metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.pool_shares()
+    if run.train.rollout_rs is not None:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
+    return rollouts, generations, metrics
+
+
 def prompt_order(num_prompts, run):
-    """The PromptOrder of a GRPORun, at its beginning."""
+    """The PromptOrder of a run, at its beginning."""
     train = run.train
     weights = train.difficulty_weights
     return rollout.PromptOrder(num_prompts, train.shuffle_dataset, run.seed, difficulty_weights=weights)
@@ -383,7 +423,7 @@ class MicroBatchSchedule(Schedule):
         if num_prompts < train.prompts_per_rollout:
             raise ConfigError(
                 f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
-                f"(train.per_device_train_batch_size x steps_per_generation / num_generations)"
+                f"({train.prompts_key})"
             )
         self.train = train
         self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
@@ -416,14 +456,9 @@ class DataState:
         self.order = order
         self.num_tokens, self.rollouts, self.metrics = 0, None, {}
 
-    def begin(self, rollouts, generations, names, train):
-        """Use a new generation. generations: list of Generation; names: of the reward functions."""
-        groups = [group for each in generations for group in each.groups]
-        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names)
-        self.metrics["frac_reward_zero_std"] = rollout.frac_reward_zero_std(groups, train)
-        if train.rollout_rs is not None:
-            self.metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
-        self.metrics |= self.order.pool_shares()
+    def begin(self, rollouts, generations, names, metrics):
+        """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
+        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names) | metrics
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):

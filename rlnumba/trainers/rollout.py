@@ -228,7 +228,12 @@ def frac_reward_zero_std(groups, train):
     values = np.array([[s.advantage if over_all else s.reward for s in group] for group in groups])
     if over_all or train.scale_rewards == "batch":
         values = values.reshape(1, -1)
-    return float(np.mean(np.isclose([_std(row) for row in values], 0.0)))
+    return frac_zero_std(values)
+
+
+def frac_zero_std(rows):
+    """The share of rows (groups, members) whose standard deviation, NaN left out, is 0: float, as in TRL."""
+    return float(np.mean(np.isclose([_std(row) for row in rows], 0.0)))
 
 
 def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normalize"):

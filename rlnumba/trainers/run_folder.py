@@ -132,8 +132,9 @@ class RunFolder:
                     log(f"step {self.step} is in {self.model_folder}; --resume goes on from there")
                 raise
 
-    def finish(self, model, tokenizer):
-        """Write final/, a Hugging Face folder: the model, or with load_best_model_at_end that of the best step."""
+    def finish(self, model, tokenizer, heads=None):
+        """Write final/, a Hugging Face folder: the model with these heads or all, or with load_best_model_at_end that of
+        the best step."""
         best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
         try:
             if best is not None:
@@ -141,7 +142,7 @@ class RunFolder:
                 checkpoint.copy_model(self.path / "checkpoints" / f"step-{best}", self.path / "final")
                 log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
             else:
-                save_model(model, self.path / "final", tokenizer)
+                save_model(model, self.path / "final", tokenizer, heads=heads)
         except OSError as error:
             raise UserError(f"{self.path / 'final'}: cannot be written: {error.strerror}") from error
 

@@ -8,11 +8,11 @@ A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or 
 to output_dir, the model to final/.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import DataConfig, EngineConfig, RewardsConfig, key
+from rlnumba.config import CriticConfig, DataConfig, EngineConfig, RewardsConfig, key
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import resolve
 from rlnumba.trainers.callbacks import given
@@ -20,7 +20,9 @@ from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import advise
+from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.reward import run_reward
+from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
 
 
@@ -55,6 +57,20 @@ class RewardConfig(OutputArguments, config.RewardConfig):
 @dataclass(frozen=True)
 class GRPOConfig(OutputArguments, config.GRPOConfig):
     """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
+
+    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+
+
+@dataclass(frozen=True)
+class RLOOConfig(OutputArguments, config.RLOOConfig):
+    """[train] of `rlnumba rloo`, and the keys that TRL's RLOOConfig has besides."""
+
+    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
+
+
+@dataclass(frozen=True)
+class PPOConfig(OutputArguments, config.PPOConfig):
+    """[train] of `rlnumba ppo`, and what TRL's trainers with rewards have besides."""
 
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
@@ -126,17 +142,19 @@ class GRPOTrainer:
     rewards: further keys of that section, a dict. The other arguments are those of RowTrainer, args being a GRPOConfig.
     """
 
+    command, config_class, run_class, run_function = "grpo", GRPOConfig, config.GRPORun, staticmethod(run_grpo)
+
     def __init__(
         self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None,
         peft_config=None, callbacks=(),
     ):  # fmt: skip
-        args = args or GRPOConfig()
+        args = args or self.config_class()
         self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
-        self.run = config.GRPORun(
+        self.run = self.run_class(
             **_settings(model, args, self.datasets, data, engine, peft_config),
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
         )
@@ -144,8 +162,25 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=False):
         """As RowTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
-        with advise("grpo", self.run), given(self.callbacks):
-            run_grpo(self.run, resume_from_checkpoint, self.reward_funcs)
+        with advise(self.command, self.run), given(self.callbacks):
+            self.run_function(self.run, resume_from_checkpoint, self.reward_funcs)
+
+
+class RLOOTrainer(GRPOTrainer):
+    """REINFORCE Leave-One-Out; the arguments are GRPOTrainer's, args being an RLOOConfig."""
+
+    command, config_class, run_class, run_function = "rloo", RLOOConfig, config.RLOORun, staticmethod(run_rloo)
+
+
+class PPOTrainer(GRPOTrainer):
+    """Proximal Policy Optimization; critic: keys of that section, a dict. The other arguments are GRPOTrainer's, args
+    being a PPOConfig."""
+
+    command, config_class, run_class, run_function = "ppo", PPOConfig, config.PPORun, staticmethod(run_ppo)
+
+    def __init__(self, *arguments, critic=None, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.run = replace(self.run, critic=CriticConfig(**(critic or {})))
 
 
 def _settings(model, args, datasets, data, engine, peft_config):

@@ -4,6 +4,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from rlnumba.config.rloo import SequenceLossConfig
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.rl import policy_loss as policy_loss_module
 from rlnumba.kernels.rl.policy_loss import (
@@ -126,6 +127,25 @@ def test_golden_values_of_trl():
         assert case["metrics"].keys() - metrics.keys() <= {"vespo/phi_seq_mean"}
 
 
+def test_golden_values_of_trls_rloo():
+    stored = np.load(GOLDEN.with_name("rloo_loss.npz"))
+    shape = stored["mask"].shape
+    cu_seqlens = np.arange(shape[0] + 1, dtype=np.int32) * shape[1]
+    lp, old, mask = (stored[name].reshape(-1) for name in ("logprobs", "old_logprobs", "mask"))
+    metrics = json.loads(str(stored["metrics"]))
+    for i, (low, high) in enumerate(stored["bounds"].tolist()):
+        config = SequenceLossConfig(epsilon=low, epsilon_high=high)
+        scale = policy_loss_scale(config, shape[0], 99, 9, 1)
+        arguments = (lp, old, None, None, stored["advantages"], mask, cu_seqlens)
+        loss, dlogprobs, stats = policy_loss_ref(*arguments, config, scale)
+        assert abs(loss - stored["losses"][i]) < 1e-12
+        np.testing.assert_allclose(dlogprobs.reshape(shape), stored["gradients"][i], rtol=0, atol=1e-12)
+        found = policy_metrics(stats, config)
+        assert {name: found[name] for name in metrics[i]} == pytest.approx(metrics[i])
+    # Ratios of which some are beyond the narrower bounds only.
+    assert metrics[1]["clip_ratio/region_mean"] > metrics[0]["clip_ratio/region_mean"]
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", SMOOTH)
 def test_gradient_of_reference(rng, loss_type, level):
@@ -223,6 +243,18 @@ def test_simulator(rng, config):
     check_against_reference(batch(rng, [7, 300, 2, 0]), loss_config(**config), np.uint8)
 
 
+@pytest.mark.sim
+def test_ratio_of_whole_sequences(rng):
+    check_against_reference(batch(rng, [7, 130, 2, 0]), SequenceLossConfig(epsilon=0.1), np.uint8)
+
+
+def test_gradient_at_the_ratio_of_whole_sequences(rng):
+    arrays, config = batch(rng, [5, 3, 2, 4]), SequenceLossConfig(epsilon=2.0, epsilon_high=50.0)
+    gradient = policy_loss_ref(*arrays, config, 0.2)[1]
+    assert np.count_nonzero(gradient) > 3
+    assert_gradient(lambda: policy_loss_ref(*arrays, config, 0.2)[0], gradient, arrays[0], "sequence_sum")
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.sim
 def test_entropy_mask(rng, level):
@@ -241,10 +273,10 @@ def test_entropy_mask(rng, level):
 
 
 @pytest.mark.parametrize("selects_tokens", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
+@pytest.mark.parametrize("config", [*CONFIGS, {}], ids=lambda config: config.get("loss_type", "rloo"))
 def test_machine_code(compile_offline, config, selects_tokens):
     """No float64, no spills, whatever the kernel is specialised for."""
-    kernel = policy_loss_kernel(loss_terms(loss_config(**config), selects_tokens))
+    kernel = policy_loss_kernel(loss_terms(loss_config(**config) if config else SequenceLossConfig(), selects_tokens))
     arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", "float32[::1]", "float32", "float32[::1]"]
     arrays.append("float32[:,::1]")
     assert not compile_offline(kernel, tuple(arrays), (9, 0))

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from rlnumba.config import (
+    CriticConfig,
     DataConfig,
     DPOConfig,
     DPORun,
@@ -11,9 +12,13 @@ from rlnumba.config import (
     GRPORun,
     KTOConfig,
     KTORun,
+    PPOConfig,
+    PPORun,
     RewardConfig,
     RewardRun,
     RewardsConfig,
+    RLOOConfig,
+    RLOORun,
     SFTConfig,
     SFTRun,
 )
@@ -98,33 +103,68 @@ def preference_run(kind, folder, data=None, **train):
     )
 
 
+# Of GRPO and its relatives.
+SMALL_GRPO = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 4,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+}
+
+
 def grpo_config(**train):
-    settings = {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 4,
-        "learning_rate": 2e-3,
-        "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False,
-    }
-    return GRPOConfig(**settings | train)
+    return GRPOConfig(**SMALL_GRPO | train)
 
 
 def grpo_run(folder, reward="digits", num_prompts=16, rewards=None, seed=42, data=None, **train):
     """A GRPORun in `folder`, with its rows and reward file beside it."""
+    return GRPORun(**_prompts_run(folder, reward, num_prompts, rewards, seed, data), train=grpo_config(**train))
+
+
+def rloo_run(folder, reward="digits", num_prompts=16, rewards=None, seed=42, data=None, **train):
+    """An RLOORun in `folder`, as grpo_run."""
+    settings = SMALL_GRPO | {"num_generations": 2}
+    return RLOORun(
+        **_prompts_run(folder, reward, num_prompts, rewards, seed, data), train=RLOOConfig(**settings | train)
+    )
+
+
+SMALL_PPO = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_ppo_epochs": 2,
+    "num_mini_batches": 2,
+    "temperature": 1.0,
+    "max_completion_length": 8,
+    "max_steps": 4,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+}
+
+
+def ppo_run(folder, reward="digits", num_prompts=32, rewards=None, seed=42, data=None, critic=None, **train):
+    """A PPORun in `folder`, as grpo_run; critic: keys of [critic]."""
+    run = _prompts_run(folder, reward, num_prompts, rewards, seed, data)
+    return PPORun(**run, train=PPOConfig(**SMALL_PPO | train), critic=CriticConfig(**(critic or {})))
+
+
+def _prompts_run(folder, reward, num_prompts, rewards, seed, data):
+    """The keywords of a Run but for [train]; writes the rows and the reward file."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     rows = folder.parent / "prompts.jsonl"
     examples = [{"prompt": f"what is the number {i}? ", "answer": str(i)} for i in range(num_prompts)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in examples))
     file = folder.parent / "rewards_for_tests.py"
     file.write_text(REWARDS)
-    return GRPORun(
-        model=str(MODEL),
-        output_dir=str(folder),
-        seed=seed,
-        data=DataConfig(train=str(rows), **(data or {})),
-        rewards=RewardsConfig(funcs=[f"{file}:{name}" for name in reward.split()], **(rewards or {})),
-        train=grpo_config(**train),
-    )
+    return {
+        "model": str(MODEL),
+        "output_dir": str(folder),
+        "seed": seed,
+        "data": DataConfig(train=str(rows), **(data or {})),
+        "rewards": RewardsConfig(funcs=[f"{file}:{name}" for name in reward.split()], **(rewards or {})),
+    }

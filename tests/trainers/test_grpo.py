@@ -419,21 +419,20 @@ def test_groups_that_teach_something_are_generated_until_there_are_enough(monkey
 
 
 def test_the_state_of_the_data_is_kept_between_steps():
-    train = grpo_config(per_device_train_batch_size=2, steps_per_generation=2, num_generations=2)
     groups = [made_group(prompt, rewards) for prompt, rewards in ((0, (1.0, 0.0)), (1, (0.5, 0.5)), (2, (2.0, 1.0)))]
     state = grpo.DataState(PromptOrder(9, True, 1))
     assert state.state_dict(True) == {"prompts": [0, 0], "num_tokens": 0, "rollouts": None, "metrics": {}}
     state.order.take(3)
     rollouts = Rollouts.of([sample for group in (groups[0], groups[2]) for sample in group], False)
-    state.begin(rollouts, [Generation(groups[:2]), Generation(groups[2:])], ["f"], train)
-    # Six sequences of four tokens; a group of three has one reward only; two of six completions are not trained on.
-    assert state.num_tokens == 24 and state.metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    state.begin(rollouts, [Generation(groups[:2]), Generation(groups[2:])], ["f"], {"further": 0.5})
+    # Six sequences of four tokens; two of six completions are not trained on.
+    assert state.num_tokens == 24 and state.metrics["further"] == 0.5
     assert state.metrics["dynamic_sampling/dropped"] == pytest.approx(1 / 3)
     assert state.metrics["reward"] == pytest.approx(5 / 6)
     kept = state.state_dict(True)
     assert kept["prompts"] == [0, 3] and kept["num_tokens"] == 24 and kept["metrics"] == state.metrics
     assert state.state_dict(False) == kept | {"rollouts": None, "metrics": {}}
-    state.begin(rollouts, [Generation(groups[:2])], ["f"], train)
+    state.begin(rollouts, [Generation(groups[:2])], ["f"], {})
     assert state.num_tokens == 40 and "dynamic_sampling/dropped" not in state.metrics
 
     def restored(kept, **changes):

@@ -4,6 +4,7 @@ With lp, old, ref and roll the log-probs of these names, mask m, advantage A of 
 
     c = exp(lp - old)                                    importance_sampling_level "token"
     c = exp(sum(m (lp - old)) / max(sum m, 1))           "sequence": one ratio for all tokens (GSPO)
+    c = exp(sum(m (lp - old)))                           "sequence_sum": the ratio of the sequences (RLOO)
 
     grpo, bnpo, dr_grpo, dapo, luspo   loss_t = -min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A)
     cispo                              loss_t = -[min(c, epsilon_high)] A lp          []: no gradient taken
@@ -67,6 +68,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 class LossTerms(NamedTuple):
     """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
+    sums_log_ratios: whether the ratio of a sequence is that of the sum of its log-probs, not of their mean.
     ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
     set. if_positive, if_negative: (temperature, 0) of sapo, (k, lambda) of vespo or (bound, dppo_kl_coef) of dppo, by
     the sign of the advantage.
@@ -75,6 +77,7 @@ class LossTerms(NamedTuple):
 
     form: int
     sequence_level: bool
+    sums_log_ratios: bool
     per_sequence_mean: bool
     ratio_range: tuple[float, float]
     delta: float
@@ -107,7 +110,8 @@ def loss_terms(config, selects_tokens=False):
     low, high = config.importance_sampling_bounds
     return LossTerms(
         form,
-        sequence_level=config.importance_sampling_level == "sequence",
+        sequence_level=config.importance_sampling_level != "token",
+        sums_log_ratios=config.importance_sampling_level == "sequence_sum",
         per_sequence_mean=config.loss_type in ("grpo", "sapo"),
         ratio_range=ratio_range.get(form, (-math.inf, math.inf)),
         delta=given(config.delta) if form == CLIP else math.inf,
@@ -232,7 +236,7 @@ def surrogate_function(terms):
 def sequence_function(terms):
     """The device function that computes what the tokens of a sequence share, from sums over them (pass 1)."""
     correction_of = correction_function(terms)
-    vespo, sequence_level = terms.form == VESPO, terms.sequence_level
+    vespo, sequence_level, sums = terms.form == VESPO, terms.sequence_level, terms.sums_log_ratios
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     threshold, masks_off_policy = np.float32(terms.off_policy_threshold), terms.off_policy_threshold < math.inf
     (k_pos, lambda_pos), (k_neg, lambda_neg) = np.float32(terms.if_positive), np.float32(terms.if_negative)
@@ -257,7 +261,7 @@ def sequence_function(terms):
         divisor = max(tokens, ONE)
         ratio = keep = correction = phi = ONE
         if sequence_level:
-            ratio = np.float32(math.exp(block_sum(log_ratio, scratch) / divisor))
+            ratio = np.float32(math.exp(block_sum(log_ratio, scratch) / (ONE if sums else divisor)))
         if masks_off_policy and block_sum(drift, scratch) / divisor > threshold and advantage < ZERO:
             keep = ZERO
         if correct_sequence:
@@ -312,7 +316,7 @@ def policy_loss_kernel(terms):
     sequence_terms, token_terms = sequence_function(terms), token_function(terms)
     correction_of = correction_function(terms)
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
-    sequence_level, per_sequence_mean = terms.sequence_level, terms.per_sequence_mean
+    sequence_level, per_sequence_mean, sums = terms.sequence_level, terms.per_sequence_mean, terms.sums_log_ratios
     selects_tokens, (low, high) = terms.selects_tokens, np.float32(terms.ratio_range)
     is_dppo = terms.form == DPPO
 
@@ -373,7 +377,7 @@ def policy_loss_kernel(terms):
                 clipped_high += mask if advantage > ZERO and ratio > high else ZERO
             dlogprobs[n] = gradient
         if sequence_level:
-            shared_slope = block_sum(shared_slope, scratch) / divisor
+            shared_slope = block_sum(shared_slope, scratch) / (ONE if sums else divisor)
             # Each thread reads back only what it wrote itself.
             for n in range(begin + thread, end, THREADS):
                 mask = np.float32(loss_mask[n])
@@ -532,7 +536,8 @@ def policy_loss_ref(
     divisor, advantage = np.maximum(tokens, 1.0), advantages.astype(np.float64)[owner]
     if form == DPPO:
         log_ratio = minus(logprobs, behaviour)
-    ratio = np.exp((by_sequence(log_ratio) / divisor)[owner] if terms.sequence_level else log_ratio)
+    log_ratios_divisor = 1.0 if terms.sums_log_ratios else divisor
+    ratio = np.exp((by_sequence(log_ratio) / log_ratios_divisor)[owner] if terms.sequence_level else log_ratio)
 
     correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
     level, difference = terms.correction_level, minus(old_logprobs, behaviour)
@@ -590,7 +595,7 @@ def policy_loss_ref(
     weight = np.where(active, scale / divisor[owner] if terms.per_sequence_mean else scale, 0.0)
     through = np.where(slope == 0, 0.0, weight * slope * np.where(slope == 0, 0.0, ratio))
     if terms.sequence_level:
-        through = (by_sequence(through) / divisor)[owner]
+        through = (by_sequence(through) / log_ratios_divisor)[owner]
     dlogprobs = mask * (weight * gradient + through)
 
     ratios = np.ones(sequences) if terms.sequence_level else tokens

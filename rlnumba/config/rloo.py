@@ -1,0 +1,63 @@
+"""The run file of `rlnumba rloo`."""
+
+from dataclasses import dataclass
+
+from rlnumba.config.grpo import PolicyLossConfig
+from rlnumba.config.keys import key
+from rlnumba.config.rollout import GroupConfig
+from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
+from rlnumba.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SequenceLossConfig(PolicyLossConfig):
+    """RLOO's loss as options of the policy losses: the mean over sequences, the ratio that of whole completions."""
+
+    loss_type: str = key("grpo", "A mean over sequences.", choices=("grpo",))
+    importance_sampling_level: str = key("sequence_sum", "One ratio a sequence.", choices=("sequence_sum",))
+    vllm_importance_sampling_correction: bool = key(False, "RLOO has none.")
+
+
+@dataclass(frozen=True)
+class RLOOConfig(GroupConfig):
+    """[train] of `rlnumba rloo`, with the defaults of TRL's RLOOConfig."""
+
+    num_generations: int = key(
+        2, "Completions of each prompt; the baseline of one is the mean of the others.", minimum=2
+    )
+    beta: float = key(
+        0.05,
+        "Weight of the KL to the reference model in the reward; the reference is `model`, 0 loads none.",
+        minimum=0,
+    )
+    epsilon: float = key(0.2, "The ratio of a completion's probabilities is clipped below 1 - epsilon.", minimum=0)
+    epsilon_high: float | None = key(None, "Clip above 1 + this; None: epsilon.", minimum=0)
+    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
+    normalize_advantages: bool = key(False, "Scale the advantages of a generation to mean 0 and standard deviation 1.")
+    reward_clip_range: list[float] | None = key(None, "[lowest, highest] reward, before the KL; None: no limits.")
+
+    @property
+    def policy_loss(self):
+        """The PolicyLossConfig of the loss."""
+        return SequenceLossConfig(
+            epsilon=self.epsilon, epsilon_high=self.epsilon_high, max_completion_length=self.max_completion_length
+        )
+
+    def __post_init__(self):
+        super().__post_init__()
+        limits = self.reward_clip_range
+        if limits is not None and (len(limits) != 2 or not limits[0] < limits[1]):
+            raise ConfigError(f"train.reward_clip_range must be [lowest, highest], got {limits}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOORun(Run):
+    """A file of `rlnumba rloo`."""
+
+    rewards: RewardsConfig
+    train: RLOOConfig = RLOOConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        if not self.rewards.funcs:
+            raise ConfigError("rewards.funcs must name at least one reward function")

@@ -1,0 +1,204 @@
+"""PPO's loss and its derivatives: the clipped surrogate of the policy and the clipped error of the values, in one pass.
+
+Of a token with log-prob lp, value v and entropy H, whose log-prob, value, advantage and return before the update were
+old, V, A and R,
+
+    c = exp(lp - old)                           pg = max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange))
+    w = clip(v, V - cliprange_value, V + cliprange_value)           vf = 0.5 max((v - R)^2, (w - R)^2)
+
+    loss = sum over tokens of scale (pg + vf_coef vf - entropy_coef H)
+
+All arrays are float32. logprobs, entropy, values and the outputs have an entry for each of T tokens of a micro-batch;
+old_logprobs, advantages, old_values and returns have one for each token of a rollout, and rows (T,) int32 are the
+entries of the micro-batch's tokens there, so that a micro-batch of completions in any order is not copied together.
+
+A clipped branch has slope 0. Where both branches are equal, the slope is that of the one that is not clipped. The
+derivative by an entropy is the constant -entropy_coef scale. Sums are added by each thread in the order of its tokens,
+then by block_sum; a block writes its own row of `partials`, whose rows the host adds in float64.
+
+Sources: Schulman et al. 2017 (arXiv 1707.06347); TRL 1.12's PPOTrainer, whose arithmetic and names these are.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, I32, check, check_all
+from rlnumba.kernels.ptx.warp import block_sum, device_function
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
+
+u32 = np.uint32
+THREADS = 256
+# Blocks at most: eight for each of an H200's 132 SMs, which is what fits there. Fixes the order of the sums.
+MAX_BLOCKS = 1056
+ZERO, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
+
+# Columns of partials, each a sum over tokens: pg, vf, 0.5 (lp - old)^2, whether the clipped branch of pg and that of vf
+# is the larger one, c, and the entropy.
+POLICY, VALUE, APPROX_KL, CLIPPED, VALUE_CLIPPED, RATIO, ENTROPY = range(7)
+SUMS = 7
+
+
+class PPOTerms(NamedTuple):
+    """The constants that ppo_loss_kernel is compiled for."""
+
+    cliprange: float
+    cliprange_value: float
+    vf_coef: float
+
+
+def ppo_terms(config):
+    """The PPOTerms of a [train] section."""
+    return PPOTerms(config.cliprange, config.cliprange_value, config.vf_coef)
+
+
+@device_function
+def clamp(value, low, high):
+    """value within [low, high]; a NaN stays NaN, where a GPU's min and max would return a bound."""
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+
+
+@specialize
+def ppo_loss_kernel(terms):
+    """The kernel for PPOTerms, whose constants are compiled in."""
+    low, high = np.float32(1.0 - terms.cliprange), np.float32(1.0 + terms.cliprange)
+    value_range, vf_coef = np.float32(terms.cliprange_value), np.float32(terms.vf_coef)
+
+    @device_function
+    def policy_terms(log_ratio, advantage):
+        """(pg, d pg / d lp, c, whether it is clipped) of a token."""
+        ratio = np.float32(math.exp(log_ratio))
+        plain, clipped = -advantage * ratio, -advantage * clamp(ratio, low, high)
+        if clipped > plain:
+            return clipped, ZERO, ratio, ONE
+        # Of a NaN both are one, and the slope.
+        return plain, plain, ratio, ZERO
+
+    @device_function
+    def value_terms(value, old_value, target):
+        """(vf, d vf / d v, whether it is clipped) of a token."""
+        error = value - target
+        clipped = clamp(value, old_value - value_range, old_value + value_range) - target
+        plain_loss, clipped_loss = error * error, clipped * clipped
+        if clipped_loss > plain_loss:
+            return HALF * clipped_loss, ZERO, ONE
+        return HALF * plain_loss, error, ZERO
+
+    @cuda.jit
+    def ppo_loss_kernel(
+        logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns, scale,
+        dlogprobs, dvalues, partials,
+    ):  # fmt: skip
+        """A thread owns every (threads of the grid)-th token; one pass. Block b writes row b of partials."""
+        scratch = cuda.shared.array(32, np.float32)
+        policy_sum = value_sum = kl_sum = clipped_sum = value_clipped_sum = ratio_sum = entropy_sum = ZERO
+        for n in range(cuda.grid(1), logprobs.shape[0], cuda.gridsize(1)):
+            row = u32(rows[u32(n)])
+            log_ratio = logprobs[u32(n)] - old_logprobs[row]
+            policy, slope, ratio, clipped = policy_terms(log_ratio, advantages[row])
+            value, error, value_clipped = value_terms(values[u32(n)], old_values[row], returns[row])
+            dlogprobs[u32(n)] = scale * slope
+            dvalues[u32(n)] = scale * vf_coef * error
+            policy_sum += policy
+            value_sum += value
+            kl_sum += HALF * log_ratio * log_ratio
+            clipped_sum += clipped
+            value_clipped_sum += value_clipped
+            ratio_sum += ratio
+            entropy_sum += entropy[u32(n)]
+        policy_sum = block_sum(policy_sum, scratch)
+        value_sum = block_sum(value_sum, scratch)
+        kl_sum = block_sum(kl_sum, scratch)
+        clipped_sum = block_sum(clipped_sum, scratch)
+        value_clipped_sum = block_sum(value_clipped_sum, scratch)
+        ratio_sum = block_sum(ratio_sum, scratch)
+        entropy_sum = block_sum(entropy_sum, scratch)
+        if cuda.threadIdx.x == 0:
+            out = partials[cuda.blockIdx.x]
+            out[POLICY], out[VALUE], out[APPROX_KL] = policy_sum, value_sum, kl_sum
+            out[CLIPPED], out[VALUE_CLIPPED] = clipped_sum, value_clipped_sum
+            out[RATIO], out[ENTROPY] = ratio_sum, entropy_sum
+
+    return ppo_loss_kernel
+
+
+def ppo_loss_blocks(tokens):
+    """Rows of `partials` for a micro-batch of this many tokens: int, at least 1."""
+    return max(1, min(-(-tokens // THREADS), MAX_BLOCKS))
+
+
+def ppo_loss(
+    logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns, config, scale,
+    dlogprobs, dvalues, partials,
+):  # fmt: skip
+    """The derivatives of a micro-batch's loss by its log-probs and values, and the sums that make its metrics.
+
+    logprobs, entropy, values (T,) and old_logprobs, advantages, old_values, returns (N,) float32; rows (T,) int32 in
+    [0, N), which is checked on the cpu device alone; config has cliprange, cliprange_value and vf_coef. dlogprobs,
+    dvalues (T,) and partials (ppo_loss_blocks(T), SUMS) float32 are written; ppo_metrics reads the last. Raises
+    ValueError for other arrays.
+    """
+    (tokens,) = check("ppo_loss", "logprobs", logprobs, (None,), F32)
+    (size,) = check("ppo_loss", "old_logprobs", old_logprobs, (None,), F32)
+    check("ppo_loss", "rows", rows, (tokens,), I32)
+    check_all("ppo_loss", (tokens,), F32, entropy=entropy, values=values, dlogprobs=dlogprobs, dvalues=dvalues)
+    check_all("ppo_loss", (size,), F32, advantages=advantages, old_values=old_values, returns=returns)
+    check("ppo_loss", "partials", partials, (ppo_loss_blocks(tokens), SUMS), F32)
+    arrays = logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns
+    if device.name() == "cpu":
+        if tokens and not (rows.min() >= 0 and rows.max() < size):
+            raise ValueError(f"ppo_loss: rows must be in [0, {size}), got {rows.min()} to {rows.max()}")
+        dlogprobs[...], dvalues[...], sums = ppo_loss_ref(*arrays, config, scale)
+        partials[...] = 0
+        partials[0] = sums
+        return
+    kernel = ppo_loss_kernel(ppo_terms(config))
+    launch(kernel, ppo_loss_blocks(tokens), THREADS, *arrays, float(scale), dlogprobs, dvalues, partials)
+
+
+def ppo_loss_ref(logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns, config, scale):
+    """(dlogprobs, dvalues, sums (SUMS,)) of ppo_loss, in float64."""
+    lp, h, v = (np.asarray(array, np.float64) for array in (logprobs, entropy, values))
+    old, advantage, old_v, target = (
+        np.asarray(array, np.float64)[rows] for array in (old_logprobs, advantages, old_values, returns)
+    )
+    ratio = np.exp(lp - old)
+    plain, clipped = -advantage * ratio, -advantage * np.clip(ratio, 1 - config.cliprange, 1 + config.cliprange)
+    value_plain = (v - target) ** 2
+    near = np.clip(v, old_v - config.cliprange_value, old_v + config.cliprange_value)
+    value_clipped = (near - target) ** 2
+    dlogprobs = scale * np.where(clipped > plain, 0.0, plain)
+    dvalues = scale * config.vf_coef * np.where(value_clipped > value_plain, 0.0, v - target)
+    sums = np.zeros(SUMS)
+    sums[POLICY], sums[VALUE] = np.maximum(plain, clipped).sum(), 0.5 * np.maximum(value_plain, value_clipped).sum()
+    sums[APPROX_KL], sums[RATIO], sums[ENTROPY] = 0.5 * ((lp - old) ** 2).sum(), ratio.sum(), h.sum()
+    sums[CLIPPED], sums[VALUE_CLIPPED] = (clipped > plain).sum(), (value_clipped > value_plain).sum()
+    return dlogprobs, dvalues, sums
+
+
+def ppo_metrics(sums, tokens):
+    """TRL's metrics of PPO's optimizer steps, a dict of floats: means over micro-batches of means over their tokens.
+
+    sums (n, SUMS): those of n micro-batches, partials added up; tokens (n,): theirs. val/ratio_var divides by n - 1 and
+    is NaN for one micro-batch.
+    """
+    means = np.asarray(sums, np.float64) / np.asarray(tokens, np.float64)[:, None]
+    names = {
+        "policy/approxkl_avg": APPROX_KL,
+        "policy/clipfrac_avg": CLIPPED,
+        "policy/entropy_avg": ENTROPY,
+        "loss/policy_avg": POLICY,
+        "loss/value_avg": VALUE,
+        "val/clipfrac_avg": VALUE_CLIPPED,
+        "val/ratio": RATIO,
+    }
+    found = {name: float(means[:, column].mean()) for name, column in names.items()}
+    spread = means[:, RATIO].var(ddof=1) if len(means) > 1 else math.nan
+    return found | {"val/ratio_var": float(spread)}

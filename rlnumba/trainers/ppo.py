@@ -1,0 +1,354 @@
+"""Proximal Policy Optimization with a critic: prompts in, better weights out, a value for every token on the way.
+
+    batch            a completion of each of rollout_batch_size prompts, with its score: the weighted sum of the rewards
+    token            reward = -kl_coef kl, + score at the last token; value = the critic's, of the tokens before it
+                     GAE(gamma, lam) gives advantages, which are whitened, and returns
+    optimizer step   a mini-batch: rollout_batch_size / num_mini_batches completions, in another order in each of the
+                     num_ppo_epochs epochs; loss = pg + vf_coef vf - entropy_coef H (kernels/rl/ppo_loss.py)
+
+The critic is a model of its own, or a head on the policy's trunk, whose hidden states are then computed once for both.
+Engine and policy read the same weights, so where their arithmetic agrees bit for bit, the sampler's log-probs are the
+old ones. The loop over batches is GRPO's (trainers/grpo.py).
+
+Sources: Schulman et al. 2017 (arXiv 1707.06347), Ziegler et al. 2019 (arXiv 1909.08593); TRL 1.12's PPOTrainer, whose
+names, defaults and arithmetic these are, but for the score, which stands at the last token. Scaled scores: Zheng et al.
+2023 (arXiv 2307.04964).
+"""
+
+import math
+import weakref
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.nn.elementwise import fill
+from rlnumba.kernels.nn.reduce import masked_whiten
+from rlnumba.kernels.rl.gae import gae
+from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss, ppo_loss_blocks, ppo_metrics
+from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
+from rlnumba.model.config import LM_HEAD, SCORE_HEAD
+from rlnumba.model.transformer import find_model, load_model
+from rlnumba.optim import learning_rate_at
+from rlnumba.runtime import device, memory
+from rlnumba.trainers import rollout
+from rlnumba.trainers.core import Policy, TargetBatch, epoch_order
+from rlnumba.trainers.grpo import Algorithm, sampler_is_exact, sampling_params, train_on_prompts
+from rlnumba.trainers.loading import load_policy
+
+
+def run_ppo(run, resume=False, reward_funcs=()):
+    """Train a PPORun; writes its output_dir. The arguments are run_grpo's."""
+    train_on_prompts(Algorithm("ppo", load, generate, train_step), run, resume, reward_funcs)
+
+
+def load(run, folder):
+    """(ActorCritic, Tokenizer) of a run. Raises UserError for a critic that cannot read the policy's tokens."""
+    train, heads = run.train, LM_HEAD + SCORE_HEAD if run.critic.shared else LM_HEAD
+    policy, tokenizer = load_policy(run, folder, train.kl_coef > 0, train.temperature, heads)
+    if run.critic.shared:
+        return ActorCritic(policy, None, run), tokenizer
+    source, config = find_model(run.critic.model or run.model), policy.model.config
+    model = load_model(source, policy.model.dtype.name, SCORE_HEAD)
+    if model.config.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"critic.model {source} has {model.config.vocab_size} token ids and model {run.model} {config.vocab_size}: "
+            f"they must have one vocabulary"
+        )
+    longest = min(config.max_position_embeddings, run.engine.max_model_len or config.max_position_embeddings)
+    if model.config.max_position_embeddings < longest:
+        raise ConfigError(
+            f"critic.model {source} has max_position_embeddings {model.config.max_position_embeddings}, but sequences "
+            f"may have {longest} tokens; set engine.max_model_len"
+        )
+    critic = Policy(model, train, seed=run.seed)
+    critic.arena = policy.arena
+    return ActorCritic(policy, critic, run), tokenizer
+
+
+class ActorCritic:
+    """A policy and its critic in training, and the rollout that they are trained on.
+
+    policy: Policy; critic: a Policy whose model has a score head, or None where the policy's has both heads. buffer:
+    RolloutBuffer; experience: the Experience that `generate` made; score_moments: RunningMoments of all scores.
+    """
+
+    def __init__(self, policy, critic, run):
+        self.policy, self.critic, self.train = policy, critic, run.train
+        self.model, self.context, self.scope = policy.model, policy.context, policy.scope
+        rate = run.critic.learning_rate
+        self.critic_train = run.train if rate is None else replace(run.train, learning_rate=rate)
+        self.buffer = RolloutBuffer(run.train.rollout_batch_size * run.train.max_completion_length)
+        self.score_moments, self.experience = RunningMoments(), None
+
+    def values(self, batch, values):
+        """Write values (T,) f32, the critic's for the rows of a TargetBatch, without a tape."""
+        (self.critic or self.policy).values(batch, values)
+
+    def forward(self, batch, logprobs, entropy, values):
+        """Write log-probs, entropies and values (T,) f32 of a TargetBatch; returns what `backward` reads."""
+        if self.critic is None:
+            return self.policy.forward_with_values(batch, logprobs, values, entropy)
+        return self.policy.forward(batch, logprobs, entropy), self.critic.forward_values(batch, values)
+
+    def backward(self, forward, dlogprobs, dvalues, dentropy):
+        """Add to the gradients what follows from the derivatives of the loss, (T,) f32; dentropy may be None."""
+        if self.critic is None:
+            self.policy.backward_with_values(forward, dlogprobs, dvalues, dentropy)
+            return
+        self.policy.backward(forward[0], dlogprobs, dentropy)
+        self.critic.backward_values(forward[1], dvalues)
+
+    def zero_grad(self):
+        """Set the gradients to zero."""
+        for each in filter(None, (self.policy, self.critic)):
+            each.zero_grad()
+
+    def step(self, learning_rate, critic_learning_rate):
+        """One optimizer step of both: Policy.step's dict, and critic/grad_norm, critic/learning_rate."""
+        metrics = self.policy.step(learning_rate)
+        if self.critic is not None:
+            info = self.critic.step(critic_learning_rate)
+            metrics |= {f"critic/{name}": value for name, value in info.items()}
+        return metrics
+
+    def move_reference_if_due(self, step):
+        """The reference stands still."""
+
+    def state_dict(self):
+        """The state for a checkpoint besides the policy's weights."""
+        critic = None
+        if self.critic is not None:
+            weights = np.array(device.to_host(self.critic.model.weights.flat))
+            critic = {"weights": weights, "optimizer": self.critic.optimizer.state_dict()}
+        return {"policy": self.policy.state_dict(), "critic": critic, "scores": vars(self.score_moments)}
+
+    def load_state_dict(self, state):
+        """Restore what state_dict returned. Raises UserError for the state of another kind or size of critic."""
+        self.policy.load_state_dict(state["policy"])
+        self.score_moments = RunningMoments(**state["scores"])
+        saved, critic = state["critic"], self.critic
+        fits = (saved is None) == (critic is None)
+        if critic is not None and fits:
+            fits = saved["weights"].shape == critic.model.weights.flat.shape
+        if not fits:
+            raise UserError("the checkpoint's critic is not that of the configuration: was [critic] changed?")
+        if critic is not None:
+            critic.model.weights.flat[...] = device.asarray(saved["weights"])
+            critic.optimizer.load_state_dict(saved["optimizer"])
+
+
+class RolloutBuffer:
+    """Arrays of a batch's T completion tokens on the device, allocated once for the most there can be.
+
+    old_logprobs, ref_logprobs, values: of policy, reference and critic before the update; kl, rewards, advantages,
+    returns. begin(T) makes each of them the (T,) float32 view of its memory that holds.
+    """
+
+    NAMES = ("old_logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+
+    def __init__(self, max_tokens):
+        self.memory = device.xp().empty((len(self.NAMES), max_tokens), np.float32)
+        memory.track("rollout_buffer", self.memory.nbytes)
+        weakref.finalize(self, memory.track, "rollout_buffer", -self.memory.nbytes)
+        self.begin(0)
+
+    def begin(self, tokens):
+        """Make the arrays those of a batch of this many tokens."""
+        for name, row in zip(self.NAMES, self.memory, strict=True):
+            setattr(self, name, row[:tokens])
+
+
+@dataclass
+class RunningMoments:
+    """Count, mean and sum of squared distances from it of all numbers seen so far, by Chan's update (1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def update(self, values):
+        """Add the numbers of an array (n,)."""
+        values = np.asarray(values, np.float64)
+        count, distance = self.count + len(values), float(values.mean()) - self.mean
+        self.squares += float(values.var() * len(values)) + distance * distance * self.count * len(values) / count
+        self.mean += distance * len(values) / count
+        self.count = count
+
+    @property
+    def std(self):
+        """Their standard deviation, which divides by count - 1: float; 1 where it is 0 or not known."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 and self.squares > 0 else 1.0
+
+
+@dataclass
+class Experience:
+    """A batch as the optimizer steps read it: completions on the host; their arrays are in the RolloutBuffer.
+
+    seed: of the order in each epoch; critic_learning_rate: of this step; score_moments: with this batch's scores.
+    """
+
+    rollouts: rollout.Rollouts
+    seed: int
+    critic_learning_rate: float
+    score_moments: RunningMoments
+
+
+def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
+    """One batch, in the ActorCritic's buffer: see grpo.Algorithm. Completions without a reward are left out."""
+    train, step = run.train, trainer_state.global_step
+    # prompt -> ids -> completions, text -> reward
+    chosen = order.take(train.prompts_per_rollout)
+    params = sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), 1)
+    llm.wake()
+    generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
+    llm.sleep()
+    samples = [sample for sample in generation.samples if not math.isnan(sample.reward)]
+    if not samples:
+        raise UserError(f"no completion of step {step + 1} has a reward: every reward function gave None")
+    # completions -> batch
+    rollouts = rollout.Rollouts.of(samples, False)
+    critic_rate = learning_rate_at(actor.critic_train, step, trainer_state.max_steps)
+    # A copy: until the first optimizer step, an interruption keeps the state before this batch.
+    moments = replace(actor.score_moments)
+    actor.experience = Experience(rollouts, rollout.derived_seed(run.seed, step, index), critic_rate, moments)
+    with clock.phase("logprob"):
+        evaluate_tokens(actor, rollouts)
+    truncated = np.array([sample.truncated for sample in samples])
+    scores = completion_scores([sample.reward for sample in samples], truncated, moments, train)
+    # score, log-probs, values -> rewards, advantages, returns
+    estimate_advantages(actor.buffer, rollouts, scores, train)
+    advantages = np.split(device.to_host(actor.buffer.advantages), np.cumsum(rollouts.completion_lengths)[:-1])
+    for sample, of_tokens in zip(samples, advantages, strict=True):
+        sample.advantage = float(of_tokens.mean(dtype=np.float64))
+    metrics = objective_metrics(actor.buffer, scores, train)
+    ids = [token for sample in samples for token in sample.completion.token_ids]
+    metrics["val/num_eos_tokens"] = int(np.isin(ids, actor.model.config.eos_token_ids).sum())
+    return rollouts, [generation], metrics
+
+
+def evaluate_tokens(actor, rollouts):
+    """Write old_logprobs, ref_logprobs and values of all completion tokens to the ActorCritic's buffer."""
+    policy, buffer, size = actor.policy, actor.buffer, actor.train.per_device_train_batch_size
+    buffer.begin(len(rollouts.rollout_logprobs))
+    exact = sampler_is_exact(actor.train)
+    if exact:
+        buffer.old_logprobs[...] = device.asarray(rollouts.rollout_logprobs)
+    end = 0
+    for first in range(0, len(rollouts.completion_lengths), size):
+        batch, rows = micro_batch(rollouts, np.arange(first, min(first + size, len(rollouts.completion_lengths))))
+        tokens = slice(end, end + len(rows))
+        end = tokens.stop
+        if not exact:
+            policy.logprobs(batch, buffer.old_logprobs[tokens])
+        if policy.reference is not None:
+            policy.logprobs(batch, buffer.ref_logprobs[tokens], model=policy.reference)
+        actor.values(batch, buffer.values[tokens])
+    if policy.reference is None:
+        buffer.ref_logprobs[...] = buffer.old_logprobs
+
+
+def completion_scores(rewards, truncated, moments, train):
+    """Scores of completions, (B,) float64: their rewards scaled and clipped, less the penalty where truncated (B,)."""
+    scores = np.array(rewards, np.float64)
+    if train.use_score_scaling:
+        moments.update(scores)
+        scores = (scores - (moments.mean if train.use_score_norm else 0.0)) / moments.std
+    if train.score_clip is not None:
+        scores = np.clip(scores, -train.score_clip, train.score_clip)
+    return scores - np.where(truncated, train.missing_eos_penalty or 0.0, 0.0)
+
+
+def estimate_advantages(buffer, rollouts, scores, train):
+    """Write kl, rewards, advantages and returns of the buffer from its log-probs and values, and the scores (B,)."""
+    cu_seqlens = device.asarray(np.concatenate([[0], np.cumsum(rollouts.completion_lengths)]).astype(np.int32))
+    every = device.asarray(np.ones(len(rollouts.rollout_logprobs), np.uint8))
+    scores = device.asarray(scores.astype(np.float32))
+    estimate = train.kl_coef, train.kl_estimator
+    ppo_rewards(buffer.old_logprobs, buffer.ref_logprobs, scores, cu_seqlens, *estimate, buffer.kl, buffer.rewards)
+    if train.whiten_rewards:
+        masked_whiten(buffer.rewards, every, buffer.rewards, shift_mean=False)
+    discounts = train.gamma, train.lam
+    gae(buffer.rewards, buffer.values, cu_seqlens, *discounts, buffer.advantages, buffer.returns)
+    masked_whiten(buffer.advantages, every, buffer.advantages)
+
+
+def objective_metrics(buffer, scores, train):
+    """TRL's metrics of a batch, means over its completions: dict. Those of the KL only with a reference."""
+    kl, logprobs = (float(device.to_host(array).sum(dtype=np.float64)) for array in (buffer.kl, buffer.old_logprobs))
+    of_completion, score = 1.0 / len(scores), float(scores.mean())
+    non_score = -train.kl_coef * kl * of_completion
+    found = {"objective/kl": kl * of_completion} if train.kl_coef else {}
+    found |= {"objective/entropy": -logprobs * of_completion, "objective/non_score_reward": non_score}
+    return found | {"objective/rlhf_reward": non_score + score, "objective/scores": score}
+
+
+def train_step(actor, micro_batches, learning_rate):
+    """The optimizer steps on the batch that the ActorCritic holds: metrics by name, means over the steps."""
+    train, experience = actor.train, actor.experience
+    # On the device until all steps are done, so that no micro-batch waits for the host.
+    partials, tokens, infos = [], [], []
+    for epoch in range(train.num_ppo_epochs):
+        order = epoch_order(len(experience.rollouts.completion_lengths), True, experience.seed, epoch)
+        for mini_batch in np.array_split(order, min(train.num_mini_batches, len(order))):
+            actor.zero_grad()
+            size = train.per_device_train_batch_size
+            parts = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)]
+            for part in parts:
+                tokens.append(int(experience.rollouts.completion_lengths[part].sum()))
+                partials.append(device.xp().empty((ppo_loss_blocks(tokens[-1]), SUMS), np.float32))
+                forward_backward(actor, part, 1.0 / (tokens[-1] * len(parts)), partials[-1])
+            infos.append(actor.step(learning_rate, experience.critic_learning_rate))
+    actor.score_moments = experience.score_moments
+    sums = [device.to_host(array).sum(axis=0, dtype=np.float64) for array in partials]
+    metrics = ppo_metrics(sums, tokens)
+    loss = metrics["loss/policy_avg"] + train.vf_coef * metrics["loss/value_avg"]
+    metrics["loss"] = loss - train.entropy_coef * metrics["policy/entropy_avg"]
+    norms = [name for name in infos[-1] if name.endswith("grad_norm")]
+    return metrics | infos[-1] | {name: float(np.mean([info[name] for info in infos])) for name in norms}
+
+
+def forward_backward(actor, chosen, scale, partials):
+    """Forward, loss and backward of a micro-batch: completions `chosen` (indices) of the batch that the actor holds.
+
+    Adds to the gradients; partials (ppo_loss_blocks(T), SUMS) is written.
+    """
+    train, buffer, arena = actor.train, actor.buffer, actor.policy.arena
+    batch, rows = micro_batch(actor.experience.rollouts, chosen)
+    with actor.scope():
+        outputs = (arena.empty((len(rows),), np.float32) for _ in range(5))
+        logprobs, entropy, values, dlogprobs, dvalues = outputs
+        # ids -> logprobs, values
+        forward = actor.forward(batch, logprobs, entropy, values)
+        # logprobs, values -> loss
+        before = buffer.old_logprobs, buffer.advantages, buffer.values, buffer.returns
+        ppo_loss(
+            logprobs, entropy, values, device.asarray(rows), *before, train, scale, dlogprobs, dvalues, partials
+        )  # fmt: skip
+        dentropy = None
+        if train.entropy_coef:
+            dentropy = arena.empty((len(rows),), np.float32)
+            fill(-train.entropy_coef * scale, dentropy)
+        # loss -> grads
+        actor.backward(forward, dlogprobs, dvalues, dentropy)
+
+
+def micro_batch(rollouts, chosen):
+    """Completions `chosen` (indices) of Rollouts: (TargetBatch, rows (T,) i32 of their tokens among all, host)."""
+    prompt_lengths, completion_lengths = rollouts.prompt_lengths[chosen], rollouts.completion_lengths[chosen]
+    lengths = prompt_lengths + completion_lengths
+    all_lengths = rollouts.prompt_lengths + rollouts.completion_lengths
+    token_ids = rollouts.token_ids[_ranges(_starts(all_lengths)[chosen], lengths)]
+    targets = _ranges(_starts(lengths) + prompt_lengths, completion_lengths)
+    rows = _ranges(_starts(rollouts.completion_lengths)[chosen], completion_lengths).astype(np.int32)
+    return TargetBatch.of(token_ids, lengths, targets), rows
+
+
+def _starts(lengths):
+    """Where each of the parts laid end to end begins: (B,) int64."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def _ranges(starts, lengths):
+    """starts[0], starts[0] + 1, ... (lengths[0] of them), starts[1], ...: (sum of lengths,) int64."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())

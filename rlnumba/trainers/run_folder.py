@@ -133,8 +133,8 @@ class RunFolder:
                 raise
 
     def finish(self, model, tokenizer, heads=None):
-        """Write final/, a Hugging Face folder: the model with these heads or all, or with load_best_model_at_end that of
-        the best step."""
+        """Write final/, a Hugging Face folder: the model with these heads or all, or with load_best_model_at_end
+        that of the best step."""
         best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
         try:
             if best is not None:

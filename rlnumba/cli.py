@@ -536,6 +536,34 @@ def runs_of_any_trainer(config, trainer, overrides):
 
 
 @cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id of the base.")
+@click.option("--adapter", required=True, help="PEFT adapter folder or hub id.")
+@click.option("--output", required=True, help="Folder of the merged model, written.")
+@click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Of the merged model; default: the base's.")
+def merge(model, adapter, output, dtype):
+    """Add an adapter to the weights of its base, in float32, and write the result as a model of its own."""
+    _log_device()
+    from rlnumba.model.lora import is_adapter
+    from rlnumba.model.lora import merge as merge_weights
+    from rlnumba.model.transformer import find_model, load_model, save_model
+    from rlnumba.reporting.files import make_folder
+
+    folder, adapter_folder = find_model(model), find_model(adapter)
+    if is_adapter(folder):
+        raise UserError(f"--model: {folder} is an adapter folder; it must be the base's")
+    if not is_adapter(adapter_folder):
+        raise UserError(f"--adapter: {adapter_folder} has no adapter_config.json, or is a model")
+    if Path(output).resolve() in (folder.resolve(), adapter_folder.resolve()):
+        raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
+    make_folder(output)
+    _, _, config, tokenizer = _open(adapter, model)
+    transformer = load_model(adapter_folder, "float32", config.heads, base=folder)
+    merge_weights(transformer.weights, transformer.adapter)
+    save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
+    click.echo(f"{adapter_folder} merged into {folder} -> {output}", err=True)
+
+
+@cli.command()
 @click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...")
 @click.option("--output", required=True, help="The PNG to write.")
 def plot(run_dirs, output):

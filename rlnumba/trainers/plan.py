@@ -78,8 +78,9 @@ class Planner:
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes):
-        if kind not in (*ROW_TRAINERS, "grpo"):
-            raise UserError(f"plan: {kind} is not among the trainers that it covers: {', '.join(ROW_TRAINERS)}, grpo")
+        covered = *ROW_TRAINERS, *GROUP_TRAINERS
+        if kind not in covered:
+            raise UserError(f"plan: {kind} is not among the trainers that it covers: {', '.join(covered)}")
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
@@ -89,7 +90,7 @@ class Planner:
         """The Plan of `run`, a variant of the run, or of the run itself."""
         run = run or self.run
         dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
-        step = _row_step(self, run) if self.kind in ROW_TRAINERS else _grpo_step(self, run)
+        step = _row_step(self, run) if self.kind in ROW_TRAINERS else _group_step(self, run)
         with shapes_only() as peaks:
             _train(self.config, dtype, run, step)
             if step.prompts:
@@ -268,7 +269,7 @@ def _row_step(planner, run):
     return Step(run_step, most, trainer.heads, trainer.reference, [])
 
 
-def _grpo_step(planner, run):
+def _group_step(planner, run):
     """As large as a micro-batch can be: completions of max_completion_length of the longest prompt."""
     train = run.train
     prompts = sorted(planner.prompts(run.data.max_prompt_length), reverse=True)[: train.prompts_per_rollout]
@@ -301,6 +302,8 @@ class PlannedTrainer(NamedTuple):
     reference: bool = False
 
 
+# Trainers on groups of completions of a prompt.
+GROUP_TRAINERS = ("grpo", "rloo")
 ROW_TRAINERS = {
     "sft": PlannedTrainer(sft),
     "dpo": PlannedTrainer(dpo, reference=True),

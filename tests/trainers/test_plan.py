@@ -21,8 +21,9 @@ from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import Planner, advise
 from rlnumba.trainers.reward import run_reward
+from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import MODEL, PAIR_ROWS, grpo_run, preference_run, reward_run, sft_run
+from tests.trainers.runs import MODEL, PAIR_ROWS, grpo_run, ppo_run, preference_run, reward_run, rloo_run, sft_run
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="compares with the arrays of the cpu device")
 GIB = 1 << 30
@@ -78,6 +79,17 @@ def test_sft_takes_what_was_planned(tmp_path, options):
 @pytest.mark.parametrize("options", [{}, {"beta": 0.04, "gradient_checkpointing": True, "num_iterations": 2}], ids=str)
 def test_grpo_takes_what_was_planned(tmp_path, options):
     assert_planned("grpo", grpo_run(tmp_path / "run", max_steps=4, **options), run_grpo)
+
+
+def test_rloo_takes_what_was_planned(tmp_path):
+    assert_planned("rloo", rloo_run(tmp_path / "run", max_steps=3), run_rloo)
+
+
+def test_a_trainer_that_is_not_covered_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match="plan: ppo is not among the trainers that it covers: sft, dpo, kto, reward, gr"
+    ):
+        Planner("ppo", ppo_run(tmp_path / "run"), False, GIB)
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])

@@ -17,14 +17,16 @@ from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import open_tensors
 from rlnumba.runtime import device, memory
 from rlnumba.trainers.core import Policy
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.reward_model import RewardModel
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.close import assert_same_bits
-from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, grpo_run, metrics_of, reward_run, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, grpo_run, metrics_of, preference_run, reward_run, sft_run
 from tests.trainers.test_resume import elsewhere, kill_after, rows_without_times, start
 
 CURVES = GOLDEN / "lora"
@@ -257,6 +259,20 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(tmp_path):
         run_reward(again)
         kept = adapter_tensors(tmp_path / "again" / "final")["base_model.model.score.weight"]
         assert (not kept.any()) == zeros and (zeros or np.array_equal(kept, score))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_preferences_compare_with_the_adapter_switched_off(tmp_path, kind):
+    """Also where training goes on from an adapter: the rewards at its start are those of that adapter, not 0."""
+    train, rewards = {"dpo": run_dpo, "kto": run_kto}[kind], []
+    for name, lora in (
+        ("new", {}),
+        ("init", {"init": str(CURVES / "all_linear" / "final"), "r": 16, "lora_alpha": 32}),
+    ):
+        run = with_lora(preference_run(kind, tmp_path / name, max_steps=2), **lora)
+        train(run)
+        rewards.append([row["rewards/chosen"] for row in metrics_of(run)])
+    assert rewards[0][0] == 0 and abs(rewards[1][0]) > 0.01
 
 
 def test_from_python(tmp_path):

@@ -121,7 +121,8 @@ def run_rounded_steps(rng, size, with_master, steps=3):
             # A last bit of the float32 result, as of a fused multiply-add, may move the choice between two neighbours.
             allowed = 0 if what != "weights" and device.name() != "cuda" else 1 + size // 1000
             assert np.sum(found != expected) <= allowed, what
-            assert (np.abs(found - value) <= 2.0**-7 * np.abs(value)).all(), what
+            # Where the terms of m cancel, its float32 error is larger than its last bit.
+            assert (np.abs(found - value) <= 2.0**-7 * np.abs(value) + 1e-6).all(), what
         p = device.to_host(weights if master is None else master).astype(np.float32)
 
 

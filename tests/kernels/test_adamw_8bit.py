@@ -54,7 +54,7 @@ def run_steps(rng, size, dtype, with_master=True, steps=3):
             if device.name() == "cuda":
                 # A fused multiply-add rounds once: a number at a midpoint may be kept as the neighbouring code.
                 difference = np.abs(device.to_host(actual).astype(int) - wanted)
-                assert difference.max(initial=0) <= 1 and np.mean(difference) < 1e-3, what
+                assert difference.max(initial=0) <= 1 and difference.sum() <= 1 + difference.size // 1000, what
             else:
                 assert_same_bits(actual, wanted, what)
         assert_close(m_absmax, expected[3], terms=4, what="m_absmax")

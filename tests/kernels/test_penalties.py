@@ -44,9 +44,9 @@ def test_in_kernels(rng):
     test_by_hand()
     arguments = case(rng, 3, 70, 150)
     assert_same_bits(penalised(*arguments), apply_output_penalties_ref(*arguments))
-    logits = np.zeros((2, 5), np.float32)
-    ban_tokens(logits, np.full((2, 0), -1, np.int32))
-    ban_tokens(logits, np.int32([[4], [-1]]))
+    logits = device.xp().zeros((2, 5), np.float32)
+    ban_tokens(logits, device.asarray(np.full((2, 0), -1, np.int32)))
+    ban_tokens(logits, device.asarray(np.int32([[4], [-1]])))
     assert logits.tolist() == [[0, 0, 0, 0, -np.inf], [0] * 5]
 
 

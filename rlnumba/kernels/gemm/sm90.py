@@ -288,26 +288,30 @@ def gemm_sm90_kernel(config):
             consume(base, consumer, thread, c_address, residual_address, c, bias, residual, i32(m), shape)
 
     bounds = (consumers + 1) * WARPGROUP, config.blocks_per_sm
+    if low_rank:
 
-    @cuda.jit(launch_bounds=bounds)
-    def gemm_sm90_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes):
-        """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
+        @cuda.jit(launch_bounds=bounds)
+        def gemm_sm90_kernel(
+            a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
+        ):
+            """As below, with a second pair of operands of `rank` steps."""
+            shape = m, n, k, rank, a_stage_bytes
+            compute(a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, *shape)
 
-        c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the config does not use is one
-        element long. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
-        """
-        shape = m, n, k, 0, a_stage_bytes
-        compute(a_map, b_map, a_map, b_map, c_map, residual_map, c, bias, residual, *shape)
+    else:
 
-    @cuda.jit(launch_bounds=bounds)
-    def gemm_low_rank_sm90_kernel(
-        a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
-    ):
-        """gemm_sm90_kernel with a second pair of operands of `rank` steps."""
-        shape = m, n, k, rank, a_stage_bytes
-        compute(a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, *shape)
+        @cuda.jit(launch_bounds=bounds)
+        def gemm_sm90_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes):
+            """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is
+            written.
 
-    return gemm_low_rank_sm90_kernel if low_rank else gemm_sm90_kernel
+            c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the config does not use has no
+            elements. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
+            """
+            shape = m, n, k, 0, a_stage_bytes
+            compute(a_map, b_map, a_map, b_map, c_map, residual_map, c, bias, residual, *shape)
+
+    return gemm_sm90_kernel
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None, low_rank=None):

@@ -124,11 +124,15 @@ class RunFolder:
                 self.saver.wait()
             except checkpoint.CheckpointError:
                 raise
-            except (KeyboardInterrupt, UserError) as error:
+            except BaseException as error:
+                # The compiler may turn the exception of a signal into one of its own.
+                interrupted = isinstance(error, KeyboardInterrupt) or signals.received() is not None
+                if not interrupted and not isinstance(error, UserError):
+                    raise
                 with signals.held():
                     save()
                     self.saver.wait()
-                if isinstance(error, KeyboardInterrupt):
+                if interrupted:
                     log(f"step {self.step} is in {self.model_folder}; --resume goes on from there")
                 raise
 

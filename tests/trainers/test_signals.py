@@ -142,8 +142,8 @@ def test_a_signal_in_the_compiler(whole, tmp_path, tmp_path_factory):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
-    # On a loaded machine the signal may come before the first step begins, or after it.
-    assert len(checkpoint.existing(run.output_dir)) <= 1
+    # step-0, or on a fast machine that of a later step.
+    assert len(checkpoint.existing(run.output_dir)) == 1, errors
     resumed = start(kind, run, "--resume", code="")
     _, errors = resumed.communicate(timeout=120)
     assert resumed.returncode == 0 and hash_of(run) == hash_of(undisturbed), errors

@@ -18,7 +18,8 @@ import sys
 import pytest
 
 from rlnumba.runtime import device
-from tests.offline import find_kernel, troubles_of
+from rlnumba.runtime.launch import find_kernel
+from tests.offline import troubles_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.

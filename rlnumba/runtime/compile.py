@@ -1,5 +1,10 @@
 """Machine code of a kernel for given argument types: from the cache on disk, else compiled.
 
+    machine_code(kernel, type_names, capability)      compiles for any GPU; none need be here
+    load(kernel, type_names)                          the kernel on this process's GPU
+
+Other processes may compile ahead of time what this one is going to launch: see runtime/ahead_of_time.py.
+
 The cache (RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba) names a file by a hash of the kernel's source file and of every
 module of this package that it imports, directly or through others; of the kernel's name, the values it closes over and
 its argument types; of the architecture and the versions of the compilers. Processes may fill it at the same time.
@@ -15,10 +20,12 @@ import os
 import pathlib
 import tempfile
 from importlib.metadata import version
+from unittest import mock
 
 import numpy as np
 
 from rlnumba.errors import DeviceError
+from rlnumba.runtime import ahead_of_time, device
 
 # The folder of this package, the sources of which are followed.
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
@@ -45,6 +52,49 @@ def parse_type(name):
     return numba_type if not layout else types.Array(numba_type, layout.count(":") - 1, "C")
 
 
+def machine_code(kernel, type_names, capability):
+    """A kernel compiled for GPUs of a compute capability such as (9, 0): (entry point's name, cubin), str and bytes."""
+    library = lower(kernel, tuple(type_names), capability)
+    # Link-time optimization is cuda.jit's default where nvJitLink is installed.
+    library._lto = kernel.targetoptions.get("lto", False)
+    # Numba's own launch asks for the features of just this architecture, wgmma among them, in the same way.
+    target = (*capability, "a" if capability >= (9, 0) else "")
+    return library._entry_name, bytes(library.get_cubin(cc=target).code)
+
+
+@contextlib.contextmanager
+def targeting(capability):
+    """Inside, Numba finds a GPU of this compute capability where one device function calls another."""
+    import numba.cuda.dispatcher
+
+    gpu = type("Device", (), {"compute_capability": capability})
+    with mock.patch.object(numba.cuda.dispatcher, "get_current_device", gpu):
+        yield
+
+
+@functools.lru_cache(maxsize=8)
+def lower(kernel, type_names, capability):
+    """Numba's code library of a kernel: its LLVM IR, from which NVVM writes PTX for any architecture.
+
+    Type inference and lowering take four fifths of the time of a compilation.
+    """
+    from numba.cuda.compiler import _compile_pyfunc_with_fixup
+    from numba.cuda.core.compiler_lock import global_compiler_lock
+
+    options = kernel.targetoptions
+    with global_compiler_lock, targeting(capability):
+        library, _ = _compile_pyfunc_with_fixup(
+            kernel.py_func,
+            tuple(parse_type(name) for name in type_names),
+            device=False,
+            abi="numba",
+            fastmath=options.get("fastmath", False),
+            cc=capability,
+            launch_bounds=options.get("launch_bounds"),
+        )
+    return library
+
+
 def load(kernel, type_names):
     """The driver's CUfunction of a kernel for a tuple of type names. Raises DeviceError."""
     import cupy
@@ -52,16 +102,12 @@ def load(kernel, type_names):
 
     # CuPy creates the primary context, which Numba then shares.
     cupy.cuda.Device().use()
-    from numba.cuda.api import get_current_device
-
-    folder = pathlib.Path(os.environ.get("RLNUMBA_CACHE_DIR") or pathlib.Path.home() / ".cache" / "rlnumba")
-    path = folder / f"{cache_key(kernel, type_names, get_current_device().compute_capability)}.cubin"
-    try:
-        entry, code = path.read_bytes().split(b"\0", 1)
-    except FileNotFoundError:
-        compiled = kernel.compile(tuple(parse_type(name) for name in type_names))
-        entry, code = compiled.entry_name.encode(), bytes(compiled.library.get_cubin().code)
-        _write_once(path, entry + b"\0" + code)
+    capability = device.properties().capability
+    path = cache_path(kernel, type_names, capability)
+    found = read_cache(path)
+    if found is None and ahead_of_time.started_for(path):
+        found = read_cache(path)
+    entry, code = found or compile_to_cache(kernel, type_names, capability)
     error, library = driver.cuLibraryLoadData(code, [], [], 0, [], [], 0)
     if error == driver.CUresult.CUDA_SUCCESS:
         error, handle = driver.cuLibraryGetKernel(library, entry)
@@ -71,6 +117,27 @@ def load(kernel, type_names):
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"kernel {kernel.py_func.__name__}: its machine code does not load ({error.name})")
     return handle
+
+
+def cache_path(kernel, type_names, capability):
+    """The file of the cache for a kernel, whether it is there or not."""
+    folder = pathlib.Path(os.environ.get("RLNUMBA_CACHE_DIR") or pathlib.Path.home() / ".cache" / "rlnumba")
+    return folder / f"{cache_key(kernel, type_names, capability)}.cubin"
+
+
+def read_cache(path):
+    """(entry point's name, cubin) of a file of the cache, bytes both, or None where there is none."""
+    try:
+        return path.read_bytes().split(b"\0", 1)
+    except FileNotFoundError:
+        return None
+
+
+def compile_to_cache(kernel, type_names, capability):
+    """machine_code, written to the cache: (entry point's name, cubin), bytes both."""
+    entry, code = machine_code(kernel, type_names, capability)
+    _write_once(cache_path(kernel, type_names, capability), entry.encode() + b"\0" + code)
+    return entry.encode(), code
 
 
 def _write_once(path, content):

@@ -13,6 +13,7 @@ every kernel, can be imported on all devices: decorating compiles nothing. No ot
 import functools
 import os
 import sys
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,8 +25,8 @@ DEVICES = ("auto", "cuda", "sim", "cpu")
 ALIASES = {"numpy": "cpu"}
 
 _chosen = None
-# The array module, where `replace` has set one.
-_namespace = None
+# The array module and the GPU's properties, where `replace` has set them.
+_namespace = _properties = None
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -93,10 +94,13 @@ def name():
     return _chosen or select(os.environ.get("RLNUMBA_DEVICE") or "auto")
 
 
-def replace(name, namespace=None):
-    """Let this process run on the device of another name, with the array module `namespace`: for runtime/shapes.py."""
-    global _chosen, _namespace
-    _chosen, _namespace = name, namespace
+def replace(name, namespace=None, properties=None):
+    """Let this process run on the device of another name: for runtime/shapes.py.
+
+    namespace: its array module. properties: the Properties of the GPU that it stands for, if it does.
+    """
+    global _chosen, _namespace, _properties
+    _chosen, _namespace, _properties = name, namespace, properties
 
 
 def xp():
@@ -144,16 +148,42 @@ def memory_info():
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
+class Properties(NamedTuple):
+    """What kernels are chosen and compiled by. capability: such as (9, 0), None where there is no GPU.
+
+    sm_count: SMs of the GPU; max_shared_bytes: of shared memory that a block may have.
+    """
+
+    capability: tuple | None
+    sm_count: int
+    max_shared_bytes: int
+
+
+# Where there is no GPU: kernels run in the simulator, with the shared memory of an H200.
+NO_GPU = Properties(None, 1, 227 * 1024)
+
+
+def properties():
+    """The Properties of this process's GPU."""
+    return _gpu_properties() if name() == "cuda" else _properties or NO_GPU
+
+
 @functools.cache
+def _gpu_properties():
+    gpu = xp().cuda.Device()
+    digits = gpu.compute_capability
+    counts = gpu.attributes["MultiProcessorCount"], gpu.attributes["MaxSharedMemoryPerBlockOptin"]
+    return Properties((int(digits[:-1]), int(digits[-1])), *counts)
+
+
 def sm_count():
     """How many SMs the GPU has; 1 without one."""
-    return xp().cuda.Device().attributes["MultiProcessorCount"] if name() == "cuda" else 1
+    return properties().sm_count
 
 
-@functools.cache
 def max_shared_bytes():
     """Bytes of shared memory that a block may have on this GPU; those of an H200 without one."""
-    return xp().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] if name() == "cuda" else 227 * 1024
+    return properties().max_shared_bytes
 
 
 def describe():

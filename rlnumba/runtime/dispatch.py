@@ -46,13 +46,9 @@ ALIASES = {"hopper": "sm90", "tensor_core": "sm80", "simple": "simt", "product":
 _forced = None
 
 
-@functools.cache
 def architecture():
     """The compute capability of the current GPU, such as (9, 0); None where there is none."""
-    if device.name() != "cuda":
-        return None
-    digits = device.xp().cuda.Device().compute_capability
-    return int(digits[:-1]), int(digits[-1])
+    return device.properties().capability
 
 
 def force(names):

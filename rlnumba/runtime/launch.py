@@ -15,6 +15,7 @@ bytes of its arguments, and the share of a plain copy's bandwidth that this make
 import contextlib
 import ctypes
 import functools
+import importlib
 import itertools
 import os
 import struct
@@ -30,8 +31,8 @@ DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0)
 
 _SCALARS = frozenset((int, bool, float, np.int32, np.uint32, np.int64, np.float32))
 
-# Called with (kernel, type names) for each launch in the simulator; tests use it to learn every signature
-# that the operators use, and compile each for real GPUs without one.
+# Called with (kernel, type names) for each launch where there is no GPU, in the simulator or of shapes only: so one
+# learns every signature that operators use, and can compile each for real GPUs.
 observers = []
 
 # For launch(pdl=): outside of `pdl_scope`, too.
@@ -67,6 +68,19 @@ def specialize(make):
         return kernel
 
     return functools.wraps(make)(cached)
+
+
+def signature(kernel, type_names):
+    """(module, name, constants, types) of a kernel, from which `find_kernel` makes it again in another process."""
+    function = kernel.py_func
+    constants = function.made_with if "made_with" in function.__dict__ else None
+    return function.__module__, function.__name__, constants, tuple(type_names)
+
+
+def find_kernel(module, name, constants):
+    """The kernel of a signature: of its module, or made by the factory of that name with these constants."""
+    kernel = getattr(importlib.import_module(module), name)
+    return kernel if constants is None else kernel(*constants)
 
 
 class Compiled:
@@ -152,8 +166,8 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
     if 0 in grid:
         return
-    if device.name() == "sim":
-        _simulate(kernel, grid, block, arguments, shared)
+    if device.name() != "cuda":
+        _launch_without_gpu(kernel, grid, block, arguments, shared)
         return
     # One flat key and one call that packs: each tuple or view less is a tenth of a microsecond.
     key, addresses, scalars = [kernel], [], []
@@ -252,11 +266,13 @@ def _copy_gbs():
     return 2 * source.nbytes / (cupy.cuda.get_elapsed_time(begin, end) * 1e6)
 
 
-def _simulate(kernel, grid, block, arguments, shared):
-    from rlnumba.runtime import simulator
-
+def _launch_without_gpu(kernel, grid, block, arguments, shared):
+    """Tell the observers, and on device `sim` run the kernel in the simulator."""
     for observer in observers:
         observer(kernel, tuple(map(type_name, arguments)))
+    if device.name() != "sim":
+        return
+    from rlnumba.runtime import simulator
 
     def visible(a):
         if isinstance(a, np.ndarray) and a.dtype.name == "bfloat16":

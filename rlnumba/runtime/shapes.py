@@ -1,31 +1,46 @@
-"""Arrays without memory, and operators that compute nothing: what a model allocates is measured by running it.
+"""Arrays without memory: what a model allocates, or which kernels it launches, is found by running it on them.
 
     with shapes_only() as peaks:
         model = Transformer(config, Weights(config, "bfloat16"))       an 8B model, on any machine, in milliseconds
         ...                                                            forward, backward
     peaks                                                              {region: bytes}, as of memory.report()
 
-Inside the block device.xp() makes ShapeOnly arrays, and every function of rlnumba.kernels that a module outside of that
-package calls by its own name does nothing and returns None, which is what operators return. So the code of layers,
-models, trainers and engine runs as it is, and a new layer is measured without a line here. What operators allocate
-beside their arguments is not seen.
+    with launches_only(properties) as signatures:
+        ...
+    signatures                                                         [(module, name, constants, types)], each once
+
+Inside the blocks device.xp() makes ShapeOnly arrays. In the first one every function of rlnumba.kernels that a module
+outside of that package calls by its own name does nothing and returns None, which is what operators return. In the
+second one operators choose and launch their kernels as on the GPU of those properties, and a launch only notes its
+kernel and argument types. So the code of layers, models, trainers and engine runs as it is, and a new layer is covered
+without a line here. What operators allocate beside their arguments is not seen by the first.
 """
 
+import functools
 import gc
+import math
+import mmap
 import sys
 import types
 from contextlib import contextmanager
 
 import numpy as np
 
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device, launch, memory
 
 # Functions of rlnumba.kernels that compute on the host something that models read.
 HOST_FUNCTIONS = {"rope_table"}
+# The range of addresses that arrays without memory share: more than the largest of them.
+ADDRESSES = 1 << 42
+# Linux's flag, which the module has since Python 3.12.
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class ShapeOnly(np.ndarray):
-    """An array whose elements share one address; shape, dtype and nbytes are a real one's. Writes are ignored."""
+    """An array without memory of its own; shape, dtype, strides and nbytes are a real one's. Writes are ignored.
+
+    Every comparison of its elements holds, so that no row of a batch is left out.
+    """
 
     def fill(self, value):
         pass
@@ -33,12 +48,24 @@ class ShapeOnly(np.ndarray):
     def __setitem__(self, index, value):
         pass
 
+    def __eq__(self, other):
+        return np.ones(self.shape, bool)
+
+    __ne__ = __eq__
+
+
+@functools.cache
+def _addresses():
+    """Addresses without memory behind them, as an array of bytes: Linux maps a zero page where one is read."""
+    return np.frombuffer(mmap.mmap(-1, ADDRESSES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), np.uint8)
+
 
 def empty(shape, dtype=np.float64):
     """A ShapeOnly array."""
-    element = np.zeros(1, dtype)
+    dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    return np.lib.stride_tricks.as_strided(element, shape, (0,) * len(shape)).view(ShapeOnly)
+    nbytes = math.prod(map(int, shape)) * dtype.itemsize
+    return _addresses()[:nbytes].view(dtype).reshape(shape).view(ShapeOnly)
 
 
 class _Namespace:
@@ -92,3 +119,26 @@ def shapes_only():
         for module, name, value in replaced:
             setattr(module, name, value)
         device.replace(before)
+
+
+@contextmanager
+def launches_only(properties):
+    """Inside, nothing is allocated or computed; yields a list of the signatures of the kernels that are launched.
+
+    properties: device.Properties of the GPU on which the kernels would be launched. A signature is (module, name,
+    constants, types): of the kernel, or of the factory that makes it with these constants (else None), and the names of
+    the argument types. This process must not use a device after it: what was cached inside follows from properties.
+    """
+    found = {}
+
+    def note(kernel, type_names):
+        found.setdefault(launch.signature(kernel, type_names))
+
+    signatures = []
+    device.replace("shapes", _Namespace(), properties)
+    launch.observers.append(note)
+    try:
+        yield signatures
+    finally:
+        launch.observers.remove(note)
+        signatures[:] = found

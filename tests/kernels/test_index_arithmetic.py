@@ -11,8 +11,7 @@ from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, rop
 from rlnumba.kernels.rl import gae, policy_loss
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device
-from rlnumba.runtime.compile import parse_type
-from tests.offline import pretend
+from rlnumba.runtime.compile import parse_type, targeting
 
 F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"
 H1, H2, H3 = (name.replace("float32", "uint16") for name in (F1, F2, F3))
@@ -46,7 +45,7 @@ def test_products_have_64_bits(kernel, types):
         pytest.skip("compiles without a GPU")
     from numba import cuda
 
-    with pretend((9, 0)):
+    with targeting((9, 0)):
         ptx, _ = cuda.compile_ptx(kernel.py_func, tuple(parse_type(name) for name in types), cc=(9, 0))
     # A division of numbers that turn out to be small is done in 32 bits, and its remainder is a product.
     ptx = re.sub(r"div\.u32[^;]*;\s*mul\.lo\.s32[^;]*;", "", ptx)
@@ -69,7 +68,7 @@ def test_rows_in_32_bits_become_places_in_64(kernel, types, arrays):
         pytest.skip("compiles without a GPU")
     from numba import cuda
 
-    with pretend((9, 0)):
+    with targeting((9, 0)):
         ptx, _ = cuda.compile_ptx(kernel.py_func, tuple(parse_type(name) for name in types), cc=(9, 0))
     lengths = re.findall(r"ld\.param\.u64\s+(%rd\d+)", ptx)
     places = [place for place in re.findall(r"(?:mul|mad)\.lo\.s64\s+([^;]*);", ptx)]

@@ -31,7 +31,7 @@ from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
 
 # By device; the first is the default.
-OFFERED = {"cpu": ("cpu",), "sim": ("native",), "cuda": ("native", "cublas")}
+OFFERED = {"cpu": ("cpu",), "sim": ("native",), "shapes": ("native",), "cuda": ("native", "cublas")}
 # gemm(a, b, out, a_mn, b_mn, add, bias, residual) of each: out = A B (+ bias + residual), or out += A B if `add`.
 # a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N); bias (N,); residual (M, N), or out itself.
 BACKENDS = {"cpu": cpu.gemm, "cublas": cublas.gemm}

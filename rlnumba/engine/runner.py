@@ -304,7 +304,7 @@ class Runner:
                 self._replay(arrays, max_group_size)
             else:
                 longest = int(arrays["context_lens"].max())
-                self._compute(self.upload.send(arrays), sampled, int(step.counts.max()), longest, max_group_size)
+                self.compute(self.upload.send(arrays), sampled, int(step.counts.max()), longest, max_group_size)
             results = device.to_host(self.results)
         thresholds = results[2, :sampled].view(np.float32).copy() if "replay" in arrays else None
         return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy(), thresholds
@@ -323,12 +323,12 @@ class Runner:
             graph.launch(stream)
             return
         # This run computes the step. It also compiles what is missing, which is not possible during a capture.
-        self._compute(sent, bucket, 1, longest, max_group_size)
+        self.compute(sent, bucket, 1, longest, max_group_size)
         # Nothing can be copied from the device while a stream captures, not even a checkpoint.
         with signals.held():
             stream.begin_capture()
             with keep_tensor_maps(), pdl_scope():
-                self._compute(sent, bucket, 1, longest, max_group_size)
+                self.compute(sent, bucket, 1, longest, max_group_size)
             self.graphs[key] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
@@ -336,7 +336,11 @@ class Runner:
         """What changes with the buffers that graphs read and write; the cache's addresses never do."""
         return self.upload.generation, [chunk.data.ptr for chunk in self.arena.chunks]
 
-    def _compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
+    def compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
+        """Compute a step from its arrays, on the device, and sample its last tokens if there are any to be sampled.
+
+        max_seqlen_q, max_context_len, max_group_size: bounds for paged_attention.
+        """
         attention = PagedAttention(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
         with self.arena.scope():
             adapter_ids = {"adapter_ids": arrays["adapter_ids"]} if "adapter_ids" in arrays else {}

@@ -14,7 +14,6 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.model import lora
-from rlnumba.model.heads import lm_head_backward, lm_head_forward
 from rlnumba.model.lora import Adapter, Dropout, load_adapter, merge
 from rlnumba.model.transformer import Tape, host_copy, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors
@@ -22,6 +21,7 @@ from rlnumba.runtime import device, memory
 from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.core import Policy
 from tests.close import assert_close, assert_same_bits
+from tests.model.gradients import gradients_of_logprobs
 from tests.trainers.runs import GOLDEN, MODEL
 
 CASES = ["all_linear", "qv_rslora"]
@@ -120,20 +120,8 @@ def test_a_new_adapter_is_pefts():
 
 
 def gradients(model, recompute=False, dropout=None, selective=False):
-    """(loss, the adapter's gradients) of the sum of weighted log-probs of SEQUENCES, and the weights of the loss."""
-    batch, arena = pack(SEQUENCES), Arena("test")
-    tape, grads = Tape(recompute, dropout, selective=selective), model.trained.grads()
-    rows = np.flatnonzero(device.to_host(batch.targets) >= 0).astype(np.int32)
-    targets = device.asarray(device.to_host(batch.targets)[rows])
-    weights = np.random.default_rng(1).standard_normal(len(rows)).astype(np.float32)
-    logprobs = device.xp().empty(len(rows), np.float32)
-    with arena.scope():
-        attention = packed_attention(model, batch, arena)
-        hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
-        head = lm_head_forward(model, hidden, device.asarray(rows), targets, 1.0, arena, logprobs)
-        dhidden = lm_head_backward(model, head, device.asarray(weights), grads, arena)
-        model.backward(dhidden, tape, grads)
-    return float(np.dot(device.to_host(logprobs).astype(np.float64), weights)), grads
+    """(loss, the adapter's gradients) of the sum of weighted log-probs of SEQUENCES."""
+    return gradients_of_logprobs(model, SEQUENCES, Tape(recompute, dropout, selective=selective), Arena("test"))
 
 
 def reference_logprob_sum(config, weights, adapter, dropped):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +25,7 @@ from rlnumba.trainers.run_folder import RunFolder
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_PPO, golden, metrics_of, ppo_run
 from tests.trainers.test_grpo import golden_samples
-from tests.trainers.test_resume import elsewhere, hash_of, kill_after, rows_without_times, start
+from tests.trainers.test_resume import check_killed_run, hash_of, rows_without_times
 
 CURVES = golden("ppo_curves.json")
 
@@ -465,19 +464,7 @@ def test_an_adapter_is_trained_and_resumed(tmp_path, shared):
 def test_killed_runs_end_with_the_same_weights(tmp_path, shared):
     settings = {"max_steps": 40, "save_steps": 3, "use_score_scaling": True}
     run = ppo_run(tmp_path / "killed", critic={"shared": shared}, **settings)
-    whole = elsewhere(run, tmp_path / "whole")
-    ppo.run_ppo(whole)
-    kills = 0
-    for target in (8, 20):
-        process = start("ppo", run, "--resume")
-        kill_after(process, run, target)
-        kills += process.returncode == -signal.SIGKILL
-    assert kills, "the run was over before it could be killed"
-    process = start("ppo", run, "--resume")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert hash_of(run) == hash_of(whole)
-    assert rows_without_times(run) == rows_without_times(whole)
+    check_killed_run("ppo", ppo.run_ppo, run, (8, 20))
 
 
 def test_the_python_trainer_runs_what_the_command_line_runs(tmp_path):

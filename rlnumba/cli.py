@@ -392,20 +392,21 @@ def _trainer(kind, purpose, files):
             train(run, resume_step or resume)
 
 
-SFT = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
-_trainer("sft", SFT, "metrics.jsonl")
-GRPO = "Reinforcement learning with Group Relative Policy Optimization."
-_trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
-RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
-_trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
-PPO = "Reinforcement learning with Proximal Policy Optimization and a critic."
-_trainer("ppo", PPO, "metrics.jsonl, completions.jsonl")
-DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
-_trainer("dpo", DPO, "metrics.jsonl")
-KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
-_trainer("kto", KTO, "metrics.jsonl")
-REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
-_trainer("reward", REWARD, "metrics.jsonl")
+ON_ROWS = {
+    "sft": "Supervised fine-tuning: train on prompts with their completions, conversations or text.",
+    "dpo": "Direct Preference Optimization: train on pairs of a chosen and a rejected completion.",
+    "kto": "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not.",
+    "reward": "Train a reward model on pairs of a chosen and a rejected completion.",
+}
+ON_PROMPTS = {
+    "grpo": "Reinforcement learning with Group Relative Policy Optimization.",
+    "rloo": "Reinforcement learning with REINFORCE Leave-One-Out.",
+    "ppo": "Reinforcement learning with Proximal Policy Optimization and a critic.",
+}
+for _kind, _purpose in ON_ROWS.items():
+    _trainer(_kind, _purpose, "metrics.jsonl")
+for _kind, _purpose in ON_PROMPTS.items():
+    _trainer(_kind, _purpose, "metrics.jsonl, completions.jsonl")
 
 
 @cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

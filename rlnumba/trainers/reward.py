@@ -19,7 +19,7 @@ from rlnumba.model.sequence_score import score_rows
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import RunFolder, log
 
 
@@ -76,13 +76,6 @@ def evaluate(policy, rows):
         policy.values(value_batch(pairs, policy.model.config), rewards)
         scores.loss(rewards, drewards)
     return scores.metrics()
-
-
-def micro_batches_of(rows, train):
-    """The pairs of each micro-batch: lists."""
-    size = train.per_device_train_batch_size
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
 
 
 def value_batch(pairs, config):

@@ -1,7 +1,7 @@
 """`rlnumba eval`: a model on a run's held-out rows, as the run would evaluate it.
 
-    grpo, rloo, ppo            completions of the prompts, sampled with [eval] and scored by the rewards
-    sft, dpo, kto, reward      the loss of the rows, and the trainer's other metrics
+grpo, rloo, ppo            completions of the prompts, sampled with [eval] and scored by the rewards
+sft, dpo, kto, reward      the loss of the rows, and the trainer's other metrics
 """
 
 from dataclasses import dataclass, replace

@@ -33,11 +33,15 @@ def run_reward(run, resume=False):
     policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
-    if tokenizer.pad_token_id is not None or tokenizer.eos_token_id is not None:
-        # As TRL: transformers needs one to find a sequence's last token, and saves it in config.json.
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        policy.model.config = replace(policy.model.config, pad_token_id=pad)
+    set_pad_token(policy.model, tokenizer)
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+
+def set_pad_token(model, tokenizer):
+    """Give a model the tokenizer's padding token, else its EOS, as TRL: it is how a sequence's last token is found."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad is not None:
+        model.config = replace(model.config, pad_token_id=pad)
 
 
 def num_tokens(pair):

@@ -34,8 +34,11 @@ def random_adapter(model, rank):
     """An Adapter whose update is not zero."""
     adapter = Adapter.new(model.config, LoraConfig(r=rank), model.dtype.name, "", 0)
     values = np.random.default_rng(1).standard_normal(adapter.flat.shape, np.float32)
-    adapter.set_flat(np.float32(0.02) * values)
-    adapter.zero_outside_blocks()
+    # In float32, of which alone what is outside of the blocks can be set to zero.
+    float32 = adapter.grads()
+    float32.set_flat(np.float32(0.02) * values)
+    float32.zero_outside_blocks()
+    adapter.set_flat(device.to_host(float32.flat))
     return adapter
 
 

@@ -14,13 +14,14 @@ import time
 
 import numpy as np
 from report import row
-from train import load, print_memory
+from shapes import copy_of, random_model
+from train import print_memory
 
 from rlnumba.config import EngineConfig, GRPOConfig
 from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams
-from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.grpo import add_logprobs, train_step
@@ -28,9 +29,94 @@ from rlnumba.trainers.rollout import Rollouts, Sample, derived_seed, set_advanta
 from rlnumba.trainers.run_folder import Clock
 
 
+def argument_parser(description):
+    """The arguments that say what a step is."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--dtype", choices=tuple(device.DTYPES))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--prompt-length", type=int, help="tokens; default 128 on a GPU, else 16")
+    parser.add_argument("--completion-length", type=int, help="tokens; default 512 on a GPU, else 32")
+    parser.add_argument("--micro-batch", type=int, help="completions of a forward and backward; default: all")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
+    parser.add_argument("--steps", type=int, default=3, help="steps after the first")
+    return parser
+
+
+def complete(arguments):
+    """Select the device and fill in the arguments that depend on it: whether it is a GPU."""
+    on_gpu = device.select(arguments.device) == "cuda"
+    arguments.prompt_length = arguments.prompt_length or (128 if on_gpu else 16)
+    arguments.completion_length = arguments.completion_length or (512 if on_gpu else 32)
+    arguments.total = arguments.prompts * arguments.generations
+    arguments.micro_batch = arguments.micro_batch or arguments.total
+    return on_gpu
+
+
+def model_of(arguments, heads=LM_HEAD):
+    """The model of the folder that is named, or random weights."""
+    if arguments.model:
+        return load_model(arguments.model, arguments.dtype, heads)
+    return random_model(dtype=arguments.dtype, heads=heads)
+
+
+def engine_of(model, arguments):
+    """The LLM that generates."""
+    utilization = arguments.gpu_memory_utilization
+    return LLM(model, None, EngineConfig(gpu_memory_utilization=utilization, enforce_eager=arguments.enforce_eager))
+
+
+def random_prompts(model, arguments):
+    """Prompts of random tokens: list."""
+    generator, vocabulary = np.random.default_rng(0), model.config.vocab_size
+    ids = generator.integers(0, vocabulary, (arguments.prompts, arguments.prompt_length)).tolist()
+    return [Prompt("", prompt, {}, "") for prompt in ids]
+
+
+def describe(model, arguments):
+    """A line on the device, the model and the work."""
+    return (
+        f"{device.describe()}; {sum(p.size for p in model.weights.parameters) / 1e6:.0f}M parameters, "
+        f"{model.dtype.name}; {work_of(arguments)}, micro-batches of {arguments.micro_batch}"
+    )
+
+
+def work_of(arguments):
+    lengths = f"{arguments.prompt_length} + {arguments.completion_length} tokens"
+    return f"{arguments.prompts} x {arguments.generations}, {lengths}"
+
+
+def train_config(kind, arguments, **options):
+    """The [train] section of a class of them, all completions in one generation."""
+    return kind(
+        per_device_train_batch_size=arguments.micro_batch,
+        gradient_accumulation_steps=arguments.total // arguments.micro_batch,
+        max_completion_length=arguments.completion_length,
+        gradient_checkpointing=arguments.checkpointing,
+        **options,
+    )
+
+
+def grpo_policy(model, arguments, beta=0.0):
+    """The Policy of GRPO, with a reference if beta is above 0."""
+    options = {"num_generations": arguments.generations, "generation_batch_size": arguments.total, "beta": beta}
+    train = train_config(GRPOConfig, arguments, **options)
+    return Policy(model, train, copy_of(model) if beta else None, train.temperature)
+
+
+def samples_of(prompts, completions, step):
+    """Samples with random rewards."""
+    rewards = np.random.default_rng(step).random(len(completions)).tolist()
+    pairs = zip(prompts, completions, rewards, strict=True)
+    return [Sample(prompt, done, np.array([reward]), reward, {}) for prompt, done, reward in pairs]
+
+
 def one_step(llm, policy, prompts, arguments, step, clock):
     """Generate for every prompt and make an optimizer step: (generated tokens, metrics)."""
-    generator = np.random.default_rng(step)
     with clock.phase("generate"):
         llm.wake()
         params = SamplingParams(
@@ -41,14 +127,12 @@ def one_step(llm, policy, prompts, arguments, step, clock):
         )
         outputs = llm.generate([prompt.prompt_token_ids for prompt in prompts], params)
         llm.sleep()
-    groups = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        rewards = generator.random(arguments.generations)
-        samples = zip(output.completions, rewards.tolist(), strict=True)
-        groups.append([Sample(prompt, done, np.array([reward]), reward, {}) for done, reward in samples])
+    completions = [done for output in outputs for done in output.completions]
+    samples = samples_of([p for p in prompts for _ in range(arguments.generations)], completions, step)
+    groups = [samples[i : i + arguments.generations] for i in range(0, len(samples), arguments.generations)]
     set_advantages(groups, [1.0], "group")
-    samples = [sample for group in groups for sample in group]
-    rollouts = Rollouts.of([samples[i] for i in generator.permutation(len(samples))], False)
+    order = np.random.default_rng(step).permutation(len(samples))
+    rollouts = Rollouts.of([samples[i] for i in order], False)
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy=True)
     with clock.phase("train"):
@@ -57,77 +141,46 @@ def one_step(llm, policy, prompts, arguments, step, clock):
     return int(rollouts.completion_lengths.sum()), metrics
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
-    parser.add_argument("--dtype", choices=tuple(device.DTYPES))
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--prompt-length", type=int, help="tokens; default 128 on a GPU, else 16")
-    parser.add_argument("--completion-length", type=int, help="tokens; default 512 on a GPU, else 32")
-    parser.add_argument("--micro-batch", type=int, help="completions of a forward and backward; default: all")
-    parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
-    parser.add_argument("--steps", type=int, default=3, help="steps after the first")
-    arguments = parser.parse_args()
-    on_gpu = device.select(arguments.device) == "cuda"
-    arguments.prompt_length = arguments.prompt_length or (128 if on_gpu else 16)
-    arguments.completion_length = arguments.completion_length or (512 if on_gpu else 32)
-    total = arguments.prompts * arguments.generations
-    arguments.micro_batch = arguments.micro_batch or total
-    model = load(arguments)
-    reference = None
-    if arguments.beta:
-        reference = Transformer(model.config, Weights(model.config, model.dtype.name))
-        reference.weights.flat[...] = model.weights.flat
-    train = GRPOConfig(
-        num_generations=arguments.generations,
-        per_device_train_batch_size=arguments.micro_batch,
-        generation_batch_size=total,
-        gradient_accumulation_steps=total // arguments.micro_batch,
-        max_completion_length=arguments.completion_length,
-        beta=arguments.beta,
-        gradient_checkpointing=arguments.checkpointing,
-    )
-    policy = Policy(model, train, reference, train.temperature)
-    engine = EngineConfig(
-        gpu_memory_utilization=arguments.gpu_memory_utilization, enforce_eager=arguments.enforce_eager
-    )
-    llm = LLM(model, None, engine)
-    generator = np.random.default_rng(0)
-    vocabulary = model.config.vocab_size
-    prompts = [
-        Prompt("", generator.integers(0, vocabulary, arguments.prompt_length).tolist(), {}, "")
-        for _ in range(arguments.prompts)
-    ]
-    print(
-        f"{device.describe()}; {sum(p.size for p in model.weights.parameters) / 1e6:.0f}M parameters, "
-        f"{model.dtype.name}; {arguments.prompts} x {arguments.generations} completions, "
-        f"{arguments.prompt_length} + {arguments.completion_length} tokens, micro-batches of {arguments.micro_batch}"
-    )
+def measure(take_step, steps):
+    """Take 1 + steps steps: (medians of all but the first, {phase: seconds}, what the last take_step returned).
+
+    take_step(step, clock) is timed as a whole and, by the clock, in phases. The median of generation is printed too.
+    """
     measured = []
-    for step in range(1 + arguments.steps):
-        clock = Clock()
-        started = time.perf_counter()
-        drawn, metrics = one_step(llm, policy, prompts, arguments, step, clock)
-        seconds = {"step": time.perf_counter() - started, **clock.seconds}
-        measured.append(seconds)
+    for step in range(1 + steps):
+        clock, started = Clock(), time.perf_counter()
+        drawn, metrics = take_step(step, clock)
+        seconds = {name.removeprefix("time/"): value for name, value in clock.seconds.items()}
+        measured.append({"step": time.perf_counter() - started} | seconds)
     print(f"first step {measured[0]['step']:.1f} s")
-    for name in measured[0]:
-        median = statistics.median(seconds[name] for seconds in measured[1:])
-        print(f"{name:20} {median:8.3f} s")
-    generate = statistics.median(seconds["time/generate"] for seconds in measured[1:])
-    print(f"{'generation':20} {drawn / generate:8.0f} tok/s")
+    medians = {name: statistics.median(seconds[name] for seconds in measured[1:]) for name in measured[0]}
+    for name, seconds in medians.items():
+        print(f"{name:20} {seconds:8.3f} s")
+    print(f"{'generation':20} {drawn / medians['generate']:8.0f} tok/s")
+    return medians, metrics
+
+
+def phases(medians):
+    """The seconds of all phases, as text."""
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in medians.items())
+
+
+def main():
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
+    arguments = parser.parse_args()
+    on_gpu = complete(arguments)
+    model = model_of(arguments)
+    policy, llm = grpo_policy(model, arguments, arguments.beta), engine_of(model, arguments)
+    prompts = random_prompts(model, arguments)
+    print(describe(model, arguments))
+    medians, metrics = measure(
+        lambda step, clock: one_step(llm, policy, prompts, arguments, step, clock), arguments.steps
+    )
     difference = metrics["sampling/sampling_logp_difference/max"]
     print(f"{'sampler difference':20} {difference:8.2g} nats at most")
-    medians = {name: statistics.median(seconds[name] for seconds in measured[1:]) for name in measured[0]}
-    result = ", ".join(f"{name.removeprefix('time/')} {seconds:.3f} s" for name, seconds in medians.items())
-    what = f"GRPO step, {arguments.prompts} x {arguments.generations}, "
-    what += f"{arguments.prompt_length} + {arguments.completion_length} tokens"
-    row(what, f"{result}; sampler difference {difference:.2g} nats", "1.3 s" if on_gpu else "")
+    result = f"{phases(medians)}; sampler difference {difference:.2g} nats"
+    row(f"GRPO step, {work_of(arguments)}", result, "1.3 s" if on_gpu else "")
     print_memory()
 
 

@@ -1,9 +1,11 @@
 """The shapes of the models that benches measure, and random weights made where they are used."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import cast
-from rlnumba.model.config import ModelConfig
+from rlnumba.model.config import LM_HEAD, ModelConfig
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
@@ -25,10 +27,18 @@ STORIES_15M = {
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B, "stories-15m": STORIES_15M}
 
 
-def random_model(shape=None, dtype=None):
+def copy_of(model):
+    """A Transformer with a copy of the weights, as a reference has."""
+    copied = Transformer(model.config, Weights(model.config, model.dtype.name))
+    copied.weights.flat[...] = model.weights.flat
+    return copied
+
+
+def random_model(shape=None, dtype=None, heads=LM_HEAD):
     """A Transformer of a name of SHAPES with random weights; by default what suits the device, in its usual dtype."""
     on_gpu = device.name() == "cuda"
     config = ModelConfig.from_dict(SHAPES[shape or ("qwen3-0.6b" if on_gpu else "stories-15m")])
+    config = replace(config, heads=heads)
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     if not on_gpu:
         return Transformer(config, Weights.random(config, dtype))

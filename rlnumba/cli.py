@@ -392,42 +392,53 @@ def _trainer(kind, purpose, files):
             train(run, resume_step or resume)
 
 
-SFT = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
-_trainer("sft", SFT, "metrics.jsonl")
-GRPO = "Reinforcement learning with Group Relative Policy Optimization."
-_trainer("grpo", GRPO, "metrics.jsonl, completions.jsonl")
-RLOO = "Reinforcement learning with REINFORCE Leave-One-Out."
-_trainer("rloo", RLOO, "metrics.jsonl, completions.jsonl")
-PPO = "Reinforcement learning with Proximal Policy Optimization and a critic."
-_trainer("ppo", PPO, "metrics.jsonl, completions.jsonl")
-DPO = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
-_trainer("dpo", DPO, "metrics.jsonl")
-KTO = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
-_trainer("kto", KTO, "metrics.jsonl")
-REWARD = "Train a reward model on pairs of a chosen and a rejected completion."
-_trainer("reward", REWARD, "metrics.jsonl")
+ON_ROWS = {
+    "sft": "Supervised fine-tuning: train on prompts with their completions, conversations or text.",
+    "dpo": "Direct Preference Optimization: train on pairs of a chosen and a rejected completion.",
+    "kto": "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not.",
+    "reward": "Train a reward model on pairs of a chosen and a rejected completion.",
+}
+ON_PROMPTS = {
+    "grpo": "Reinforcement learning with Group Relative Policy Optimization.",
+    "rloo": "Reinforcement learning with REINFORCE Leave-One-Out.",
+    "ppo": "Reinforcement learning with Proximal Policy Optimization and a critic.",
+}
+for _kind, _purpose in ON_ROWS.items():
+    _trainer(_kind, _purpose, "metrics.jsonl")
+for _kind, _purpose in ON_PROMPTS.items():
+    _trainer(_kind, _purpose, "metrics.jsonl, completions.jsonl")
 
 
 @cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option("--config", required=True, multiple=True, help="A run file of grpo; of several, later ones win.")
+@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
+@click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
 @click.option("--model", help="Folder of a model or adapter, or hub id. Default: the run's model.")
 @click.option("--output", help="Folder for metrics.json and completions.jsonl. Default: none is written.")
 @DTYPE
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-def evaluate(config, model, output, dtype, overrides):
-    """Evaluate a model on a run's data.eval: its rewards, avg@k and pass@k, with the sampling of [eval].
+def evaluate(config, trainer, model, output, dtype, overrides):
+    """Evaluate a model on a run's data.eval: of grpo, rloo and ppo its rewards, avg@k and pass@k, with the sampling of
+    [eval]; of sft, dpo, kto and reward the loss and the trainer's other metrics.
 
     Prints a line for each metric.
     """
-    from rlnumba.config import load_run
-
-    run = load_run("grpo", config, parse_overrides(overrides))
+    runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     _log_device()
-    from rlnumba.trainers.eval import run_eval
+    from rlnumba.trainers.eval import RowError, run_eval
 
-    progress = _Progress()
-    found = run_eval(run, model, output, dtype, progress)
-    progress.end(f"evaluated in {time.monotonic() - progress.started:.1f} s")
+    progress, problems = _Progress(), []
+    while True:
+        (kind, run), *runs = runs
+        try:
+            found = run_eval(run, model, output, dtype, progress, kind)
+            break
+        except RowError as error:
+            # The rows may be those of another trainer that reads the file.
+            problems.append(error)
+            if not runs:
+                raise problems[0] from None
+    others = f" (--trainer for {' or '.join(name for name, _ in runs)})" if runs else ""
+    progress.end(f"evaluated as {kind} does{others} in {time.monotonic() - progress.started:.1f} s")
     for name, value in found.items():
         click.echo(f"{name:<40} {value:.6g}")
 
@@ -518,20 +529,23 @@ def plan(config, trainer, gpu_memory, overrides):
 
 
 def runs_of_any_trainer(config, trainer, overrides):
-    """[(trainer, Run)] of the trainer named, or of all that read the files; the first ConfigError if none does."""
-    from rlnumba.config import load_run
+    """[(trainer, Run)] of the trainer named, or of all that read the files.
+
+    Raises the ConfigError of the one that knows most of their keys if none does.
+    """
+    from rlnumba.config import likeliest_trainer, load_run
     from rlnumba.config.runs import RUNS
 
     if trainer is not None and trainer not in RUNS:
         raise ConfigError(f"--trainer: must be one of {', '.join(RUNS)}, got {trainer!r}")
-    found, problems = [], []
+    found, problems = [], {}
     for kind in RUNS if trainer is None else (trainer,):
         try:
             found.append((kind, load_run(kind, config, overrides)))
         except ConfigError as error:
-            problems.append(error)
+            problems[kind] = error
     if not found:
-        raise problems[0]
+        raise problems[trainer or likeliest_trainer(config, overrides)]
     return found
 
 

@@ -169,8 +169,7 @@ class Optimizer:
 
     def state_dict(self):
         """What a resumed run restores: optim, NumPy arrays of the state (m, v, ..., master), and the counters."""
-        device.synchronize()
-        arrays = {key: np.array(a) if self.offload else device.host_copy(a) for key, a in self.state.items()}
+        arrays = {key: device.host_copy(array) for key, array in self.state.items()}
         return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state):

@@ -289,12 +289,11 @@ def parse(arguments):
     if "--help" in rest:
         return
     context = cli.commands[name].make_context(name, rest)
-    if name == "plan":
+    if name in ("plan", "eval"):
         files, trainer = (context.params[key] for key in ("config", "trainer"))
         runs_of_any_trainer(files, trainer, parse_overrides(context.params["overrides"]))
     elif "overrides" in context.params:
-        kind = "grpo" if name == "eval" else name
-        load_run(kind, context.params["config"], parse_overrides(context.params["overrides"]))
+        load_run(name, context.params["config"], parse_overrides(context.params["overrides"]))
 
 
 def headings(page):

@@ -7,7 +7,7 @@ from rlnumba.config.keys import key
 from rlnumba.config.kto import KTOConfig, KTOLossConfig, KTORun
 from rlnumba.config.lora import LoraConfig
 from rlnumba.config.ppo import CriticConfig, PPOConfig, PPORun
-from rlnumba.config.reading import load_run
+from rlnumba.config.reading import likeliest_trainer, load_run
 from rlnumba.config.reward import RewardConfig, RewardRun
 from rlnumba.config.rloo import RLOOConfig, RLOORun
 from rlnumba.config.schema import DataConfig, EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig

@@ -199,6 +199,16 @@ def _read_toml(path):
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
+def likeliest_trainer(paths, overrides=()):
+    """The trainer that knows most keys of run files, the first of several: str. The arguments are load_run's."""
+    given = [option.lstrip("-").replace("-", "_").rpartition(".")[::2] for option, _ in overrides]
+    for path in paths:
+        for name, value in _read_toml(path).items():
+            given += [(name, inner) for inner in value] if isinstance(value, dict) else [("", name)]
+    known = {kind: {name: keys_of(each) for name, each in sections_of(RUNS[kind]).items()} for kind in RUNS}
+    return max(RUNS, key=lambda kind: sum(name in known[kind].get(section, ()) for section, name in given))
+
+
 def load_run(kind, path, overrides=(), has_16_bits=always):
     """The Run of a trainer, such as "sft" or "grpo".
 

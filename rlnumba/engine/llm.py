@@ -78,7 +78,7 @@ class LLM:
                 num_tokens += len(step.token_ids)
                 if progress is not None:
                     progress(num_finished, total, num_tokens)
-        except BaseException:
+        except BaseException:  # a signal, too: the next call finds an engine without requests
             engine.reset()
             raise
         return outputs

@@ -9,7 +9,8 @@ multiple of COLUMNS by zero rows of A, zero columns of B. Entries that are zero 
     flat    | A of qkv, all layers | B of qkv, all layers | A of o | ... |          parameters that decay, all of them
 
 A score head is trained whole, after them in the buffer. An adapter's folder is PEFT's: adapter_config.json and
-adapter_model.safetensors, a tensor for each A and B, and one for the score head.
+adapter_model.safetensors, a float32 tensor for each A and B, and one for the score head. A 16-bit model computes with
+their rounding; what is saved are the float32 values.
 """
 
 import copy
@@ -156,9 +157,10 @@ class Adapter:
     """A model's adapter, zeros at first: one flat array of `dtype` on the device, and its views.
 
     config: the base's ModelConfig; lora: a LoraConfig; base: path or hub id of the base, for adapter_config.json.
-    flat (n,), decay_end: as those of Weights. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score:
-    (1, D), or None where the model has no such head. region: of memory.report(). Raises ConfigError for target modules
-    that the model does not have.
+    flat (n,), decay_end: as those of Weights. master: (n,) float32, of which a 16-bit flat is the rounding: on the host
+    as drawn or read, in training the optimizer's; None where there is none. layers[i]: the LayerAdapter of layer i.
+    scales: (1,) float32. score: (1, D), or None where the model has no such head. region: of memory.report(). Raises
+    ConfigError for target modules that the model does not have.
     """
 
     # The embedding and the head have no gradient.
@@ -169,7 +171,7 @@ class Adapter:
         self.dtype = device.dtype(dtype)
         self.layouts, self._score_offset = _layouts(config, lora)
         size = self._score_offset + ("score" in config.heads) * _aligned(config.hidden_size)
-        self.flat, self.decay_end = device.xp().zeros(size, self.dtype), size
+        self.flat, self.decay_end, self.master = device.xp().zeros(size, self.dtype), size, None
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.score = self._score(self.flat)
@@ -201,8 +203,13 @@ class Adapter:
     def host_copy(self):
         """A copy on the host, for save_adapter alone."""
         copied = copy.copy(self)
-        copied.flat = device.host_copy(self.flat)
+        copied.flat, copied.master = device.host_copy(self.values), None
         return copied
+
+    @property
+    def values(self):
+        """The most exact values that there are: master or, without one, flat."""
+        return self.flat if self.master is None else self.master
 
     def zero_outside_blocks(self):
         """Set what is in no block of a B to zero."""
@@ -224,14 +231,16 @@ class Adapter:
             yield SCORE, self._score(flat)
 
     def set_flat(self, host):
-        """Copy a NumPy array of float32 in this adapter's layout to the device."""
+        """Copy a NumPy array of float32 in this layout to the device; if that has 16 bits, keep it as master."""
         self.flat[...] = device.asarray(host.astype(self.dtype))
+        self.master = None if self.dtype == np.float32 else host
 
     @classmethod
-    def new(cls, config, lora, dtype, base, seed):
+    def new(cls, config, lora, dtype, base, seed, score=None):
         """The adapter that training starts from: A uniform in [-1/sqrt(D), 1/sqrt(D)], B zero.
 
-        So does PEFT (torch's kaiming_uniform with a = sqrt 5, He et al. 2015). The numbers follow from the seed.
+        So does PEFT (torch's kaiming_uniform with a = sqrt 5, He et al. 2015). The numbers follow from the seed. score:
+        the base's score head, where it has one.
         """
         adapter = cls(config, lora, dtype, base)
         host, generator = np.zeros(adapter.flat.shape, np.float32), np.random.default_rng((seed, 1))
@@ -239,6 +248,8 @@ class Adapter:
             if name.endswith("lora_A.weight"):
                 bound = 1 / math.sqrt(view.shape[1])
                 view[...] = generator.uniform(-bound, bound, view.shape)
+            elif name == SCORE and score is not None:
+                view[...] = device.to_host(score)
         adapter.set_flat(host)
         return adapter
 
@@ -382,12 +393,12 @@ def _lora_keys(raw, config, path):
 
 
 def save_adapter(adapter, folder, heads=None):
-    """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in the adapter's dtype.
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in float32.
 
     heads: of the model that is saved, by default all; without "score" that head is left out.
     """
     folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
-    tensors = dict(adapter.tensors(np.asarray(device.to_host(adapter.flat))))
+    tensors = dict(adapter.tensors(device.host_copy(adapter.values).astype(np.float32, copy=False)))
     if "score" not in heads:
         tensors.pop(SCORE, None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -440,10 +451,7 @@ def adapter_of_run(lora, weights, dtype, base, seed):
         adapter = load_adapter(lora.init, weights, dtype, base)
         adapter.lora = settings
         return adapter
-    adapter = Adapter.new(weights.config, settings, dtype, base, seed)
-    if adapter.score is not None:
-        cast(weights.score, adapter.score)
-    return adapter
+    return Adapter.new(weights.config, settings, dtype, base, seed, weights.score)
 
 
 def merge(weights, adapter):

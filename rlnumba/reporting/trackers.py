@@ -80,7 +80,8 @@ class _Wandb:
         settings = {"name": run_name, "dir": str(folder), "id": path.read_text(), "resume": "allow"}
         try:
             self.run = wandb.init(project=project, config=config, **settings)
-        except Exception as error:  # of a server, an account, a network
+        # Errors of the server, the account and the network, which have no class in common.
+        except Exception as error:
             raise UserError(f"train.report_to: wandb: {' '.join(str(error).split())}") from error
 
     def log(self, step, metrics):
@@ -97,7 +98,8 @@ class _Trackio:
         resume = "allow" if resumed else "never"
         try:
             self.run = trackio.init(project=project or PROJECT, name=run_name, config=config, resume=resume)
-        except Exception as error:  # of a server, an account, a network
+        # Errors of the server, the account and the network, which have no class in common.
+        except Exception as error:
             raise UserError(f"train.report_to: trackio: {' '.join(str(error).split())}") from error
 
     def log(self, step, metrics):

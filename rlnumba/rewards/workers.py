@@ -147,7 +147,7 @@ class Process:
                     self.connection.send(message)
                 except OSError:
                     pass  # it has ended, which _read reports
-                except Exception as error:  # of a user's __reduce__
+                except Exception as error:  # pickling calls methods of the dataset's values, which may raise anything
                     del self._futures[self._number]
                     return _failed(f"reward {name}: its arguments cannot be sent to a worker process: {error}")
         if self.ended:
@@ -172,7 +172,8 @@ class Process:
             while True:
                 number, answer = self.connection.recv()
                 self._futures.pop(number).set_result(answer)
-        except Exception:  # its end, or an answer that it could not finish
+        # EOFError or OSError when the process has ended; unpickling what a reward function logged may raise anything.
+        except Exception:
             self.process.kill()
             self.process.wait()
             self.connection.close()

@@ -130,8 +130,9 @@ def to_host(array):
 
 
 def host_copy(array):
-    """A copy, as a NumPy array, of an array of the device; synchronizes with the device."""
-    return xp().asnumpy(array) if name() == "cuda" else np.array(array)
+    """A copy, as a NumPy array, of an array of the device or in pinned host memory; synchronizes with the device."""
+    synchronize()
+    return np.array(array) if isinstance(array, np.ndarray) else xp().asnumpy(array)
 
 
 def synchronize():

@@ -120,7 +120,7 @@ class Callbacks:
                 method(self.args, self.state, self.control, model=model, **more)
             except UserError:
                 raise
-            except Exception as error:  # a user's code
+            except Exception as error:  # a user's code may raise anything
                 text = " ".join(str(error).split())
                 name = type(callback).__name__
                 raise UserError(f"callback {name}.{event} raised {type(error).__name__}: {text}") from error
@@ -176,5 +176,5 @@ def _make(spec):
         return made
     try:
         return made()
-    except Exception as error:  # a user's code
+    except Exception as error:  # a user's code may raise anything
         raise UserError(f"train.callbacks: {spec} cannot be made: {type(error).__name__}: {error}") from error

@@ -82,11 +82,20 @@ class Policy:
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
         self.optimizer = Optimizer(model.trained, self.grads, **moments, **limits, **kept, seed=seed)
+        if model.adapter is not None:
+            self._share_master(model.adapter)
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
         self.loss_state = {}
+
+    def _share_master(self, adapter):
+        """Start the optimizer's float32 master weights from the adapter's, and save them with the adapter."""
+        master = self.optimizer.state.get("master")
+        if master is not None and adapter.master is not None:
+            master[...] = adapter.master if self.train.offload_optimizer else device.asarray(adapter.master)
+        adapter.master = master
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""

@@ -22,8 +22,14 @@ from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
 from rlnumba.runtime import device
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.preference import CompletionBatch, TokenMetrics, stored_reference_logps
-from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.preference import (
+    CompletionBatch,
+    TokenMetrics,
+    evaluation,
+    optimizer_step,
+    stored_reference_logps,
+)
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import RunFolder, log
 
 
@@ -92,24 +98,12 @@ def pair_batch(pairs):
 
 def train_step(policy, pairs, learning_rate):
     """One optimizer step on `pairs`: metrics by name. Writes the gradients, the weights and the optimizer's state."""
-    step = StepLoss(policy, pairs)
-    policy.zero_grad()
-    for part in step.micro_batches():
-        with policy.scope():
-            # ids -> log-probs -> loss -> gradients
-            forward, dlogprobs = step.forward(part)
-            policy.backward(forward, dlogprobs)
-    info = policy.step(learning_rate)
-    return step.metrics() | info
+    return optimizer_step(StepLoss(policy, pairs), learning_rate)
 
 
 def evaluate(policy, pairs):
     """Metrics of held-out pairs: {"loss": ..., "rewards/margins": ..., ...}."""
-    step = StepLoss(policy, pairs)
-    for part in step.micro_batches():
-        with policy.scope():
-            step.forward(part)
-    return step.metrics()
+    return evaluation(StepLoss(policy, pairs))
 
 
 class StepLoss:
@@ -124,8 +118,7 @@ class StepLoss:
 
     def micro_batches(self):
         """The pairs of each forward pass: lists."""
-        size = self.policy.train.per_device_train_batch_size
-        return [self.pairs[first : first + size] for first in range(0, len(self.pairs), size)]
+        return micro_batches_of(self.pairs, self.policy.train)
 
     def forward(self, pairs):
         """The forward pass of the next micro-batch: (what policy.backward reads, dlogprobs), in the policy's scope."""

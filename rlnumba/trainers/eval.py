@@ -1,41 +1,98 @@
-"""`rlnumba eval`: a model on a run's held-out prompts, sampled and scored as the run would."""
+"""`rlnumba eval`: a model on a run's held-out rows, as the run would evaluate it.
 
+grpo, rloo, ppo            completions of the prompts, sampled with [eval] and scored by the rewards
+sft, dpo, kto, reward      the loss of the rows, and the trainer's other metrics
+"""
+
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlnumba.config import LoraConfig
 from rlnumba.engine.llm import LLM
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.lora import is_adapter
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, load_model
+from rlnumba.model.transformer import find_base, find_model, load_model, read_config
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import TrainerState
-from rlnumba.trainers import evaluation
+from rlnumba.trainers import evaluation, reward
 from rlnumba.trainers.grpo import eval_params, load_prompts
+from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.plan import ROW_TRAINERS
 from rlnumba.trainers.reward_model import load_rewards
 
 
-def run_eval(run, model=None, output=None, dtype=None, status=None):
+class RowError(UserError):
+    """Rows that a trainer cannot read."""
+
+
+def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo"):
     """Evaluate a folder of a model or adapter on a run's data.eval: metrics by name.
 
-    model: the folder or hub id, by default the run's. output: None, or a folder, in which metrics.json and
-    completions.jsonl are written. Raises ConfigError without data.eval.
+    kind: the trainer's name. model: the folder or hub id, by default the run's. output: None, or a folder, in which
+    metrics.json and, of prompts, completions.jsonl are written. Raises ConfigError without data.eval, and RowError,
+    before any weights are loaded, for rows that sft, dpo, kto or reward cannot read.
     """
     if run.data.eval is None:
         raise ConfigError("eval: data.eval is not set; give --data.eval FILE")
+    gemm.set_backend(run.gemm)
+    if dtype is not None:
+        run = replace(run, train=replace(run.train, dtype=dtype))
+    completions = []
+    if kind in ROW_TRAINERS:
+        found = evaluate_rows(kind, run, model)
+    else:
+        found, completions = evaluate_prompts(run, model, status)
+    if output is not None:
+        make_folder(output)
+        if completions:
+            with replacing(Path(output) / "completions.jsonl") as file:
+                file.writelines(map(to_line, completions))
+        with replacing(Path(output) / "metrics.json") as file:
+            file.write(to_line(found))
+    return found
+
+
+def evaluate_prompts(run, model, status):
+    """(metrics by name, lines of completions.jsonl) of a GRPORun, RLOORun or PPORun."""
     params = eval_params(run)
     if params.temperature == 0 and params.n > 1:
         raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
     rewards = load_rewards(run)
     base, _ = find_base(model or run.model)
-    llm = LLM(load_model(model or run.model, dtype or run.train.dtype), Tokenizer.from_folder(base), run.engine)
+    llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
     prompts = load_prompts(run.data.eval, run, llm)
     generation = evaluation.generate(llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
-    found = evaluation.metrics_of(generation, rewards.names, run)
-    if output is not None:
-        make_folder(output)
-        with replacing(Path(output) / "completions.jsonl") as file:
-            for row in generation.rows(rewards.names):
-                del row["advantage"]
-                file.write(to_line(row))
-        with replacing(Path(output) / "metrics.json") as file:
-            file.write(to_line(found))
-    return found
+    rows = generation.rows(rewards.names)
+    for row in rows:
+        del row["advantage"]
+    return evaluation.metrics_of(generation, rewards.names, run), rows
+
+
+@dataclass
+class Source:
+    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are."""
+
+    config: object
+    model_folder: Path | None
+
+
+def evaluate_rows(kind, run, model):
+    """Metrics of the rows by name. A reference, where the trainer has one, is the run's `model`."""
+    trainer, weights = ROW_TRAINERS[kind], None if model is None else find_model(model)
+    if weights is not None:
+        run = replace(run, lora=LoraConfig(init=str(weights)) if is_adapter(weights) else None)
+    base = find_model(run.model)
+    source = Source(read_config(base), None if run.lora else weights)
+    try:
+        rows = trainer.module.load_rows(run.data.eval, run, source, Tokenizer.from_folder(base))
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise RowError(str(error)) from error
+    policy, tokenizer = load_policy(run, source, trainer.reference, heads=trainer.heads)
+    if trainer.module is reward:
+        reward.set_pad_token(policy.model, tokenizer)
+    with policy.context.use():
+        return {f"eval_{name}": value for name, value in trainer.module.evaluate(policy, rows).items()}

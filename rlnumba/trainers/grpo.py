@@ -51,19 +51,25 @@ def run_grpo(run, resume=False, reward_funcs=()):
     train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs)
 
 
+def save_final(folder, policy, tokenizer):
+    """Write final/ of a RunFolder, the policy as a causal language model."""
+    folder.finish(policy.model, tokenizer, LM_HEAD)
+
+
 class Algorithm(NamedTuple):
     """Where trainers on the model's own completions differ; their loop, train_on_prompts, is the same.
 
     load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
     run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
     are roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
-    metrics by name.
+    metrics by name. save_final(folder, policy, tokenizer): writes what a run ends with.
     """
 
     name: str
     load: Callable
     generate: Callable
     train_step: Callable
+    save_final: Callable = save_final
 
 
 def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
@@ -149,7 +155,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
             if last:
                 break
         callbacks.call("on_train_end", model)
-        folder.finish(model, tokenizer, LM_HEAD)
+        algorithm.save_final(folder, policy, tokenizer)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")

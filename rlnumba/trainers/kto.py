@@ -22,8 +22,14 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_metrics
 from rlnumba.runtime import device
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.preference import CompletionBatch, TokenMetrics, stored_reference_logps
-from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.preference import (
+    CompletionBatch,
+    TokenMetrics,
+    evaluation,
+    optimizer_step,
+    stored_reference_logps,
+)
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import RunFolder, log
 
 
@@ -114,24 +120,12 @@ def all_sequences(completions):
 
 def train_step(policy, completions, learning_rate):
     """One optimizer step on `completions`: metrics by name. Writes gradients, weights and the optimizer's state."""
-    step = StepLoss(policy, completions)
-    policy.zero_grad()
-    for part in step.micro_batches():
-        with policy.scope():
-            # ids -> log-probs -> loss -> gradients
-            forward, dlogprobs = step.forward(part)
-            policy.backward(forward, dlogprobs)
-    info = policy.step(learning_rate)
-    return step.metrics() | info
+    return optimizer_step(StepLoss(policy, completions), learning_rate)
 
 
 def evaluate(policy, completions):
     """Metrics of held-out rows, with the KL divergence of them all: {"loss": ..., "rewards/margins": ..., ...}."""
-    step = StepLoss(policy, completions)
-    for part in step.micro_batches():
-        with policy.scope():
-            step.forward(part)
-    return step.metrics()
+    return evaluation(StepLoss(policy, completions))
 
 
 class StepLoss:
@@ -165,8 +159,7 @@ class StepLoss:
 
     def micro_batches(self):
         """The rows of each forward pass, the desirable ones first: lists."""
-        size = self.policy.train.per_device_train_batch_size
-        parts = [self.completions[first : first + size] for first in range(0, len(self.completions), size)]
+        parts = micro_batches_of(self.completions, self.policy.train)
         return [sorted(part, key=lambda completion: not completion.label) for part in parts]
 
     def forward(self, completions):

@@ -39,7 +39,7 @@ from rlnumba.trainers.loading import load_policy
 
 def run_ppo(run, resume=False, reward_funcs=()):
     """Train a PPORun; writes its output_dir. The arguments are run_grpo's."""
-    train_on_prompts(Algorithm("ppo", load, generate, train_step), run, resume, reward_funcs)
+    train_on_prompts(Algorithm("ppo", load, generate, train_step, save_final), run, resume, reward_funcs)
 
 
 def load(run, folder):
@@ -64,6 +64,16 @@ def load(run, folder):
     critic = Policy(model, train, seed=run.seed)
     critic.arena = policy.arena
     return ActorCritic(policy, critic, run), tokenizer
+
+
+def save_final(folder, actor, tokenizer):
+    """Write final/ of a RunFolder, the policy, and final/critic/, a sequence-classification folder of the critic.
+
+    A critic on the policy's trunk is the trunk with the value head.
+    """
+    folder.finish(actor.model, tokenizer, LM_HEAD)
+    critic = actor.model if actor.critic is None else actor.critic.model
+    folder.save_model(critic, "final/critic", tokenizer, SCORE_HEAD)
 
 
 class ActorCritic:
@@ -119,7 +129,7 @@ class ActorCritic:
         """The state for a checkpoint besides the policy's weights."""
         critic = None
         if self.critic is not None:
-            weights = np.array(device.to_host(self.critic.model.weights.flat))
+            weights = device.host_copy(self.critic.model.trained.flat)
             critic = {"weights": weights, "optimizer": self.critic.optimizer.state_dict()}
         return {"policy": self.policy.state_dict(), "critic": critic, "scores": vars(self.score_moments)}
 
@@ -130,11 +140,11 @@ class ActorCritic:
         saved, critic = state["critic"], self.critic
         fits = (saved is None) == (critic is None)
         if critic is not None and fits:
-            fits = saved["weights"].shape == critic.model.weights.flat.shape
+            fits = saved["weights"].shape == critic.model.trained.flat.shape
         if not fits:
             raise UserError("the checkpoint's critic is not that of the configuration: was [critic] changed?")
         if critic is not None:
-            critic.model.weights.flat[...] = device.asarray(saved["weights"])
+            critic.model.trained.flat[...] = device.asarray(saved["weights"])
             critic.optimizer.load_state_dict(saved["optimizer"])
 
 

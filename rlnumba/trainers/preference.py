@@ -1,4 +1,4 @@
-"""What DPO and KTO share: packed completions, the reference's log-probs of them, and the metrics of their tokens."""
+"""What DPO and KTO share: packed completions, the optimizer step, log-probs of the reference, metrics of tokens."""
 
 import hashlib
 import json
@@ -49,6 +49,27 @@ class CompletionBatch:
         policy.logprobs(self.targets, logprobs, model=model)
         sequence_logps(logprobs, self.cu_seqlens, logps, ld_alpha)
         return logps
+
+
+def optimizer_step(loss, learning_rate):
+    """One optimizer step on the rows of a StepLoss, dpo's or kto's: metrics by name."""
+    policy = loss.policy
+    policy.zero_grad()
+    for part in loss.micro_batches():
+        with policy.scope():
+            # ids -> log-probs -> loss -> gradients
+            forward, dlogprobs = loss.forward(part)
+            policy.backward(forward, dlogprobs)
+    info = policy.step(learning_rate)
+    return loss.metrics() | info
+
+
+def evaluation(loss):
+    """The metrics of the rows of a StepLoss, by name, without a gradient."""
+    for part in loss.micro_batches():
+        with loss.policy.scope():
+            loss.forward(part)
+    return loss.metrics()
 
 
 class TokenMetrics:

@@ -19,7 +19,7 @@ from rlnumba.model.sequence_score import score_rows
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import RunFolder, log
 
 
@@ -33,11 +33,15 @@ def run_reward(run, resume=False):
     policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
-    if tokenizer.pad_token_id is not None or tokenizer.eos_token_id is not None:
-        # As TRL: transformers needs one to find a sequence's last token, and saves it in config.json.
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        policy.model.config = replace(policy.model.config, pad_token_id=pad)
+    set_pad_token(policy.model, tokenizer)
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+
+def set_pad_token(model, tokenizer):
+    """Give a model the tokenizer's padding token, else its EOS, as TRL: it is how a sequence's last token is found."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad is not None:
+        model.config = replace(model.config, pad_token_id=pad)
 
 
 def num_tokens(pair):
@@ -76,13 +80,6 @@ def evaluate(policy, rows):
         policy.values(value_batch(pairs, policy.model.config), rewards)
         scores.loss(rewards, drewards)
     return scores.metrics()
-
-
-def micro_batches_of(rows, train):
-    """The pairs of each micro-batch: lists."""
-    size = train.per_device_train_batch_size
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
 
 
 def value_batch(pairs, config):

@@ -11,6 +11,12 @@ from rlnumba.trainers.core import Schedule, epoch_order
 from rlnumba.trainers.run_folder import Clock, log, memory_metrics
 
 
+def micro_batches_of(rows, train):
+    """The rows of each forward pass, per_device_train_batch_size of them or what is left: lists."""
+    size = train.per_device_train_batch_size
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
 def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):
     """Train from where the RunFolder's checkpoint ends to the run's last step; writes the run's folder.
 

@@ -142,15 +142,25 @@ class RunFolder:
         heads: those that are written, by default all.
         """
         best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
+        if best is None:
+            self.save_model(model, "final", tokenizer, heads)
+            return
+        self.saver.wait()
+        with self._written("final"):
+            checkpoint.copy_model(self.path / "checkpoints" / f"step-{best}", self.path / "final")
+        log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
+
+    def save_model(self, model, name, tokenizer, heads=None):
+        """Write a Hugging Face folder `name` in this one. Raises UserError naming it."""
+        with self._written(name):
+            save_model(model, self.path / name, tokenizer, heads=heads)
+
+    @contextmanager
+    def _written(self, name):
         try:
-            if best is not None:
-                self.saver.wait()
-                checkpoint.copy_model(self.path / "checkpoints" / f"step-{best}", self.path / "final")
-                log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
-            else:
-                save_model(model, self.path / "final", tokenizer, heads=heads)
+            yield
         except OSError as error:
-            raise UserError(f"{self.path / 'final'}: cannot be written: {error.strerror}") from error
+            raise UserError(f"{self.path / name}: cannot be written: {error.strerror}") from error
 
 
 def log(text):

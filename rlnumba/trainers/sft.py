@@ -15,7 +15,7 @@ from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.row_loop import train_on_rows
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import RunFolder, log
 
 
@@ -54,9 +54,9 @@ def train_step(policy, rows, learning_rate):
     """
     sums = TargetSums(rows)
     policy.zero_grad()
-    for sequences in micro_batches_of(rows, policy.train):
+    for part in micro_batches_of(rows, policy.train):
         with policy.scope():
-            batch = target_batch(sequences)
+            batch = target_batch(sequences_of(part))
             outputs = logprobs, _, _ = sums.next(batch.target_ids)
             dlogprobs = policy.arena.empty(logprobs.shape, np.float32)
             if policy.train.loss_type == "dft":
@@ -74,17 +74,15 @@ def train_step(policy, rows, learning_rate):
 def evaluate(policy, rows):
     """Metrics of held-out rows: {"loss": ..., "mean_token_accuracy": ..., ...}."""
     sums = TargetSums(rows)
-    for sequences in micro_batches_of(rows, policy.train):
-        batch = target_batch(sequences)
+    for part in micro_batches_of(rows, policy.train):
+        batch = target_batch(sequences_of(part))
         policy.logprobs(batch, *sums.next(batch.target_ids))
     return sums.means(policy.train.loss_type)
 
 
-def micro_batches_of(rows, train):
-    """The TokenSequences of each micro-batch: lists."""
-    size = train.per_device_train_batch_size
-    for first in range(0, len(rows), size):
-        yield [sequence for row in rows[first : first + size] for sequence in row]
+def sequences_of(rows):
+    """The TokenSequences of rows, one list."""
+    return [sequence for row in rows for sequence in row]
 
 
 def target_batch(sequences):

@@ -7,6 +7,7 @@ from rlnumba.config import PPOConfig
 from rlnumba.kernels.rl import ppo_loss as ppo_loss_module
 from rlnumba.kernels.rl.ppo_loss import (
     APPROX_KL,
+    BLOCK_TOKENS,
     CLIPPED,
     ENTROPY,
     MAX_BLOCKS,
@@ -122,9 +123,9 @@ def test_simulator(rng, tokens):
 
 
 @pytest.mark.sim
-def test_more_tokens_than_threads(rng, monkeypatch):
-    monkeypatch.setattr(ppo_loss_module, "MAX_BLOCKS", 2)
-    check_against_reference(batch(rng, 3 * THREADS + 7))
+def test_more_tokens_than_blocks_take_at_a_time(rng, monkeypatch):
+    monkeypatch.setattr(ppo_loss_module, "MAX_BLOCKS", 1)
+    check_against_reference(batch(rng, BLOCK_TOKENS + 7))
 
 
 @pytest.mark.sim
@@ -158,7 +159,7 @@ def test_numpy_device(rng):
 
 @pytest.mark.gpu
 def test_gpu(rng):
-    for tokens in (1, THREADS, 40961, THREADS * MAX_BLOCKS + 77):
+    for tokens in (1, THREADS, 40961, BLOCK_TOKENS * MAX_BLOCKS + 77):
         check_against_reference(batch(rng, tokens))
     arrays = batch(rng, 50000)
     for again, once in zip(run(arrays), run(arrays), strict=True):

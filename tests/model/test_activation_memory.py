@@ -7,12 +7,12 @@ import pytest
 
 from rlnumba.config.lora import LoraConfig
 from rlnumba.model import layers
-from rlnumba.model.heads import lm_head_backward, lm_head_forward
 from rlnumba.model.lora import Adapter, Dropout
-from rlnumba.model.transformer import Tape, load_model, pack, packed_attention
+from rlnumba.model.transformer import Tape, load_model
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import Arena
 from tests.close import assert_same_bits
+from tests.model.gradients import gradients_of_logprobs
 from tests.trainers.runs import GOLDEN
 
 MODELS = sorted(path.parent for path in GOLDEN.glob("models/*/config.json"))
@@ -44,17 +44,7 @@ class PoisonedArena(Arena):
 
 def gradients(model, tape, arena):
     """The gradients of the sum of weighted log-probs of SEQUENCES, on the host."""
-    batch, grads = pack(SEQUENCES), model.trained.grads()
-    rows = np.flatnonzero(device.to_host(batch.targets) >= 0).astype(np.int32)
-    targets = device.asarray(device.to_host(batch.targets)[rows])
-    weights = np.random.default_rng(1).standard_normal(len(rows)).astype(np.float32)
-    logprobs = device.xp().empty(len(rows), np.float32)
-    with arena.scope():
-        attention = packed_attention(model, batch, arena)
-        hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
-        head = lm_head_forward(model, hidden, device.asarray(rows), targets, 1.0, arena, logprobs)
-        dhidden = lm_head_backward(model, head, device.asarray(weights), grads, arena)
-        model.backward(dhidden, tape, grads)
+    _, grads = gradients_of_logprobs(model, SEQUENCES, tape, arena)
     return device.to_host(grads.flat).copy()
 
 

@@ -1,6 +1,7 @@
 """Evaluation with sampling of its own: avg@n, pass@k, greedy, at step 0, and the command that does nothing else."""
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -10,12 +11,18 @@ import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import EvalConfig, to_toml
+from rlnumba.config import EvalConfig, LoraConfig, to_toml
 from rlnumba.errors import ConfigError
 from rlnumba.trainers import evaluation
+from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.eval import run_eval
 from rlnumba.trainers.grpo import eval_params, run_grpo
+from rlnumba.trainers.kto import run_kto
+from rlnumba.trainers.ppo import run_ppo
+from rlnumba.trainers.reward import run_reward
+from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
+from tests.trainers import runs
 from tests.trainers.runs import grpo_run, metrics_of, sft_run
 
 
@@ -87,6 +94,40 @@ def test_metrics_of_a_run_and_of_the_command(run, tmp_path, capsys):
             expected = np.mean([1 - math.comb(6 - int(c), k) / math.comb(6, k) for c in counts])
             assert written[f"eval_pass@{k}"] == pytest.approx(expected)
             assert float(printed[f"eval_pass@{k}"]) == pytest.approx(expected, rel=1e-5)
+
+
+def trained_run(kind, folder):
+    """A run of one step of a trainer, evaluated before and after it."""
+    own = {"max_steps": 1, "eval_on_start": True}
+    if kind in ("rloo", "ppo"):
+        made = getattr(runs, f"{kind}_run")(folder, data={"eval": str(folder.parent / "prompts.jsonl")}, **own)
+        made = dataclasses.replace(made, eval=EvalConfig(num_generations=3, max_completion_length=5))
+        {"rloo": run_rloo, "ppo": run_ppo}[kind](made)
+        return made
+    rows = {"sft": runs.SFT_ROWS, "reward": runs.PAIR_ROWS, **runs.PREFERENCE_ROWS}[kind]
+    make = {"sft": sft_run, "reward": runs.reward_run}.get(kind) or functools.partial(runs.preference_run, kind)
+    made = make(folder, {"eval": str(rows)}, **own)
+    if kind == "dpo":
+        made = dataclasses.replace(made, lora=LoraConfig(r=2))
+    {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "reward": run_reward}[kind](made)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["rloo", "ppo", "sft", "dpo", "kto", "reward"])
+def test_the_command_gives_every_trainers_metrics(tmp_path, kind, capsys):
+    """Those of its run before training, of the run's model, and after it, of final/, which may be an adapter."""
+    made = trained_run(kind, tmp_path / "run")
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(made))
+    rows = metrics_of(made)
+    # The head that a run gives a causal model is zeros here and there.
+    for options, row in (([], rows[0]), (["--model", f"{made.output_dir}/final"], rows[-1])):
+        assert cli.run(["eval", "--config", str(config), "--output", str(tmp_path / "out"), *options]) == 0
+        expected = {name: value for name, value in row.items() if name.startswith("eval_")}
+        written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+        assert written == expected and len(expected) > 2
+        assert f"evaluated as {kind} does" in capsys.readouterr().err
+    assert (tmp_path / "out" / "completions.jsonl").exists() == (kind in ("rloo", "ppo"))
 
 
 def test_greedy_and_each_function(run, tmp_path):

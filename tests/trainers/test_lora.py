@@ -1,10 +1,8 @@
 """Training adapters: PEFT's 50-step curves, the reference without a second model, checkpoints, and what is refused."""
 
 import dataclasses
-import hashlib
 import json
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.close import assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, grpo_run, metrics_of, preference_run, reward_run, sft_run
-from tests.trainers.test_resume import elsewhere, kill_after, rows_without_times, start
+from tests.trainers.test_resume import check_killed_run, elsewhere, hash_of, rows_without_times
 
 CURVES = GOLDEN / "lora"
 
@@ -39,11 +37,6 @@ def with_lora(run, **keys):
 def golden_run(folder, case, **train):
     settings = json.loads((CURVES / "curves.json").read_text())["config"]
     return with_lora(sft_run(folder, **settings | train), r=16, lora_alpha=32, init=str(CURVES / case / "init"))
-
-
-def hash_of(run):
-    with open(f"{run.output_dir}/final/adapter_model.safetensors", "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def adapter_tensors(folder):
@@ -126,16 +119,7 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 def test_a_killed_run_ends_with_the_same_weights(tmp_path):
     run = with_lora(sft_run(tmp_path / "killed", max_steps=120, save_steps=7, shuffle_dataset=True), lora_dropout=0.1)
-    whole = elsewhere(run, tmp_path / "whole")
-    run_sft(whole)
-    process = start("sft", run, "--resume")
-    kill_after(process, run, 30)
-    assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
-    process = start("sft", run, "--resume")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert hash_of(run) == hash_of(whole)
-    assert rows_without_times(run) == rows_without_times(whole)
+    check_killed_run("sft", run_sft, run, (30,))
 
 
 def test_grpo_with_a_reference_that_is_the_adapter_switched_off(tmp_path):

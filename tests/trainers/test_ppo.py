@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,15 +15,17 @@ from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.rl.gae import gae_ref
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
+from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.runtime import device
 from rlnumba.trainers import grpo, ppo
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
+from rlnumba.trainers.run_folder import RunFolder
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_PPO, golden, metrics_of, ppo_run
 from tests.trainers.test_grpo import golden_samples
-from tests.trainers.test_resume import elsewhere, hash_of, kill_after, rows_without_times, start
+from tests.trainers.test_resume import check_killed_run, hash_of, rows_without_times
 
 CURVES = golden("ppo_curves.json")
 
@@ -382,6 +383,34 @@ def test_a_critic_that_cannot_read_the_tokens_is_refused(tmp_path):
         ppo.run_ppo(ppo_run(tmp_path / "run", critic={"model": str(tmp_path / "missing")}))
 
 
+@pytest.mark.parametrize(("shared", "lora"), [(False, None), (True, LoraConfig(r=4))], ids=["own critic", "adapter"])
+def test_a_later_run_goes_on_with_the_critic(tmp_path, shared, lora):
+    """final/critic is a model that scores sequences; as critic.model it is trained from there, and resumed."""
+    first = ppo_run(tmp_path / "first", critic={"shared": shared}, max_steps=1)
+    ppo.run_ppo(dataclasses.replace(first, lora=lora))
+    folder = tmp_path / "first" / "final" / "critic"
+    critic, head = load_model(folder, heads=SCORE_HEAD), load_model(folder, heads=SCORE_HEAD).trained.score
+    assert critic.config.heads == SCORE_HEAD and device.to_host(head).any()
+    policy = load_model(tmp_path / "first" / "final")
+    # The first of the embedding, or of the adapter.
+    assert (critic.trained.flat[:1000] == policy.trained.flat[:1000]).all() == shared
+    (tmp_path / "rows.jsonl").write_text('{"token_ids": [5, 6, 7]}\n')
+    output = tmp_path / "scores.jsonl"
+    rows = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(output)]
+    assert cli.run(["score", "--model", str(folder), *rows]) == 0
+    expected = score_sequences(critic, [[5, 6, 7]])[0]
+    assert json.loads(output.read_text()) == {"token_ids": [5, 6, 7], "score": pytest.approx(float(expected), rel=1e-6)}
+    second = ppo_run(tmp_path / "second", critic={"model": str(folder)}, max_steps=2, save_steps=1)
+    actor, _ = ppo.load(second, RunFolder("ppo", second, False))
+    assert_same_bits(actor.critic.model.trained.flat, critic.trained.flat)
+    ppo.run_ppo(second)
+    ended = load_model(tmp_path / "second" / "final" / "critic", heads=SCORE_HEAD).trained.flat
+    ppo.run_ppo(second, resume=1)
+    again = load_model(tmp_path / "second" / "final" / "critic", heads=SCORE_HEAD).trained.flat
+    assert_same_bits(again, ended)
+    assert not np.array_equal(device.to_host(ended), device.to_host(critic.trained.flat))
+
+
 def test_too_few_prompts_are_an_error(tmp_path):
     message = r"3 prompts are fewer than the 16 of one generation \(train.per_device_train_batch_size x gradient"
     with pytest.raises(ConfigError, match=message):
@@ -435,19 +464,7 @@ def test_an_adapter_is_trained_and_resumed(tmp_path, shared):
 def test_killed_runs_end_with_the_same_weights(tmp_path, shared):
     settings = {"max_steps": 40, "save_steps": 3, "use_score_scaling": True}
     run = ppo_run(tmp_path / "killed", critic={"shared": shared}, **settings)
-    whole = elsewhere(run, tmp_path / "whole")
-    ppo.run_ppo(whole)
-    kills = 0
-    for target in (8, 20):
-        process = start("ppo", run, "--resume")
-        kill_after(process, run, target)
-        kills += process.returncode == -signal.SIGKILL
-    assert kills, "the run was over before it could be killed"
-    process = start("ppo", run, "--resume")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert hash_of(run) == hash_of(whole)
-    assert rows_without_times(run) == rows_without_times(whole)
+    check_killed_run("ppo", ppo.run_ppo, run, (8, 20))
 
 
 def test_the_python_trainer_runs_what_the_command_line_runs(tmp_path):

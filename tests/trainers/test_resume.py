@@ -31,7 +31,9 @@ PREFERENCE = {"dpo": run_dpo, "kto": run_kto}
 
 
 def hash_of(run):
-    with open(f"{run.output_dir}/final/model.safetensors", "rb") as file:
+    """Of the trained weights: those of the model, or with [lora] of the adapter."""
+    name = "model" if run.lora is None else "adapter_model"
+    with open(f"{run.output_dir}/final/{name}.safetensors", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -71,6 +73,24 @@ def kill_after(process, run, steps):
     process.communicate()
 
 
+def check_killed_run(kind, train, run, targets):
+    """Assert that a run killed after each of `targets` steps, and resumed, ends as one that is not, and return this."""
+    whole = elsewhere(run, f"{run.output_dir}-whole")
+    train(whole)
+    kills = 0
+    for target in targets:
+        process = start(kind, run, "--resume")
+        kill_after(process, run, target)
+        kills += process.returncode == -signal.SIGKILL
+    assert kills, "the run was over before it could be killed"
+    process = start(kind, run, "--resume")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert hash_of(run) == hash_of(whole)
+    assert rows_without_times(run) == rows_without_times(whole)
+    return whole
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 @pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "kto"])
@@ -90,20 +110,9 @@ def test_killed_runs_end_with_the_same_weights(tmp_path, kind):
             sync_ref_model=True,
             ref_model_sync_steps=7,
         )
-    whole = elsewhere(run, tmp_path / "whole")
-    {"sft": run_sft, "grpo": run_grpo, **PREFERENCE}[kind](whole)
     steps = run.train.max_steps
-    kills = 0
-    for target in (steps // 5, steps // 2):
-        process = start(kind, run, "--resume")
-        kill_after(process, run, target)
-        kills += process.returncode == -signal.SIGKILL
-    assert kills, "the run was over before it could be killed"
-    process = start(kind, run, "--resume")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert hash_of(run) == hash_of(whole)
-    assert rows_without_times(run) == rows_without_times(whole)
+    train = {"sft": run_sft, "grpo": run_grpo, **PREFERENCE}[kind]
+    whole = check_killed_run(kind, train, run, (steps // 5, steps // 2))
     if kind == "grpo":
         with (
             open(f"{run.output_dir}/completions.jsonl") as killed,

@@ -1,7 +1,6 @@
 """Reward models against 50 steps of TRL's RewardTrainer, and what is special about their data and folders."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from rlnumba.trainers.core import Policy
 from rlnumba.trainers.reward import run_reward
 from tests.close import assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, PAIR_ROWS, golden, metrics_of, reward_run
-from tests.trainers.test_resume import elsewhere, hash_of, kill_after, rows_without_times, start
+from tests.trainers.test_resume import check_killed_run, hash_of, rows_without_times
 
 
 def with_head(folder, head, **settings):
@@ -167,15 +166,7 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path):
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 def test_a_killed_run_ends_with_the_same_weights(tmp_path):
     run = reward_run(tmp_path / "killed", max_steps=60, save_steps=5, shuffle_dataset=True, head_init="normal")
-    whole = elsewhere(run, tmp_path / "whole")
-    run_reward(whole)
-    process = start("reward", run)
-    kill_after(process, run, 25)
-    assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
-    process = start("reward", run, "--resume")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert hash_of(run) == hash_of(whole) and rows_without_times(run) == rows_without_times(whole)
+    check_killed_run("reward", run_reward, run, (25,))
 
 
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])

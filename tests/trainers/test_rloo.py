@@ -1,7 +1,6 @@
 """RLOO against runs of TRL's own trainer, its invariants, and runs of a few seconds."""
 
 import json
-import signal
 from itertools import islice
 from types import SimpleNamespace
 
@@ -22,14 +21,7 @@ from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_GRPO, golden, metrics_of, rloo_run
 from tests.trainers.test_grpo import golden_samples
-from tests.trainers.test_resume import (
-    FOUR_STEPS_A_GENERATION,
-    elsewhere,
-    hash_of,
-    kill_after,
-    rows_without_times,
-    start,
-)
+from tests.trainers.test_resume import FOUR_STEPS_A_GENERATION, check_killed_run, hash_of, rows_without_times
 
 CURVES = golden("rloo_curves.json")
 
@@ -268,19 +260,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
 def test_killed_runs_end_with_the_same_weights(tmp_path):
     moving = {"sync_ref_model": True, "ref_model_sync_steps": 7}
     run = rloo_run(tmp_path / "killed", **FOUR_STEPS_A_GENERATION, max_steps=60, save_steps=3, **moving)
-    whole = elsewhere(run, tmp_path / "whole")
-    rloo.run_rloo(whole)
-    kills = 0
-    for target in (12, 30):
-        process = start("rloo", run, "--resume")
-        kill_after(process, run, target)
-        kills += process.returncode == -signal.SIGKILL
-    assert kills, "the run was over before it could be killed"
-    process = start("rloo", run, "--resume")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert hash_of(run) == hash_of(whole)
-    assert rows_without_times(run) == rows_without_times(whole)
+    check_killed_run("rloo", rloo.run_rloo, run, (12, 30))
 
 
 def test_a_checkpoint_inside_a_generation_leads_to_the_same_end(tmp_path):

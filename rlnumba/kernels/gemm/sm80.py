@@ -294,7 +294,9 @@ def gemm_sm80_kernel(config):
         row, column, warp_valid_rows = row + warp_row, column + warp_column, i32(valid[0] - warp_row)
         if prefetches:
             source = address_of(residual) + (row * n + column) * item_bytes
-            copy_part(part, source, n * item_bytes, warp_valid_rows, i32((n - column) >> 3), lane)
+            # laneid is `lane`, but the compiler does not know it. It would otherwise keep this copy's addresses for the
+            # epilogue, in registers that the main loop needs.
+            copy_part(part, source, n * item_bytes, warp_valid_rows, i32((n - column) >> 3), i32(cuda.laneid))
         main_loop(acc, state, base, rounds, pitches, valid, warp_row, warp_column, thread, lane)
         wait_for_all()
         if prefetches:

@@ -7,7 +7,7 @@ follows from the number of rows. Penalties, stop words and batches of several ad
 compiled when they are first launched.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,57 +25,52 @@ from rlnumba.runtime.context import Context
 from rlnumba.runtime.shapes import launches_only
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What an engine is given at once.
+class Request(NamedTuple):
+    """An engine and what it is given at once.
 
-    prompt_lengths: tokens of each prompt; n: completions of each; max_tokens: of a completion; replay: whether the
-    smallest logits that filters kept are wanted.
+    model, dtype: of the weights, with an adapter of the settings lora, or None. prompt_lengths: tokens of each prompt;
+    n: completions of each; max_tokens: of a completion; replay: whether the smallest logits that filters kept are
+    wanted.
     """
 
+    model: ModelConfig
+    dtype: str
+    lora: LoraConfig | None
+    engine: EngineConfig
     prompt_lengths: tuple
     n: int
     max_tokens: int
     replay: bool = False
 
 
-@dataclass(frozen=True)
-class Request:
-    """An engine's model, of `dtype`, with an adapter of these settings or None; its EngineConfig, and its Workload."""
-
-    model: ModelConfig
-    dtype: str
-    lora: LoraConfig | None
-    engine: EngineConfig
-    workload: Workload
-
-
 def list_signatures(request, properties):
     """The signatures of the kernels that a Request needs on a GPU of these device.Properties: list."""
+    request = Request(*request)
     with launches_only(properties) as signatures:
         model = Transformer(request.model, Weights(request.model, request.dtype))
         if request.lora is not None:
             model.adapter = Adapter(request.model, request.lora, request.dtype)
-        launch_steps(model, request.engine, request.workload)
+        launch_steps(model, request)
     return signatures
 
 
-def launch_steps(model, engine, workload):
-    """Run an engine's steps of all sizes that a Workload leads to, in a process without a device of its own."""
+def launch_steps(model, request):
+    """Run the steps of all sizes that a Request leads to, inside launches_only."""
+    engine = request.engine
     limit = longest_sequence(model.config, engine)
-    lengths = [min(length, limit) for length in workload.prompt_lengths]
-    longest = min(max(lengths) + workload.max_tokens, limit)
-    most_rows = min(len(lengths) * workload.n, engine.max_num_seqs, engine.max_num_batched_tokens)
+    lengths = [min(length, limit) for length in request.prompt_lengths]
+    longest = min(max(lengths) + request.max_tokens, limit)
+    most_rows = min(len(lengths) * request.n, engine.max_num_seqs, engine.max_num_batched_tokens)
     seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
     runner = Runner(model, Context(), BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit, eager=True)
     runner.reserve_activations()
     runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
     for rows, count in prefill_sizes(lengths, engine.max_num_batched_tokens, most_rows):
-        runner.compute(step_arrays_of(rows, count, longest, workload.replay), rows, count, longest, 1)
-    group_sizes = [1, *(size for size in sharing(*runner.heads).sizes if size <= max(workload.n, 2))]
+        runner.compute(step_arrays_of(rows, count, longest, request.replay), rows, count, longest, 1)
+    group_sizes = [1, *(size for size in sharing(*runner.heads).sizes if size <= max(request.n, 2))]
     for rows in decode_buckets(most_rows):
         for max_group_size in group_sizes:
-            arrays = step_arrays_of(rows, 1, longest, workload.replay, max_group_size)
+            arrays = step_arrays_of(rows, 1, longest, request.replay, max_group_size)
             runner.compute(arrays, rows, 1, context_bucket_of(longest), max_group_size)
 
 

@@ -5,8 +5,13 @@ from pathlib import Path
 from rlnumba.engine.core import Engine
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
+from rlnumba.model.lora import Adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_base, load_model, with_adapters
+from rlnumba.runtime import ahead_of_time, device
+
+# Tokens that a prompt given as text is taken to have, where only the size of a step follows from it.
+TEXT_TOKENS = 64
 
 
 class LLM:
@@ -62,6 +67,7 @@ class LLM:
         if len(adapters) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
         adapter_ids = [-1 if name is None else self._adapter_id(name) for name in adapters]
+        self._compile_ahead(prompts, params)
         total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
         try:
             outputs = [
@@ -82,6 +88,19 @@ class LLM:
             engine.reset()
             raise
         return outputs
+
+    def _compile_ahead(self, prompts, params):
+        """Have the kernels of the first call compiled on all cores, unless a trainer has done so, with its own."""
+        if device.name() != "cuda" or ahead_of_time.is_started() or not prompts:
+            return
+        model, adapter = self.model, self.model.adapter
+        if adapter is not None and not isinstance(adapter, Adapter):
+            return
+        lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
+        sizes = {name: max(getattr(p, name) for p in params) for name in ("n", "max_tokens", "logit_thresholds")}
+        lora = None if adapter is None else adapter.lora
+        request = model.config, model.dtype.name, lora, self.engine.config, tuple(lengths), *sizes.values()
+        ahead_of_time.start("rlnumba.engine.kernel_list", request)
 
     def _adapter_id(self, name):
         if name not in self.adapter_ids:

@@ -31,6 +31,11 @@ def start(module, request):
     _request, _compiler = (module, request), None
 
 
+def is_started():
+    """Whether this process has called `start`."""
+    return _request is not None
+
+
 def started_for(path):
     """Wait until other processes have written this file of the cache: bool, False where they are not going to."""
     global _compiler

@@ -24,8 +24,8 @@ def sums(**keys):
 
 
 def test_held_out_problems_begin_where_training_ends():
-    assert arguments_of("gym:chain_sum", sums(), held_out=False) == SUMS
-    assert arguments_of("gym:chain_sum", sums(), held_out=True) == {**SUMS, "seed": 11}
+    assert arguments_of("gym:chain_sum", sums(), for_eval=False) == SUMS
+    assert arguments_of("gym:chain_sum", sums(), for_eval=True) == {**SUMS, "seed": 11}
     harder = {"max_terms": 3, "seed": 7}
     assert arguments_of("gym:chain_sum", sums(eval_gym=harder), True) == SUMS | harder
     assert arguments_of("gym:gcd", sums(eval_gym={"size": 2}), True) == {"size": 2, "seed": 0}
@@ -53,8 +53,8 @@ def test_problems_and_their_scores(reasoning_gym):
     made = list(reasoning_gym.create_dataset("chain_sum", **SUMS))
     assert [{key: row[key] for key in ("question", "answer", "metadata")} for row, _ in rows] == made
     assert rows[2][1] == "gym:chain_sum: problem 2"
-    held_out = [row["question"] for row, _ in read_dataset("gym:chain_sum", sums(), held_out=True)]
-    assert len(held_out) == 4 and not set(held_out) & {row["question"] for row, _ in rows}
+    for_eval = [row["question"] for row, _ in read_dataset("gym:chain_sum", sums(), for_eval=True)]
+    assert len(for_eval) == 4 and not set(for_eval) & {row["question"] for row, _ in rows}
     answer = rows[0][0]["answer"]
     texts = [f"<answer>{answer}</answer>", f"<answer>1</answer> no: <answer> {answer} </answer>", answer]
     # An answer inside a longer one has its share of the length; text around the tags does not count.
@@ -66,7 +66,7 @@ def test_problems_and_their_scores(reasoning_gym):
 
 
 def test_a_scorer_that_raises_gives_0_and_is_counted(reasoning_gym):
-    ((row, _),) = read_dataset("gym:prime_factorization", DataConfig(train="", gym={"size": 1}), held_out=False)
+    ((row, _),) = read_dataset("gym:prime_factorization", DataConfig(train="", gym={"size": 1}), for_eval=False)
     texts = [f"<answer>{text}</answer>" for text in (row["answer"], "two times five")]
     scores = Rewards([gym]).score(["p"] * 2, texts, [[1]] * 2, {name: [value] * 2 for name, value in row.items()})
     assert scores.values[:, 0].tolist() == [1.0, 0.0] and scores.metrics == {"gym/scorer_errors": 0.5}
@@ -75,7 +75,7 @@ def test_a_scorer_that_raises_gives_0_and_is_counted(reasoning_gym):
 def test_scorers_have_the_arguments_of_their_problems(reasoning_gym):
     """decimal_arithmetic's scorer allows an error in its config's last decimal; rows of other data have no value."""
     keys = {"size": 1, "min_num_decimal_places": 1, "max_num_decimal_places": 1}
-    ((row, _),) = read_dataset("gym:decimal_arithmetic", DataConfig(train="", gym=keys), held_out=False)
+    ((row, _),) = read_dataset("gym:decimal_arithmetic", DataConfig(train="", gym=keys), for_eval=False)
     nearly = str(float(row["answer"]) + 0.05)
     assert reasoning_gym.get_score_answer_fn("decimal_arithmetic")(nearly, row) == 0.0
     columns = {name: [value, None] for name, value in row.items()}
@@ -84,15 +84,15 @@ def test_scorers_have_the_arguments_of_their_problems(reasoning_gym):
 
 
 def test_errors_name_the_dataset_and_the_key(reasoning_gym, monkeypatch):
-    def rows(path="gym:chain_sum", held_out=False, **keys):
-        return read_dataset(path, DataConfig(train="gym:chain_sum", **keys), held_out)
+    def rows(path="gym:chain_sum", for_eval=False, **keys):
+        return read_dataset(path, DataConfig(train="gym:chain_sum", **keys), for_eval)
 
     with pytest.raises(ConfigError, match="gym:chain_sums: .* no dataset 'chain_sums'; did you mean gym:chain_sum"):
         rows("gym:chain_sums")
     with pytest.raises(ConfigError, match="data.gym: gym:chain_sum has no argument 'max_term'; did you mean max_terms"):
         rows(gym={"max_term": 2})
     with pytest.raises(ConfigError, match="data.eval_gym: gym:chain_sum: max_terms must be >= min_terms"):
-        rows(held_out=True, eval_gym={"max_terms": 1})
+        rows(for_eval=True, eval_gym={"max_terms": 1})
     with pytest.raises(UserError, match='reward gym: needs problems of reasoning-gym, data.train = "gym:NAME"'):
         Rewards([gym]).score(["p"], ["a"], [[1]], {})
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)

@@ -69,10 +69,10 @@ def main():
             labelled.append({"prompt": prompt, "completion": each, "label": True})
             labelled.append({"prompt": prompt, "completion": other, "label": False})
     print(f"{num_right} of {len(rows)} problems have a right answer among {arguments.samples}")
-    held_out = [row["prompt"] for row in rows[-len(rows) // 10 :]]
-    write(arguments.output / "pairs.jsonl", [pair for pair in pairs if pair["prompt"] not in held_out])
-    write(arguments.output / "pairs-eval.jsonl", [pair for pair in pairs if pair["prompt"] in held_out])
-    write(arguments.output / "labelled.jsonl", [row for row in labelled if row["prompt"] not in held_out])
+    for_eval = [row["prompt"] for row in rows[-len(rows) // 10 :]]
+    write(arguments.output / "pairs.jsonl", [pair for pair in pairs if pair["prompt"] not in for_eval])
+    write(arguments.output / "pairs-eval.jsonl", [pair for pair in pairs if pair["prompt"] in for_eval])
+    write(arguments.output / "labelled.jsonl", [row for row in labelled if row["prompt"] not in for_eval])
 
 
 if __name__ == "__main__":

@@ -17,25 +17,25 @@ from rlnumba.errors import ConfigError, UserError
 KINDS = (".jsonl", ".parquet", ".csv")
 
 
-def read_dataset(path, data, held_out=None):
-    """The rows of data.train, or if held_out those of data.eval: list of (dict, str), as read_rows.
+def read_dataset(path, data, for_eval=None):
+    """The rows of data.train, or if for_eval those of data.eval: list of (dict, str), as read_rows.
 
     path: one file or dataset of the hub or of reasoning-gym ("gym:NAME"), or several, separated by commas. data:
     DataConfig, whose name and split choose within a dataset of the hub, and whose gym has reasoning-gym's arguments. Of
     several files of data.train with train_weights, each has round(weight x its rows) rows, evenly taken from it.
-    held_out: None where the path says it; data.train and data.eval may be splits of one dataset. Raises ConfigError for
+    for_eval: None where the path says it; data.train and data.eval may be splits of one dataset. Raises ConfigError for
     a wrong number of weights.
     """
-    held_out = path != data.train if held_out is None else held_out
+    for_eval = path != data.train if for_eval is None else for_eval
     paths = [path] if Path(path).exists() else [part.strip() for part in str(path).split(",") if part.strip()]
-    split = data.eval_split if held_out else data.split
+    split = data.eval_split if for_eval else data.split
     parts = [
-        gym_rows(each, arguments_of(each, data, held_out), "data.eval_gym" if held_out else "data.gym")
+        gym_rows(each, arguments_of(each, data, for_eval), "data.eval_gym" if for_eval else "data.gym")
         if is_gym(each)
         else read_rows(each, data.name, split)
         for each in paths
     ]
-    if data.train_weights is not None and not held_out:
+    if data.train_weights is not None and not for_eval:
         if len(data.train_weights) != len(parts):
             raise ConfigError(
                 f"data.train_weights must have one weight for each of the {len(parts)} files, got "

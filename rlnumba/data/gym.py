@@ -21,7 +21,7 @@ def is_gym(path):
     return str(path).startswith(GYM)
 
 
-def arguments_of(path, data, held_out):
+def arguments_of(path, data, for_eval):
     """The arguments of the dataset that a path "gym:NAME" names, size and seed included: dict.
 
     Those of held-out problems are [data.eval_gym]'s; where the same dataset is trained on, [data.gym]'s as far as that
@@ -30,7 +30,7 @@ def arguments_of(path, data, held_out):
     """
     defaults = {"size": DEFAULT_SIZE, "seed": DEFAULT_SEED}
     train = _checked("data.gym", defaults | data.gym)
-    if not held_out:
+    if not for_eval:
         return train
     if path not in [part.strip() for part in data.train.split(",")]:
         return _checked("data.eval_gym", defaults | data.eval_gym)

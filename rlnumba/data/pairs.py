@@ -59,7 +59,7 @@ class PairData:
 
 
 def load_pairs(
-    path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), too_long="truncate", held_out=None
+    path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), too_long="truncate", for_eval=None
 ):
     """The pairs of a file: PairData. The first row decides whether the rows have a prompt.
 
@@ -67,12 +67,12 @@ def load_pairs(
     model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end a sequence of the model.
     too_long: what max_length does. "truncate": dropped are pairs whose prompt alone fills it, unless truncation_mode is
     keep_end; longer sequences are left to `truncated`. "drop": dropped are pairs with a longer sequence.
-    held_out: as read_dataset. Raises UserError naming file and line.
+    for_eval: as read_dataset. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_dataset(path, data, held_out)
+    rows = read_dataset(path, data, for_eval)
     has_prompt = has_prompt_column(rows[0], data)
     pairs, truncated, dropped = [], 0, 0
     for row, where in rows:

@@ -129,10 +129,10 @@ class PromptData:
         return {name: [columns.get(name) for columns in chosen] for name in names}
 
 
-def load_prompts(path, data, tokenizer, model_limit, vocab_size, held_out=None):
+def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     """The prompts of a file: PromptData. The first row's columns decide for all.
 
-    data: DataConfig; held_out: as read_dataset. model_limit: the model's longest sequence in tokens, prompt and
+    data: DataConfig; for_eval: as read_dataset. model_limit: the model's longest sequence in tokens, prompt and
     completion. Prompts longer than data.max_prompt_length are dropped and counted; one that leaves no room for a
     completion is a UserError unless max_prompt_length is set. Every column but the prompt is passed to the rewards,
     with two additions: `ground_truth` from verl's reward_model, `solution` from GSM8K's `#### n` or from
@@ -141,7 +141,7 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, held_out=None):
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
-    rows = read_dataset(path, data, held_out)
+    rows = read_dataset(path, data, for_eval)
     seen, where = rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:

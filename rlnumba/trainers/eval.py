@@ -27,7 +27,7 @@ def run_eval(run, model=None, output=None, dtype=None, status=None):
     rewards = load_rewards(run)
     base, _ = find_base(model or run.model)
     llm = LLM(load_model(model or run.model, dtype or run.train.dtype), Tokenizer.from_folder(base), run.engine)
-    prompts = load_prompts(run.data.eval, run, llm, held_out=True)
+    prompts = load_prompts(run.data.eval, run, llm, for_eval=True)
     generation = evaluation.generate(llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
     found = evaluation.metrics_of(generation, rewards.names, run)
     if output is not None:

@@ -32,7 +32,7 @@ def run_reward(run, resume=False):
     folder = RunFolder("reward", run, resume)
     policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, held_out=True) if run.data.eval else None
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     if tokenizer.pad_token_id is not None or tokenizer.eos_token_id is not None:
         # As TRL: transformers needs one to find a sequence's last token, and saves it in config.json.
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -45,10 +45,10 @@ def num_tokens(pair):
     return pair.num_tokens
 
 
-def load_rows(path, run, model, tokenizer, held_out=False):
+def load_rows(path, run, model, tokenizer, for_eval=False):
     """The PreferencePairs of a file; logs how many are left out. Raises UserError."""
     limits = model.config.max_position_embeddings, model.config.vocab_size, model.config.eos_token_ids
-    found = load_pairs(path, run.data, run.train, tokenizer, *limits, too_long="drop", held_out=held_out)
+    found = load_pairs(path, run.data, run.train, tokenizer, *limits, too_long="drop", for_eval=for_eval)
     if dropped := found.counts["dropped_rows"]:
         log(f"{path}: {dropped} of {found.counts['rows']} pairs are longer than max_length and left out")
     return found.rows

@@ -71,9 +71,9 @@ def make_data():
     words = (HERE / "words.txt").read_text().split()
     # GRPO's prompts are words of their own, which the supervised rows never show.
     rng.shuffle(words)
-    held_out, shown = words[:512], words[512:]
+    for_eval, shown = words[:512], words[512:]
     with open(HERE / "train.jsonl", "w") as file:
-        for word in held_out:
+        for word in for_eval:
             file.write(json.dumps({"prompt": PROMPT.format(word=word), "answer": word[::-1]}) + "\n")
     alphabet = list("abcdefghijklmnopqrstuvwxyz")
     with open(HERE / "sft.jsonl", "w") as file:
@@ -87,7 +87,7 @@ def make_data():
     config = ModelConfig.from_dict({**CONFIG, "vocab_size": size}, "make.py")
     weights = Weights.random(config, "float32", seed=0)
     save_model(Transformer(config, weights), UNTRAINED)
-    print(f"{len(held_out)} prompts, {SFT_ROWS} supervised rows, {weights.flat.size:,} parameters")
+    print(f"{len(for_eval)} prompts, {SFT_ROWS} supervised rows, {weights.flat.size:,} parameters")
 
 
 def make_model():

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.rollout import GroupConfig
-from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
+from rlnumba.config.rollout import GroupConfig, PromptRun
 from rlnumba.errors import ConfigError
 
 
@@ -220,13 +219,7 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORun(Run):
+class GRPORun(PromptRun):
     """A file of `rlnumba grpo`."""
 
-    rewards: RewardsConfig
-    eval: EvalConfig = EvalConfig()
     train: GRPOConfig = GRPOConfig()
-
-    def __post_init__(self):
-        if not self.rewards.funcs:
-            raise ConfigError("rewards.funcs must name at least one reward function")

@@ -1,11 +1,11 @@
-"""The keys that trainers on the model's own completions share: how these are drawn, and what one generation is."""
+"""What trainers on the model's own completions share: their sections, how completions are drawn, one generation."""
 
 import difflib
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlnumba.config.keys import key
-from rlnumba.config.schema import TrainConfig
+from rlnumba.config.schema import GYM, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
@@ -115,3 +115,17 @@ class GroupConfig(SamplingConfig):
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRun(Run):
+    """A file of a trainer on prompts and rewards."""
+
+    rewards: RewardsConfig
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        if not self.rewards.funcs:
+            if not self.data.train.startswith(GYM):
+                raise ConfigError("rewards.funcs must name at least one reward function")
+            object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))

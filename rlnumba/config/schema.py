@@ -12,6 +12,9 @@ from rlnumba.config.keys import REQUIRED, Section, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
+# Begins the name of a dataset of reasoning-gym in data.train and data.eval.
+GYM = "gym:"
+
 
 @dataclass(frozen=True)
 class DataConfig(Section):
@@ -20,8 +23,8 @@ class DataConfig(Section):
     section = "data"
     train: str = key(
         REQUIRED,
-        "Training rows: a .jsonl, .parquet or .csv file, or the id of a dataset of the hub; several with commas "
-        "between them. Columns are detected (see the end).",
+        "Training rows: a .jsonl, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
+        "reasoning-gym; several with commas between them. Columns are detected (see the end).",
     )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     train_weights: list[float] | None = key(
@@ -30,6 +33,12 @@ class DataConfig(Section):
     name: str | None = key(None, "Configuration of a dataset of the hub, its folder there; None: the default one.")
     split: str = key("train", "Its split for `train`.")
     eval_split: str = key("test", "Its split for `eval`.")
+    gym: dict[str, typing.Any] = key(
+        {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md."
+    )
+    eval_gym: dict[str, typing.Any] = key(
+        {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size)."
+    )
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(

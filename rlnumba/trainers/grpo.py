@@ -84,7 +84,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     model = policy.model
     llm = LLM(model, tokenizer, run.engine)
     prompts = load_prompts(run.data.train, run, llm)
-    eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
+    eval_data = load_prompts(run.data.eval, run, llm, for_eval=True) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
     order = prompt_order(len(prompts.prompts), run)
     state = DataState(order)
@@ -166,9 +166,10 @@ def load(run, folder):
     return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
 
 
-def load_prompts(path, run, llm):
-    """The prompts of a file as token ids; logs how many were too long."""
-    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, llm.model.config.vocab_size)
+def load_prompts(path, run, llm, for_eval=False):
+    """The prompts of data.train, or for_eval those of data.eval, as token ids; logs how many were too long."""
+    vocab_size = llm.model.config.vocab_size
+    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
     return prompts

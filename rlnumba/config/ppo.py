@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.rollout import SamplingConfig
-from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
+from rlnumba.config.rollout import PromptRun, SamplingConfig
 from rlnumba.errors import ConfigError
 
 
@@ -109,14 +108,8 @@ class CriticConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPORun(Run):
+class PPORun(PromptRun):
     """A file of `rlnumba ppo`."""
 
-    rewards: RewardsConfig
     train: PPOConfig = PPOConfig()
-    eval: EvalConfig = EvalConfig()
     critic: CriticConfig = CriticConfig()
-
-    def __post_init__(self):
-        if not self.rewards.funcs:
-            raise ConfigError("rewards.funcs must name at least one reward function")

@@ -22,8 +22,8 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, wante
     """The completions and rewards of as many of the prompts `indices`, from the first on, as it takes: Generation.
 
     It has `wanted` groups for which differs(group of Samples) is true, the last group being such a one, or all prompts.
-    window: over_sampling_batch_size, at least `wanted`. The other arguments are rollout.generate's. Raises RewardError for a group that
-    is needed.
+    window: over_sampling_batch_size, at least `wanted`. The other arguments are rollout.generate's. Raises RewardError
+    for a group that is needed.
     """
     stream = Stream(llm, rewards, prompts, indices, params, trainer_state, wanted, window, differs)
     try:

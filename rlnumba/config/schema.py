@@ -54,6 +54,11 @@ class DataConfig(Section):
         None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
     )
     chat_template_kwargs: dict[str, typing.Any] = key({}, "Variables of the template, as {enable_thinking = false}.")
+    curriculum_column: str | None = key(
+        None,
+        "Prompts are taken by ascending value of this column, a number, in every epoch; among equal ones as "
+        "train.shuffle_dataset says. GRPO, RLOO, PPO.",
+    )
     max_prompt_length: int | None = key(None, "Longer prompts are dropped and counted; None: an error.", minimum=1)
 
 

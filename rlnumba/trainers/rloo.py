@@ -43,6 +43,7 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
     llm.wake()
     generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
     llm.sleep()
+    order.record(chosen, generation.groups)
     # completions -> batch, in another order, so that groups spread over the micro-batches
     samples = generation.samples
     shuffled = np.random.default_rng(rollout.derived_seed(run.seed, step, index)).permutation(len(samples))
@@ -58,6 +59,7 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
         sample.advantage = advantage
     rollouts.advantages = advantages[shuffled]
     metrics = {"frac_reward_zero_std": rollout.frac_zero_std(own_rewards.reshape(-1, train.num_generations))}
+    metrics |= order.shares()
     if policy.reference is not None:
         metrics["kl"] = float(kl.sum() / max(rollouts.num_active, 1))
     return rollouts, [generation], metrics

@@ -197,6 +197,8 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.optimizer_in_backward and self.max_tokens_per_micro_batch is not None:
+            raise ConfigError("train.optimizer_in_backward does not go with train.max_tokens_per_micro_batch")
         weights = self.difficulty_weights
         if weights is not None and not (len(weights) == 3 and all(0 <= w < math.inf for w in weights) and any(weights)):
             raise ConfigError(

@@ -93,7 +93,7 @@ def pair_batch(pairs):
 def train_step(policy, pairs, learning_rate):
     """One optimizer step on `pairs`: metrics by name. Writes the gradients, the weights and the optimizer's state."""
     step = StepLoss(policy, pairs)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for part in step.micro_batches():
         with policy.scope():
             # ids -> log-probs -> loss -> gradients

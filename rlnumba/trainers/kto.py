@@ -115,7 +115,7 @@ def all_sequences(completions):
 def train_step(policy, completions, learning_rate):
     """One optimizer step on `completions`: metrics by name. Writes gradients, weights and the optimizer's state."""
     step = StepLoss(policy, completions)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for part in step.micro_batches():
         with policy.scope():
             # ids -> log-probs -> loss -> gradients

@@ -139,7 +139,17 @@ def test_kernel_compiles_for_gpus(compile_offline, weights, has_master):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     f32, i32, troubles = "float32[::1]", "int32[::1]", []
-    types = [f"{weights}[::1]", f32 if has_master else f"{weights}[::1]", f32, i32, i32, f32, f32, "float32[:,::1]", "uint8[::1]"]
+    types = [
+        f"{weights}[::1]",
+        f32 if has_master else f"{weights}[::1]",
+        f32,
+        i32,
+        i32,
+        f32,
+        f32,
+        "float32[:,::1]",
+        "uint8[::1]",
+    ]
     types += [f32, "int64", "uint32[::1]", "int64"]
     kernel = adamw_8bit_kernel(4, True, has_master, weights != "float32" and not has_master)
     for architecture in ((8, 0), (9, 0), (10, 0)):

@@ -200,7 +200,7 @@ class Policy:
             self.model.backward(dhidden, tape, self.grads)
             return
         if self._learning_rate is None:
-            raise ValueError("train.optimizer_in_backward: a second backward in an optimizer step, or no zero_grad")
+            raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
         # From here on the weights change.
         signals.hold()
         self.optimizer.begin(self._learning_rate)
@@ -211,8 +211,11 @@ class Policy:
         attention = packed_attention(model, batch, self.arena)
         return model.forward(batch.input_ids, batch.position_ids, attention, tape, self.arena)
 
-    def zero_grad(self, learning_rate):
-        """Begin an optimizer step: set the gradients to zero. learning_rate: that of `step`."""
+    def zero_grad(self, learning_rate=None):
+        """Begin an optimizer step: set the gradients to zero.
+
+        learning_rate: that of `step`, which optimizer_in_backward needs.
+        """
         if self.train.optimizer_in_backward:
             self.grads.zero()
         else:

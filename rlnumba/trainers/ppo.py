@@ -99,8 +99,8 @@ class ActorCritic:
         self.policy.backward(forward[0], dlogprobs, dentropy)
         self.critic.backward_values(forward[1], dvalues)
 
-    def zero_grad(self, learning_rate, critic_learning_rate):
-        """Begin an optimizer step of both: set the gradients to zero."""
+    def zero_grad(self, learning_rate=None, critic_learning_rate=None):
+        """Begin an optimizer step of both: set the gradients to zero. The rates: those of `step`."""
         self.policy.zero_grad(learning_rate)
         if self.critic is not None:
             self.critic.zero_grad(critic_learning_rate)

@@ -15,6 +15,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.model import lora
 from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.layers import MODULES
 from rlnumba.model.lora import Adapter, Dropout, load_adapter, merge, save_adapter
 from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors

@@ -201,6 +201,8 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
                     f"train.over_sampling_batch_size ({self.over_sampling_batch_size}) must be at least the "
                     f"{self.prompts_per_rollout} prompts of a generation ({self.prompts_key})"
                 )
+        if self.optimizer_in_backward and self.max_tokens_per_micro_batch is not None:
+            raise ConfigError("train.optimizer_in_backward does not go with train.max_tokens_per_micro_batch")
         if self.rollout_rs is not None:
             rejection_modes(self.rollout_rs, self.rollout_rs_threshold)
         if self.advantage_estimator != "grpo" and self.multi_objective_aggregation != "sum_then_normalize":

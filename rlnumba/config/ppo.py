@@ -70,6 +70,11 @@ class PPOConfig(SamplingConfig):
         """Completions of an optimizer step: int."""
         return self.rollout_batch_size // self.num_mini_batches
 
+    @property
+    def backward_passes(self):
+        """Backward passes in an optimizer step: int."""
+        return -(-self.mini_batch_size // self.per_device_train_batch_size)
+
     def __post_init__(self):
         super().__post_init__()
         if self.rollout_batch_size % self.num_mini_batches:

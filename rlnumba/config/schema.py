@@ -119,6 +119,7 @@ class EngineConfig(Section):
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
 
 
+RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -147,6 +148,12 @@ class TrainConfig(Section):
     )
     master_weights: bool = key(True, "16-bit weights have a float32 master; false: bfloat16, rounded stochastically.")
     offload_optimizer: bool = key(False, "Keep moments and master in pinned host memory, streamed in each step.")
+    optimizer_in_backward: bool = key(
+        False,
+        "Update a layer as soon as the backward has its gradients, which are of the model's dtype and only one layer's "
+        "at a time (torchtune). Needs max_grad_norm 0 and one backward pass in a step (gradient_accumulation_steps 1); "
+        "where a gradient is not finite, that part of the model and those after it in the backward are not updated.",
+    )
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
@@ -160,9 +167,16 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
     activation_memory: str | None = key(
         None,
-        "What the backward finds: `full`: everything; `selective`: all but norms, rotations and SwiGLU, which are "
-        "cheap to recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
+        "What the backward finds: `full`: everything; `selective`: all but recompute_modules, which are cheap to "
+        "recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
         choices=("full", "selective", "minimal"),
+    )
+    recompute_modules: list[str] = key(
+        list(RECOMPUTE_MODULES),
+        "What `selective` recomputes (Megatron): `norm`: outputs of a layer's norms; `rope`: normed and rotated q and "
+        "k, and v; `swiglu`: the input of the last projection. docs/memory.md has bytes and times.",
+        choices=RECOMPUTE_MODULES,
+        single=True,
     )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
@@ -197,8 +211,18 @@ class TrainConfig(Section):
         """activation_memory, or what gradient_checkpointing stands for: str."""
         return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
 
+    @property
+    def backward_passes(self):
+        """Backward passes in an optimizer step: int."""
+        return self.gradient_accumulation_steps
+
     def __post_init__(self):
         super().__post_init__()
+        if self.optimizer_in_backward and (self.max_grad_norm or self.backward_passes != 1):
+            raise ConfigError(
+                f"train.optimizer_in_backward needs train.max_grad_norm = 0, got {self.max_grad_norm}, and one "
+                f"backward pass in a step (train.gradient_accumulation_steps = 1), got {self.backward_passes}"
+            )
         if self.dtype == "float16" and not self.master_weights:
             raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
         names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)

@@ -61,7 +61,7 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
 def train_step(policy, rows, learning_rate):
     """One optimizer step on PreferencePairs: metrics by name. Writes gradients, weights and optimizer state."""
     scores = PairScores(rows, policy.train.center_rewards_coefficient)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for pairs in micro_batches_of(rows, policy.train):
         with policy.scope():
             rewards, drewards = policy.arena.empty((2, 2 * len(pairs)), np.float32)

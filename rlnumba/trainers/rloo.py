@@ -117,7 +117,7 @@ def train_step(policy, micro_batches, learning_rate):
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
     stats = xp.empty((len(micro_batches), METRICS), np.float32)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for i, part in enumerate(micro_batches):
         scale = policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches))
         with policy.scope():

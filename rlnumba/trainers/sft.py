@@ -53,7 +53,7 @@ def train_step(policy, rows, learning_rate):
     rows: lists of TokenSequence, per_device_train_batch_size of them a micro-batch, the last one shorter.
     """
     sums = TargetSums(rows)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for part in micro_batches_of(rows, policy.train):
         with policy.scope():
             batch = target_batch(sequences_of(part))

@@ -63,6 +63,7 @@ file. An error lists the columns found.
 | `prompt`, with or without an answer column (`solution`, `answer`, `ground_truth`, `final_answer`) | GRPO |
 | `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
 | `question`, alone or with an answer column (DeepMath) | GRPO |
+| `question`, `answer`, `metadata`, `gym_dataset`: problems of reasoning-gym, see docs/gym.md | GRPO |
 | `text` | SFT on the whole text |
 | `prompt`, `chosen`, `rejected` (strings or message lists), optionally `tools` | DPO; KTO on each side alone |
 | `chosen`, `rejected` (both strings or both message lists) | the same; their common beginning is the prompt |

@@ -14,9 +14,15 @@ Bytes of state for each parameter of a bfloat16 model:
 | master_weights = false | as above     | 0      | 4 less: weights are rounded stochastically |
 | offload_optimizer      | in pinned host memory | | 0, and two chunks for staging  |
 
+With optimizer_in_backward the step is taken part by part, as the backward completes gradients
+(model/layer_gradients.py): `begin`, `update` for each part, `finish`, instead of `step`. The gradient's norm is known
+at the end only, so there is no clipping. The sum of squares grows with the parts; where it is no longer finite, a part
+and those after it are left as they were.
+
 With offload_optimizer a step walks over the flat buffers in chunks, on two streams in turn: copy the chunk's state to
-the device, update, copy it back. While one stream copies in one direction the other one can copy in the other. The
-arithmetic of an element does not depend on its chunk, so the bits are those of a step on the device.
+the device, update, copy it back. While one stream copies in one direction the other one can copy in the other, and with
+optimizer_in_backward the backward of the next layer runs meanwhile. The arithmetic of an element does not depend on its
+chunk, so the bits are those of a step on the device.
 """
 
 import math
@@ -50,8 +56,8 @@ class Optimizer:
     """AdamW for one model.
 
     weights: has flat (n,) of the model's dtype and decay_end, the number of leading elements that decay.
-    grads: has flat (n,) float32 in the same layout. Defaults of the arguments are torch.optim.AdamW's,
-    but for max_grad_norm, TRL's; None or 0 turns clipping off.
+    grads: has flat (n,) float32 in the same layout; `update` does not read it. Defaults of the arguments are
+    torch.optim.AdamW's, but for max_grad_norm, TRL's; None or 0 turns clipping off.
 
     optim, master_weights, offload: see the table above; without a master bfloat16 weights are rounded stochastically,
     which a float32 model does not need; ConfigError for float16. seed: of that rounding, and of bfloat16 moments'.
@@ -99,6 +105,7 @@ class Optimizer:
             self._lanes = [_Lane(self.layout, min(CHUNK, size)) for _ in range(STREAMS)]
             _track(self, "moments", *(lane.state for lane in self._lanes))
         self._for_each_part(self._clear, reads=False)
+        self._join()
 
     def _clear(self, part, state):
         for name, array in state.items():
@@ -122,33 +129,74 @@ class Optimizer:
             self.skipped_steps += 1
             return grad_norm
         grad_scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
+        self._prepare(learning_rate, grad_scale)
         self.steps += 1
-        scalars = adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, self.steps, grad_scale)
-        scalars = device.asarray(scalars)
-        noise = device.asarray(rounding_noise(self.seed, self.steps)) if self.is_rounded_at_random else None
-        operator = adamw_8bit if self.optim == "adamw_8bit" else adamw
-
-        def update(part, state):
-            weights, grads = self.weights.flat[part], self.grads.flat[part]
-            decay_end = min(max(self.weights.decay_end - part.start, 0), part.stop - part.start)
-            moments = (state[name] for name in MOMENTS[self.optim])
-            operator(weights, state.get("master"), grads, *moments, scalars, decay_end, noise, part.start)
-
-        self._for_each_part(update)
+        self._for_each_part(lambda part, state: self._adamw(part, state, self.grads.flat[part]))
+        self._join()
         return grad_norm
 
-    def _for_each_part(self, function, reads=True):
-        """Call function(part, state) with slices of the parameters that make up all, and the state of each in place.
+    def begin(self, learning_rate):
+        """Begin a step that is taken part by part, without clipping."""
+        self._prepare(learning_rate, 1.0)
 
-        reads: whether the function reads the state or only writes it. With offload the current stream, but not the
-        host, waits for all that was launched.
+    def update(self, start, grads):
+        """Update elements start, start + 1, ... from their gradients (n,), float32 or of the weights' dtype.
+
+        start is a multiple of BLOCK. grads may be overwritten after the next call, or `finish`.
         """
-        size = self.weights.flat.shape[0]
-        length = CHUNK if self.offload else max(size, 1)
+        self._join()
+        sum_of_squares(grads, self._scalars[8:9], accumulate=True)
+
+        def update(part, state):
+            self._adamw(part, state, grads[part.start - start : part.stop - start])
+
+        self._for_each_part(update, start, start + grads.shape[0])
+
+    def finish(self):
+        """End the step that `begin` began; return the Euclidean norm of all parts' gradients: float.
+
+        If it is not finite, the step counts as skipped.
+        """
+        self._join()
+        squares = float(device.to_host(self._scalars)[8])
+        if math.isfinite(squares):
+            self.steps += 1
+        else:
+            self.skipped_steps += 1
+        return math.sqrt(squares)
+
+    def _prepare(self, learning_rate, grad_scale):
+        """Copy to the device what the kernels of the next step read."""
+        step = self.steps + 1
+        scalars = adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, step, grad_scale)
+        self._scalars = device.asarray(scalars)
+        self._noise = device.asarray(rounding_noise(self.seed, step)) if self.is_rounded_at_random else None
+
+    def _adamw(self, part, state, grads):
+        """One step of a slice of the parameters from its gradients."""
+        operator = adamw_8bit if self.optim == "adamw_8bit" else adamw
+        decay_end = min(max(self.weights.decay_end - part.start, 0), part.stop - part.start)
+        moments = (state[name] for name in MOMENTS[self.optim])
+        weights, master = self.weights.flat[part], state.get("master")
+        operator(weights, master, grads, *moments, self._scalars, decay_end, self._noise, part.start)
+
+    def _join(self):
+        """Let the current stream, but not the host, wait for what was launched on those of offload."""
+        for lane in self._lanes:
+            current().wait_for(lane.context)
+
+    def _for_each_part(self, function, begin=0, end=None, reads=True):
+        """Call function(part, state) with slices of the parameters, and the state of each in place.
+
+        The slices make up elements [begin, end), by default all. reads: whether the function reads the state or only
+        writes it. With offload the caller has to _join.
+        """
+        end = self.weights.flat.shape[0] if end is None else end
+        length = CHUNK if self.offload else max(end - begin, 1)
         for lane in self._lanes:
             lane.context.wait_for(current())
-        for index, start in enumerate(range(0, size, length)):
-            part = slice(start, min(start + length, size))
+        for index, start in enumerate(range(begin, end, length)):
+            part = slice(start, min(start + length, end))
             host = {
                 name: self.state[name][start // each : -(-part.stop // each)] for name, (_, each) in self.layout.items()
             }
@@ -164,8 +212,6 @@ class Optimizer:
                 function(part, staged)
                 for name, array in host.items():
                     _copy(staged[name].data.ptr, array.ctypes.data, array.nbytes, lane.context.stream)
-        for lane in self._lanes:
-            current().wait_for(lane.context)
 
     def state_dict(self):
         """What a resumed run restores: optim, NumPy arrays of the state (m, v, ..., master), and the counters."""
@@ -196,6 +242,7 @@ class Optimizer:
             array[...] = values if self.offload else device.asarray(values)
         if "master" in arrays:
             self._for_each_part(lambda part, state: cast(state["master"], self.weights.flat[part]))
+            self._join()
         self.steps = int(state["steps"])
         self.skipped_steps = int(state["skipped_steps"])
 

@@ -19,6 +19,16 @@ def completion(step, **more):
     return {"prompt": "p", "completion": f"c{step}", "finish_reason": "stop", "f": 1.0, "reward": 1.0, **more}
 
 
+def test_a_full_disk_is_named(tmp_path):
+    """Also where the line that does not fit is written again when the file is closed."""
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        with MetricsWriter(tmp_path, total_steps=3) as writer:
+            writer.log(1, {"loss": 0.5})
+            writer._metrics = open("/dev/full", "a")
+            writer.log(2, {"loss": 0.25})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
 def test_every_line_is_json_and_a_step(tmp_path, capfd):
     with MetricsWriter(tmp_path, total_steps=3, logging_steps=2) as writer:
         writer.log(1, {"loss": np.float32(0.5), "kl": float("nan"), "count": np.int64(3), "inf": float("inf")})

@@ -6,10 +6,10 @@
     python examples/quickstart/make.py pairs           -> pairs.jsonl and pairs-eval.jsonl, for reward models
 
 The task: write a word backwards. The supervised rows answer a word, with equal probability, by its
-letters reversed, by its letters sorted, or by the word itself; so the model they train can do all three
+characters reversed, by its characters sorted, or by the word itself; so the model they train can do all three
 and does what the prompt asks about one time in three. GRPO's reward selects one of them.
 
-words.txt: the lower-case words of four to six letters that occur at least five times in GSM8K's
+words.txt: the lower-case words of four to six characters that occur at least five times in GSM8K's
 questions (Cobbe et al., 2021; MIT license).
 """
 
@@ -71,15 +71,15 @@ def make_data():
     words = (HERE / "words.txt").read_text().split()
     # GRPO's prompts are words of their own, which the supervised rows never show.
     rng.shuffle(words)
-    held_out, shown = words[:512], words[512:]
+    for_eval, shown = words[:512], words[512:]
     with open(HERE / "train.jsonl", "w") as file:
-        for word in held_out:
+        for word in for_eval:
             file.write(json.dumps({"prompt": PROMPT.format(word=word), "answer": word[::-1]}) + "\n")
-    letters = list("abcdefghijklmnopqrstuvwxyz")
+    alphabet = list("abcdefghijklmnopqrstuvwxyz")
     with open(HERE / "sft.jsonl", "w") as file:
         for row in range(SFT_ROWS):
             # Every second row is a random string, so that spelling, not the list of words, is learned.
-            word = str(rng.choice(shown)) if row % 2 else "".join(rng.choice(letters, rng.integers(3, 8)))
+            word = str(rng.choice(shown)) if row % 2 else "".join(rng.choice(alphabet, rng.integers(3, 8)))
             answer = (word[::-1], "".join(sorted(word)), word)[rng.integers(3)]
             file.write(json.dumps({"prompt": PROMPT.format(word=word), "completion": answer}) + "\n")
     UNTRAINED.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def make_data():
     config = ModelConfig.from_dict({**CONFIG, "vocab_size": size}, "make.py")
     weights = Weights.random(config, "float32", seed=0)
     save_model(Transformer(config, weights), UNTRAINED)
-    print(f"{len(held_out)} prompts, {SFT_ROWS} supervised rows, {weights.flat.size:,} parameters")
+    print(f"{len(for_eval)} prompts, {SFT_ROWS} supervised rows, {weights.flat.size:,} parameters")
 
 
 def make_model():

@@ -2,7 +2,7 @@
 
 
 def backwards(completions, answer, **kwargs):
-    """1 for exactly the word's letters in reverse order, else 0.
+    """1 for exactly the word's characters in reverse order, else 0.
 
     completions: the generated texts; answer: the column `answer` of the rows they belong to.
     """

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.rollout import GroupConfig
-from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
+from rlnumba.config.rollout import GroupConfig, PromptRun
 from rlnumba.errors import ConfigError
 
 
@@ -175,17 +174,6 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
         1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
         minimum=0, maximum=1,
     )  # fmt: skip
-    difficulty_weights: list[float] | None = key(
-        None,
-        "Weights of easy, normal and hard prompts (mean reward of the last group above 0.75, between, up to 0.25) with "
-        "which the prompts of a generation are drawn; None: epochs. New prompts are normal (prime-rl's pools).",
-    )
-    max_tokens_per_micro_batch: int | None = key(
-        None,
-        "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
-        "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
-        minimum=1,
-    )
     rollout_rs: str | None = key(
         None, "verl's rejection of tokens or sequences, as `token_k1` or `seq_mean_k3,token_k2`; None: none."
     )
@@ -193,16 +181,28 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
         "2.0", 'Thresholds of rollout_rs, one or one for each mode: "0.5_2.0" bounds the ratio of k1, "0.1" k2 and k3.'
     )
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
-    max_gen_batches: int = key(10, "Most generations for one batch of dynamic_sampling; verl's DAPO: 10.", minimum=1)
+    max_gen_batches: int = key(
+        10, "Most prompts for one batch of dynamic_sampling, as a multiple of its own; verl's DAPO: 10.", minimum=1
+    )
+    over_sampling_batch_size: int | None = key(
+        None,
+        "dynamic_sampling: prompts at a time that are being completed or are known to have rewards that differ. More "
+        "keep the engine full; those not needed at the end are dropped (slime). None: as many as the batch has.",
+        minimum=1,
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        weights = self.difficulty_weights
-        if weights is not None and not (len(weights) == 3 and all(0 <= w < math.inf for w in weights) and any(weights)):
-            raise ConfigError(
-                f"train.difficulty_weights must be three weights, not negative and not all 0, of easy, normal and hard "
-                f"prompts, got {weights}"
-            )
+        if self.over_sampling_batch_size is not None:
+            if not self.dynamic_sampling:
+                raise ConfigError("train.over_sampling_batch_size needs train.dynamic_sampling")
+            if self.over_sampling_batch_size < self.prompts_per_rollout:
+                raise ConfigError(
+                    f"train.over_sampling_batch_size ({self.over_sampling_batch_size}) must be at least the "
+                    f"{self.prompts_per_rollout} prompts of a generation ({self.prompts_key})"
+                )
+        if self.optimizer_in_backward and self.max_tokens_per_micro_batch is not None:
+            raise ConfigError("train.optimizer_in_backward does not go with train.max_tokens_per_micro_batch")
         if self.rollout_rs is not None:
             rejection_modes(self.rollout_rs, self.rollout_rs_threshold)
         if self.advantage_estimator != "grpo" and self.multi_objective_aggregation != "sum_then_normalize":
@@ -220,13 +220,7 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORun(Run):
+class GRPORun(PromptRun):
     """A file of `rlnumba grpo`."""
 
-    rewards: RewardsConfig
-    eval: EvalConfig = EvalConfig()
     train: GRPOConfig = GRPOConfig()
-
-    def __post_init__(self):
-        if not self.rewards.funcs:
-            raise ConfigError("rewards.funcs must name at least one reward function")

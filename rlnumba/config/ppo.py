@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.rollout import SamplingConfig
-from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
+from rlnumba.config.rollout import PromptRun, SamplingConfig
 from rlnumba.errors import ConfigError
 
 
@@ -71,6 +70,11 @@ class PPOConfig(SamplingConfig):
         """Completions of an optimizer step: int."""
         return self.rollout_batch_size // self.num_mini_batches
 
+    @property
+    def backward_passes(self):
+        """Backward passes in an optimizer step: int."""
+        return -(-self.mini_batch_size // self.per_device_train_batch_size)
+
     def __post_init__(self):
         super().__post_init__()
         if self.rollout_batch_size % self.num_mini_batches:
@@ -109,14 +113,8 @@ class CriticConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPORun(Run):
+class PPORun(PromptRun):
     """A file of `rlnumba ppo`."""
 
-    rewards: RewardsConfig
     train: PPOConfig = PPOConfig()
-    eval: EvalConfig = EvalConfig()
     critic: CriticConfig = CriticConfig()
-
-    def __post_init__(self):
-        if not self.rewards.funcs:
-            raise ConfigError("rewards.funcs must name at least one reward function")

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from rlnumba.config.grpo import PolicyLossConfig
 from rlnumba.config.keys import key
-from rlnumba.config.rollout import GroupConfig
-from rlnumba.config.schema import EvalConfig, RewardsConfig, Run
+from rlnumba.config.rollout import GroupConfig, PromptRun
 from rlnumba.errors import ConfigError
 
 
@@ -51,13 +50,7 @@ class RLOOConfig(GroupConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOORun(Run):
+class RLOORun(PromptRun):
     """A file of `rlnumba rloo`."""
 
-    rewards: RewardsConfig
     train: RLOOConfig = RLOOConfig()
-    eval: EvalConfig = EvalConfig()
-
-    def __post_init__(self):
-        if not self.rewards.funcs:
-            raise ConfigError("rewards.funcs must name at least one reward function")

@@ -1,11 +1,12 @@
-"""The keys that trainers on the model's own completions share: how these are drawn, and what one generation is."""
+"""What trainers on the model's own completions share: their sections, how completions are drawn, one generation."""
 
 import difflib
+import math
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlnumba.config.keys import key
-from rlnumba.config.schema import TrainConfig
+from rlnumba.config.schema import GYM, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
@@ -26,8 +27,8 @@ OWN_KEYS = {
 class SamplingConfig(TrainConfig):
     """How completions are drawn."""
 
-    # Of GRPO alone, where it is a key.
-    difficulty_weights = None
+    # Keys of GroupConfig.
+    difficulty_weights = no_resampling_pass_rate = None
 
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
@@ -70,6 +71,22 @@ class GroupConfig(SamplingConfig):
     ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
     ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
+    difficulty_weights: list[float] | None = key(
+        None,
+        "Weights of easy, normal and hard prompts (mean reward of the last group above 0.75, between, up to 0.25) with "
+        "which the prompts of a generation are drawn; None: epochs. New prompts are normal (prime-rl's pools).",
+    )
+    no_resampling_pass_rate: float | None = key(
+        None,
+        "A prompt whose group has at least this mean reward is left out from then on (open-instruct); all come back "
+        "where too few are left for a generation. None: none is left out.",
+    )
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
+        "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
+        minimum=1,
+    )
 
     prompts_key = "train.per_device_train_batch_size x steps_per_generation / num_generations"
 
@@ -92,6 +109,12 @@ class GroupConfig(SamplingConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        weights = self.difficulty_weights
+        if weights is not None and not (len(weights) == 3 and all(0 <= w < math.inf for w in weights) and any(weights)):
+            raise ConfigError(
+                f"train.difficulty_weights must be three weights, not negative and not all 0, of easy, normal and hard "
+                f"prompts, got {weights}"
+            )
         size_key = "train.per_device_train_batch_size x steps_per_generation"
         if self.generation_batch_size is not None:
             size_key = "train.generation_batch_size"
@@ -115,3 +138,22 @@ class GroupConfig(SamplingConfig):
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRun(Run):
+    """A file of a trainer on prompts and rewards."""
+
+    rewards: RewardsConfig
+    eval: EvalConfig = EvalConfig()
+    train: SamplingConfig = SamplingConfig()
+
+    def __post_init__(self):
+        if not self.rewards.funcs:
+            if not self.data.train.startswith(GYM):
+                raise ConfigError("rewards.funcs must name at least one reward function")
+            object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
+        if self.data.curriculum_column is not None and self.train.difficulty_weights is not None:
+            raise ConfigError(
+                "data.curriculum_column orders the prompts, and train.difficulty_weights draws them: set one of the two"
+            )

@@ -12,6 +12,9 @@ from rlnumba.config.keys import REQUIRED, Section, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
+# Begins the name of a dataset of reasoning-gym in data.train and data.eval.
+GYM = "gym:"
+
 
 @dataclass(frozen=True)
 class DataConfig(Section):
@@ -20,8 +23,8 @@ class DataConfig(Section):
     section = "data"
     train: str = key(
         REQUIRED,
-        "Training rows: a .jsonl, .parquet or .csv file, or the id of a dataset of the hub; several with commas "
-        "between them. Columns are detected (see the end).",
+        "Training rows: a .jsonl, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
+        "reasoning-gym; several with commas between them. Columns are detected (see the end).",
     )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     train_weights: list[float] | None = key(
@@ -30,6 +33,12 @@ class DataConfig(Section):
     name: str | None = key(None, "Configuration of a dataset of the hub, its folder there; None: the default one.")
     split: str = key("train", "Its split for `train`.")
     eval_split: str = key("test", "Its split for `eval`.")
+    gym: dict[str, typing.Any] = key(
+        {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md."
+    )
+    eval_gym: dict[str, typing.Any] = key(
+        {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size)."
+    )
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
     answer_column: str | None = key(
@@ -45,6 +54,11 @@ class DataConfig(Section):
         None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
     )
     chat_template_kwargs: dict[str, typing.Any] = key({}, "Variables of the template, as {enable_thinking = false}.")
+    curriculum_column: str | None = key(
+        None,
+        "Prompts are taken by ascending value of this column, a number, in every epoch; among equal ones as "
+        "train.shuffle_dataset says. GRPO, RLOO, PPO.",
+    )
     max_prompt_length: int | None = key(None, "Longer prompts are dropped and counted; None: an error.", minimum=1)
 
 
@@ -105,6 +119,7 @@ class EngineConfig(Section):
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
 
 
+RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -133,6 +148,12 @@ class TrainConfig(Section):
     )
     master_weights: bool = key(True, "16-bit weights have a float32 master; false: bfloat16, rounded stochastically.")
     offload_optimizer: bool = key(False, "Keep moments and master in pinned host memory, streamed in each step.")
+    optimizer_in_backward: bool = key(
+        False,
+        "Update a layer as soon as the backward has its gradients, which are of the model's dtype and only one layer's "
+        "at a time (torchtune). Needs max_grad_norm 0 and one backward pass in a step (gradient_accumulation_steps 1); "
+        "where a gradient is not finite, that part of the model and those after it in the backward are not updated.",
+    )
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
@@ -146,9 +167,16 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
     activation_memory: str | None = key(
         None,
-        "What the backward finds: `full`: everything; `selective`: all but norms, rotations and SwiGLU, which are "
-        "cheap to recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
+        "What the backward finds: `full`: everything; `selective`: all but recompute_modules, which are cheap to "
+        "recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
         choices=("full", "selective", "minimal"),
+    )
+    recompute_modules: list[str] = key(
+        list(RECOMPUTE_MODULES),
+        "What `selective` recomputes (Megatron): `norm`: outputs of a layer's norms; `rope`: normed and rotated q and "
+        "k, and v; `swiglu`: the input of the last projection. docs/memory.md has bytes and times.",
+        choices=RECOMPUTE_MODULES,
+        single=True,
     )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
@@ -183,8 +211,18 @@ class TrainConfig(Section):
         """activation_memory, or what gradient_checkpointing stands for: str."""
         return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
 
+    @property
+    def backward_passes(self):
+        """Backward passes in an optimizer step: int."""
+        return self.gradient_accumulation_steps
+
     def __post_init__(self):
         super().__post_init__()
+        if self.optimizer_in_backward and (self.max_grad_norm or self.backward_passes != 1):
+            raise ConfigError(
+                f"train.optimizer_in_backward needs train.max_grad_norm = 0, got {self.max_grad_norm}, and one "
+                f"backward pass in a step (train.gradient_accumulation_steps = 1), got {self.backward_passes}"
+            )
         if self.dtype == "float16" and not self.master_weights:
             raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")
         names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)

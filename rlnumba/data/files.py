@@ -1,4 +1,4 @@
-"""Rows of .jsonl, .parquet and .csv files and of datasets of the hub, and checks of their values.
+"""Rows of .jsonl, .parquet and .csv files, of datasets of the hub and of reasoning-gym, and checks of their values.
 
 Every error names the file and the line.
 """
@@ -11,23 +11,31 @@ from pathlib import Path
 
 import numpy as np
 
+from rlnumba.data.gym import arguments_of, gym_rows, is_gym
 from rlnumba.errors import ConfigError, UserError
 
 KINDS = (".jsonl", ".parquet", ".csv")
 
 
-def read_dataset(path, data):
-    """The rows of data.train or data.eval: list of (dict, str), as read_rows.
+def read_dataset(path, data, for_eval=None):
+    """The rows of data.train, or if for_eval those of data.eval: list of (dict, str), as read_rows.
 
-    path: one file or dataset of the hub, or several, separated by commas. data: DataConfig, whose name and split choose
-    within a dataset of the hub. Of several files of data.train with train_weights, each has round(weight x its rows)
-    rows, evenly taken from it. Raises ConfigError for a wrong number of weights.
+    path: one file or dataset of the hub or of reasoning-gym ("gym:NAME"), or several, separated by commas. data:
+    DataConfig, whose name and split choose within a dataset of the hub, and whose gym has reasoning-gym's arguments. Of
+    several files of data.train with train_weights, each has round(weight x its rows) rows, evenly taken from it.
+    for_eval: None where the path says it; data.train and data.eval may be splits of one dataset. Raises ConfigError for
+    a wrong number of weights.
     """
-    is_train = path == data.train
+    for_eval = path != data.train if for_eval is None else for_eval
     paths = [path] if Path(path).exists() else [part.strip() for part in str(path).split(",") if part.strip()]
-    split = data.split if is_train else data.eval_split
-    parts = [read_rows(each, data.name, split) for each in paths]
-    if is_train and data.train_weights is not None:
+    split = data.eval_split if for_eval else data.split
+    parts = [
+        gym_rows(each, arguments_of(each, data, for_eval), "data.eval_gym" if for_eval else "data.gym")
+        if is_gym(each)
+        else read_rows(each, data.name, split)
+        for each in paths
+    ]
+    if data.train_weights is not None and not for_eval:
         if len(data.train_weights) != len(parts):
             raise ConfigError(
                 f"data.train_weights must have one weight for each of the {len(parts)} files, got "

@@ -58,19 +58,21 @@ class PairData:
     counts: dict[str, int]
 
 
-def load_pairs(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), too_long="truncate"):
+def load_pairs(
+    path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), too_long="truncate", for_eval=None
+):
     """The pairs of a file: PairData. The first row decides whether the rows have a prompt.
 
     data: DataConfig; train: a section with max_length, and with truncation_mode where too_long is "truncate".
     model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end a sequence of the model.
     too_long: what max_length does. "truncate": dropped are pairs whose prompt alone fills it, unless truncation_mode is
-    keep_end; longer sequences are left to `truncated`. "drop": dropped are pairs with a longer sequence. Raises
-    UserError naming file and line.
+    keep_end; longer sequences are left to `truncated`. "drop": dropped are pairs with a longer sequence.
+    for_eval: as read_dataset. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_dataset(path, data)
+    rows = read_dataset(path, data, for_eval)
     has_prompt = has_prompt_column(rows[0], data)
     pairs, truncated, dropped = [], 0, 0
     for row, where in rows:

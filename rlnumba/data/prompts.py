@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from rlnumba.data.files import check_ids, check_prompt, column_value, read_dataset, text_value
 from rlnumba.errors import ConfigError, UserError
 
-# Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's.
+# Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's, reasoning-gym's asks for
+# what its scorers are given.
 GSM8K_TEMPLATE = '{question} Let\'s think step by step and output the final answer after "####".\n'
 
 QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
+
+GYM_TEMPLATE = "{question}\nThink step by step, then write the final answer as <answer>answer here</answer>.\n"
 
 
 def is_gsm8k(row):
@@ -26,7 +29,8 @@ def question_prompt(row, data, tokenizer, where, column):
     One user message if the tokenizer has a chat template, else the text itself; data.apply_chat_template decides first.
     """
     row = {**row, "question": text_value(row, column, where)}
-    template = data.prompt_template or (GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE)
+    default = GYM_TEMPLATE if "gym_dataset" in row else GSM8K_TEMPLATE if is_gsm8k(row) else QUESTION_TEMPLATE
+    template = data.prompt_template or default
     if not any(name in row for name in re.findall(r"\{(\w+)\}", template)):
         raise ConfigError(f"data.prompt_template names no column of {where}; its columns are {', '.join(row)}")
     text = re.sub(r"\{(\w+)\}", lambda m: str(row[m[1]]) if m[1] in row else m[0], template)
@@ -125,19 +129,19 @@ class PromptData:
         return {name: [columns.get(name) for columns in chosen] for name in names}
 
 
-def load_prompts(path, data, tokenizer, model_limit, vocab_size):
+def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     """The prompts of a file: PromptData. The first row's columns decide for all.
 
-    data: DataConfig. model_limit: the model's longest sequence in tokens, prompt and completion. Prompts longer than
-    data.max_prompt_length are dropped and counted; one that leaves no room for a completion is a UserError unless
-    max_prompt_length is set. Every column but the prompt is passed to the rewards, with two additions: `ground_truth`
-    from verl's reward_model, `solution` from GSM8K's `#### n` or from data.answer_column. Raises UserError naming file
-    and line.
+    data: DataConfig; for_eval: as read_dataset. model_limit: the model's longest sequence in tokens, prompt and
+    completion. Prompts longer than data.max_prompt_length are dropped and counted; one that leaves no room for a
+    completion is a UserError unless max_prompt_length is set. Every column but the prompt is passed to the rewards,
+    with two additions: `ground_truth` from verl's reward_model, `solution` from GSM8K's `#### n` or from
+    data.answer_column. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
-    rows = read_dataset(path, data)
+    rows = read_dataset(path, data, for_eval)
     seen, where = rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:

@@ -81,15 +81,16 @@ class SFTData:
     counts: dict[str, int]
 
 
-def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=()):
+def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), for_eval=None):
     """The rows of a file ready to train on: SFTData.
 
     data, train: DataConfig and SFTConfig. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids
-    that end a sequence of the model; the tokenizer's own is the one appended. Raises UserError naming file and line.
+    that end a sequence of the model; the tokenizer's own is the one appended. for_eval: as read_dataset. Raises
+    UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("sft needs a tokenizer, and the model folder has no tokenizer.json")
-    rows = read_dataset(path, data)
+    rows = read_dataset(path, data, for_eval)
     parse = row_parser(rows[0], data, tokenizer)
     sequences = []
     for row, where in rows:

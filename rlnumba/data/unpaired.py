@@ -43,17 +43,18 @@ class LabelledData:
     counts: dict[str, int]
 
 
-def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=()):
+def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), for_eval=None):
     """The completions of a file: LabelledData. The first row decides which form the rows have.
 
     data: DataConfig; train: a section with max_length, beyond which sequences lose their end; rows whose prompt alone
     fills it are dropped. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end one. Of
-    pairs, the chosen completions of every BLOCK rows come first. Raises UserError naming file and line.
+    pairs, the chosen completions of every BLOCK rows come first. for_eval: as read_dataset. Raises
+    UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_dataset(path, data)
+    rows = read_dataset(path, data, for_eval)
     seen, _ = rows[0]
     if "chosen" in seen or "rejected" in seen:
         completions = unpaired(rows, data, tokenizer, eos_token_ids)

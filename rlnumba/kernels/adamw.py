@@ -5,11 +5,11 @@
     v = beta2 v + (1 - beta2) g^2           v^ = v / (1 - beta2^t)
     p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
 
-p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded; grads (n,) float32; m, v
-(n,) float32, or bfloat16, rounded stochastically (nn/stochastic_rounding.py). bfloat16 weights may do without a master:
-then p is the weight itself, and rounded likewise. One pass over memory: 30 bytes an element with a 16-bit copy, 28
-without, 22 with a copy and 16-bit moments, 16 with these and no master. What changes from step to step is read from the
-device, so that a captured graph stays valid.
+p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded; grads (n,) of any of them;
+m, v (n,) float32, or bfloat16, rounded stochastically (nn/stochastic_rounding.py). bfloat16 weights may do without a
+master: then p is the weight itself, and rounded likewise. One pass over memory: 30 bytes an element with a 16-bit copy,
+28 without, 22 with a copy and 16-bit moments, 16 with these and no master; 2 less with 16-bit gradients. What changes
+from step to step is read from the device, so that a captured graph stays valid.
 """
 
 import math
@@ -72,6 +72,8 @@ def adamw_kernel(access, bounded, has_master, rounds_moments=False, rounds_weigh
         load(v, start, second, 0)
         load(master, start, value, 0)
         compiler_barrier()
+        if not scalars[8] < np.float32(math.inf):
+            return
         factors, grad_scale = adamw_factors(scalars), scalars[7]
         for i in range(VECTOR):
             first[i], second[i], value[i] = adamw_update(
@@ -119,13 +121,14 @@ def _adamw_cpu(master, grads, m, v, scalars, decay_end):
 
 
 def adamw_scalars(learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale=1.0):
-    """The eight float32 that adamw reads, a NumPy array: step is t, 1 for the first.
+    """The nine float32 that adamw reads, a NumPy array: step is t, 1 for the first.
 
-    [lr, 1 - beta1, 1 - beta2, eps, weight_decay, 1 - beta1^t, 1 - beta2^t, grad_scale]. The complements are
-    taken in double precision: 1 - float32(0.999) is wrong by 1.3e-5 of itself.
+    [lr, 1 - beta1, 1 - beta2, eps, weight_decay, 1 - beta1^t, 1 - beta2^t, grad_scale, 0]. If the last one is not
+    finite when it is read, such as the gradient's sum of squares, nothing is written. The complements are taken in
+    double precision: 1 - float32(0.999) is wrong by 1.3e-5 of itself.
     """
     corrections = 1 - beta1**step, 1 - beta2**step
-    values = (learning_rate, 1 - beta1, 1 - beta2, epsilon, weight_decay, *corrections, grad_scale)
+    values = (learning_rate, 1 - beta1, 1 - beta2, epsilon, weight_decay, *corrections, grad_scale, 0.0)
     return np.array(values, np.float32)
 
 
@@ -143,7 +146,7 @@ def check_weights(op, weights, master, noise):
 
 def check_step(op, size, scalars, decay_end, first_element, multiple):
     """Raise ValueError unless these arguments of an AdamW step are valid."""
-    check(op, "scalars", scalars, (8,), F32)
+    check(op, "scalars", scalars, (9,), F32)
     if not 0 <= decay_end <= size:
         raise ValueError(f"{op}: decay_end must be in [0, {size}], got {decay_end}")
     if first_element < 0 or first_element % multiple:
@@ -159,21 +162,23 @@ def adamw(weights, master, grads, m, v, scalars, decay_end, noise=None, first_el
     """One AdamW step in place.
 
     weights (n,) of a floating dtype; master (n,) float32, or None if weights are their own master: float32, or
-    bfloat16; grads (n,) float32; m, v (n,) float32 or bfloat16; scalars (8,) float32 as adamw_scalars makes them; noise
-    (3,) uint32, rounding_noise on the device, which bfloat16 moments or masters need; first_element: the number of
-    element 0 for that noise, a multiple of 4. weights, master, m and v are written. Elements [0, decay_end) decay, the
-    rest (biases, norms) do not. Raises ValueError for other shapes, dtypes or layouts. Source: Loshchilov and Hutter
-    2019, algorithm 2; as torch.optim.AdamW.
+    bfloat16; grads (n,) float32 or of weights' dtype; m, v (n,) float32 or bfloat16; scalars (9,) float32 as
+    adamw_scalars makes them; noise (3,) uint32, rounding_noise on the device, which bfloat16 moments or masters need;
+    first_element: the number of element 0 for that noise, a multiple of 4. weights, master, m and v are written.
+    Elements [0, decay_end) decay, the rest (biases, norms) do not. Raises ValueError for other shapes, dtypes or
+    layouts. Source: Loshchilov and Hutter 2019, algorithm 2; as torch.optim.AdamW.
     """
     size, master, rounds_weights = check_weights("adamw", weights, master, noise)
-    check("adamw", "grads", grads, (size,), F32)
+    check("adamw", "grads", grads, (size,), (*F32, weights.dtype))
     check("adamw", "m", m, (size,), F32 if noise is None else (*F32, *BF16))
     check("adamw", "v", v, (size,), (m.dtype,))
     check_step("adamw", size, scalars, decay_end, first_element, VECTOR)
     rounds_moments = m.dtype != np.float32
     if device.name() == "cpu":
-        p, m32, v32 = map(as_float32, (master, m, v))
-        _adamw_cpu(p, grads, m32, v32, scalars, decay_end)
+        if not scalars[8] < np.inf:
+            return
+        p, g, m32, v32 = map(as_float32, (master, grads, m, v))
+        _adamw_cpu(p, g, m32, v32, scalars, decay_end)
         if rounds_moments:
             round_on_cpu(m32, m, noise, first_element, MOMENTS, 0)
             round_on_cpu(v32, v, noise, first_element, MOMENTS, 16)
@@ -183,7 +188,7 @@ def adamw(weights, master, grads, m, v, scalars, decay_end, noise=None, first_el
             weights[...] = master
         return
     arrays, block_elements = (weights, master, grads, m, v), THREADS * VECTOR
-    access, bounded = access_length(size, *arrays), size % block_elements != 0
+    access, bounded = min(access_length(size, *arrays), VECTOR), size % block_elements != 0
     kernel = adamw_kernel(access, bounded, weights is not master, rounds_moments, rounds_weights)
     noise = unused(1, np.uint32) if noise is None else noise
     blocks = -(-size // block_elements)
@@ -192,7 +197,7 @@ def adamw(weights, master, grads, m, v, scalars, decay_end, noise=None, first_el
 
 def adamw_ref(p, grads, m, v, scalars, decays):
     """(p, m, v) after one step, in the arrays' precision; decays: a bool, or one for each element."""
-    lr, complement1, complement2, eps, weight_decay, correction1, correction2, grad_scale = scalars
+    lr, complement1, complement2, eps, weight_decay, correction1, correction2, grad_scale, _ = scalars
     g = grads * grad_scale
     m = (1 - complement1) * m + complement1 * g
     v = (1 - complement2) * v + complement2 * g * g

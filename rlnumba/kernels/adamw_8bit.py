@@ -13,10 +13,16 @@ step itself (kernels/adamw.py) is float32, from the decoded moments; only what i
 kept as 0: the smallest code is 0.55e-6 of the largest v, and 0 would let m / (sqrt(v) + eps) explode. A moment of which
 no element reaches 2^-126 is kept as 0.
 
-One pass over memory: 20 bytes an element with a master copy and 16-bit weights, 16 without.
+The kernel finds a code by two reads of shared memory: the fraction's exponent and first bits of its mantissa, an
+interval of numbers, say how many limits between neighbouring codes lie below the interval, and at most one lies in it.
+
+One pass over memory: 18 bytes an element with a master copy and 16-bit weights, 16 with float32 weights, 12 with 16-bit
+weights and no master; 2 less with 16-bit gradients.
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -32,7 +38,14 @@ from rlnumba.kernels.adamw import (
 )
 from rlnumba.kernels.checks import F32, check, check_all, unused
 from rlnumba.kernels.nn.stochastic_rounding import WEIGHTS, random_words, round_on_cpu, stochastic_bfloat16
-from rlnumba.kernels.ptx.warp import access_length, compiler_barrier, device_function, vector_access, warp_max
+from rlnumba.kernels.ptx.warp import (
+    access_length,
+    compiler_barrier,
+    device_function,
+    float_as_int,
+    vector_access,
+    warp_max,
+)
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -42,8 +55,8 @@ BLOCK = 256
 # A warp owns a block: its lanes own VECTOR elements of each of PARTS parts, so that accesses are contiguous.
 THREADS, VECTOR, PARTS = 256, 4, 2
 WARPS, PART = THREADS // 32, BLOCK // PARTS
-# Thread blocks for each SM: each loads the tables once.
-BLOCKS_PER_SM = 8
+# Thread blocks for each SM, which load the tables once, and how many of them are on it at a time.
+BLOCKS_PER_SM, RESIDENT = 3, 3
 # A smaller largest magnitude counts as 0: its inverse could overflow.
 TINY = np.float32(2.0**-126)
 U8 = (np.dtype(np.uint8),)
@@ -69,84 +82,161 @@ def midpoints(code):
 ZERO_CODES = {name: int(np.searchsorted(dynamic_code(signed), 0.0)) for name, signed in (("m", True), ("v", False))}
 
 
+def limits_of(signed):
+    """What the fractions of the codes below an element's are below, and its own is not: (256,) float32."""
+    limits = midpoints(dynamic_code(signed))
+    if not signed:
+        # A positive fraction has a positive code.
+        limits[0] = 0
+    return limits
+
+
+class Intervals(NamedTuple):
+    """Intervals of magnitudes in [0, 1]: those of one exponent and the same first `bits` bits of the mantissa.
+
+    The first one is [0, 2^lowest). count: how many there are, the last of them with 1 as its lower end.
+    """
+
+    bits: int
+    lowest: int
+
+    @property
+    def shift(self):
+        """By how much the bits of a float32 are shifted to the right: what is left numbers the intervals."""
+        return 23 - self.bits
+
+    @property
+    def first(self):
+        """What is left then of a number of the first interval, the largest in it."""
+        return ((127 + self.lowest) << self.bits) - 1
+
+    @property
+    def count(self):
+        return ((127 << self.bits) - self.first) + 1
+
+    def limits_below(self, signed):
+        """For each interval the limits below all its numbers, then, if signed, for that of negative numbers: uint8."""
+        starts = (np.arange(self.count + 1, dtype=np.int64) + self.first) << self.shift
+        starts[0] = 0
+        low, high = (ends.astype(np.int32).view(np.float32) for ends in (starts[:-1], starts[1:] - 1))
+        limits = limits_of(signed)
+        if signed:
+            low, high = np.concatenate([low, -high]), np.concatenate([high, -low])
+        below = np.searchsorted(limits, low)
+        if (np.searchsorted(limits, high) - below).max() > 1:
+            raise ValueError(f"adamw_8bit: {self} has two limits in an interval")
+        return below.astype(np.uint8)
+
+
+# Fewer bits, or a higher first exponent, and an interval has two limits. 2,692 and 2,690 bytes.
+INTERVALS_M, INTERVALS_V = Intervals(6, -21), Intervals(7, -21)
+COUNT_M = 2 * INTERVALS_M.count
+COUNTS = COUNT_M + INTERVALS_V.count
+
+
 @functools.cache
 def _tables():
-    """(4, 256) float32 on the device: code and midpoints of m, code and midpoints of v."""
-    codes = dynamic_code(True), dynamic_code(False)
-    tables = device.asarray(np.stack([row for code in codes for row in (code, midpoints(code))]))
+    """On the device: (4, 256) float32, codes and limits of m, of v; (COUNTS,) uint8, limits_below of both."""
+    tables = device.asarray(np.stack([row for s in (True, False) for row in (dynamic_code(s), limits_of(s))]))
+    below = device.asarray(np.concatenate([INTERVALS_M.limits_below(True), INTERVALS_V.limits_below(False)]))
     # Later launches may be on other streams.
     device.synchronize()
-    return tables
+    return tables, below
 
 
-def _make_nearest():
-    def nearest(limits, value):
-        """How many of the limits, ascending, are below a value: the number of its nearest code, int32."""
-        found, step = np.int32(0), np.int32(128)
-        for _ in range(8):
-            if limits[np.uint32(found + step - np.int32(1))] < value:
-                found = np.int32(found + step)
-            step = np.int32(step >> np.int32(1))
+@numba.njit
+def nearest_cpu(limits, value):
+    """How many of the limits, ascending, are below a value: the number of its nearest code, int32."""
+    found, step = 0, 128
+    for _ in range(8):
+        if limits[found + step - 1] < value:
+            found += step
+        step >>= 1
+    return found
+
+
+@functools.cache
+def nearest_function(intervals, signed):
+    """The device function that finds the nearest code of a fraction by its Intervals."""
+    shift, first, count = np.int32(intervals.shift), np.int32(intervals.first), np.int32(intervals.count)
+
+    @device_function
+    def nearest(below, start, limits, value):
+        """How many of the limits are below a value, int32; below[start:]: limits_below."""
+        bits = float_as_int(value)
+        interval = np.int32(max(np.int32(np.int32(bits & np.int32(0x7FFFFFFF)) >> shift), first) - first)
+        if signed and bits < np.int32(0):
+            interval = np.int32(interval + count)
+        found = np.int32(below[np.uint32(start + interval)])
+        if limits[np.uint32(found)] < value:
+            found = np.int32(found + np.int32(1))
         return found
 
     return nearest
 
 
-nearest, nearest_cpu = device_function(_make_nearest()), numba.njit(_make_nearest())
-
-
 @specialize
-def adamw_8bit_kernel(access, has_master, rounds_weights):
+def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
     """The kernel that moves `access` elements of weights, master and gradients at a time.
 
-    rounds_weights: weights are bfloat16 without a master, and rounded stochastically.
+    bounded: the last block has elements beyond the end. rounds_weights: weights are bfloat16 without a master, and
+    rounded stochastically.
     """
-    load, store = vector_access(VECTOR, access, True)
+    load, store = vector_access(VECTOR, access, bounded)
     count = PARTS * VECTOR
+    nearest_m, nearest_v = nearest_function(INTERVALS_M, True), nearest_function(INTERVALS_V, False)
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(THREADS, RESIDENT))
     def adamw_8bit_kernel(
-        weights, master, grads, m, v, m_absmax, v_absmax, tables, scalars, decay_end, noise, first_element
+        weights, master, grads, m, v, m_absmax, v_absmax, tables, below, scalars, decay_end, noise, first_element
     ):
         """A warp owns a block of BLOCK elements at a time; m, v: int32 words of four codes.
 
         A lane loads all its elements before it computes. Nothing depends on the order of blocks.
         """
         shared = cuda.shared.array((4, 256), np.float32)
+        shared_below = cuda.shared.array(COUNTS, np.uint8)
         thread = cuda.threadIdx.x
         for row in range(4):
             shared[row, thread] = tables[row, thread]
+        for i in range(thread, COUNTS, THREADS):
+            shared_below[i] = below[i]
         cuda.syncthreads()
+        if not scalars[8] < np.float32(math.inf):
+            return
         gradient, value = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
         first, second = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
         first_codes, second_codes = cuda.local.array(PARTS, np.int32), cuda.local.array(PARTS, np.int32)
         zero, one = np.float32(0.0), np.float32(1.0)
         factors, grad_scale = adamw_factors(scalars), scalars[7]
         lane, size, blocks = thread % 32, grads.shape[0], m_absmax.shape[0]
-        for block in range(cuda.blockIdx.x * WARPS + thread // 32, blocks, cuda.gridDim.x * WARPS):
-            start = block * BLOCK + lane * VECTOR
+        for number in range(cuda.blockIdx.x * WARPS + thread // 32, blocks, cuda.gridDim.x * WARPS):
+            block = np.uint64(number)
+            start = number * BLOCK + lane * VECTOR
             for part in range(PARTS):
                 at = start + part * PART
                 load(grads, at, gradient, part * VECTOR)
                 load(master, at, value, part * VECTOR)
                 first_codes[part] = second_codes[part] = np.int32(0)
-                if at < size:
-                    first_codes[part], second_codes[part] = m[at // VECTOR], v[at // VECTOR]
+                if not bounded or at < size:
+                    word = np.uint64(at) // np.uint64(VECTOR)
+                    first_codes[part], second_codes[part] = m[word], v[word]
             scale_m, scale_v = m_absmax[block], v_absmax[block]
             compiler_barrier()
             largest_m = largest_v = zero
             for part in range(PARTS):
                 at = start + part * PART
+                decaying = np.int32(max(min(decay_end - at, VECTOR), 0))
                 for i in range(VECTOR):
                     j = part * VECTOR + i
                     code = np.uint32(first_codes[part] >> np.int32(8 * i)) & np.uint32(255)
                     moment = scale_m * shared[0, code]
                     code = np.uint32(second_codes[part] >> np.int32(8 * i)) & np.uint32(255)
                     variance = scale_v * shared[2, code]
-                    if at >= size:
+                    if bounded and at >= size:
                         moment = variance = zero
                     first[j], second[j], value[j] = adamw_update(
-                        gradient[j] * grad_scale, moment, variance, value[j], at + i < decay_end, factors
+                        gradient[j] * grad_scale, moment, variance, value[j], np.int32(i) < decaying, factors
                     )
                     largest_m, largest_v = max(largest_m, abs(first[j])), max(largest_v, second[j])
             largest_m, largest_v = warp_max(largest_m), warp_max(largest_v)
@@ -163,19 +253,17 @@ def adamw_8bit_kernel(access, has_master, rounds_weights):
                 packed_m = packed_v = np.int32(0)
                 for i in range(VECTOR):
                     j = part * VECTOR + i
-                    code_of_m = nearest(shared[1], first[j] * inverse_m)
-                    fraction = second[j] * inverse_v
-                    code_of_v = nearest(shared[3], fraction)
-                    if fraction > zero and code_of_v == np.int32(0):
-                        code_of_v = np.int32(1)
+                    code_of_m = nearest_m(shared_below, np.int32(0), shared[1], first[j] * inverse_m)
+                    code_of_v = nearest_v(shared_below, np.int32(COUNT_M), shared[3], second[j] * inverse_v)
                     packed_m = np.int32(packed_m | np.int32(code_of_m << np.int32(8 * i)))
                     packed_v = np.int32(packed_v | np.int32(code_of_v << np.int32(8 * i)))
                 if rounds_weights:
                     words = random_words(np.int64(first_element + at) // np.int64(VECTOR), WEIGHTS, noise)
                     for i in range(VECTOR):
                         value[part * VECTOR + i] = stochastic_bfloat16(value[part * VECTOR + i], words[i], 0)
-                if at < size:
-                    m[at // VECTOR], v[at // VECTOR] = packed_m, packed_v
+                if not bounded or at < size:
+                    word = np.uint64(at) // np.uint64(VECTOR)
+                    m[word], v[word] = packed_m, packed_v
                 store(master, at, value, part * VECTOR)
                 if has_master:
                     store(weights, at, value, part * VECTOR)
@@ -203,8 +291,7 @@ def _adamw_8bit_cpu(master, grads, m, v, m_absmax, v_absmax, tables, scalars, de
         v_absmax[block] = largest_v if largest_v >= TINY else np.float32(0.0)
         for i in range(end - start):
             m[start + i] = nearest_cpu(tables[1], first[i] * inverse_m)
-            fraction = second[i] * inverse_v
-            v[start + i] = max(nearest_cpu(tables[3], fraction), 1 if fraction > 0 else 0)
+            v[start + i] = nearest_cpu(tables[3], second[i] * inverse_v)
 
 
 def adamw_8bit(
@@ -218,26 +305,28 @@ def adamw_8bit(
     or layouts. Source: Dettmers et al. 2021.
     """
     size, master, rounds_weights = check_weights("adamw_8bit", weights, master, noise)
-    check("adamw_8bit", "grads", grads, (size,), F32)
+    check("adamw_8bit", "grads", grads, (size,), (*F32, weights.dtype))
     check_all("adamw_8bit", (size,), U8, m=m, v=v)
     check_all("adamw_8bit", (-(-size // BLOCK),), F32, m_absmax=m_absmax, v_absmax=v_absmax)
     check_step("adamw_8bit", size, scalars, decay_end, first_element, BLOCK)
     if size % VECTOR:
         raise ValueError(f"adamw_8bit: the number of elements must be a multiple of {VECTOR}, got {size}")
     if device.name() == "cpu":
+        if not scalars[8] < np.inf:
+            return
         p = as_float32(master)
-        _adamw_8bit_cpu(p, grads, m, v, m_absmax, v_absmax, _tables(), scalars, decay_end)
+        _adamw_8bit_cpu(p, as_float32(grads), m, v, m_absmax, v_absmax, _tables()[0], scalars, decay_end)
         if rounds_weights:
             round_on_cpu(p, weights, noise, first_element, WEIGHTS, 0)
         elif weights is not master:
             weights[...] = master
         return
-    access = access_length(size, weights, master, grads)
-    kernel = adamw_8bit_kernel(access, weights is not master, rounds_weights)
+    access, bounded = min(access_length(size, weights, master, grads), VECTOR), size % BLOCK != 0
+    kernel = adamw_8bit_kernel(access, bounded, weights is not master, rounds_weights)
     noise = unused(1, np.uint32) if noise is None else noise
     words = m.view(np.int32), v.view(np.int32)
     blocks = min(-(-len(m_absmax) // WARPS), BLOCKS_PER_SM * device.sm_count())
-    state = *words, m_absmax, v_absmax, _tables()
+    state = *words, m_absmax, v_absmax, *_tables()
     launch(kernel, blocks, THREADS, weights, master, grads, *state, scalars, int(decay_end), noise, int(first_element))
 
 

@@ -4,9 +4,8 @@
     y = h + down_proj(silu(gate) * up),               gate | up = gate_up_proj(rmsnorm(h))
 
 The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it.
-A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks. With `selective`
-it returns what is dear, and `*_recomputed` makes that tuple of it: norms, rotations and SwiGLU again, no GEMM but an
-adapter's.
+A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks. Outputs of the
+modules `recomputed` are None there, and the backward computes them again: no GEMM but an adapter's.
 A backward overwrites the gradient of a block's output with that of its input: `dx` is dy on entry.
 Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
 """
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.kernels.attention.ops import attention, attention_backward
 from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight, linear_swiglu
 from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
@@ -25,6 +25,8 @@ from rlnumba.model.lora import LoraContext
 from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
+# What may be computed again in the backward, of each layer: its two norms, the norms and rotations of q and k, SwiGLU.
+MODULES = frozenset(RECOMPUTE_MODULES)
 
 
 class HeapAllocator:
@@ -42,7 +44,8 @@ class ForwardContext:
     """What the layers of one forward share: `ctx` below.
 
     rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the LoraContext
-    of the model's adapter, or None.
+    of the model's adapter, or None. adds_gradients: whether the gradients of layers' matrices are added to what is
+    there, or written.
     """
 
     config: object
@@ -51,6 +54,7 @@ class ForwardContext:
     attention: object
     memory: object
     lora: LoraContext | None = None
+    adds_gradients: bool = True
 
 
 class PackedAttention:
@@ -99,18 +103,20 @@ def _linear(layer, name, x, w, ctx, y, residual=None):
     return xa
 
 
+def _reduce(layer, name, x, ctx):
+    """s x A^T of the projection's adapter, None where there is none."""
+    return ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
+
+
 def reduced(layer, name, x, ctx):
-    """s x A^T of the projection's adapter, and with its B what `linear` takes as a low rank; (None, None) without."""
-    xa = ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
+    """`_reduce`'s result, and with the adapter's B what `linear` takes as a low rank; (None, None) without one."""
+    xa = _reduce(layer, name, x, ctx)
     return xa, None if xa is None else (xa, ctx.lora.pair(layer, name).b)
 
 
 def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
-    """dx (N, K), from dy (N, M), of _linear, which returned xa; adds to the gradients of what is trained."""
-    if (dw := getattr(grads, name)) is not None:
-        linear_backward_weight(dy, x, dw)
-    if (dbias := getattr(grads, f"{name}_bias")) is not None:
-        bias_backward(dy, dbias)
+    """dx (N, K), from dy (N, M), of _linear, which returned xa; the gradients of what is trained are written."""
+    _weight_backward(name, dy, x, grads, ctx)
     dx = ctx.memory.empty(x.shape, x.dtype)
     if xa is None:
         linear_backward_input(dy, getattr(w, name), dx)
@@ -119,104 +125,117 @@ def _linear_backward(layer, name, dy, x, xa, w, grads, ctx):
     return dx
 
 
-def attention_block(layer, x, w, ctx, h, selective=False):
+def _weight_backward(name, dy, x, grads, ctx):
+    """The gradients of the weight and the bias of the projection `name`, where they are trained."""
+    if (dw := getattr(grads, name)) is not None:
+        linear_backward_weight(dy, x, dw, accumulate=ctx.adds_gradients)
+    if (dbias := getattr(grads, f"{name}_bias")) is not None:
+        bias_backward(dy, dbias)
+
+
+def _normed(x, weight, rstd, ctx):
+    """rmsnorm(x); rstd (N,) is written."""
+    normed = ctx.memory.empty(x.shape, x.dtype)
+    rmsnorm(x, weight, ctx.config.rms_norm_eps, normed, rstd)
+    return normed
+
+
+def _scope(ctx, name, recomputed):
+    """A scope of memory where what the module makes is computed again, else none."""
+    return ctx.memory.scope() if name in recomputed else nullcontext()
+
+
+def attention_block(layer, x, w, ctx, h, recomputed=()):
     """h = x + o_proj(attention(...rmsnorm(x)...)).
 
-    layer: its index; x, h: (N, D); w: LayerWeights. Writes h; returns what the backward reads, or with `selective` what
-    attention_recomputed reads.
+    layer: its index; x, h: (N, D); w: LayerWeights; recomputed: of MODULES. Writes h; returns what the backward reads.
     """
     config, empty = ctx.config, ctx.memory.empty
     N, D = x.shape
     H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rstd, qkv, attended = empty((N,), F32), empty((N, (H + 2 * HK) * E), x.dtype), empty((N, H, E), x.dtype)
-    if selective:
+    if "rope" in recomputed:
         ctx.attention.reserve(layer, H, N)
-    with ctx.memory.scope() if selective else nullcontext():
-        normed = empty((N, D), x.dtype)
-        rmsnorm(x, w.input_norm, config.rms_norm_eps, normed, rstd)
+    with _scope(ctx, "norm", recomputed):
+        normed = _normed(x, w.input_norm, rstd, ctx)
         qkv_xa = _linear(layer, "qkv", normed, w, ctx, qkv)
+    with _scope(ctx, "rope", recomputed):
         q = empty((N, H, E), x.dtype)
-        k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
-        ctx.attention.forward(layer, q, k, v, attended)
+        rotated = q, *ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
+        ctx.attention.forward(layer, *rotated[:3], attended)
         o_xa = _linear(layer, "o", attended.reshape(N, H * E), w, ctx, h, residual=x)
-    if selective:
-        return x, rstd, qkv, attended
-    return x, normed, rstd, qkv, q, k, v, head_rstd, attended, (qkv_xa, o_xa)
-
-
-def attention_recomputed(layer, w, ctx, kept):
-    """What attention_block_backward reads, the same bits, of what attention_block kept with `selective`."""
-    x, rstd, qkv, attended = kept
-    normed, q = ctx.memory.empty(x.shape, x.dtype), ctx.memory.empty(attended.shape, x.dtype)
-    rmsnorm(x, w.input_norm, ctx.config.rms_norm_eps, normed, rstd)
-    k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
-    reduced = _reduced(layer, ctx, qkv=normed, o=attended.reshape(x.shape[0], -1))
-    return x, normed, rstd, qkv, q, k, v, head_rstd, attended, reduced
-
-
-def _reduced(layer, ctx, **inputs):
-    """x A^T of the adapters of projections, by name, None where there is none: tuple."""
-    return tuple(ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory) for name, x in inputs.items())
+    normed = None if "norm" in recomputed else normed
+    rotated = [None] * len(rotated) if "rope" in recomputed else rotated
+    return x, normed, rstd, qkv, *rotated, attended, None if recomputed else (qkv_xa, o_xa)
 
 
 def attention_block_backward(layer, dx, w, grads, ctx, saved):
     """dx: (N, D), the gradient of h on entry and of x on return.
 
-    Adds to grads, the layer's LayerWeights, None where a weight is not trained, and to the adapter's gradients.
+    grads: the layer's LayerWeights, None where a weight is not trained; they, and the adapter's gradients, are written.
     """
-    x, normed, rstd, qkv, q, k, v, head_rstd, attended, (qkv_xa, o_xa) = saved
-    empty = ctx.memory.empty
-    dflat = _linear_backward(layer, "o", dx, attended.reshape(x.shape[0], -1), o_xa, w, grads, ctx)
+    x, normed, rstd, qkv, q, k, v, head_rstd, attended, xas = saved
+    empty, flat = ctx.memory.empty, attended.reshape(x.shape[0], -1)
+    if q is None:
+        q = empty(attended.shape, x.dtype)
+        k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
+    o_xa = _reduce(layer, "o", flat, ctx) if xas is None else xas[1]
+    dflat = _linear_backward(layer, "o", dx, flat, o_xa, w, grads, ctx)
     dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
     ctx.attention.backward(layer, dflat.reshape(attended.shape), q, k, v, attended, dq, dk, dv)
     dqkv = empty(qkv.shape, x.dtype)
     rope = *ctx.rope, ctx.position_ids
     qkv_split_backward(dq, dk, dv, qkv, w.q_norm, w.k_norm, *rope, head_rstd, dqkv, grads.q_norm, grads.k_norm)
+    normed = _normed(x, w.input_norm, rstd, ctx) if normed is None else normed
+    qkv_xa = _reduce(layer, "qkv", normed, ctx) if xas is None else xas[0]
     dnormed = _linear_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)
     rmsnorm_backward(dnormed, x, w.input_norm, rstd, dx, grads.input_norm, accumulate=True)
 
 
-def mlp_block(layer, h, w, ctx, y, selective=False):
+def mlp_block(layer, h, w, ctx, y, recomputed=()):
     """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (recomputation for the backward,
-    which does not read y); returns what the backward reads, or with `selective` what mlp_recomputed reads."""
+    which does not read y); recomputed: of MODULES; returns what the backward reads."""
     config, empty = ctx.config, ctx.memory.empty
-    N, D = h.shape
-    F = config.intermediate_size
+    N, F = h.shape[0], config.intermediate_size
     rstd, gate_up = empty((N,), F32), empty((N, 2 * F), h.dtype)
-    with ctx.memory.scope() if selective else nullcontext():
-        normed, activated = empty((N, D), h.dtype), empty((N, F), h.dtype)
-        rmsnorm(h, w.post_norm, config.rms_norm_eps, normed, rstd)
-        if w.gate_up_bias is None:
-            gate_up_xa, low_rank = reduced(layer, "gate_up", normed, ctx)
-            linear_swiglu(normed, w.gate_up, gate_up, activated, low_rank)
-        else:
-            gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
-            swiglu(gate_up, activated)
-        if y is not None:
-            down_xa = _linear(layer, "down", activated, w, ctx, y, residual=h)
-        else:
-            (down_xa,) = _reduced(layer, ctx, down=activated)
-    if selective:
-        return h, rstd, gate_up
-    return h, normed, rstd, gate_up, activated, (gate_up_xa, down_xa)
-
-
-def mlp_recomputed(layer, w, ctx, kept):
-    """What mlp_block_backward reads, the same bits, of what mlp_block kept with `selective`."""
-    h, rstd, gate_up = kept
-    normed = ctx.memory.empty(h.shape, h.dtype)
-    activated = ctx.memory.empty((h.shape[0], gate_up.shape[1] // 2), h.dtype)
-    rmsnorm(h, w.post_norm, ctx.config.rms_norm_eps, normed, rstd)
-    swiglu(gate_up, activated)
-    return h, normed, rstd, gate_up, activated, _reduced(layer, ctx, gate_up=normed, down=activated)
+    kept = None if "swiglu" in recomputed else empty((N, F), h.dtype)
+    with _scope(ctx, "norm", recomputed):
+        normed = _normed(h, w.post_norm, rstd, ctx)
+        with _scope(ctx, "swiglu", recomputed):
+            activated = empty((N, F), h.dtype) if kept is None else kept
+            if w.gate_up_bias is None:
+                gate_up_xa, low_rank = reduced(layer, "gate_up", normed, ctx)
+                linear_swiglu(normed, w.gate_up, gate_up, activated, low_rank)
+            else:
+                gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
+                swiglu(gate_up, activated)
+            if y is not None:
+                down_xa = _linear(layer, "down", activated, w, ctx, y, residual=h)
+            else:
+                down_xa = _reduce(layer, "down", activated, ctx)
+    normed = None if "norm" in recomputed else normed
+    return h, normed, rstd, gate_up, kept, None if recomputed else (gate_up_xa, down_xa)
 
 
 def mlp_block_backward(layer, dx, w, grads, ctx, saved):
     """dx: (N, D), the gradient of y on entry and of h on return. grads: as attention_block_backward's."""
-    h, normed, rstd, gate_up, activated, (gate_up_xa, down_xa) = saved
-    empty = ctx.memory.empty
-    dactivated = _linear_backward(layer, "down", dx, activated, down_xa, w, grads, ctx)
-    dgate_up = empty(gate_up.shape, h.dtype)
-    swiglu_backward(dactivated, gate_up, dgate_up)
+    h, normed, rstd, gate_up, activated, xas = saved
+    # The gradient of gate | up takes their place.
+    dgate_up = gate_up
+    if activated is None and ctx.lora is None:
+        # The pass that reads gate | up computes SwiGLU again, over its own gradient.
+        activated = ctx.memory.empty((h.shape[0], w.down.shape[1]), h.dtype)
+        linear_backward_input(dx, w.down, activated)
+        swiglu_backward(activated, gate_up, dgate_up, out_over_dout=True)
+        _weight_backward("down", dx, activated, grads, ctx)
+    else:
+        if activated is None:
+            activated = ctx.memory.empty((h.shape[0], w.down.shape[1]), h.dtype)
+            swiglu(gate_up, activated)
+        down_xa = _reduce(layer, "down", activated, ctx) if xas is None else xas[1]
+        dactivated = _linear_backward(layer, "down", dx, activated, down_xa, w, grads, ctx)
+        swiglu_backward(dactivated, gate_up, dgate_up)
+    normed = _normed(h, w.post_norm, rstd, ctx) if normed is None else normed
+    gate_up_xa = _reduce(layer, "gate_up", normed, ctx) if xas is None else xas[0]
     dnormed = _linear_backward(layer, "gate_up", dgate_up, normed, gate_up_xa, w, grads, ctx)
     rmsnorm_backward(dnormed, h, w.post_norm, rstd, dx, grads.post_norm, accumulate=True)

@@ -43,8 +43,8 @@ F32 = np.dtype(np.float32)
 class Tape:
     """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
-    dropout: the Dropout of the adapter's inputs, or None. selective, without recompute: keep what is dear, the outputs
-    of GEMMs and of attention.
+    dropout: the Dropout of the adapter's inputs, or None. modules, without recompute: those of layers.MODULES whose
+    outputs are not kept but computed again.
     """
 
     recompute: bool = False
@@ -54,7 +54,7 @@ class Tape:
     input_ids: object = None
     token_list: object = None
     last: tuple = ()
-    selective: bool = False
+    modules: frozenset = frozenset()
 
 
 class Transformer:
@@ -135,22 +135,25 @@ class Transformer:
                     layers.mlp_block(index, h, w, ctx, y)
             else:
                 h = memory.empty((N, D), self.dtype)
-                saved = layers.attention_block(index, x, w, ctx, h, tape.selective)
-                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y, tape.selective)))
+                saved = layers.attention_block(index, x, w, ctx, h, tape.modules)
+                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y, tape.modules)))
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
         return hidden
 
-    def backward(self, dhidden, tape, grads):
+    def backward(self, dhidden, tape, grads, on_layer=None):
         """Add the gradients of all that is trained to `grads`, but for what the head adds (model/heads.py).
 
         dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, emptied here; grads: those
         of `trained` (trained.grads()). Gradients of activations come from forward's arena, in a scope of their own.
+        on_layer(index) is called as soon as those of a layer's matrices are complete, the last layer first; they are
+        then written instead of added, so that layers may share the memory for them.
         """
         config, weights, ctx = self.config, self.weights, tape.ctx
         if ctx.lora is not None:
             ctx = replace(ctx, lora=replace(ctx.lora, grads=grads))
+        ctx = replace(ctx, adds_gradients=on_layer is None)
         memory = ctx.memory
         with memory.scope():
             x, rstd = tape.last
@@ -166,13 +169,11 @@ class Transformer:
                         saved = attention, layers.mlp_block(index, h, w, ctx, None)
                     attention, mlp = saved
                     with memory.scope():
-                        if tape.selective:
-                            mlp = layers.mlp_recomputed(index, w, ctx, mlp)
                         layers.mlp_block_backward(index, dx, w, g, ctx, mlp)
                     with memory.scope():
-                        if tape.selective:
-                            attention = layers.attention_recomputed(index, w, ctx, attention)
                         layers.attention_block_backward(index, dx, w, g, ctx, attention)
+                    if on_layer is not None:
+                        on_layer(index)
             if ctx.lora is not None:
                 grads.zero_outside_blocks()
             else:

@@ -2,7 +2,7 @@
 
     flat   | embedding, the matrices of every layer, lm_head if untied, score | biases and norm weights |
                                                                      decay_end ^
-Every parameter is a view of the buffer, its first element on a 512-byte boundary in float32 (256 in 16 bits), so
+Every parameter is a view of the buffer, its first element on a 512-byte boundary or more (256 in 16 bits), so
 that one AdamW launch, one norm and one copy do for all of them. Matrices that read the same input are fused: qkv
 has the rows of q, k and v, gate_up those of gate and up. Gradients are the same layout in float32.
 """
@@ -26,8 +26,9 @@ from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
 from rlnumba.runtime import device, memory
 
-# Elements; the padding between parameters stays zero in weights, gradients and moments.
-ALIGNMENT = 128
+# Elements, of vectors and of matrices: blocks of 8-bit moments then belong to one matrix, and so to one layer. The
+# padding between parameters stays zero in weights, gradients and moments.
+ALIGNMENT, MATRIX_ALIGNMENT = 128, 256
 
 # As transformers' save_pretrained in version 4: more than this many bytes of tensors become several files.
 SHARD_BYTES = 5_000_000_000
@@ -54,6 +55,12 @@ class Parameter:
     @property
     def size(self):
         return math.prod(self.shape)
+
+    @property
+    def padded_size(self):
+        """Elements up to the next parameter."""
+        alignment = MATRIX_ALIGNMENT if self.decays else ALIGNMENT
+        return -(-self.size // alignment) * alignment
 
 
 # The views of one decoder layer; None where the model has no such parameter.
@@ -101,7 +108,7 @@ def parameters(config):
     placed, offset = [], 0
     for parameter in sorted(found, key=lambda p: not p.decays):
         placed.append(replace(parameter, offset=offset))
-        offset += -(-parameter.size // ALIGNMENT) * ALIGNMENT
+        offset += parameter.padded_size
     return placed
 
 
@@ -118,7 +125,7 @@ class Weights:
         self.dtype = device.dtype(dtype)
         self.parameters = parameters(config)
         last = self.parameters[-1]
-        size = last.offset + -(-last.size // ALIGNMENT) * ALIGNMENT
+        size = last.offset + last.padded_size
         with memory.allocating(region, size * self.dtype.itemsize):
             self.flat = device.xp().zeros(size, dtype=self.dtype)
         memory.track(region, self.flat.nbytes)

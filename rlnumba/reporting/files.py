@@ -86,6 +86,15 @@ def to_line(row):
     return json.dumps(as_json(row), ensure_ascii=False, allow_nan=False).translate(LINE_ENDS) + "\n"
 
 
+def append_lines(file, rows):
+    """Write dicts to an open text file as lines of JSON, and flush it. Raises OSError naming the file."""
+    try:
+        file.writelines(to_line(row) for row in rows)
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error
+
+
 def cut_back(path, step):
     """Removes from a JSONL file the lines after `step` and an incomplete last one; a missing file is no error."""
     path = Path(path)

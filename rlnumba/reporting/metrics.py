@@ -15,7 +15,7 @@ import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.reporting.console import LineConsole, LiveConsole, completions_text
-from rlnumba.reporting.files import as_json, cut_back, make_folder, read_metrics, to_line
+from rlnumba.reporting.files import append_lines, as_json, cut_back, make_folder, read_metrics
 from rlnumba.reporting.plots import plot
 from rlnumba.reporting.trackers import open_trackers
 
@@ -61,14 +61,13 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind, error, trace):
-        # A failing plot must not hide the error that ends the run.
-        with contextlib.suppress(*[UserError] if kind else []):
+        # A failing plot, or on a full disk a failing close, must not hide the error that ends the run.
+        with contextlib.suppress(*[UserError, OSError] if kind else []):
             self.close(draw=kind is not KeyboardInterrupt, failed=kind is not None)
 
     def log(self, step, metrics):
         """Writes the metrics of optimizer step `step` (1-based): {name: number}."""
-        self._metrics.write(to_line({"step": step} | metrics | {"step": step}))
-        self._metrics.flush()
+        append_lines(self._metrics, [{"step": step} | metrics | {"step": step}])
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float | np.number)}
         for tracker in self._trackers:
             tracker.log(step, numbers)
@@ -100,8 +99,7 @@ class MetricsWriter:
             # Half of a surrogate pair has no UTF-8; with a backslash and digits it is valid JSON.
             path = self.folder / "completions.jsonl"
             self._completions = open(path, "a", encoding="utf-8", errors="backslashreplace")
-        self._completions.writelines(to_line(row) for row in rows)
-        self._completions.flush()
+        append_lines(self._completions, rows)
         if not self.log_completions:
             return
         _write_parquet(self.folder / "completions" / f"completions_{step:05d}.parquet", rows)

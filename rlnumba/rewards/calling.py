@@ -62,11 +62,15 @@ class Scores:
 
 @dataclass
 class Pending:
-    """A group that was submitted: its keywords, its size, and the workers' calls under way by function index."""
+    """A group that was submitted: its keywords, its size, and the workers' calls under way by function index.
+
+    answers: the Answer of each function, None until `collect` had them.
+    """
 
     keywords: dict
     size: int
     calls: dict
+    answers: list | None = None
 
 
 class ModelReward:
@@ -129,12 +133,27 @@ class Rewards:
         return self._workers.call(k, is_async(self.functions[k]), keywords, size, self.timeout_s)
 
     def collect(self, pending):
-        """The Scores of a list of Pending, their completions in its order.
+        """The Scores of a list of Pending, their completions in its order; a group may be asked for again.
 
         With errors "skip", a group for which a function raised, hung or crashed is called again one completion at a
         time, so that only those fail that cause it. Raises RewardError naming the function, unless errors are skipped.
         """
         pending = list(pending)
+        if new := [group for group in pending if group.answers is None]:
+            self._answer(new)
+        return self._scores(pending, [group.answers for group in pending])
+
+    @property
+    def all_in_workers(self):
+        """Whether workers call all functions, so that `is_ready` says when `collect` would not wait."""
+        return None not in self.specs
+
+    def is_ready(self, group):
+        """Whether the workers have all values of a Pending, or know that there are none."""
+        return group.answers is not None or all(call.done() for call in group.calls.values())
+
+    def _answer(self, pending):
+        """Give each of a list of Pending the Answers of all functions."""
         answers = [[None] * len(self.functions) for _ in pending]
         self._call_here(pending, answers)
         for group, found in zip(pending, answers, strict=True):
@@ -148,7 +167,8 @@ class Rewards:
             singles = [(g, k, self._submit_singly(pending[g], k)) for g, k in alone]
             for g, k, parts in singles:
                 answers[g][k] = _joined(self._collect_one(k, part) for part in parts)
-        return self._scores(pending, answers)
+        for group, found in zip(pending, answers, strict=True):
+            group.answers = found
 
     def _submit_singly(self, group, k):
         parts = [Pending(_part(group.keywords, i, group.size), 1, {}) for i in range(group.size)]

@@ -16,8 +16,11 @@ from pathlib import Path
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import functions as built_in
 from rlnumba.rewards.calling import RewardError, Rewards, importable_name
-from rlnumba.rewards.functions import BUILT_IN, FACTORIES, reference_answers, texts_of
+from rlnumba.rewards.functions import FACTORIES, reference_answers, texts_of
+from rlnumba.rewards.gym import gym
 
+# Names without arguments.
+BUILT_IN = built_in.BUILT_IN | {"gym": gym}
 # By which name each function was found.
 _resolved = weakref.WeakKeyDictionary()
 

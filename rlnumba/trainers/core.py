@@ -1,6 +1,6 @@
 """What trainers share: a policy that turns packed batches into log-probs, takes gradients back, and is updated.
 
-policy.zero_grad()
+policy.zero_grad(learning_rate)
 for each micro-batch:
     with policy.scope():
         forward = policy.forward(batch, logprobs, entropy)     ids -> hidden -> log-probs of the targets
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlnumba.errors import ConfigError
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.model.heads import (
     lm_head_backward,
@@ -22,6 +23,7 @@ from rlnumba.model.heads import (
     value_head_backward,
     value_head_forward,
 )
+from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
 from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention, packed_positions
 from rlnumba.optim import Optimizer
@@ -77,7 +79,7 @@ class Policy:
     def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.seed, self.micro_batch = seed, 0
-        self.grads = model.trained.grads()
+        self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
@@ -87,8 +89,19 @@ class Policy:
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero = False
+        # With optimizer_in_backward, of the backward to come.
+        self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
         self.loss_state = {}
+
+    def _new_grads(self):
+        """Gradients in the layout of what is trained, or LayerGradients with optimizer_in_backward."""
+        if not self.train.optimizer_in_backward:
+            return self.model.trained.grads()
+        if self.model.adapter is not None:
+            raise ConfigError("train.optimizer_in_backward is for the model's weights, and [lora] trains an adapter")
+        # While one layer's are read, those of the next are written.
+        return LayerGradients(self.model.weights, 2 if self.train.offload_optimizer else 1)
 
     def _share_master(self, adapter):
         """Start the optimizer's float32 master weights from the adapter's, and save them with the adapter."""
@@ -121,8 +134,10 @@ class Policy:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        kept = self.train.kept_activations
-        return Tape(kept == "minimal", dropout, selective=kept == "selective")
+        kept, modules = self.train.kept_activations, frozenset()
+        if kept == "selective":
+            modules = frozenset(self.train.recompute_modules)
+        return Tape(kept == "minimal", dropout, modules=modules)
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""
@@ -144,7 +159,7 @@ class Policy:
         tape, head = forward
         dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena, dentropy)
         self._head_grad_is_zero = False
-        self.model.backward(dhidden, tape, self.grads)
+        self._backward(dhidden, tape)
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
@@ -155,7 +170,7 @@ class Policy:
             logprobs, entropy, top1, accumulate=not self._head_grad_is_zero, thresholds=batch.thresholds,
         )  # fmt: skip
         self._head_grad_is_zero = False
-        self.model.backward(dhidden, tape, self.grads)
+        self._backward(dhidden, tape)
 
     def values(self, batch, values):
         """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
@@ -171,7 +186,7 @@ class Policy:
         """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
         tape, head = forward
         dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
-        self.model.backward(dhidden, tape, self.grads)
+        self._backward(dhidden, tape)
 
     def forward_with_values(self, batch, logprobs, values, entropy=None):
         """Log-probs and, of a model with both heads, values (T,) f32 from one forward; for `backward_with_values`."""
@@ -187,26 +202,48 @@ class Policy:
         dhidden = lm_head_backward(self.model, lm_head, dlogprobs, self.grads, self.arena, dentropy)
         self._head_grad_is_zero = False
         value_head_backward(self.model, value_head, dvalues, self.grads, self.arena, dhidden)
-        self.model.backward(dhidden, tape, self.grads)
+        self._backward(dhidden, tape)
+
+    def _backward(self, dhidden, tape):
+        if not self.train.optimizer_in_backward:
+            self.model.backward(dhidden, tape, self.grads)
+            return
+        if self._learning_rate is None:
+            raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
+        # From here on the weights change.
+        signals.hold()
+        self.optimizer.begin(self._learning_rate)
+        self._learning_rate = None
+        backward_and_update(self.model, dhidden, tape, self.grads, self.optimizer.update)
 
     def _hidden(self, model, batch, tape=None):
         attention = packed_attention(model, batch, self.arena)
         return model.forward(batch.input_ids, batch.position_ids, attention, tape, self.arena)
 
-    def zero_grad(self):
-        """Set the gradients to zero."""
-        self.optimizer.zero_grad()
+    def zero_grad(self, learning_rate=None):
+        """Begin an optimizer step: set the gradients to zero.
+
+        learning_rate: that of `step`, which optimizer_in_backward needs.
+        """
+        if self.train.optimizer_in_backward:
+            self.grads.zero()
+        else:
+            self.optimizer.zero_grad()
+        self._learning_rate = learning_rate
         self.micro_batch = 0
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):
         """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
 
-        It may return before the weights are written: a reader on another stream, as the engine, waits for this one.
-        From here on a signal waits until the trainer's loop calls signals.release, when the step is complete.
+        With optimizer_in_backward the backward has taken it, and it ends here. It may return before the weights are
+        written: a reader on another stream, as the engine, waits for this one. From here on a signal waits until the
+        trainer's loop calls signals.release, when the step is complete.
         """
         signals.hold()
-        metrics = {"grad_norm": self.optimizer.step(learning_rate), "learning_rate": learning_rate}
+        in_backward = self.train.optimizer_in_backward
+        grad_norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
+        metrics = {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if self.optimizer.skipped_steps:
             metrics["skipped_steps"] = self.optimizer.skipped_steps
         return metrics

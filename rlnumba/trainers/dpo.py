@@ -43,7 +43,7 @@ def run_dpo(run, resume=False):
     folder = RunFolder("dpo", run, resume)
     policy, tokenizer = load_policy(run, folder, reference=True)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     if train.precompute_ref_log_probs:
         datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
         size = train.precompute_ref_batch_size or train.per_device_train_batch_size
@@ -76,11 +76,12 @@ def num_tokens(pair):
     return len(pair.chosen) + len(pair.rejected)
 
 
-def load_rows(path, run, model, tokenizer):
+def load_rows(path, run, model, tokenizer, for_eval=False):
     """The Pairs of a file; logs what was cut or dropped."""
     train, config = run.train, model.config
     limit = config.max_position_embeddings
-    data = load_pairs(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids)
+    limits = limit, config.vocab_size, config.eos_token_ids
+    data = load_pairs(path, run.data, train, tokenizer, *limits, for_eval=for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} pairs were cut to max_length, {dropped} whose prompt alone fills it are left out")

@@ -62,7 +62,7 @@ def evaluate_prompts(run, model, status):
     rewards = load_rewards(run)
     base, _ = find_base(model or run.model)
     llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
-    prompts = load_prompts(run.data.eval, run, llm)
+    prompts = load_prompts(run.data.eval, run, llm, for_eval=True)
     generation = evaluation.generate(llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
     rows = generation.rows(rewards.names)
     for row in rows:
@@ -86,7 +86,7 @@ def evaluate_rows(kind, run, model):
     base = find_model(run.model)
     source = Source(read_config(base), None if run.lora else weights)
     try:
-        rows = trainer.module.load_rows(run.data.eval, run, source, Tokenizer.from_folder(base))
+        rows = trainer.module.load_rows(run.data.eval, run, source, Tokenizer.from_folder(base), for_eval=True)
     except ConfigError:
         raise
     except UserError as error:

@@ -32,10 +32,11 @@ from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, signals
+from rlnumba.trainers import dynamic_sampling, evaluation, rollout
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers import evaluation, rollout
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
 from rlnumba.trainers.rejection import reject
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
@@ -84,9 +85,9 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     model = policy.model
     llm = LLM(model, tokenizer, run.engine)
     prompts = load_prompts(run.data.train, run, llm)
-    eval_data = load_prompts(run.data.eval, run, llm) if run.data.eval else None
+    eval_data = load_prompts(run.data.eval, run, llm, for_eval=True) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
-    order = prompt_order(len(prompts.prompts), run)
+    order = prompt_order(prompts, run)
     state = DataState(order)
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
@@ -114,7 +115,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                         schedule.on_policy, clock, writer,
                     )  # fmt: skip
                     state.begin(rollouts, generations, rewards.names, own_metrics)
-                    num_generated += sum(each.num_generated for each in generations)
+                    num_generated += sum(each.num_generated + each.num_unused for each in generations)
                     writer.completions(step + 1, [row for each in generations for row in each.rows(rewards.names)])
                 part = state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
                 micro_batches.append(part)
@@ -166,9 +167,10 @@ def load(run, folder):
     return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
 
 
-def load_prompts(path, run, llm):
-    """The prompts of a file as token ids; logs how many were too long."""
-    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, llm.model.config.vocab_size)
+def load_prompts(path, run, llm, for_eval=False):
+    """The prompts of data.train, or for_eval those of data.eval, as token ids; logs how many were too long."""
+    vocab_size = llm.model.config.vocab_size
+    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
     return prompts
@@ -180,17 +182,20 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy)
     groups = [group for each in generations for group in each.groups]
-    metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.pool_shares()
+    metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.shares()
+    if run.train.dynamic_sampling:
+        metrics["perf/over_sampled_tokens"] = sum(each.num_unused for each in generations)
     if run.train.rollout_rs is not None:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
     return rollouts, generations, metrics
 
 
-def prompt_order(num_prompts, run):
-    """The PromptOrder of a run, at its beginning."""
-    train = run.train
-    weights = train.difficulty_weights
-    return rollout.PromptOrder(num_prompts, train.shuffle_dataset, run.seed, difficulty_weights=weights)
+def prompt_order(prompts, run):
+    """The PromptOrder of a run on PromptData, at its beginning. Raises UserError for a curriculum without numbers."""
+    train, column = run.train, run.data.curriculum_column
+    curriculum = None if column is None else curriculum_values(prompts, column)
+    options = {"difficulty_weights": train.difficulty_weights, "solved_at": train.no_resampling_pass_rate}
+    return PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed, curriculum=curriculum, **options)
 
 
 def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer):
@@ -201,20 +206,30 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     train = run.train
     aggregation = train.multi_objective_aggregation
     llm.wake()
-    generations, groups, uniform = [], [], []
-    for attempt in range(train.max_gen_batches if train.dynamic_sampling else 1):
-        # prompt -> ids -> completions, text -> reward
-        chosen = order.take(train.prompts_per_rollout - len(groups))
-        seed = rollout.derived_seed(run.seed, trainer_state.global_step, index, attempt)
-        params = sampling_params(train, seed, train.num_generations)
-        generations.append(rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status))
-        order.record(chosen, generations[-1].groups)
-        for group in generations[-1].groups:
-            (uniform if train.dynamic_sampling and rollout.is_uniform(group, aggregation) else groups).append(group)
-        if len(groups) == train.prompts_per_rollout:
-            break
-    # Where too few groups differ in their rewards, the last uniform ones fill the batch; their advantages are 0.
-    groups += uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
+    # prompt -> ids -> completions, text -> reward
+    params = sampling_params(
+        train, rollout.derived_seed(run.seed, trainer_state.global_step, index, 0), train.num_generations
+    )
+    num_groups, common = train.prompts_per_rollout, (trainer_state, clock)
+    if train.dynamic_sampling:
+        window, most = train.over_sampling_batch_size or num_groups, train.max_gen_batches * num_groups
+
+        def differs(group):
+            return not rollout.is_uniform(group, aggregation)
+
+        chosen = order.upcoming(num_groups, most)
+        limits = num_groups, window, differs
+        generation = dynamic_sampling.generate(llm, rewards, prompts, chosen, params, *common, *limits, writer.status)
+        chosen = chosen[: len(generation.groups)]
+        order.advance(len(chosen))
+        groups, uniform = ([group for group in generation.groups if differs(group) == kind] for kind in (True, False))
+        # Where too few groups differ in their rewards, the last uniform ones fill the batch; their advantages are 0.
+        groups += uniform[len(uniform) - (num_groups - len(groups)) :]
+    else:
+        chosen = order.take(num_groups)
+        generation = rollout.generate(llm, rewards, prompts, chosen, params, *common, writer.status)
+        groups = list(generation.groups)
+    order.record(chosen, generation.groups)
     # reward -> advantage
     if train.advantage_estimator != "grpo" or train.length_penalty:
         rollout.set_estimated_advantages(groups, train, order.memory)
@@ -226,7 +241,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     shuffled = np.random.default_rng(seed).permutation(len(samples))
     rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
     llm.sleep()
-    return rollouts, generations
+    return rollouts, [generation]
 
 
 def sampler_is_exact(train):
@@ -302,7 +317,7 @@ def train_step(policy, micro_batches, learning_rate):
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
     stats = xp.empty((len(micro_batches), METRICS), np.float32)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for i, part in enumerate(micro_batches):
         with policy.scope():
             batch = part.to_device()
@@ -390,7 +405,7 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         rows = [row for line in file if (row := json.loads(line))["step"] == 1]
     first = rows[: train.rollout_batch_size : train.num_generations][:count]
-    chosen = prompt_order(len(prompts.prompts), run).take(train.prompts_per_rollout)
+    chosen = prompt_order(prompts, run).take(train.prompts_per_rollout)
     params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
     llm.wake()
     outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)

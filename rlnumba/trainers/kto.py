@@ -43,7 +43,7 @@ def run_kto(run, resume=False):
     folder = RunFolder("kto", run, resume)
     policy, tokenizer = load_policy(run, folder, reference=True)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     if train.precompute_ref_log_probs:
         datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
         if train.loss_type == "kto":
@@ -91,11 +91,11 @@ def sequence_limit(policy):
     return min(policy.train.max_length or most, most)
 
 
-def load_rows(path, run, model, tokenizer):
+def load_rows(path, run, model, tokenizer, for_eval=False):
     """The Completions of a file; logs what was cut or dropped."""
     train, config = run.train, model.config
     limit = config.max_position_embeddings
-    data = load_unpaired(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids)
+    data = load_unpaired(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids, for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} rows lost their end to max_length, {dropped} whose prompt alone fills it are left out")

@@ -109,10 +109,11 @@ class ActorCritic:
         self.policy.backward(forward[0], dlogprobs, dentropy)
         self.critic.backward_values(forward[1], dvalues)
 
-    def zero_grad(self):
-        """Set the gradients to zero."""
-        for each in filter(None, (self.policy, self.critic)):
-            each.zero_grad()
+    def zero_grad(self, learning_rate=None, critic_learning_rate=None):
+        """Begin an optimizer step of both: set the gradients to zero. The rates: those of `step`."""
+        self.policy.zero_grad(learning_rate)
+        if self.critic is not None:
+            self.critic.zero_grad(critic_learning_rate)
 
     def step(self, learning_rate, critic_learning_rate):
         """One optimizer step of both: Policy.step's dict, and critic/grad_norm, critic/learning_rate."""
@@ -301,7 +302,7 @@ def train_step(actor, micro_batches, learning_rate):
     for epoch in range(train.num_ppo_epochs):
         order = epoch_order(len(experience.rollouts.completion_lengths), True, experience.seed, epoch)
         for mini_batch in np.array_split(order, min(train.num_mini_batches, len(order))):
-            actor.zero_grad()
+            actor.zero_grad(learning_rate, experience.critic_learning_rate)
             size = train.per_device_train_batch_size
             parts = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)]
             for part in parts:

@@ -54,7 +54,7 @@ class CompletionBatch:
 def optimizer_step(loss, learning_rate):
     """One optimizer step on the rows of a StepLoss, dpo's or kto's: metrics by name."""
     policy = loss.policy
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for part in loss.micro_batches():
         with policy.scope():
             # ids -> log-probs -> loss -> gradients

@@ -32,7 +32,7 @@ def run_reward(run, resume=False):
     folder = RunFolder("reward", run, resume)
     policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     set_pad_token(policy.model, tokenizer)
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
@@ -49,10 +49,10 @@ def num_tokens(pair):
     return pair.num_tokens
 
 
-def load_rows(path, run, model, tokenizer):
+def load_rows(path, run, model, tokenizer, for_eval=False):
     """The PreferencePairs of a file; logs how many are left out. Raises UserError."""
     limits = model.config.max_position_embeddings, model.config.vocab_size, model.config.eos_token_ids
-    found = load_pairs(path, run.data, run.train, tokenizer, *limits, too_long="drop")
+    found = load_pairs(path, run.data, run.train, tokenizer, *limits, too_long="drop", for_eval=for_eval)
     if dropped := found.counts["dropped_rows"]:
         log(f"{path}: {dropped} of {found.counts['rows']} pairs are longer than max_length and left out")
     return found.rows
@@ -61,7 +61,7 @@ def load_rows(path, run, model, tokenizer):
 def train_step(policy, rows, learning_rate):
     """One optimizer step on PreferencePairs: metrics by name. Writes gradients, weights and optimizer state."""
     scores = PairScores(rows, policy.train.center_rewards_coefficient)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for pairs in micro_batches_of(rows, policy.train):
         with policy.scope():
             rewards, drewards = policy.arena.empty((2, 2 * len(pairs)), np.float32)

@@ -43,6 +43,7 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
     llm.wake()
     generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
     llm.sleep()
+    order.record(chosen, generation.groups)
     # completions -> batch, in another order, so that groups spread over the micro-batches
     samples = generation.samples
     shuffled = np.random.default_rng(rollout.derived_seed(run.seed, step, index)).permutation(len(samples))
@@ -58,6 +59,7 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
         sample.advantage = advantage
     rollouts.advantages = advantages[shuffled]
     metrics = {"frac_reward_zero_std": rollout.frac_zero_std(own_rewards.reshape(-1, train.num_generations))}
+    metrics |= order.shares()
     if policy.reference is not None:
         metrics["kl"] = float(kl.sum() / max(rollouts.num_active, 1))
     return rollouts, [generation], metrics
@@ -115,7 +117,7 @@ def train_step(policy, micro_batches, learning_rate):
     loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
     entropy = xp.empty(int(ends[-1]), np.float32)
     stats = xp.empty((len(micro_batches), METRICS), np.float32)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for i, part in enumerate(micro_batches):
         scale = policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches))
         with policy.scope():

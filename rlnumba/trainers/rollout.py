@@ -18,76 +18,8 @@ from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.runtime import device
-from rlnumba.trainers.core import TargetBatch, epoch_order
+from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.estimators import advantages_of, penalised
-
-# Pools of difficulty, by the mean reward of a prompt's last group: up to these bounds, as in prime-rl, easy above.
-POOLS = ("easy", "normal", "hard")
-HARD_UP_TO, NORMAL_UP_TO = 0.25, 0.75
-
-
-def pool_of(mean_reward):
-    """The index in POOLS of a prompt with this mean reward."""
-    return 2 if mean_reward <= HARD_UP_TO else 1 if mean_reward <= NORMAL_UP_TO else 0
-
-
-class PromptOrder:
-    """The order in which prompts are taken: epochs, each shuffled from (seed, epoch) or in the file's order.
-
-    difficulty_weights: None, or of the POOLS: then each generation draws its prompts at random, without replacement and
-    from (seed, number of the draw), with the weight of each prompt's pool; one that was not sampled yet is normal, and
-    those of weight 0 are taken where there are too few others.
-    """
-
-    def __init__(self, num_prompts, shuffle, seed, epoch=0, position=0, difficulty_weights=None):
-        self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
-        self.epoch, self.position, self.difficulty_weights = epoch, position, difficulty_weights
-        # What else carries over from generation to generation: JSON values, part of the checkpoint.
-        self.memory = {}
-
-    def take(self, count):
-        """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""
-        if self.difficulty_weights is not None:
-            return self._draw(count)
-        if self.position + count > self.num_prompts:
-            self.epoch, self.position = self.epoch + 1, 0
-        self.position += count
-        order = epoch_order(self.num_prompts, self.shuffle, self.seed, self.epoch)
-        return order[self.position - count : self.position].tolist()
-
-    def _draw(self, count):
-        draws = self.memory["draws"] = self.memory.get("draws", 0) + 1
-        weights = np.asarray(self.difficulty_weights, np.float64)[self._pools()]
-        # The largest of log weight + Gumbel noise are a draw without replacement (Vieira 2014).
-        noise = np.random.default_rng((self.seed, draws)).gumbel(size=self.num_prompts)
-        scores = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1.0)), -1e9) + noise
-        return np.argsort(-scores, kind="stable")[:count].tolist()
-
-    def _pools(self):
-        """The pool of every prompt, (num_prompts,) int64."""
-        pools = np.ones(self.num_prompts, np.int64)
-        for index, mean_reward in self.memory.get("mean_rewards", {}).items():
-            if int(index) < self.num_prompts:
-                pools[int(index)] = pool_of(mean_reward)
-        return pools
-
-    def record(self, indices, groups):
-        """Note the mean reward of each prompt's group, by which its pool is chosen; nothing without weights."""
-        if self.difficulty_weights is None:
-            return
-        means = self.memory.setdefault("mean_rewards", {})
-        for index, group in zip(indices, groups, strict=True):
-            rewards = np.array([sample.reward for sample in group])
-            if not np.isnan(rewards).all():
-                # Strings, as JSON has them.
-                means[str(index)] = float(np.nanmean(rewards))
-
-    def pool_shares(self):
-        """The share of the prompts that each pool has: dict of metrics, empty without weights."""
-        if self.difficulty_weights is None:
-            return {}
-        shares = np.bincount(self._pools(), minlength=len(POOLS)) / self.num_prompts
-        return {f"difficulty/{name}": share for name, share in zip(POOLS, shares.tolist(), strict=True)}
 
 
 def derived_seed(seed, *counters):
@@ -125,11 +57,15 @@ RUN_COLUMNS = ("step", "prompt", "completion", "finish_reason", "reward", "advan
 
 @dataclass
 class Generation:
-    """What one call of the engine generated: a group of Samples for each prompt, and what the rewards logged."""
+    """What one call of the engine generated: a group of Samples for each prompt, and what the rewards logged.
+
+    num_unused: tokens of further completions, which were not needed; how many depends on how fast the rewards were.
+    """
 
     groups: list[list[Sample]] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    num_unused: int = 0
 
     @property
     def samples(self):
@@ -182,29 +118,49 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
         if status is not None:
             status(f"{finished} of {total} completions, {num_generated} tokens")
 
-    pending = [None] * len(indices)
+    pending, columns = [None] * len(indices), columns_of(prompts, indices, params.n)
 
     def submit(position, output):
         """Rewards of a group are computed in other processes while the engine goes on with the rest."""
-        chosen, n = prompts.prompts[indices[position]], len(output.completions)
-        texts, ids = ([getattr(c, name) for c in output.completions] for name in ("text", "token_ids"))
-        columns = prompts.columns([indices[position]] * n)
-        pending[position] = rewards.submit([chosen.prompt] * n, texts, ids, all_columns | columns, trainer_state)
+        group = prompts, indices[position], output.completions
+        pending[position] = submit_group(rewards, *group, columns, trainer_state)
 
-    all_columns = dict.fromkeys(prompts.columns(indices), [None] * params.n)
     with clock.phase("generate"):
         token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
         outputs = llm.generate(token_ids, distinct_params(token_ids, params), progress, submit)
     with clock.phase("reward"):
         scores = rewards.collect(pending)
-    completions = [completion for output in outputs for completion in output.completions]
-    chosen = [prompts.prompts[i] for i in indices for _ in range(params.n)]
-    weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * rewards.weights, axis=1))
-    extras = [{column: values[n] for column, values in scores.extra.items()} for n in range(len(completions))]
-    pad_token_id = llm.tokenizer.pad_token_id if llm.tokenizer else None
-    of_samples = zip(chosen, completions, scores.values, weighted.tolist(), extras, strict=True)
-    samples = [Sample(*fields, pad_token_id=pad_token_id) for fields in of_samples]
-    groups = [samples[n : n + params.n] for n in range(0, len(samples), params.n)]
+    chosen = [prompts.prompts[i] for i in indices]
+    completions = [output.completions for output in outputs]
+    return as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
+
+
+def columns_of(prompts, indices, n):
+    """{name: n times None} of all columns that the chosen prompts have: what rewards get where a row has none."""
+    return dict.fromkeys(prompts.columns(indices), [None] * n)
+
+
+def submit_group(rewards, prompts, index, completions, columns, trainer_state):
+    """Begin to score the Completions of prompt `index`: Pending. columns: columns_of the generation."""
+    prompt, n = prompts.prompts[index], len(completions)
+    texts, ids = ([getattr(c, name) for c in completions] for name in ("text", "token_ids"))
+    columns = columns | prompts.columns([index] * n)
+    return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state)
+
+
+def as_generation(chosen, completions, scores, weights, tokenizer):
+    """The Generation of Prompts with a list of Completions each, all of one length, and the Scores of these all."""
+    n = len(completions[0])
+    weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * weights, axis=1))
+    pad_token_id = tokenizer.pad_token_id if tokenizer else None
+    samples = []
+    for i, (prompt, completion) in enumerate(
+        (p, c) for p, group in zip(chosen, completions, strict=True) for c in group
+    ):
+        extra = {column: values[i] for column, values in scores.extra.items()}
+        reward = float(weighted[i])
+        samples.append(Sample(prompt, completion, scores.values[i], reward, extra, pad_token_id=pad_token_id))
+    groups = [samples[first : first + n] for first in range(0, len(samples), n)]
     return Generation(groups, scores.errors, scores.metrics)
 
 

@@ -28,7 +28,7 @@ def run_sft(run, resume=False):
     folder = RunFolder("sft", run, resume)
     policy, tokenizer = load_policy(run, folder)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer) if run.data.eval else None
+    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
@@ -37,10 +37,10 @@ def num_tokens(row):
     return sum(map(len, row))
 
 
-def load_rows(path, run, model, tokenizer):
+def load_rows(path, run, model, tokenizer, for_eval=False):
     """The rows of a file, lists of TokenSequence, none without a trained token; logs what was cut or dropped."""
     limit, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
-    data = load_sft(path, run.data, run.train, tokenizer, limit, vocab_size, model.config.eos_token_ids)
+    data = load_sft(path, run.data, run.train, tokenizer, limit, vocab_size, model.config.eos_token_ids, for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} rows lost their end to max_length, {dropped} have no token to train on and are left out")
@@ -53,7 +53,7 @@ def train_step(policy, rows, learning_rate):
     rows: lists of TokenSequence, per_device_train_batch_size of them a micro-batch, the last one shorter.
     """
     sums = TargetSums(rows)
-    policy.zero_grad()
+    policy.zero_grad(learning_rate)
     for part in micro_batches_of(rows, policy.train):
         with policy.scope():
             batch = target_batch(sequences_of(part))

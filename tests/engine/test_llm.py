@@ -226,8 +226,8 @@ def test_stopping(model):
     assert drawn(generate(model, prompt, params))[0][0][2] == "stop"
 
 
-class Letters:
-    """A tokenizer of two-letter tokens; EOS is special."""
+class TwoCharacterTokens:
+    """A tokenizer of tokens of two characters; EOS is special."""
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(f"{chr(97 + i // 10)}{i % 10}" for i in ids if not (skip_special_tokens and i == EOS))
@@ -236,14 +236,14 @@ class Letters:
 def test_text_and_stop_strings(model):
     prompt = [[1, 2, 3]]
     params, _ = drawing_eos(model, prompt)
-    (free,) = generate(model, prompt, params, Letters())
+    (free,) = generate(model, prompt, params, TwoCharacterTokens())
     ids, text = free.completions[0].token_ids, free.completions[0].text
-    assert text == Letters().decode(ids)
-    (stopped,) = generate(model, prompt, dataclasses.replace(params, ignore_eos=False), Letters())
-    assert stopped.completions[0].text == Letters().decode(ids[: ids.index(EOS)])
+    assert text == TwoCharacterTokens().decode(ids)
+    (stopped,) = generate(model, prompt, dataclasses.replace(params, ignore_eos=False), TwoCharacterTokens())
+    assert stopped.completions[0].text == TwoCharacterTokens().decode(ids[: ids.index(EOS)])
     # A string across the border of two tokens.
     stop = text[7:10]
-    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=("no such", stop)), Letters())
+    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=("no such", stop)), TwoCharacterTokens())
     found = text.index(stop)
     assert cut.completions[0].text == text[:found] and cut.completions[0].finish_reason == "stop"
     assert cut.completions[0].token_ids == ids[: (found + 2) // 2 + 1]
@@ -313,12 +313,14 @@ def test_stop_strings_after_min_tokens(model):
     """Only one that ends in the text of a later token counts, and the text is cut where that one begins."""
     prompt = [[1, 2, 3]]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    (free,) = generate(model, prompt, params, Letters())
+    (free,) = generate(model, prompt, params, TwoCharacterTokens())
     text = free.completions[0].text
     # Across the border of tokens 5 and 6, of tokens 4 and 5.
     for stop, min_tokens, found in ((text[9:11], 5, True), (text[9:11], 6, False), (text[7:9], 5, False)):
         later = text.find(stop, 2 * min_tokens - 1)
-        (cut,) = generate(model, prompt, dataclasses.replace(params, stop=(stop,), min_tokens=min_tokens), Letters())
+        (cut,) = generate(
+            model, prompt, dataclasses.replace(params, stop=(stop,), min_tokens=min_tokens), TwoCharacterTokens()
+        )
         completion = cut.completions[0]
         assert completion.text == (text if later < 0 else text[:later])
         assert (completion.text == text[:9]) == found
@@ -397,8 +399,8 @@ def test_a_model_folder_has_its_tokenizer():
     for given in (folder, str(folder)):
         assert LLM(given).generate(["what is 3+4? "], params) == wanted
     # One that is given wins.
-    (output,) = LLM(folder, Letters()).generate([wanted[0].prompt_token_ids], params)
-    assert output.completions[0].text == Letters().decode(wanted[0].completions[0].token_ids)
+    (output,) = LLM(folder, TwoCharacterTokens()).generate([wanted[0].prompt_token_ids], params)
+    assert output.completions[0].text == TwoCharacterTokens().decode(wanted[0].completions[0].token_ids)
 
 
 def test_defaults_are_vllms(model):
@@ -495,15 +497,15 @@ def test_a_stop_string_is_found_wherever_it_ends(model):
     """A short one, one across tokens, and one that is as long as the tail of the text that is looked at first."""
     prompt = [[1, 2, 3]]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    (free,) = generate(model, prompt, params, Letters())
+    (free,) = generate(model, prompt, params, TwoCharacterTokens())
     text = free.completions[0].text
     for length in (1, 3, 60):
         stop = text[20 : 20 + length]
-        (cut,) = generate(model, prompt, dataclasses.replace(params, stop=(stop,)), Letters())
+        (cut,) = generate(model, prompt, dataclasses.replace(params, stop=(stop,)), TwoCharacterTokens())
         assert cut.completions[0].text == text[: text.index(stop)] and cut.completions[0].finish_reason == "stop"
     # Of several, the one that begins first.
     stops = (text[24:26], text[20:26], text[22:26])
-    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=stops), Letters())
+    (cut,) = generate(model, prompt, dataclasses.replace(params, stop=stops), TwoCharacterTokens())
     assert cut.completions[0].text == text[: min(text.index(stop) for stop in stops)]
 
 

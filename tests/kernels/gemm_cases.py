@@ -71,7 +71,11 @@ def check_operators(rng, dtype, m, n, k):
     gemm.linear_backward_input(dout, w, dx, accumulate=True)
     assert_close(dx, expected + device.to_host(before.astype(np.float32)), terms=n, what="dx, accumulated")
     gemm.linear_backward_weight(dout, x, dweight)
-    assert_close(dweight, device.to_host(wide_dout.T @ wide_x) + 1, terms=m, what="dweight")
+    expected = device.to_host(wide_dout.T @ wide_x)
+    assert_close(dweight, expected + 1, terms=m, what="dweight")
+    dweight = cupy.full((n, k), np.nan, x.dtype)
+    gemm.linear_backward_weight(dout, x, dweight, accumulate=False)
+    assert_close(dweight, expected, terms=m, what="dweight, overwritten")
 
 
 def check_rows(whole, product, rows):

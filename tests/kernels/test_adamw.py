@@ -77,7 +77,7 @@ def test_golden_number():
 def test_wrong_arguments_are_named():
     xp = device.xp()
     arrays = [xp.zeros(4, np.float32) for _ in range(3)]
-    scalars = xp.zeros(8, np.float32)
+    scalars = xp.zeros(9, np.float32)
     with pytest.raises(ValueError, match=r"adamw: weights must be \(any\) float32, got \(4,\) float16"):
         adamw(xp.zeros(4, np.float16), None, *arrays, scalars, 0)
     with pytest.raises(ValueError, match=r"adamw: master must be \(4\) float32, got \(3,\) float32"):

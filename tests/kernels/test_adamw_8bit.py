@@ -139,9 +139,19 @@ def test_kernel_compiles_for_gpus(compile_offline, weights, has_master):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
     f32, i32, troubles = "float32[::1]", "int32[::1]", []
-    types = [f"{weights}[::1]", f32 if has_master else f"{weights}[::1]", f32, i32, i32, f32, f32, "float32[:,::1]"]
+    types = [
+        f"{weights}[::1]",
+        f32 if has_master else f"{weights}[::1]",
+        f32,
+        i32,
+        i32,
+        f32,
+        f32,
+        "float32[:,::1]",
+        "uint8[::1]",
+    ]
     types += [f32, "int64", "uint32[::1]", "int64"]
-    kernel = adamw_8bit_kernel(4, has_master, weights != "float32" and not has_master)
+    kernel = adamw_8bit_kernel(4, True, has_master, weights != "float32" and not has_master)
     for architecture in ((8, 0), (9, 0), (10, 0)):
         troubles += compile_offline(kernel, types, architecture)
     assert not troubles, "\n".join(troubles)
@@ -172,7 +182,7 @@ def test_parts_give_the_bits_of_the_whole(rng):
 def test_wrong_arguments_are_named():
     xp = device.xp()
     f32, codes, scale = xp.zeros(8, np.float32), xp.zeros(8, np.uint8), xp.zeros(1, np.float32)
-    scalars = xp.zeros(8, np.float32)
+    scalars = xp.zeros(9, np.float32)
     with pytest.raises(ValueError, match=r"adamw_8bit: m must be \(8\) uint8, got \(8,\) float32"):
         adamw_8bit(f32, None, f32, f32, codes, scale, scale, scalars, 0)
     with pytest.raises(ValueError, match=r"adamw_8bit: v_absmax must be \(1\) float32, got \(8,\) float32"):

@@ -69,6 +69,9 @@ def run_all(rng, shape, dtype):
     dweight, dbias = xp.ones((n, k), np.float32), xp.ones(n, np.float32)
     linear_backward_weight(dd, xd, dweight)
     close(dweight, dweight_expected + 1, m + 1, "dweight")
+    dweight = xp.full((n, k), np.nan, xd.dtype)
+    linear_backward_weight(dd, xd, dweight, accumulate=False)
+    close(dweight, dweight_expected, m + 1, "dweight overwritten")
     bias_backward(dd, dbias)
     close(dbias, dbias_expected + 1, m + 1, "dbias")
 

@@ -22,7 +22,7 @@ KERNELS = [
     (rmsnorm.rmsnorm_kernel(ROW[0], False), [H2, H1, "float32", H2, F1]),
     (qkv.qkv_split_backward_kernel(HEAD, 5, 2), [H2, H2, H2, F2, F2, I1, H2]),
     (swiglu.swiglu_kernel(8, 8, True), [H3, H2]),
-    (swiglu.swiglu_backward_kernel(8, 8, True), [H2, H3, H3]),
+    (swiglu.swiglu_backward_kernel(8, 8, True, True), [H2, H3, H3]),
     *((elementwise.elementwise_kernel(op, 8, 8, True), [H1, H1, "float32", H1]) for op in ("add", "scale", "fill")),
     (elementwise.elementwise_kernel("cast", 4, 4, True), [H1, F1, "float32", F1]),
     (embedding.copy_rows_kernel(np.uint16, 8, True, False, 3, 2), [H2, I1, H2]),

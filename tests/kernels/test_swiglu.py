@@ -30,8 +30,9 @@ def run_all(rng, shape, dtype):
     swiglu_backward(dd, gd, dgate_up)
     expected = swiglu_backward_ref(dout.astype(np.float64), gate_up.astype(np.float64))
     assert_close(dgate_up, expected, terms=4, what="dgate_up")
-    swiglu_backward(dd, gd, gd)
+    swiglu_backward(dd, gd, gd, out_over_dout=True)
     assert_same_bits(gd, dgate_up, "in place")
+    assert_same_bits(dd, out, "out over dout")
 
 
 def test_gradient_of_reference(rng):
@@ -97,7 +98,7 @@ def test_kernels_compile_for_gpus(compile_offline, element, vector):
     troubles = []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
         troubles += compile_offline(swiglu_kernel(vector, vector, False), [double, single], architecture)
-        kernel = swiglu_backward_kernel(vector, vector, False)
+        kernel = swiglu_backward_kernel(vector, vector, False, True)
         troubles += compile_offline(kernel, [single, double, double], architecture)
     assert not troubles, "\n".join(troubles)
 

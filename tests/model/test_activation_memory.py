@@ -7,6 +7,7 @@ import pytest
 
 from rlnumba.config.lora import LoraConfig
 from rlnumba.model import layers
+from rlnumba.model.layers import MODULES
 from rlnumba.model.lora import Adapter, Dropout
 from rlnumba.model.transformer import Tape, load_model
 from rlnumba.runtime import device
@@ -58,7 +59,8 @@ def test_modes_give_the_same_bits(folder):
     kept = gradients(model, Tape(), poisoned())
     assert np.isfinite(kept).all() and kept.any()
     assert_same_bits(gradients(model, Tape(recompute=True), poisoned()), kept, "minimal")
-    assert_same_bits(gradients(model, Tape(selective=True), poisoned()), kept, "selective")
+    for modules in (["norm"], ["rope"], ["swiglu"], ["norm", "swiglu"], MODULES):
+        assert_same_bits(gradients(model, Tape(modules=frozenset(modules)), poisoned()), kept, str(modules))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -68,7 +70,7 @@ def test_modes_give_the_same_bits_with_an_adapter(rate):
     model.adapter.flat[...] += np.float32(0.01)
     model.adapter.zero_outside_blocks()
     found = []
-    for options in ({}, {"recompute": True}, {"selective": True}):
+    for options in ({}, {"recompute": True}, {"modules": MODULES}):
         found.append(gradients(model, Tape(dropout=Dropout(rate, 5, 1, 0) if rate else None, **options), poisoned()))
     assert np.isfinite(found[0]).all() and found[0].any()
     for other in found[1:]:
@@ -81,7 +83,7 @@ def test_selective_keeps_gemms_and_attention_alone(monkeypatch):
     for name in ("linear", "linear_swiglu", "attention"):
         operator = getattr(layers, name)
         monkeypatch.setattr(layers, name, lambda *a, _op=operator, _n=name, **k: (calls.append(_n), _op(*a, **k)))
-    for mode, tape in (("full", Tape()), ("selective", Tape(selective=True)), ("minimal", Tape(recompute=True))):
+    for mode, tape in (("full", Tape()), ("selective", Tape(modules=MODULES)), ("minimal", Tape(recompute=True))):
         arena = Arena(f"test {mode}")
         calls.clear()
         gradients(model, tape, arena)

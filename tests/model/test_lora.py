@@ -14,6 +14,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.model import lora
+from rlnumba.model.layers import MODULES
 from rlnumba.model.lora import Adapter, Dropout, load_adapter, merge
 from rlnumba.model.transformer import Tape, host_copy, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors
@@ -119,9 +120,9 @@ def test_a_new_adapter_is_pefts():
     assert_same_bits(logits_of(model, SEQUENCES[0]), logits_of(model.without_adapter(), SEQUENCES[0]))
 
 
-def gradients(model, recompute=False, dropout=None, selective=False):
+def gradients(model, recompute=False, dropout=None, modules=frozenset()):
     """(loss, the adapter's gradients) of the sum of weighted log-probs of SEQUENCES."""
-    return gradients_of_logprobs(model, SEQUENCES, Tape(recompute, dropout, selective=selective), Arena("test"))
+    return gradients_of_logprobs(model, SEQUENCES, Tape(recompute, dropout, modules=modules), Arena("test"))
 
 
 def reference_logprob_sum(config, weights, adapter, dropped):
@@ -240,7 +241,7 @@ def test_recomputation_gives_the_same_bits():
     for dropout in (None, DROPOUT):
         plain, recomputed = (gradients(model, recompute, dropout)[1] for recompute in (False, True))
         assert_same_bits(plain.flat, recomputed.flat)
-        assert_same_bits(plain.flat, gradients(model, dropout=dropout, selective=True)[1].flat)
+        assert_same_bits(plain.flat, gradients(model, dropout=dropout, modules=MODULES)[1].flat)
 
 
 def test_dropout_is_in_training_alone():

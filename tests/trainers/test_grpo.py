@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlnumba.config import DataConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
@@ -14,7 +15,8 @@ from rlnumba.rewards import RewardError
 from rlnumba.runtime import device
 from rlnumba.trainers import core, grpo
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.rollout import Generation, PromptOrder, Rollouts, Sample, derived_seed
+from rlnumba.trainers.prompt_order import PromptOrder
+from rlnumba.trainers.rollout import Generation, Rollouts, Sample, derived_seed
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
 
@@ -363,14 +365,24 @@ def made_group(prompt, rewards):
 
 
 def pretended_generation(monkeypatch, rewards_of, **train):
-    """roll_out whose completions get rewards_of(attempt, prompt): (rollouts, generations, calls of generate)."""
+    """roll_out whose completions get rewards_of(prompt): (rollouts, generations, calls of generate)."""
     calls = []
 
     def generate(llm, rewards, prompts, chosen, params, now, clock, status):
         calls.append((list(chosen), params))
-        return Generation([made_group(prompt, rewards_of(len(calls) - 1, prompt)) for prompt in chosen])
+        return Generation([made_group(prompt, rewards_of(prompt)) for prompt in chosen])
+
+    def generate_until(llm, rewards, prompts, chosen, params, now, clock, wanted, window, differs, status):
+        calls.append((list(chosen), params, window))
+        groups = []
+        for prompt in chosen:
+            groups.append(made_group(prompt, rewards_of(prompt)))
+            if sum(map(differs, groups)) == wanted:
+                break
+        return Generation(groups)
 
     monkeypatch.setattr(grpo.rollout, "generate", generate)
+    monkeypatch.setattr(grpo.dynamic_sampling, "generate", generate_until)
     slept = []
     llm = SimpleNamespace(wake=lambda: slept.append("wake"), sleep=lambda: slept.append("sleep"))
     config = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2} | train
@@ -383,7 +395,7 @@ def pretended_generation(monkeypatch, rewards_of, **train):
 
 
 def test_a_generation_is_shuffled_by_its_place(monkeypatch):
-    rollouts, generations, calls = pretended_generation(monkeypatch, lambda attempt, prompt: (0.0, float(prompt)))
+    rollouts, generations, calls = pretended_generation(monkeypatch, lambda prompt: (0.0, float(prompt)))
     ((chosen, params),) = calls
     assert chosen == [0, 1, 2, 3] and params.seed == derived_seed(42, 7, 3, 0) and params.n == 2
     order = np.random.default_rng(derived_seed(42, 7, 3)).permutation(8)
@@ -397,25 +409,24 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
 
 
 def test_groups_that_teach_something_are_generated_until_there_are_enough(monkeypatch):
-    def rewards_of(attempt, prompt):
+    def rewards_of(prompt):
         return (1.0, 0.0) if prompt in (1, 5, 6) else (0.5, 0.5)
 
-    _, _, calls = pretended_generation(monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3)
-    assert [chosen for chosen, _ in calls] == [[0, 1, 2, 3], [4, 5, 6], [7]]
-    assert [params.seed for _, params in calls] == [derived_seed(42, 7, 3, attempt) for attempt in range(3)]
-    # Of the uniform groups the last one fills up what is missing.
-    rollouts, generations, calls = pretended_generation(
+    rollouts, (generation,), ((chosen, params, window),) = pretended_generation(
         monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3, mask_truncated_completions=True
     )
-    assert len(generations) == 3 and len(generations[0].samples) == 8
+    assert chosen == list(range(12)) and params.seed == derived_seed(42, 7, 3, 0) and window == 4
+    assert len(generation.samples) == 24
+    # Of the uniform groups the last one fills up what is missing.
     first_ids = sorted(set(rollouts.token_ids.reshape(8, 4)[:, 2].tolist()))
-    assert first_ids == [10 * prompt + 5 + i for prompt in (1, 5, 6, 7) for i in range(2)]
+    assert first_ids == [10 * prompt + 5 + i for prompt in (1, 5, 6, 11) for i in range(2)]
     assert sorted(rollouts.advantages.tolist())[3:5] == [0.0, 0.0]
-    # Enough at once: no further generation. Without dynamic sampling there is one, whatever it gives.
-    _, _, calls = pretended_generation(monkeypatch, lambda *_: (1.0, 0.0), dynamic_sampling=True, max_gen_batches=3)
-    assert len(calls) == 1
-    rollouts, _, calls = pretended_generation(monkeypatch, lambda *_: (0.5, 0.5), max_gen_batches=3)
-    assert len(calls) == 1 and not rollouts.advantages.any()
+    # Enough at once: the first ones. Without dynamic sampling there is one generation, whatever it gives.
+    options = {"dynamic_sampling": True, "max_gen_batches": 3, "over_sampling_batch_size": 7}
+    _, (generation,), ((_, _, window),) = pretended_generation(monkeypatch, lambda _: (1.0, 0.0), **options)
+    assert len(generation.groups) == 4 and window == 7
+    rollouts, _, ((chosen, _),) = pretended_generation(monkeypatch, lambda _: (0.5, 0.5), max_gen_batches=3)
+    assert chosen == [0, 1, 2, 3] and not rollouts.advantages.any()
 
 
 def test_the_state_of_the_data_is_kept_between_steps():
@@ -482,7 +493,7 @@ def test_sample_report_at_start_and_end(tmp_path):
 
     llm = SimpleNamespace(generate=generate, wake=lambda: asked.append("wake"), sleep=lambda: asked.append("sleep"))
     data = PromptData([Prompt("", [i], {}, "") for i in range(8)])
-    run = SimpleNamespace(train=train, seed=3)
+    run = SimpleNamespace(train=train, seed=3, data=DataConfig(train="rows.jsonl"))
     text = grpo.sample_report(llm, data, run, tmp_path)
     chosen = PromptOrder(8, True, 3).take(6)[:4]
     assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]

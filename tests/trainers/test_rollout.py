@@ -14,15 +14,14 @@ from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
 from rlnumba.runtime import device
 from rlnumba.trainers import grpo
-from rlnumba.trainers.core import Policy
+from rlnumba.trainers.core import Policy, epoch_order
+from rlnumba.trainers.prompt_order import PromptOrder
 from rlnumba.trainers.rollout import (
     Generation,
-    PromptOrder,
     Rollouts,
     Sample,
     derived_seed,
     distinct_params,
-    epoch_order,
     frac_reward_zero_std,
     generate,
     generation_metrics,
@@ -324,7 +323,7 @@ def test_prompts_are_drawn_by_difficulty():
     assert sorted(order.take(300)) == list(range(300)) and len(set(order.take(40))) == 40
     groups = [[sample(reward) for _ in range(2)] for reward in (1.0,) * 100 + (0.5,) * 100 + (0.25,) * 100]
     order.record(range(300), groups)
-    assert order.pool_shares() == pytest.approx({f"difficulty/{n}": 1 / 3 for n in ("easy", "normal", "hard")})
+    assert order.shares() == pytest.approx({f"difficulty/{n}": 1 / 3 for n in ("easy", "normal", "hard")})
     taken = np.array([order.take(10) for _ in range(400)]) // 100
     assert np.mean(taken == 0) == 0
     # Four times as likely, a little less without replacement: 0.8 of a draw of one.

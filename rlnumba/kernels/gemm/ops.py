@@ -3,7 +3,7 @@
     linear                   out = x w^T + bias + residual     sum over K (NT: both rows contiguous)
     linear_swiglu            gate_up = x w^T, out = silu(gate) * up
     linear_backward_input    dx = dout w                       sum over N (NN)
-    linear_backward_weight   dweight += dout^T x               sum over M (TN)
+    linear_backward_weight   dweight += or = dout^T x          sum over M (TN)
     bias_backward            dbias += sum over M of dout
 
 linear, linear_swiglu and linear_backward_input take a low rank, two matrices (A, B) of an adapter: x w^T + A B^T, or
@@ -172,16 +172,17 @@ def linear_backward_input(dout, weight, dx, accumulate=False, low_rank=None):
         _add_low_rank(gemm, low_rank, dx, b_mn=True)
 
 
-def linear_backward_weight(dout, x, dweight):
-    """dweight += dout^T x: the gradient of linear's weight.
+def linear_backward_weight(dout, x, dweight, accumulate=True):
+    """dweight += dout^T x, or = unless accumulate: the gradient of linear's weight.
 
-    dout (M, N) and x (M, K) of one floating dtype, dweight (N, K) float32. Raises ValueError for others.
+    dout (M, N) and x (M, K) of one floating dtype, dweight (N, K) float32, or of that dtype where it is overwritten.
+    Raises ValueError for others.
     """
     m, n = check("linear_backward_weight", "dout", dout, (None, None), FLOATS)
     _, k = check("linear_backward_weight", "x", x, (m, None), (dout.dtype,))
-    check("linear_backward_weight", "dweight", dweight, (n, k), F32)
-    if m and n and k:
-        _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=True)
+    check("linear_backward_weight", "dweight", dweight, (n, k), F32 if accumulate else (*F32, dout.dtype))
+    if n and k and (m or not accumulate):
+        _gemm(dout, x, dweight, m)(dout, x, dweight, a_mn=True, b_mn=True, add=accumulate)
 
 
 def bias_backward(dout, dbias):

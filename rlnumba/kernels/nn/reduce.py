@@ -64,14 +64,16 @@ def sum_of_squares_kernel(access, bounded):
 
 
 @cuda.jit
-def sum_kernel(x, out):
-    """out[0] = the sum of x, by one block."""
+def sum_kernel(x, accumulate, out):
+    """out[0] = (or += if accumulate) the sum of x, by one block."""
     scratch = cuda.shared.array(32, np.float32)
     total = np.float32(0.0)
     for i in range(cuda.threadIdx.x, x.shape[0], cuda.blockDim.x):
         total += x[i]
     total = block_sum(total, scratch)
     if cuda.threadIdx.x == 0:
+        if accumulate:
+            total += out[0]
         out[0] = total
 
 
@@ -147,22 +149,24 @@ def column_sums_kernel(x, chunk_rows, partials):
         partials[chunk, column] = total
 
 
-def sum_of_squares(x, out):
-    """out[0] = the sum of x^2.
+def sum_of_squares(x, out, accumulate=False):
+    """out[0] = (or += if accumulate) the sum of x^2.
 
-    x (n,), out (1,) float32; out is written, infinity if the sum is beyond float32. Raises ValueError for other arrays.
+    x (n,) of a floating dtype, out (1,) float32, infinity if the sum is beyond it. ValueError for other arrays.
     """
-    (size,) = check("sum_of_squares", "x", x, (None,), F32)
+    (size,) = check("sum_of_squares", "x", x, (None,), FLOATS)
     check("sum_of_squares", "out", out, (1,), F32)
     if device.name() == "cpu":
         # Infinity is a result: the caller checks for it.
         with np.errstate(over="ignore", invalid="ignore"):
-            out[0] = sum(float(sum_of_squares_ref(x[i : i + CHUNK])) for i in range(0, size, CHUNK))
+            chunks = (x[i : i + CHUNK].astype(np.float32, copy=False) for i in range(0, size, CHUNK))
+            total = sum(float(sum_of_squares_ref(chunk)) for chunk in chunks)
+            out[0] = total + float(out[0]) if accumulate else total
         return
     partials = device.xp().empty(min(-(-size // BLOCK_ELEMENTS), MAX_BLOCKS), np.float32)
-    kernel = sum_of_squares_kernel(access_length(size, x), size % BLOCK_ELEMENTS != 0)
+    kernel = sum_of_squares_kernel(min(access_length(size, x), VECTOR), size % BLOCK_ELEMENTS != 0)
     launch(kernel, len(partials), THREADS, x, partials)
-    launch(sum_kernel, 1, THREADS, partials, out)
+    launch(sum_kernel, 1, THREADS, partials, int(accumulate), out)
 
 
 def masked_whiten(x, mask, out, shift_mean=True):

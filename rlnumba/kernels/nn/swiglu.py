@@ -70,8 +70,8 @@ def swiglu_kernel(vector, access, bounded):
 
 
 @specialize
-def swiglu_backward_kernel(vector, access, bounded):
-    """As swiglu_kernel."""
+def swiglu_backward_kernel(vector, access, bounded, out_over_dout):
+    """As swiglu_kernel. out_over_dout: whether the forward's out is written over dout."""
     load, store = vector_access(vector, access, bounded)
     count, stride = UNROLL * vector, THREADS * vector
 
@@ -90,21 +90,25 @@ def swiglu_backward_kernel(vector, access, bounded):
         for i in range(UNROLL):
             for j in range(i * vector, (i + 1) * vector):
                 s = sigmoid(gate[j])
+                activated = gate[j] * s * up[j]
                 dgate = upstream[j] * up[j] * s * (one + gate[j] * (one - s))
                 up[j] = upstream[j] * gate[j] * s
                 gate[j] = dgate
+                upstream[j] = activated
             store(dgate_row, first + i * stride, gate, i * vector)
             store(dup_row, first + i * stride, up, i * vector)
+            if out_over_dout:
+                store(dout_row, first + i * stride, upstream, i * vector)
 
     return swiglu_backward_kernel
 
 
-def _launch(kernel_of, *arrays):
+def _launch(kernel_of, arrays, *options):
     """Launch a kernel of dout or out (N, F) and arrays [gate | up] (N, 2F), in any order."""
     columns = min(array.shape[1] for array in arrays)
     vector = 16 // arrays[0].itemsize
     block_columns = THREADS * UNROLL * vector
-    kernel = kernel_of(vector, access_length(columns, *arrays), columns % block_columns != 0)
+    kernel = kernel_of(vector, access_length(columns, *arrays), columns % block_columns != 0, *options)
     rows = [x if x.shape[1] == columns else x.reshape(len(x), 2, columns) for x in arrays]
     launch(kernel, (len(rows[0]), -(-columns // block_columns)), THREADS, *rows)
 
@@ -120,21 +124,25 @@ def swiglu(gate_up, out):
         for part in _row_chunks(out):
             out[part] = swiglu_ref(gate_up[part])
         return
-    _launch(swiglu_kernel, gate_up, out)
+    _launch(swiglu_kernel, (gate_up, out))
 
 
-def swiglu_backward(dout, gate_up, dgate_up):
+def swiglu_backward(dout, gate_up, dgate_up, out_over_dout=False):
     """The gradient of swiglu: dgate_up, whose halves are dgate and dup.
 
-    dout (N, F), gate_up, dgate_up (N, 2F) of one floating dtype; dgate_up may be gate_up. ValueError for other arrays.
+    dout (N, F), gate_up, dgate_up (N, 2F) of one floating dtype; dgate_up may be gate_up. out_over_dout: dout
+    becomes what swiglu wrote to out, the same bits. ValueError for other arrays.
     """
     rows, columns = check("swiglu_backward", "dout", dout, (None, None), FLOATS)
     check_all("swiglu_backward", (rows, 2 * columns), (dout.dtype,), gate_up=gate_up, dgate_up=dgate_up)
     if device.name() == "cpu":
         for part in _row_chunks(dout):
-            dgate_up[part] = swiglu_backward_ref(dout[part], gate_up[part])
+            gradient = swiglu_backward_ref(dout[part], gate_up[part])
+            if out_over_dout:
+                dout[part] = swiglu_ref(gate_up[part])
+            dgate_up[part] = gradient
         return
-    _launch(swiglu_backward_kernel, dout, gate_up, dgate_up)
+    _launch(swiglu_backward_kernel, (dout, gate_up, dgate_up), out_over_dout)
 
 
 def _row_chunks(array):

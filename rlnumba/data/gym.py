@@ -1,0 +1,114 @@
+"""Rows from reasoning-gym (https://github.com/open-thought/reasoning-gym): problems made from a seed, with a scorer.
+
+`data.train = "gym:chain_sum"` names a dataset, `[data.gym]` its arguments. Nearly all datasets make problem i from
+seed + i alone, so neighbouring seeds give the same problems but for one; held-out ones begin where training's end.
+"""
+
+import difflib
+import functools
+import json
+from dataclasses import fields
+
+from rlnumba.config.schema import GYM
+from rlnumba.errors import ConfigError, UserError
+
+# reasoning-gym's own default, and where the problems of training begin.
+DEFAULT_SIZE, DEFAULT_SEED = 500, 0
+
+
+def is_gym(path):
+    """Whether a path of data.train or data.eval names a dataset of reasoning-gym."""
+    return str(path).startswith(GYM)
+
+
+def arguments_of(path, data, for_eval):
+    """The arguments of the dataset that a path "gym:NAME" names, size and seed included: dict.
+
+    Those of held-out problems are [data.eval_gym]'s; where the same dataset is trained on, [data.gym]'s as far as that
+    has no others, and the first seed after training's. Raises ConfigError for a wrong size or seed, and for problems
+    that are both trained on and held out.
+    """
+    defaults = {"size": DEFAULT_SIZE, "seed": DEFAULT_SEED}
+    train = _checked("data.gym", defaults | data.gym)
+    if not for_eval:
+        return train
+    if path not in [part.strip() for part in data.train.split(",")]:
+        return _checked("data.eval_gym", defaults | data.eval_gym)
+    behind = train["seed"] + train["size"]
+    chosen = _checked("data.eval_gym", train | {"seed": behind} | data.eval_gym)
+    begin, end = chosen["seed"], chosen["seed"] + chosen["size"]
+    if {**chosen, **defaults} == {**train, **defaults} and begin < behind and train["seed"] < end:
+        raise ConfigError(
+            f"data.eval_gym.seed: problems {begin} to {end - 1} (seed to seed + size - 1) are held out, but "
+            f"{train['seed']} to {behind - 1} are trained on; let it be {behind} or more"
+        )
+    return chosen
+
+
+def _checked(name, arguments):
+    for key, least in (("size", 1), ("seed", 0)):
+        value = arguments[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name}.{key} must be an integer of at least {least}, got {value!r}")
+    return arguments
+
+
+def gym_rows(path, arguments, key="data.gym"):
+    """The problems of a dataset of reasoning-gym: list of (row, where), as read_rows.
+
+    A row has `question`, `answer` (the reference's, None where many are right), `metadata`, and `gym_dataset`, from
+    which `scorer` finds its dataset. key: of the arguments, for messages. Raises ConfigError, naming it, for an unknown
+    dataset or argument, UserError without the package.
+    """
+    name = str(path).removeprefix(GYM)
+    dataset = create(name, arguments, key)
+    source = {"name": name, "arguments": arguments}
+    try:
+        return [({**dataset[i], "gym_dataset": source}, f"{path}: problem {i}") for i in range(len(dataset))]
+    except Exception as error:  # reasoning-gym's code
+        raise UserError(f"{path}: {type(error).__name__}: {_line(error)}") from error
+
+
+def create(name, arguments, key="data.gym"):
+    """reasoning-gym's dataset of a name, with these arguments; the errors are gym_rows'."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(f"{GYM}{name} needs reasoning-gym; pip install 'rlnumba[gym]'") from error
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0)[0]
+        raise ConfigError(f"{GYM}{name}: reasoning-gym has no dataset {name!r}; did you mean {GYM}{near}?")
+    valid = [f.name for f in fields(DATASETS[name][1])]
+    for argument in arguments:
+        if argument not in valid:
+            near = difflib.get_close_matches(argument, valid, n=1, cutoff=0)[0]
+            raise ConfigError(f"{key}: {GYM}{name} has no argument {argument!r}; did you mean {near}?")
+    try:
+        return reasoning_gym.create_dataset(name, **arguments)
+    except Exception as error:  # reasoning-gym's code, which asserts that its arguments are valid
+        raise ConfigError(f"{key}: {GYM}{name}: {_line(error) or type(error).__name__}") from error
+
+
+def scorer(source):
+    """score(text, item): a completion's value by the dataset that a row's `gym_dataset` names, as float.
+
+    The answer is what stands between the completion's last <answer> and </answer>, or None. The dataset has the
+    arguments that the item was made with: some scorers read them.
+    """
+    return _scorer(source["name"], json.dumps(source["arguments"], sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(name, arguments):
+    dataset = create(name, json.loads(arguments))
+    from reasoning_gym.utils import extract_answer
+
+    def score(text, item):
+        return float(dataset.score_answer(extract_answer(text), item))
+
+    return score
+
+
+def _line(error):
+    return " ".join(str(error).split())

@@ -1,0 +1,108 @@
+"""Gradients of which those of one layer exist at a time, for an optimizer step inside the backward.
+
+    update(start, gradients) for: an untied LM head, the layers from the last to the first, then all the rest
+
+A layer's matrices, nearly all parameters, have gradients in the model's dtype in a buffer that the layers share: they
+are written by one backward and read by one update, so nothing is added to them and nothing needs float32. What a
+backward adds to more than once, or in parts, is float32: the embedding and heads, norms and biases.
+Source: Lv et al. 2023, arXiv 2306.09782 (LOMO), for the order; torchtune's optimizer_in_bwd.
+"""
+
+import weakref
+
+import numpy as np
+
+from rlnumba.kernels.nn.elementwise import fill
+from rlnumba.model.weights import LayerWeights
+from rlnumba.runtime import device, memory
+
+# Those with the lowest and the highest place of a layer's.
+FIRST_MATRIX, LAST_MATRIX = "qkv", "down"
+
+
+class LayerGradients:
+    """Gradients of a model's Weights: layers, norm, embed_tokens, lm_head and score are views, as there.
+
+    buffers: of a layer's matrices, which the layers take in turn. An untied LM head and the embedding share memory.
+    """
+
+    def __init__(self, weights, buffers=1):
+        spans = {p.name: (p.offset, p.offset + p.padded_size) for p in weights.parameters}
+        layers = range(len(weights.layers))
+        matrices = [
+            (spans[f"model.layers.{i}.{FIRST_MATRIX}"][0], spans[f"model.layers.{i}.{LAST_MATRIX}"][1]) for i in layers
+        ]
+        memories = [_zeros(matrices[0], weights.dtype) for _ in range(buffers)] if matrices else []
+        # (first element, gradients (n,)) of each part of weights.flat.
+        self._layers = [(matrices[i][0], memories[i % buffers]) for i in layers]
+        self._vectors = weights.decay_end, _zeros((weights.decay_end, weights.flat.shape[0]))
+        self._embedding = spans["model.embed_tokens"][0], _zeros(spans["model.embed_tokens"])
+        self._head = (spans["lm_head"][0], self._embedding[1]) if "lm_head" in spans else None
+        self._score = (spans["score"][0], _zeros(spans["score"])) if "score" in spans else None
+        self.nbytes = sum(array.nbytes for array in (*memories, *(array for _, array in self.rest())))
+        memory.track("grads", self.nbytes)
+        weakref.finalize(self, memory.track, "grads", -self.nbytes)
+        views = {p.name: self._view(p) for p in weights.parameters}
+        self.embed_tokens, self.norm = views["model.embed_tokens"], views["model.norm"]
+        self.lm_head = views.get("lm_head", self.embed_tokens if weights.lm_head is not None else None)
+        self.score = views.get("score")
+        self.layers = [
+            LayerWeights(*(views.get(f"model.layers.{i}.{field}") for field in LayerWeights._fields)) for i in layers
+        ]
+
+    def _view(self, p):
+        """The gradients of a Parameter."""
+        if not p.decays:
+            start, array = self._vectors
+        elif p.name.startswith("model.layers."):
+            start, array = self._layers[int(p.name.split(".")[2])]
+        else:
+            start, array = {"model.embed_tokens": self._embedding, "lm_head": self._head, "score": self._score}[p.name]
+        return array[p.offset - start : p.offset - start + p.size].reshape(p.shape)
+
+    def zero(self):
+        """Set to zero what a backward adds to."""
+        for _, array in self.rest():
+            fill(0.0, array)
+
+    def layer(self, index):
+        """(first element, gradients (n,)) of a layer's matrices."""
+        return self._layers[index]
+
+    def head(self):
+        """Of an untied LM head, else None."""
+        return self._head
+
+    def begin_embedding(self):
+        """Let the memory of an untied head, whose gradients have been read, be that of the embedding's."""
+        if self._head is not None:
+            fill(0.0, self._embedding[1])
+
+    def rest(self):
+        """Of the embedding, of biases and norms, of a score head: list."""
+        return [part for part in (self._embedding, self._vectors, self._score) if part is not None]
+
+
+def _zeros(span, dtype=np.float32):
+    size = span[1] - span[0]
+    with memory.allocating("grads", size * np.dtype(dtype).itemsize):
+        return device.xp().zeros(size, dtype)
+
+
+def backward_and_update(model, dhidden, tape, grads, update):
+    """model.backward with LayerGradients; update(start, gradients) is called as soon as gradients (n,) are complete.
+
+    They are those of the elements of weights.flat from `start` on. The gradients of heads must have been added before.
+    update may read them until it is called for the second time after: with two buffers, layers alternate.
+    """
+    if grads.head() is not None:
+        update(*grads.head())
+
+    def on_layer(index):
+        update(*grads.layer(index))
+        if index == 0:
+            grads.begin_embedding()
+
+    model.backward(dhidden, tape, grads, on_layer)
+    for part in grads.rest():
+        update(*part)

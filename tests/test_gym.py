@@ -23,7 +23,7 @@ def sums(**keys):
     return DataConfig(train="gym:chain_sum", eval="gym:chain_sum", gym=SUMS, **keys)
 
 
-def test_held_out_problems_begin_where_training_ends():
+def test_eval_problems_begin_where_training_ends():
     assert arguments_of("gym:chain_sum", sums(), for_eval=False) == SUMS
     assert arguments_of("gym:chain_sum", sums(), for_eval=True) == {**SUMS, "seed": 11}
     harder = {"max_terms": 3, "seed": 7}

@@ -1,7 +1,7 @@
 """Draws the curves of the arithmetic runs: python docs/learning_pictures.py [folder]
 
 folder: holds the output_dir of each of RUNS, by that name, and grpo-*.jsonl of bench/learning.py below `learning/`.
-What the pictures need of them is copied to bench/results/learning/ first. docs/make_pictures.py draws the same pictures.
+What the pictures need of them is copied to bench/results/learning/ first. docs/make_pictures.py draws the same.
 """
 
 import importlib.util

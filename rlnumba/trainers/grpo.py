@@ -168,7 +168,7 @@ def load(run, folder):
 
 
 def load_prompts(path, run, llm, for_eval=False):
-    """The prompts of data.train, or for_eval those of data.eval, as token ids; logs how many were too long."""
+    """The prompts of a file as token ids; logs how many were too long. for_eval: of data.eval."""
     vocab_size = llm.model.config.vocab_size
     prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
     if prompts.dropped_prompts:

@@ -20,8 +20,8 @@ import numpy as np
 
 from rlnumba.runtime import device, memory
 
-# Functions of rlnumba.kernels that compute on the host something that models read.
-HOST_FUNCTIONS = {"rope_table"}
+# Functions of rlnumba.kernels that compute on the host something that models and optimizers read.
+HOST_FUNCTIONS = {"rope_table", "adamw_scalars", "rounding_noise"}
 
 
 class ShapeOnly(np.ndarray):

@@ -58,9 +58,16 @@ def run(arguments):
             file.write(json.dumps(row) + "\n")
             file.flush()
 
-        version = importlib.metadata.version(arguments.library)
-        write(library=arguments.library, version=version, seed=arguments.seed, cold=arguments.cold)
+        write(library=arguments.library, version=version(arguments.library), seed=arguments.seed, cold=arguments.cold)
         train(arguments.model, correct, shared | {"output_dir": folder}, recorder(write))
+
+
+def version(package):
+    """Its version; empty for one that is run from its sources."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def recorder(write):
@@ -111,48 +118,59 @@ def read(path):
 
 
 def draw(arguments):
-    """One picture of several files: reward over steps, and over seconds."""
-    import matplotlib
+    """One picture of several files; prints a summary of each."""
+    for path in arguments.files:
+        about, steps, rewards, seconds = read(path)
+        name = f"{about['library']} seed {about['seed']}" + (", cold" if about["cold"] else "")
+        if not len(steps):
+            print(f"{name}: no step")
+            continue
+        per_step = (seconds[-1] - seconds[0]) / max(1, len(steps) - 1)
+        print(f"{name}: reward {rewards[:5].mean():.3f} -> {rewards[-10:].mean():.3f} in {len(steps)} steps;")
+        print(f"    first step after {seconds[0]:.1f} s, {per_step:.3f} s a step, end after {seconds[-1]:.1f} s")
+    picture(arguments.files).savefig(arguments.output, dpi=110, facecolor="white")
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def picture(paths):
+    """A figure of several files: reward over steps, and over seconds, a thin line a seed and their mean."""
+    from matplotlib.figure import Figure
+
+    runs = [run for run in map(read, paths) if len(run[1])]
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    by_step, by_second = figure.subplots(1, 2, sharey=True)
+    for library, color in COLORS.items():
+        own = [run for run in runs if run[0]["library"] == library]
+        if own:
+            draw_library(by_step, by_second, own, color)
+    by_step.set(xlabel="step", ylabel="reward: share of right answers", title="over steps")
+    by_second.set(xlabel="seconds since the process started", title="over seconds")
+    if any(run[0]["cold"] for run in runs):
+        by_second.plot([], [], ":", color="black", linewidth=0.9, label="kernels compiled in the run")
+        by_second.legend(frameon=False, loc="upper left")
+    by_step.legend(frameon=False, loc="upper left")
+    for axis in (by_step, by_second):
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.01)
+    return figure
+
+
+def draw_library(by_step, by_second, runs, color):
+    """The seeds of one library. Over seconds, the mean is of those that found their kernels compiled, if there are."""
     import numpy as np
 
     from rlnumba.reporting.plots import smooth
 
-    runs = [read(path) for path in arguments.files]
-    runs = [run for run in runs if len(run[1])]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-    for library, color in COLORS.items():
-        own = [run for run in runs if run[0]["library"] == library]
-        if not own:
-            continue
-        for about, steps, rewards, seconds in own:
-            style = {"color": color, "alpha": 0.35, "linewidth": 0.9, "linestyle": ":" if about["cold"] else "-"}
-            axes[0].plot(steps, smooth(rewards, 5), **style)
-            axes[1].plot(seconds, smooth(rewards, 5), **style)
-        shortest = min(len(run[1]) for run in own)
-        mean = smooth(np.mean([run[2][:shortest] for run in own], axis=0), 9)
-        label = f"{library} {own[0][0]['version']}, mean of {len(own)} seeds"
-        axes[0].plot(own[0][1][:shortest], mean, color=color, linewidth=2.2, label=label)
-        warm = [run for run in own if not run[0]["cold"]] or own
-        axes[1].plot(np.mean([run[3][:shortest] for run in warm], axis=0), mean, color=color, linewidth=2.2)
-        for about, steps, rewards, seconds in own:
-            name = f"{library} seed {about['seed']}" + (", cold" if about["cold"] else "")
-            per_step = (seconds[-1] - seconds[0]) / max(1, len(steps) - 1)
-            print(f"{name}: reward {rewards[:5].mean():.3f} -> {rewards[-10:].mean():.3f} in {len(steps)} steps;")
-            print(f"    first step after {seconds[0]:.1f} s, {per_step:.3f} s a step, end after {seconds[-1]:.1f} s")
-    axes[0].set(xlabel="step", ylabel="reward: share of right answers", title="over steps")
-    axes[1].set(xlabel="seconds since the process started", title="over seconds")
-    if any(run[0]["cold"] for run in runs):
-        axes[1].plot([], [], ":", color="black", linewidth=0.9, label="kernels compiled in the run")
-        axes[1].legend(frameon=False, loc="upper left")
-    axes[0].legend(frameon=False, loc="upper left")
-    for axis in axes:
-        axis.grid(True, color="#dddddd", linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(x=0.01)
-    figure.savefig(arguments.output, dpi=110, facecolor="white")
+    for about, steps, rewards, seconds in runs:
+        style = {"color": color, "alpha": 0.35, "linewidth": 0.9, "linestyle": ":" if about["cold"] else "-"}
+        by_step.plot(steps, smooth(rewards, 5), **style)
+        by_second.plot(seconds, smooth(rewards, 5), **style)
+    count = min(len(run[1]) for run in runs)
+    mean = smooth(np.mean([run[2][:count] for run in runs], axis=0), 9)
+    label = f"{runs[0][0]['library']} {runs[0][0]['version']}".strip() + f", mean of {len(runs)} seeds"
+    by_step.plot(runs[0][1][:count], mean, color=color, linewidth=2.2, label=label)
+    warm = [run for run in runs if not run[0]["cold"]] or runs
+    by_second.plot(np.mean([run[3][:count] for run in warm], axis=0), mean, color=color, linewidth=2.2)
 
 
 def main():

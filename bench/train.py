@@ -22,6 +22,7 @@ from rlnumba.config import LoraConfig, SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model, packed_attention
 from rlnumba.runtime import device, memory
@@ -64,9 +65,14 @@ def phases(policy, sequences):
             "head backward",
             lambda: lm_head_backward(model, head, dlogprobs, grads, arena),
         )
-        timed(seconds, "backward", lambda: model.backward(dhidden, tape, grads))
-    timed(seconds, "adamw", lambda: policy.optimizer.step(policy.train.learning_rate))
-    timed(seconds, "zero grads", policy.zero_grad)
+        if policy.train.optimizer_in_backward:
+            policy.optimizer.begin(policy.train.learning_rate)
+            update = policy.optimizer.update
+            timed(seconds, "backward", lambda: backward_and_update(model, dhidden, tape, grads, update))
+        else:
+            timed(seconds, "backward", lambda: model.backward(dhidden, tape, grads))
+    timed(seconds, "adamw", lambda: policy.step(policy.train.learning_rate))
+    timed(seconds, "zero grads", lambda: policy.zero_grad(policy.train.learning_rate))
     return seconds
 
 
@@ -94,6 +100,8 @@ def main():
     parser.add_argument("--batch", type=int, help="sequences; default 8 on a GPU, else 4")
     parser.add_argument("--length", type=int, help="tokens of each; default 2048 on a GPU, else 128")
     parser.add_argument("--activations", choices=("full", "selective", "minimal"), default="full", help="that are kept")
+    parser.add_argument("--recompute", default="norm,rope,swiglu", help="of selective: recompute_modules")
+    parser.add_argument("--in-backward", action="store_true", help="take the optimizer step inside the backward")
     parser.add_argument("--lora", type=int, help="rank of an adapter on all linear layers, which alone is trained")
     parser.add_argument("--optim", default="adamw_torch")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
@@ -115,6 +123,8 @@ def main():
     train = SFTConfig(
         per_device_train_batch_size=batch, learning_rate=1e-6, activation_memory=arguments.activations,
         optim=arguments.optim, offload_optimizer=arguments.offload, master_weights=arguments.master_weights,
+        recompute_modules=arguments.recompute.split(","), optimizer_in_backward=arguments.in_backward,
+        max_grad_norm=0.0 if arguments.in_backward else 1.0,
     )  # fmt: skip
     if arguments.lora:
         model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
@@ -131,10 +141,12 @@ def main():
         timed(seconds, "step", step)
     tokens = batch * length
     num_parameters = sum(p.size for p in model.weights.parameters)
-    options = {"selective": ", norms recomputed", "minimal": ", layers recomputed"}.get(arguments.activations, "")
+    recomputed = {"selective": arguments.recompute, "minimal": "layers"}.get(arguments.activations)
+    options = f", {recomputed} recomputed" if recomputed else ""
     options += f", LoRA {arguments.lora}" if arguments.lora else ""
     options += f", {arguments.optim}" if arguments.optim != "adamw_torch" else ""
     options += ", offloaded" if arguments.offload else ""
+    options += ", in the backward" if arguments.in_backward else ""
     options += "" if arguments.master_weights else ", no master"
     shape = f"{num_parameters / 1e6:.0f}M parameters, {model.dtype.name}; {batch} x {length} tokens{options}"
     print(f"{device.describe()}; {shape}")

@@ -59,11 +59,11 @@ file. An error lists the columns found.
 | --- | --- |
 | `messages`, optionally `tools` | SFT on a conversation |
 | `prompt`, `completion` (strings or message lists) | SFT on the completion |
-| `prompt`, `reward_model` (verl) | GRPO; rewards get `reward_model.ground_truth` as `ground_truth` |
-| `prompt`, with or without an answer column (`solution`, `answer`, `ground_truth`, `final_answer`) | GRPO |
-| `question`, `answer` with `#### n` in it (GSM8K) | GRPO, rewards get n as `solution`; SFT on the answer |
-| `question`, alone or with an answer column (DeepMath) | GRPO |
-| `question`, `answer`, `metadata`, `gym_dataset`: problems of reasoning-gym, see docs/gym.md | GRPO |
+| `prompt`, `reward_model` (verl) | GRPO, RLOO, PPO; rewards get `reward_model.ground_truth` as `ground_truth` |
+| `prompt`, with or without an answer column (`solution`, `answer`, `ground_truth`, `final_answer`) | GRPO, RLOO, PPO |
+| `question`, `answer` with `#### n` in it (GSM8K) | GRPO, RLOO, PPO, rewards get n as `solution`; SFT on the answer |
+| `question`, alone or with an answer column (DeepMath) | GRPO, RLOO, PPO |
+| `question`, `answer`, `metadata`, `gym_dataset`: problems of reasoning-gym, see docs/gym.md | GRPO, RLOO, PPO |
 | `text` | SFT on the whole text |
 | `prompt`, `chosen`, `rejected` (strings or message lists), optionally `tools` | DPO; KTO on each side alone |
 | `chosen`, `rejected` (both strings or both message lists) | the same; their common beginning is the prompt |
@@ -77,8 +77,8 @@ functions by name.
 
 In `output_dir`: `config.toml`, the resolved configuration; `metrics.jsonl`, a line for each optimizer step;
 `completions.jsonl` (GRPO, RLOO, PPO), a line for each completion; `curves.png`; `checkpoints/step-N/` and, at the end,
-`final/`, both Hugging Face folders. TensorBoard files are written too where tensorboardX is installed. The metrics have
-TRL's names:
+`final/`, both Hugging Face folders (PPO's critic is in `final/critic/`). TensorBoard files are written too where
+tensorboardX is installed. The metrics have TRL's names:
 
 | metric | meaning |
 | --- | --- |
@@ -86,7 +86,6 @@ TRL's names:
 | `num_tokens`, `epoch` | tokens so far (GRPO, RLOO, PPO: of prompts and completions), and passes over the data |
 | `entropy` | mean entropy of the model's prediction of a trained token, nats |
 | `entropy_coef`, `policy_loss` | GRPO with an entropy bonus: its coefficient, and the loss without it |
-| `eval_...` | the same on `data.eval`; GRPO also `eval_avg@n` and `eval_pass@k` (docs/running.md) |
 | `mean_token_accuracy` | SFT, DPO, KTO: share of the trained tokens (but rejected ones) that were the argmax |
 | `rewards/chosen`, `rewards/rejected` | DPO, KTO: mean of `beta` x (log-prob less the reference's) of a completion |
 | `rewards/margins`, `rewards/accuracies` | the former less the latter; DPO: share of the pairs where it is above 0 |
@@ -113,7 +112,7 @@ TRL's names:
 | `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md); their sum without `host` |
-| `eval_loss`, `eval_reward` and others | the same of `data.eval` |
+| `eval_loss`, `eval_reward`, ... | the same of `data.eval`; with rewards also [`eval_pass@k`](running.md#evaluation) |
 
 ## Environment variables
 

@@ -1,7 +1,8 @@
-"""Draws the pictures of the kernel pages: python docs/make_pictures.py [folder]
+"""Draws the pictures of all pages: python docs/make_pictures.py [folder]
 
-A function a picture; PICTURES has their names. Tile shapes, bytes and layouts come from the kernels' modules, or from
-the small functions below that tests/test_docs.py holds against the instructions' twins.
+Those of the kernel pages are here, a function a picture, named in PICTURES; curves are in docs/learning_pictures.py.
+Tile shapes, bytes and layouts come from the kernels' modules, or from the small functions below that tests/test_docs.py
+holds against the instructions' twins.
 """
 
 import ast
@@ -624,6 +625,10 @@ def main(folder=FOLDER):
         figure.tight_layout()
         figure.savefig(folder / f"{name}.png", dpi=110, facecolor="white", bbox_inches="tight", pad_inches=0.1)
         plt.close(figure)
+    sys.path.append(str(pathlib.Path(__file__).parent))
+    import learning_pictures
+
+    learning_pictures.write(folder)
 
 
 if __name__ == "__main__":

@@ -426,18 +426,12 @@ def evaluate(config, trainer, model, output, dtype, overrides):
     _log_device()
     from rlnumba.trainers.eval import RowError, run_eval
 
-    progress, problems = _Progress(), []
-    while True:
-        (kind, run), *runs = runs
-        try:
-            found = run_eval(run, model, output, dtype, progress, kind)
-            break
-        except RowError as error:
-            # The rows may be those of another trainer that reads the file.
-            problems.append(error)
-            if not runs:
-                raise problems[0] from None
-    others = f" (--trainer for {' or '.join(name for name, _ in runs)})" if runs else ""
+    progress = _Progress()
+
+    def evaluated(kind, run):
+        return run_eval(run, model, output, dtype, progress, kind)
+
+    kind, found, others = first_readable(runs, evaluated, RowError)
     progress.end(f"evaluated as {kind} does{others} in {time.monotonic() - progress.started:.1f} s")
     for name, value in found.items():
         click.echo(f"{name:<40} {value:.6g}")
@@ -513,19 +507,64 @@ def plan(config, trainer, gpu_memory, overrides):
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
     total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
-    while True:
-        (kind, run), *runs = runs
-        try:
-            planner = Planner(kind, run, on_gpu, total)
-            found = planner.plan()
-            break
-        except UserError:
-            # The rows may be those of another trainer that reads the file.
-            if not runs:
-                raise
-    others = f" (--trainer for {' or '.join(name for name, _ in runs)})" if runs else ""
-    click.echo(f"{kind} of {run.model} on {'a GPU' if on_gpu else 'the cpu device'}{others}")
+
+    def planned(kind, run):
+        planner = Planner(kind, run, on_gpu, total)
+        return planner, planner.plan()
+
+    kind, (planner, found), others = first_readable(runs, planned)
+    click.echo(f"{kind} of {planner.run.model} on {'a GPU' if on_gpu else 'the cpu device'}{others}")
     click.echo("\n".join(describe(planner, found)))
+
+
+@cli.command(
+    "compile",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="--config RUN.toml [OPTIONS]",
+)
+@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
+@click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
+@click.option("--gpu", type=click.Choice([*device.GPUS]), help="Compile for this GPU. Default: this machine's.")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+def compile_kernels(config, trainer, gpu, overrides):
+    """Compile the kernels that a run will launch, on all cores, into the cache of machine code.
+
+    A run does this itself, once a kernel is missing. --gpu needs no GPU, as when an image is built; RLNUMBA_CACHE_DIR
+    names the cache's folder (default ~/.cache/rlnumba).
+    """
+    runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
+    properties = device.properties() if gpu is None else device.GPUS[gpu]
+    if properties.capability is None:
+        raise UserError("compile: this machine has no GPU; name the one to compile for by --gpu")
+    from rlnumba.runtime.compile_pool import Pool, missing_of
+    from rlnumba.trainers.kernel_list import list_signatures
+
+    progress = _Progress()
+    with Pool() as pool:
+        kind, signatures, others = first_readable(runs, lambda *request: list_signatures(request, properties))
+        missing = missing_of(signatures, properties.capability)
+        for done, _ in enumerate(pool.compile(missing, properties.capability), start=1):
+            progress(f"{done}/{len(missing)} kernels")
+    seconds, found = time.monotonic() - progress.started, len(signatures) - len(missing)
+    progress.end(f"{kind}{others}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache")
+
+
+def first_readable(runs, work, unreadable=UserError):
+    """(trainer, work(trainer, run), a note that names the other trainers) of the first of `runs` that can be read.
+
+    runs: of runs_of_any_trainer. The rows of the first may be those of another trainer that reads the file: an
+    `unreadable` error of its work is raised only if the others fail, too.
+    """
+    problems = []
+    for index, (kind, run) in enumerate(runs):
+        try:
+            found = work(kind, run)
+        except unreadable as error:
+            problems.append(error)
+            continue
+        others = [name for name, _ in runs[index + 1 :]]
+        return kind, found, f" (--trainer for {' or '.join(others)})" if others else ""
+    raise problems[0]
 
 
 def runs_of_any_trainer(config, trainer, overrides):

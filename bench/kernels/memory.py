@@ -25,6 +25,7 @@ from harness import copy_gbs, copy_us, graph_time_us, random_array, time_us
 from report import row
 
 from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
+from rlnumba.kernels.adamw_8bit import ZERO_CODES, adamw_8bit
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.qkv import (
@@ -36,7 +37,9 @@ from rlnumba.kernels.nn.qkv import (
 )
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.nn.rope import rope_table
+from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from rlnumba.optim import MOMENTS
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope
 
@@ -292,19 +295,28 @@ def report(what, us, nbytes, ceiling, remark, has_bar):
     row(what, f"{share:.2f} of a copy, {us:.1f} us, {remark}", BAR_SHARE if has_bar else "")
 
 
-def measure_adamw(ceiling):
-    weights, grads = random_array(PARAMETERS, scale=0.02), random_array(PARAMETERS, dtype="float32")
-    master, m, v = weights.astype(np.float32), cupy.zeros_like(grads), cupy.zeros_like(grads)
+def measure_adamw(ceiling, optim, dtype):
+    """A step of AdamW with the moments of `optim` from gradients of `dtype`, with a master copy."""
+    weights, grads = random_array(PARAMETERS, scale=0.02), random_array(PARAMETERS, dtype=dtype)
+    master = weights.astype(np.float32)
+    state = {name: cupy.zeros(-(-PARAMETERS // each), kind) for name, (kind, each) in MOMENTS[optim].items()}
+    for name, code in ZERO_CODES.items() if optim == "adamw_8bit" else ():
+        state[name].fill(code)
     scalars = adamw_scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
-    before = [head(array) for array in (master, grads, m, v)]
-    arguments = (weights, master, grads, m, v, cupy.asarray(scalars), PARAMETERS)
-    adamw(*arguments)
-    expected = adamw_ref(*before, scalars.astype(np.float64), True)[0]
+    before = [head(array) for array in (master, grads)]
+    noise = cupy.asarray(rounding_noise(0, 1)) if optim == "adamw_bf16" else None
+    arguments = (weights, master, grads, *state.values(), cupy.asarray(scalars), PARAMETERS, noise)
+    operator = adamw_8bit if optim == "adamw_8bit" else adamw
+    operator(*arguments)
+    zeros = np.zeros(CHECKED_ROWS)
+    expected = adamw_ref(*before, zeros, zeros, scalars.astype(np.float64), True)[0]
     error = relative_error(head(master), expected)
-    us = time_us(lambda: adamw(*arguments))
-    nbytes = size(weights) + size(grads) + 2 * size(master, m, v)
+    us = time_us(lambda: operator(*arguments))
+    nbytes = size(weights) + size(grads) + 2 * size(master, *state.values())
     bad = "" if error < 1e-5 else "  WRONG"
-    report(f"adamw, {PARAMETERS} parameters", us, nbytes, ceiling, f"error {error:.1e}{bad}", True)
+    what = f"{optim}, {dtype} gradients, {PARAMETERS} parameters"
+    report(what, us, nbytes, ceiling, f"error {error:.1e}{bad}", True)
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def main():
@@ -318,8 +330,10 @@ def main():
         if options.only in name:
             measure(name, options.tokens, ceiling)
             cupy.get_default_memory_pool().free_all_blocks()
-    if options.only in "adamw":
-        measure_adamw(ceiling)
+    for optim in MOMENTS:
+        for dtype in ("float32", "bfloat16"):
+            if options.only in optim:
+                measure_adamw(ceiling, optim, dtype)
 
 
 if __name__ == "__main__":

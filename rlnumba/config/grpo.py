@@ -91,6 +91,9 @@ class PolicyLossConfig(Section):
     rollout_is_threshold: str = key(
         "2.0", 'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside (IcePop).'
     )
+    rollout_is_batch_normalize: bool = key(
+        False, "Divide the weights of rollout_is by their mean over the generation (verl)."
+    )
     off_policy_mask_threshold: float | None = key(
         None, "Leave out sequences of advantage < 0 whose mean log-prob fell by more (arXiv 2512.02556).", minimum=0
     )
@@ -119,6 +122,11 @@ class PolicyLossConfig(Section):
         super().__post_init__()
         if self.loss_type == "dppo" and self.importance_sampling_level != "token":
             raise ConfigError("train.loss_type dppo has a ratio a token: importance_sampling_level must be token")
+        if self.rollout_is_batch_normalize:
+            if self.rollout_is is None:
+                raise ConfigError("train.rollout_is_batch_normalize needs train.rollout_is")
+            if self.loss_type in ("vespo", "dppo"):
+                raise ConfigError(f"train.rollout_is_batch_normalize: loss_type {self.loss_type} has no such weights")
         low, high = self.importance_sampling_bounds
         if self.rollout_is is not None:
             return
@@ -180,6 +188,15 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
     rollout_rs_threshold: str = key(
         "2.0", 'Thresholds of rollout_rs, one or one for each mode: "0.5_2.0" bounds the ratio of k1, "0.1" k2 and k3.'
     )
+    bypass_mode: bool = key(
+        False, "Take the sampler's log-probs as the old ones, without a forward of their own (verl)."
+    )
+    replay_buffer_size: int = key(
+        0,
+        "Groups of the past, of large advantages and rewards that differ, that are kept to replace groups of equal "
+        "rewards; TRL's GRPOWithReplayBufferConfig: 64.",
+        minimum=0,
+    )
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
     max_gen_batches: int = key(
         10, "Most prompts for one batch of dynamic_sampling, as a multiple of its own; verl's DAPO: 10.", minimum=1
@@ -191,8 +208,22 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
         minimum=1,
     )
 
+    @property
+    def ratio_to_sampler(self):
+        """Whether the importance ratio is to the sampler's log-probs also before the first update: bool."""
+        return self.bypass_mode or self.replay_buffer_size > 0
+
     def __post_init__(self):
         super().__post_init__()
+        if self.bypass_mode and (self.rollout_rs is not None or self.rollout_is_batch_normalize):
+            name = "rollout_rs" if self.rollout_rs is not None else "rollout_is_batch_normalize"
+            raise ConfigError(f"train.{name} compares the sampler with the old policy, which bypass_mode leaves out")
+        if self.replay_buffer_size and self.sampling_mask_replay:
+            raise ConfigError("train.replay_buffer_size has completions of other steps: not with sampling_mask_replay")
+        if self.replay_buffer_size and self.advantage_estimator not in ("grpo", "maxrl"):
+            raise ConfigError(
+                f"train.replay_buffer_size is for advantage_estimator grpo and maxrl, not {self.advantage_estimator}"
+            )
         if self.over_sampling_batch_size is not None:
             if not self.dynamic_sampling:
                 raise ConfigError("train.over_sampling_batch_size needs train.dynamic_sampling")

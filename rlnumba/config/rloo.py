@@ -21,6 +21,9 @@ class SequenceLossConfig(PolicyLossConfig):
 class RLOOConfig(GroupConfig):
     """[train] of `rlnumba rloo`, with the defaults of TRL's RLOOConfig."""
 
+    # Not a key: the loss is a mean over completions.
+    loss_type = "grpo"
+
     num_generations: int = key(
         2, "Completions of each prompt; the baseline of one is the mean of the others.", minimum=2
     )

@@ -27,8 +27,9 @@ OWN_KEYS = {
 class SamplingConfig(TrainConfig):
     """How completions are drawn."""
 
-    # Keys of GroupConfig.
+    # Keys of GroupConfig, and of GRPO's.
     difficulty_weights = no_resampling_pass_rate = None
+    replay_buffer_size, ratio_to_sampler = 0, False
 
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
@@ -39,6 +40,12 @@ class SamplingConfig(TrainConfig):
         {},
         "Further parameters of sampling, vLLM's names: presence_penalty, frequency_penalty, min_tokens, stop, "
         "stop_token_ids, ignore_eos, and top_p, top_k, min_p, repetition_penalty instead of the keys above.",
+    )
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
+        "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
+        minimum=1,
     )
 
     def __post_init__(self):
@@ -80,12 +87,6 @@ class GroupConfig(SamplingConfig):
         None,
         "A prompt whose group has at least this mean reward is left out from then on (open-instruct); all come back "
         "where too few are left for a generation. None: none is left out.",
-    )
-    max_tokens_per_micro_batch: int | None = key(
-        None,
-        "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
-        "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
-        minimum=1,
     )
 
     prompts_key = "train.per_device_train_batch_size x steps_per_generation / num_generations"

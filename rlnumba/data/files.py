@@ -18,7 +18,7 @@ KINDS = (".jsonl", ".parquet", ".csv")
 
 
 def read_dataset(path, data, for_eval=None):
-    """The rows of data.train, or if for_eval those of data.eval: list of (dict, str), as read_rows.
+    """The rows of data.train, or of data.eval where for_eval is True: list of (dict, str), as read_rows.
 
     path: one file or dataset of the hub or of reasoning-gym ("gym:NAME"), or several, separated by commas. data:
     DataConfig, whose name and split choose within a dataset of the hub, and whose gym has reasoning-gym's arguments. Of

@@ -162,6 +162,18 @@ class Properties(NamedTuple):
 
 # Where there is no GPU: kernels run in the simulator, with the shared memory of an H200.
 NO_GPU = Properties(None, 1, 227 * 1024)
+# Of GPUs for which kernels can be compiled elsewhere, by NVIDIA's data sheets.
+GPUS = {
+    "a100": Properties((8, 0), 108, 163 * 1024),
+    "rtx3090": Properties((8, 6), 82, 99 * 1024),
+    "l4": Properties((8, 9), 58, 99 * 1024),
+    "l40s": Properties((8, 9), 142, 99 * 1024),
+    "rtx4090": Properties((8, 9), 128, 99 * 1024),
+    "h100": Properties((9, 0), 132, 227 * 1024),
+    "h200": Properties((9, 0), 132, 227 * 1024),
+    "b200": Properties((10, 0), 148, 227 * 1024),
+    "rtx5090": Properties((12, 0), 170, 99 * 1024),
+}
 
 
 def properties():

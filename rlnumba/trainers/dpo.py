@@ -16,7 +16,6 @@ import numpy as np
 
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import load_pairs, truncated
-from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
@@ -30,7 +29,7 @@ from rlnumba.trainers.preference import (
     stored_reference_logps,
 )
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
-from rlnumba.trainers.run_folder import RunFolder, log
+from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_dpo(run, resume=False):
@@ -39,8 +38,7 @@ def run_dpo(run, resume=False):
     resume: True to continue from the newest readable checkpoint there, an int from that of this step.
     """
     train = run.train
-    gemm.set_backend(run.gemm)
-    folder = RunFolder("dpo", run, resume)
+    folder = begin_run("dpo", run, resume)
     policy, tokenizer = load_policy(run, folder, reference=True)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None

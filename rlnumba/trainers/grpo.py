@@ -37,9 +37,10 @@ from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers.core import Schedule
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
-from rlnumba.trainers.rejection import reject
+from rlnumba.trainers.rejection import normalize_corrections, reject
+from rlnumba.trainers.replay_buffer import ReplayBuffer
 from rlnumba.trainers.reward_model import load_rewards
-from rlnumba.trainers.run_folder import Clock, RunFolder, log, memory_metrics
+from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
 
 
 def run_grpo(run, resume=False, reward_funcs=()):
@@ -78,8 +79,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     train = run.train
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(train, 0, 1)
-    gemm.set_backend(run.gemm)
-    folder = RunFolder(algorithm.name, run, resume)
+    folder = begin_run(algorithm.name, run, resume)
     rewards = load_rewards(run, reward_funcs)
     policy, tokenizer = algorithm.load(run, folder)
     model = policy.model
@@ -168,7 +168,7 @@ def load(run, folder):
 
 
 def load_prompts(path, run, llm, for_eval=False):
-    """The prompts of data.train, or for_eval those of data.eval, as token ids; logs how many were too long."""
+    """The prompts of a file as token ids; logs how many were too long. for_eval: of data.eval."""
     vocab_size = llm.model.config.vocab_size
     prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
     if prompts.dropped_prompts:
@@ -183,10 +183,14 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
         add_logprobs(policy, rollouts, on_policy)
     groups = [group for each in generations for group in each.groups]
     metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.shares()
+    if order.replay_buffer is not None:
+        metrics |= order.replay_buffer.metrics
     if run.train.dynamic_sampling:
         metrics["perf/over_sampled_tokens"] = sum(each.num_unused for each in generations)
     if run.train.rollout_rs is not None:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
+    if run.train.rollout_is_batch_normalize:
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = rollouts.correction_mean
     return rollouts, generations, metrics
 
 
@@ -195,7 +199,10 @@ def prompt_order(prompts, run):
     train, column = run.train, run.data.curriculum_column
     curriculum = None if column is None else curriculum_values(prompts, column)
     options = {"difficulty_weights": train.difficulty_weights, "solved_at": train.no_resampling_pass_rate}
-    return PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed, curriculum=curriculum, **options)
+    order = PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed, curriculum=curriculum, **options)
+    if train.replay_buffer_size:
+        order.replay_buffer = ReplayBuffer(train.replay_buffer_size)
+    return order
 
 
 def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer):
@@ -239,7 +246,12 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     samples = [sample for group in groups for sample in group]
     seed = rollout.derived_seed(run.seed, trainer_state.global_step, index)
     shuffled = np.random.default_rng(seed).permutation(len(samples))
-    rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
+    if order.replay_buffer is None:
+        rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
+    else:
+        draw = rollout.derived_seed(run.seed, trainer_state.global_step, index, 1)
+        parts = order.replay_buffer.replay(groups, train, trainer_state.global_step, draw)
+        rollouts = rollout.Rollouts.joined(parts).ordered(shuffled.tolist())
     llm.sleep()
     return rollouts, [generation]
 
@@ -256,17 +268,25 @@ def add_logprobs(policy, rollouts, on_policy):
     """Write the log-probs of the reference and, where they are needed, of the policy before its next update.
 
     on_policy: whether no part of the rollouts is trained on after an update, whose old log-probs are the forward's.
-    With rollout_rs, mask the tokens that it rejects.
+    With rollout_is_batch_normalize, divide the advantages, and with rollout_rs, mask the tokens that it rejects.
     """
-    limit = policy.train.max_tokens_per_micro_batch
-    parts = rollouts.parts_of_tokens(limit) if limit else rollouts.parts(policy.train.per_device_train_batch_size)
+    train = policy.train
+    parts = forward_parts(rollouts, train)
     if policy.reference is not None:
         rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
-    rejects = policy.train.rollout_rs is not None
-    if (rejects or not on_policy) and not sampler_is_exact(policy.train):
+    reads_old = train.rollout_rs is not None or train.rollout_is_batch_normalize or not on_policy
+    if reads_old and not sampler_is_exact(train) and not train.bypass_mode:
         rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
-    if rejects:
-        reject(rollouts, policy.train.rollout_rs, policy.train.rollout_rs_threshold)
+    if train.rollout_is_batch_normalize:
+        normalize_corrections(rollouts, train)
+    if train.rollout_rs is not None:
+        reject(rollouts, train.rollout_rs, train.rollout_rs_threshold)
+
+
+def forward_parts(rollouts, train):
+    """All sequences of Rollouts, as many at a time as one forward takes: list of Rollouts."""
+    limit = train.max_tokens_per_micro_batch
+    return rollouts.parts_of_tokens(limit) if limit else rollouts.parts(train.per_device_train_batch_size)
 
 
 def host_logprobs(policy, model, parts):
@@ -428,7 +448,8 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
 class MicroStep(NamedTuple):
     """One forward and backward pass: its index in the epoch and the first sequence of the generation that it takes.
 
-    on_policy: whether the weights are still those that generated: the generation began in this optimizer step.
+    on_policy: whether the weights are still those that generated: the generation began in this optimizer step. Never
+    with bypass_mode or replayed groups, whose ratio is to the log-probs of the sampler.
     """
 
     index: int
@@ -457,7 +478,9 @@ class MicroBatchSchedule(Schedule):
         for index in range(start, min(start + self.accumulation, self.micro_steps_per_epoch)):
             within = index % self.micro_steps_per_generation
             first = index % self.train.rollout_steps * self.train.per_device_train_batch_size
-            found.append(MicroStep(index, first, within == 0, on_policy=index - within >= start))
+            found.append(
+                MicroStep(index, first, within == 0, index - within >= start and not self.train.ratio_to_sampler)
+            )
         return found
 
     def within_generation(self, step):
@@ -467,7 +490,7 @@ class MicroBatchSchedule(Schedule):
     @property
     def on_policy(self):
         """Whether all completions are trained on before the weights that generated them change."""
-        return self.accumulation % self.micro_steps_per_generation == 0
+        return self.accumulation % self.micro_steps_per_generation == 0 and not self.train.ratio_to_sampler
 
 
 class DataState:
@@ -494,6 +517,8 @@ class DataState:
             "rollouts": self.rollouts.state() if kept else None,
             "metrics": self.metrics if kept else {},
         }
+        if self.order.replay_buffer is not None:
+            state["replay_buffer"] = self.order.replay_buffer.state()
         return state | ({"memory": copy.deepcopy(self.order.memory)} if self.order.memory else {})
 
     def load_state_dict(self, state, train):
@@ -501,6 +526,8 @@ class DataState:
         self.order.epoch, self.order.position = state["prompts"]
         self.order.memory = copy.deepcopy(state.get("memory", {}))
         self.num_tokens = state["num_tokens"]
+        if self.order.replay_buffer is not None:
+            self.order.replay_buffer.load_state(state.get("replay_buffer", []), train.num_generations)
         if state["rollouts"] is None:
             return
         rollouts = rollout.Rollouts(**state["rollouts"])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,11 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
 from rlnumba.model.weights import Weights
 from rlnumba.optim import CHUNK, STREAMS
-from rlnumba.runtime import device
+from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import dpo, kto, reward, sft
+from rlnumba.trainers import dpo, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, TargetBatch, epoch_order
 
 GIB = 2**30
@@ -44,7 +45,8 @@ SHARED = "weights that the engine reads"
 # Keys that variants of a run differ in, at any values.
 WITHOUT_EFFECT_ON_ROWS = {
     "optim": "adamw_torch", "master_weights": True, "offload_optimizer": False, "dtype": None,
-    "gradient_checkpointing": True, "activation_memory": None, "per_device_train_batch_size": 2,
+    "gradient_checkpointing": True, "activation_memory": None, "recompute_modules": [],
+    "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
 }  # fmt: skip
 # A switch that saves less than this share of all regions is not listed.
@@ -78,9 +80,6 @@ class Planner:
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes):
-        covered = *ROW_TRAINERS, *GROUP_TRAINERS
-        if kind not in covered:
-            raise UserError(f"plan: {kind} is not among the trainers that it covers: {', '.join(covered)}")
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
@@ -90,30 +89,32 @@ class Planner:
         """The Plan of `run`, a variant of the run, or of the run itself."""
         run = run or self.run
         dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
-        step = _row_step(self, run) if self.kind in ROW_TRAINERS else _group_step(self, run)
+        step = step_of(self, run)
         with shapes_only() as peaks:
-            _train(self.config, dtype, run, step)
+            trained = take_step(self.config, dtype, run, step)
             if step.prompts:
                 _generate(self, dtype, run, step.prompts)
         tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
         regions.pop(SHARED, None)
-        trained, itemsize = regions["grads"] // 4, device.dtype(dtype).itemsize
+        itemsize = device.dtype(dtype).itemsize
         notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
         notes["grads"] = "float32"
+        if run.train.optimizer_in_backward:
+            notes["grads"] = f"{dtype} of a layer's matrices, float32 of embedding, heads and norms"
         moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]
         notes["moments"] = " and ".join(moments) + (", in host memory but for two chunks" if host else "")
         if host and self.on_gpu:
-            regions["moments"] = STREAMS * host * min(CHUNK, trained) // trained
+            regions["moments"] = sum(STREAMS * host * min(CHUNK, each) for each in trained) // sum(trained)
         notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
+        if run.train.kept_activations == "selective":
+            notes["activations"] += f" but for {', '.join(run.train.recompute_modules)}"
         extra = {}
         if step.prompts:
             self._add_kv(regions, notes, run, itemsize, step.prompts)
         if self.on_gpu:
-            attention_bytes = 4 * tokens * self.config.num_attention_heads * self.config.head_dim
-            extra["operators"] = logits_bytes(tokens, self.config) + attention_bytes
-            extra["CUDA context"] = CONTEXT_BYTES
+            extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
@@ -179,17 +180,18 @@ class Planner:
 
 
 class Step(NamedTuple):
-    """The largest micro-batch of a run: run(policy) lets it go forward and backward.
+    """The largest micro-batch of a run: run(policy, critic) lets it go forward and backward.
 
     tokens: of the micro-batch. heads: of the policy's model. reference: whether the policy has one. prompts: lengths of
-    the longest prompts of one generation, or [].
+    the longest prompts of one generation, or []. critic: config of a critic's own model, or None.
     """
 
     run: Callable
     tokens: int
     heads: tuple
-    reference: bool
-    prompts: list
+    reference: bool = False
+    prompts: tuple | list = ()
+    critic: ModelConfig | None = None
 
 
 class _EndOfStep(Exception):
@@ -200,8 +202,26 @@ def _end_of_step(learning_rate):
     raise _EndOfStep
 
 
-def _train(config, dtype, run, step):
-    """Make the policy of a run and take the Step."""
+def take_step(config, dtype, run, step):
+    """Make the policy of a run, and a critic, and take the Step; return how many parameters of each are trained.
+
+    The arguments are make_policies'. To be called within shapes_only.
+    """
+    policy, critic = make_policies(config, dtype, run, step)
+    policy.step = _end_of_step
+    try:
+        with signals.held():
+            step.run(policy, critic)
+    except _EndOfStep:
+        pass
+    return [each.model.trained.flat.shape[0] for each in (policy, critic) if each is not None]
+
+
+def make_policies(config, dtype, run, step):
+    """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
+
+    run: of its attributes train and lora are read.
+    """
     config = dataclasses.replace(config, heads=step.heads)
     model = Transformer(config, Weights(config, dtype))
     model.adapter = _adapter(run, config, dtype, "adapter")
@@ -212,12 +232,11 @@ def _train(config, dtype, run, step):
         reference = (
             Transformer(config, Weights(config, dtype, region="reference")) if alone else model.without_adapter()
         )
-    policy = Policy(model, run.train, reference)
-    policy.step = _end_of_step
-    try:
-        step.run(policy)
-    except _EndOfStep:
-        pass
+    policy, critic = Policy(model, run.train, reference), None
+    if step.critic is not None:
+        critic = Policy(Transformer(step.critic, Weights(step.critic, dtype)), run.train)
+        critic.arena = policy.arena
+    return policy, critic
 
 
 def _adapter(run, config, dtype, region):
@@ -240,11 +259,23 @@ def _generate(planner, dtype, run, prompts):
     Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True).reserve_activations()
 
 
+def operator_bytes(tokens, config):
+    """Bytes of the arrays that operators make for themselves in a micro-batch of so many tokens."""
+    return logits_bytes(tokens, config) + 4 * tokens * config.num_attention_heads * config.head_dim
+
+
 def logits_bytes(tokens, config):
     """Bytes of the float32 logits, and of what else there is of them, in chunks (kernels/logprob)."""
     rows = min(chunked.backward_rows(config.hidden_size), tokens)
     backward = 6 * min(chunked.CHUNK_LOGITS // 2, rows * config.vocab_size) + 4 * rows * config.hidden_size
     return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), tokens) * config.vocab_size)
+
+
+def step_of(planner, run):
+    """The Step of a Planner's trainer for `run`, a variant of its run."""
+    if planner.kind in ROW_TRAINERS:
+        return _row_step(planner, run)
+    return _ppo_step(planner, run) if planner.kind == "ppo" else _group_step(planner, run)
 
 
 def _row_step(planner, run):
@@ -263,27 +294,35 @@ def _row_step(planner, run):
             most, at = int(sums.max()), int(sums.argmax()) * size
             chosen = [rows[index] for index in order[at : at + size]]
 
-    def run_step(policy):
+    def run_step(policy, critic):
         trainer.module.train_step(policy, chosen, 0.0)
 
-    return Step(run_step, most, trainer.heads, trainer.reference, [])
+    return Step(run_step, most, trainer.heads, trainer.reference)
 
 
-def _group_step(planner, run):
-    """As large as a micro-batch can be: completions of max_completion_length of the longest prompt."""
+def _longest_completions(planner, run):
+    """(lengths of prompts, completion tokens, prompt tokens of a row) as large as a micro-batch can be: it has
+    completions of max_completion_length of the longest prompt."""
     train = run.train
     prompts = sorted(planner.prompts(run.data.max_prompt_length), reverse=True)[: train.prompts_per_rollout]
     if not prompts:
         raise UserError(f"{run.data.train}: no prompt is left")
     limit = longest_sequence(planner.config, run.engine)
     length = min(prompts[0] + train.max_completion_length, limit)
-    lengths = [length] * train.per_device_train_batch_size
-    ends = np.cumsum(lengths)
-    completions = np.concatenate([np.arange(end - length + min(prompts[0], length - 1), end) for end in ends])
+    return prompts, min(prompts[0], length - 1), length
 
-    def run_step(policy):
+
+def _group_step(planner, run):
+    """A micro-batch of GRPO or RLOO, forward and backward at once, and apart."""
+    prompts, prompt, length = _longest_completions(planner, run)
+    lengths = [length] * run.train.per_device_train_batch_size
+    ends = np.cumsum(lengths)
+    completions = np.concatenate([np.arange(end - length + prompt, end) for end in ends])
+
+    def run_step(policy, critic):
         batch, empty = TargetBatch.of(np.zeros(ends[-1], np.int32), lengths, completions), policy.arena.empty
         for at_once in (True, False):
+            policy.zero_grad(0.0)
             with policy.scope():
                 logprobs, dlogprobs, entropy = (empty(batch.rows.shape, np.float32) for _ in range(3))
                 if at_once:
@@ -291,7 +330,34 @@ def _group_step(planner, run):
                 else:
                     policy.backward(policy.forward(batch, logprobs, entropy), dlogprobs)
 
-    return Step(run_step, int(ends[-1]), LM_HEAD, train.beta > 0, prompts)
+    return Step(run_step, int(ends[-1]), LM_HEAD, run.train.beta > 0, prompts)
+
+
+def _ppo_step(planner, run):
+    """A micro-batch of PPO, forward and backward of both models; what evaluates tokens before takes less."""
+    train, shared = run.train, run.critic.shared
+    prompts, prompt, length = _longest_completions(planner, run)
+    size = min(train.per_device_train_batch_size, train.mini_batch_size)
+    prompt_lengths, completion_lengths = np.full(size, prompt), np.full(size, length - prompt)
+    rollouts = SimpleNamespace(
+        token_ids=np.zeros(size * length, np.int32),
+        prompt_lengths=prompt_lengths,
+        completion_lengths=completion_lengths,
+    )
+
+    def run_step(policy, critic):
+        actor = ppo.ActorCritic(policy, critic, run)
+        actor.experience = SimpleNamespace(rollouts=rollouts)
+        actor.buffer.begin(int(completion_lengths.sum()))
+        actor.zero_grad(0.0, 0.0)
+        ppo.forward_backward(actor, np.arange(size), 1.0, None)
+
+    config = None
+    if not shared:
+        config = ModelConfig.from_folder(find_model(run.critic.model or run.model, weights=False))
+        config = dataclasses.replace(config, heads=SCORE_HEAD)
+    heads = LM_HEAD + SCORE_HEAD if shared else LM_HEAD
+    return Step(run_step, size * length, heads, train.kl_coef > 0, prompts, config)
 
 
 class PlannedTrainer(NamedTuple):
@@ -302,8 +368,6 @@ class PlannedTrainer(NamedTuple):
     reference: bool = False
 
 
-# Trainers on groups of completions of a prompt.
-GROUP_TRAINERS = ("grpo", "rloo")
 ROW_TRAINERS = {
     "sft": PlannedTrainer(sft),
     "dpo": PlannedTrainer(dpo, reference=True),
@@ -325,6 +389,7 @@ def _switches(kind, run, on_gpu, model_dtype):
         found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
     if train.kept_activations == "full":
         add("train", activation_memory="selective")
+        add("train", activation_memory="selective", recompute_modules=["norm", "swiglu"])
     if train.kept_activations != "minimal":
         minimal = {"gradient_checkpointing": True} if train.activation_memory is None else {}
         add("train", **(minimal or {"activation_memory": "minimal"}))
@@ -333,6 +398,8 @@ def _switches(kind, run, on_gpu, model_dtype):
             add("train", optim=optim)
     if not train.offload_optimizer and on_gpu:
         add("train", offload_optimizer=True)
+    if not train.optimizer_in_backward and run.lora is None and train.backward_passes == 1:
+        add("train", optimizer_in_backward=True, max_grad_norm=0.0)
     if dtype == "bfloat16" and train.master_weights:
         add("train", master_weights=False)
     if dtype == "float32" and on_gpu:

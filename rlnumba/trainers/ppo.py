@@ -241,13 +241,18 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
 def evaluate_tokens(actor, rollouts):
     """Write old_logprobs, ref_logprobs and values of all completion tokens to the ActorCritic's buffer."""
     policy, buffer, size = actor.policy, actor.buffer, actor.train.per_device_train_batch_size
+    every = np.arange(len(rollouts.completion_lengths))
+    if actor.train.max_tokens_per_micro_batch:
+        parts = parts_of_tokens(rollouts, every, actor.train)
+    else:
+        parts = [every[first : first + size] for first in range(0, len(every), size)]
     buffer.begin(len(rollouts.rollout_logprobs))
     exact = sampler_is_exact(actor.train)
     if exact:
         buffer.old_logprobs[...] = device.asarray(rollouts.rollout_logprobs)
     end = 0
-    for first in range(0, len(rollouts.completion_lengths), size):
-        batch, rows = micro_batch(rollouts, np.arange(first, min(first + size, len(rollouts.completion_lengths))))
+    for part in parts:
+        batch, rows = micro_batch(rollouts, part)
         tokens = slice(end, end + len(rows))
         end = tokens.stop
         if not exact:
@@ -307,11 +312,14 @@ def train_step(actor, micro_batches, learning_rate):
             parts = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)]
             for part in parts:
                 tokens.append(int(experience.rollouts.completion_lengths[part].sum()))
-                partials.append(device.xp().empty((ppo_loss_blocks(tokens[-1]), SUMS), np.float32))
-                forward_backward(actor, part, 1.0 / (tokens[-1] * len(parts)), partials[-1])
+                partials.append([])
+                for chosen in parts_of_tokens(experience.rollouts, part, train):
+                    blocks = ppo_loss_blocks(int(experience.rollouts.completion_lengths[chosen].sum()))
+                    partials[-1].append(device.xp().empty((blocks, SUMS), np.float32))
+                    forward_backward(actor, chosen, 1.0 / (tokens[-1] * len(parts)), partials[-1][-1])
             infos.append(actor.step(learning_rate, experience.critic_learning_rate))
     actor.score_moments = experience.score_moments
-    sums = [device.to_host(array).sum(axis=0, dtype=np.float64) for array in partials]
+    sums = [device.to_host(device.xp().concatenate(part)).sum(axis=0, dtype=np.float64) for part in partials]
     metrics = ppo_metrics(sums, tokens)
     loss = metrics["loss/policy_avg"] + train.vf_coef * metrics["loss/value_avg"]
     metrics["loss"] = loss - train.entropy_coef * metrics["policy/entropy_avg"]
@@ -319,8 +327,17 @@ def train_step(actor, micro_batches, learning_rate):
     return metrics | infos[-1] | {name: float(np.mean([info[name] for info in infos])) for name in norms}
 
 
+def parts_of_tokens(rollouts, chosen, train):
+    """Completions `chosen` (indices), as many at a time as max_tokens_per_micro_batch allows: list of arrays."""
+    if train.max_tokens_per_micro_batch is None:
+        return [chosen]
+    lengths = (rollouts.prompt_lengths + rollouts.completion_lengths)[chosen]
+    ranges = rollout.ranges_of_tokens(lengths, train.max_tokens_per_micro_batch)
+    return [chosen[first:end] for first, end in ranges]
+
+
 def forward_backward(actor, chosen, scale, partials):
-    """Forward, loss and backward of a micro-batch: completions `chosen` (indices) of the batch that the actor holds.
+    """Forward, loss and backward of completions `chosen` (indices) of the batch that the actor holds.
 
     Adds to the gradients; partials (ppo_loss_blocks(T), SUMS) is written.
     """

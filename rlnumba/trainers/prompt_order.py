@@ -46,8 +46,9 @@ class PromptOrder:
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
         self.epoch, self.position, self.difficulty_weights = epoch, position, difficulty_weights
         self.solved_at, self.curriculum = solved_at, curriculum
-        # What else carries over from generation to generation: JSON values, part of the checkpoint.
-        self.memory = {}
+        # What else carries over from generation to generation and is part of the checkpoint: JSON values, and a
+        # ReplayBuffer where there is one.
+        self.memory, self.replay_buffer = {}, None
 
     def take(self, count):
         """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""

@@ -1,4 +1,4 @@
-"""Rejection of tokens and sequences whose log-probs differ too much between the sampler and the policy.
+"""Rejection and weighting of tokens and sequences whose log-probs differ between the sampler and the policy.
 
 With d = clip(old - roll, -20, 20), old the policy's log-probs before its update and roll the sampler's, a token has
 
@@ -14,6 +14,9 @@ and each mode of rollout_rs keeps
 The bounds of k1 are those of a ratio, "low_high": log low <= k1 <= log high, and a single number is "1/high_high"; k2
 and k3 have an upper bound. Several modes, separated by commas, all must keep a token, with one threshold for all or one
 each. What is not kept is masked: it has no loss, no KL and is in no denominator.
+
+With rollout_is_batch_normalize, the weights exp(d) of rollout_is, within its bounds, are divided by their mean over the
+generation's tokens, or sequences. They multiply the advantages in the loss, so it is these that are divided.
 
 Source: verl's rollout correction, whose names these are; Schulman 2020 (k1, k2, k3).
 """
@@ -53,6 +56,38 @@ def kept_tokens(old_logprobs, rollout_logprobs, loss_mask, lengths, rollout_rs, 
         low, high = bounds
         kept &= (value >= low) & (value <= high) if estimate == "k1" else value <= high
     return kept
+
+
+def mean_correction(old_logprobs, rollout_logprobs, loss_mask, lengths, level, bounds, truncates):
+    """The mean of the weights of rollout_is: float, 1.0 without tokens. Arrays as kept_tokens'.
+
+    level: "token" or "sequence"; bounds: (low or None, high), outside of which a weight is clamped, or else 0.
+    """
+    active = loss_mask != 0
+    old, rollout = (np.where(active, array, 0.0).astype(np.float64) for array in (old_logprobs, rollout_logprobs))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    difference, counted = old - rollout, active
+    if level == "sequence":
+        difference = np.bincount(owner, weights=difference, minlength=len(lengths))
+        counted = np.bincount(owner, weights=active, minlength=len(lengths)) > 0
+    weights = np.exp(np.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[counted]
+    low, high = bounds
+    bounded = np.clip(weights, low, high)
+    weights = bounded if truncates else np.where(bounded == weights, weights, 0.0)
+    return float(weights.mean()) if len(weights) else 1.0
+
+
+def normalize_corrections(rollouts, train):
+    """Divide the advantages of Rollouts with old_logprobs by mean_correction, unless that is 0; writes correction_mean.
+
+    train: a GRPOConfig with rollout_is.
+    """
+    old = rollouts.old_logprobs if len(rollouts.old_logprobs) else rollouts.rollout_logprobs
+    level, _, mode = train.importance_sampling_correction.partition("_")
+    arrays = old, rollouts.rollout_logprobs, rollouts.loss_mask, rollouts.completion_lengths
+    rollouts.correction_mean = mean_correction(*arrays, level, train.importance_sampling_bounds, mode == "truncate")
+    if rollouts.correction_mean > 1e-8:
+        rollouts.advantages = (rollouts.advantages / rollouts.correction_mean).astype(np.float32)
 
 
 def reject(rollouts, rollout_rs, rollout_rs_threshold):

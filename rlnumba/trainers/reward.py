@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from rlnumba.data.pairs import load_pairs
-from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.sequence_score import score_rows
@@ -20,7 +19,7 @@ from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
-from rlnumba.trainers.run_folder import RunFolder, log
+from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_reward(run, resume=False):
@@ -28,8 +27,7 @@ def run_reward(run, resume=False):
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step.
     """
-    gemm.set_backend(run.gemm)
-    folder = RunFolder("reward", run, resume)
+    folder = begin_run("reward", run, resume)
     policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None

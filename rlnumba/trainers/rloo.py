@@ -18,6 +18,8 @@ from rlnumba.runtime import device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.grpo import (
     Algorithm,
+    cut_by_tokens,
+    forward_parts,
     host_logprobs,
     load,
     sampler_is_exact,
@@ -70,7 +72,7 @@ def add_logprobs(policy, rollouts):
 
     Returns the KL of each completion by their difference, sum of mask (old - ref): (B,) float64, 0 without a reference.
     """
-    parts = rollouts.parts(policy.train.per_device_train_batch_size)
+    parts = forward_parts(rollouts, policy.train)
     old_logprobs = rollouts.rollout_logprobs
     if not sampler_is_exact(policy.train):
         old_logprobs = rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
@@ -109,6 +111,7 @@ def leave_one_out(rewards, train):
 def train_step(policy, micro_batches, learning_rate):
     """One optimizer step on a list of Rollouts: metrics by name. Writes gradients, weights and optimizer state."""
     arena, xp, config = policy.arena, device.xp(), policy.train.policy_loss
+    micro_batches, _ = cut_by_tokens(policy.train, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])

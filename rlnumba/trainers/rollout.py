@@ -255,6 +255,17 @@ def _std(values):
     return float(known.std(ddof=1)) if len(known) > 1 else float("nan")
 
 
+def ranges_of_tokens(lengths, limit):
+    """[(first, end)] of the sequences of these lengths (B,): as many as have at most `limit` tokens, at least one."""
+    firsts, tokens = [], limit + 1
+    for i, length in enumerate(lengths.tolist()):
+        if tokens + length > limit:
+            firsts.append(i)
+            tokens = 0
+        tokens += length
+    return list(zip(firsts, [*firsts[1:], len(lengths)], strict=True))
+
+
 @dataclass
 class Rollouts:
     """One generation on the host, in the order in which it is trained on, or a part of it.
@@ -263,7 +274,8 @@ class Rollouts:
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
-    rejected_fraction: share of the tokens whose mask rollout_rs has set to 0.
+    rejected_fraction: share of the tokens whose mask rollout_rs has set to 0. correction_mean: what
+    rollout_is_batch_normalize has divided the advantages by.
     """
 
     token_ids: np.ndarray
@@ -277,6 +289,7 @@ class Rollouts:
     thresholds: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     on_policy: bool = False
     rejected_fraction: float = 0.0
+    correction_mean: float = 1.0
 
     @staticmethod
     def of(samples, mask_truncated):
@@ -314,6 +327,10 @@ class Rollouts:
             parts[name] = getattr(self, name)[targets]
         return Rollouts(**parts, on_policy=on_policy)
 
+    def ordered(self, order):
+        """The sequences `order` (indices), in this order: Rollouts."""
+        return Rollouts.joined([self.part(i, 1, self.on_policy) for i in order])
+
     def parts(self, size, on_policy=False):
         """All sequences, `size` at a time: list of Rollouts."""
         return [self.part(first, size, on_policy) for first in range(0, len(self.advantages), size)]
@@ -327,15 +344,8 @@ class Rollouts:
 
     def parts_of_tokens(self, limit):
         """All sequences in their order, as many at a time as have at most `limit` tokens, but at least one: list."""
-        lengths = self.prompt_lengths + self.completion_lengths
-        firsts, tokens = [], limit + 1
-        for i, length in enumerate(lengths.tolist()):
-            if tokens + length > limit:
-                firsts.append(i)
-                tokens = 0
-            tokens += length
-        ends = [*firsts[1:], len(lengths)]
-        return [self.part(first, end - first, self.on_policy) for first, end in zip(firsts, ends, strict=True)]
+        ranges = ranges_of_tokens(self.prompt_lengths + self.completion_lengths, limit)
+        return [self.part(first, end - first, self.on_policy) for first, end in ranges]
 
     def state(self):
         """The arrays that a checkpoint keeps: dict, the arguments of Rollouts."""

@@ -16,7 +16,7 @@ from rlnumba.model.transformer import save_model
 from rlnumba.reporting.files import as_json, make_folder, write_config
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.trackers import check_installed
-from rlnumba.runtime import device, dispatch, memory, signals
+from rlnumba.runtime import ahead_of_time, device, dispatch, memory, signals
 from rlnumba.runtime.environment import environment
 from rlnumba.trainers.callbacks import Callbacks
 
@@ -25,6 +25,14 @@ RUN_FILES = (
     *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
     *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
 )
+
+
+def begin_run(trainer, run, resume):
+    """The RunFolder of a run that begins now; its kernels are compiled on all cores once the first one is missing."""
+    gemm.set_backend(run.gemm)
+    if device.name() == "cuda" and gemm.backend() == "native":
+        ahead_of_time.start("rlnumba.trainers.kernel_list", (trainer, run))
+    return RunFolder(trainer, run, resume)
 
 
 class RunFolder:

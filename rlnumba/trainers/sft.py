@@ -10,13 +10,12 @@ padding: sequences do not attend to one another, so packing changes which tokens
 import numpy as np
 
 from rlnumba.data import load_sft
-from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
-from rlnumba.trainers.run_folder import RunFolder, log
+from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_sft(run, resume=False):
@@ -24,8 +23,7 @@ def run_sft(run, resume=False):
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step.
     """
-    gemm.set_backend(run.gemm)
-    folder = RunFolder("sft", run, resume)
+    folder = begin_run("sft", run, resume)
     policy, tokenizer = load_policy(run, folder)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None

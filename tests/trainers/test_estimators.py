@@ -8,7 +8,7 @@ import pytest
 from rlnumba.errors import ConfigError
 from rlnumba.trainers import grpo
 from rlnumba.trainers.estimators import advantages_of, penalised
-from rlnumba.trainers.rejection import kept_tokens, reject
+from rlnumba.trainers.rejection import kept_tokens, mean_correction, reject
 from tests.trainers.runs import grpo_config, grpo_run, metrics_of
 from tests.trainers.test_grpo import golden_policy, golden_rollouts
 
@@ -109,6 +109,53 @@ def test_rejected_tokens_are_masked():
     assert first == second
 
 
+def test_the_mean_correction_by_hand():
+    roll, mask, lengths = np.zeros(5, np.float32), np.array([1, 1, 1, 0, 1], np.float32), np.array([2, 2, 1])
+    old = np.log(np.array([2.0, 0.25, 8.0, np.nan, 1.0])).astype(np.float32)
+    for level, bounds, truncates, mean in (
+        ("token", (None, 4.0), True, (2 + 0.25 + 4 + 1) / 4),
+        ("token", (0.5, 4.0), False, (2 + 0 + 0 + 1) / 4),
+        ("sequence", (None, 4.0), True, (0.5 + 4 + 1) / 3),
+        ("sequence", (0.75, 10.0), False, (0 + 8 + 1) / 3),
+    ):
+        assert mean_correction(old, roll, mask, lengths, level, bounds, truncates) == pytest.approx(mean)
+    # A sequence without tokens is in no mean.
+    mask[2] = 0
+    assert mean_correction(old, roll, mask, lengths, "sequence", (None, 4.0), True) == pytest.approx((0.5 + 1) / 2)
+    assert mean_correction(old, roll, 0 * mask, lengths, "token", (None, 4.0), True) == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalized_corrections_have_mean_1(level):
+    """The weights and their mean are those of the loss, and the loss is divided by it."""
+    options = {"rollout_is": level, "rollout_is_threshold": "1.01", "top_k": 5, "loss_type": "cispo"}
+    plain, policy = golden_policy(**options), golden_policy(**options, rollout_is_batch_normalize=True)
+    losses = []
+    for each in (plain, policy):
+        rollouts = golden_rollouts()
+        grpo.add_logprobs(each, rollouts, on_policy=True)
+        losses.append(grpo.train_step(each, rollouts.parts(8, on_policy=True), 0.0))
+    mean = losses[0]["sampling/importance_sampling_ratio/mean"]
+    assert rollouts.correction_mean == pytest.approx(mean, rel=1e-5) and mean < 0.99
+    assert losses[1]["loss"] == pytest.approx(losses[0]["loss"] / mean, rel=1e-5)
+
+
+def test_bypass_mode_takes_the_samplers_log_probs():
+    """Also on-policy, and without a forward; the ratio is that to the sampler."""
+    train = {"bypass_mode": True, "top_k": 5, "steps_per_generation": 2, "num_iterations": 2}
+    schedule = grpo.MicroBatchSchedule(grpo_config(**train), "rows", 16)
+    assert not schedule.on_policy and not any(m.on_policy for step in range(3) for m in schedule.micro_steps(step))
+    policy, rollouts = golden_policy(bypass_mode=True, top_k=5), golden_rollouts()
+    grpo.add_logprobs(policy, rollouts, schedule.on_policy)
+    assert not len(rollouts.old_logprobs)
+    metrics = grpo.train_step(policy, rollouts.parts(8), 0.0)
+    ratio = np.exp(grpo.host_logprobs(policy, policy.model, [rollouts]) - rollouts.rollout_logprobs)
+    advantage = np.repeat(rollouts.advantages, rollouts.completion_lengths)
+    token_loss = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+    assert np.abs(ratio - 1).max() > 0.01
+    assert metrics["loss"] == pytest.approx(token_loss.mean(), rel=1e-4)
+
+
 def test_an_exact_sampler_is_not_rejected():
     rollouts = golden_rollouts()
     before = rollouts.loss_mask.copy()
@@ -131,6 +178,12 @@ def test_an_exact_sampler_is_not_rejected():
             "multi_objective_aggregation normalize_then_sum is for advantage_estimator grpo, not rae",
         ),
         ({"length_penalty": 0.1, "multi_objective_aggregation": "normalize_then_sum"}, "length_penalty needs"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize needs train.rollout_is"),
+        (
+            {"rollout_is_batch_normalize": True, "rollout_is": "token", "loss_type": "vespo"},
+            "rollout_is_batch_normalize: loss_type vespo has no such weights",
+        ),
+        ({"bypass_mode": True, "rollout_rs": "token_k1"}, "train.rollout_rs compares the sampler with the old policy"),
     ],
 )
 def test_wrong_options_are_named(options, message):

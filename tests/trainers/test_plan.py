@@ -20,6 +20,7 @@ from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import Planner, advise
+from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
@@ -67,6 +68,8 @@ def assert_planned(kind, run, train):
         {},
         {"gradient_checkpointing": True, "optim": "adamw_8bit"},
         {"activation_memory": "selective"},
+        {"activation_memory": "selective", "recompute_modules": ["norm", "swiglu"]},
+        {"optimizer_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
         {"packing": True, "max_length": 48, "shuffle_dataset": True},
         {"offload_optimizer": True, "optim": "adamw_bf16", "loss_type": "dft", "per_device_train_batch_size": 3},
     ],
@@ -85,11 +88,14 @@ def test_rloo_takes_what_was_planned(tmp_path):
     assert_planned("rloo", rloo_run(tmp_path / "run", max_steps=3), run_rloo)
 
 
-def test_a_trainer_that_is_not_covered_is_named(tmp_path):
-    with pytest.raises(
-        UserError, match="plan: ppo is not among the trainers that it covers: sft, dpo, kto, reward, gr"
-    ):
-        Planner("ppo", ppo_run(tmp_path / "run"), False, GIB)
+@pytest.mark.parametrize(
+    "critic, options",
+    [({}, {"kl_coef": 0.0}), ({"shared": True}, {"optimizer_in_backward": True, "max_grad_norm": 0.0})],
+    ids=str,
+)
+def test_ppo_takes_what_was_planned(tmp_path, critic, options):
+    run = ppo_run(tmp_path / "run", max_steps=2, critic=critic, **options)
+    assert_planned("ppo", run, run_ppo)
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])

@@ -342,6 +342,27 @@ def test_the_order_of_the_mini_batches_changes_with_epoch_and_seed(tmp_path, mon
         assert sorted(sum(epoch, [])) == list(range(8)) and [len(part) for part in epoch] == [4, 4]
 
 
+def test_micro_batches_by_tokens_give_the_same_steps(tmp_path, monkeypatch):
+    found, sizes, of_chosen = [], [], ppo.micro_batch
+    monkeypatch.setattr(
+        ppo, "micro_batch", lambda rollouts, chosen: sizes.append(len(chosen)) or of_chosen(rollouts, chosen)
+    )
+    for limit in (None, 60, 1):
+        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1}
+        actor = small_actor(tmp_path, True, max_tokens_per_micro_batch=limit, **options)
+        sizes.clear()
+        begin(actor)
+        metrics = ppo.train_step(actor, None, 1e-3)
+        # One evaluation and two epochs.
+        assert sum(sizes) == 8 * 3 and {None: len(sizes) == 6, 60: 6 < len(sizes) < 24, 1: len(sizes) == 24}[limit]
+        found.append((metrics, device.to_host(actor.model.weights.flat).copy()))
+    moved = np.abs(found[0][1] - device.to_host(small_actor(tmp_path, True).model.weights.flat)).max()
+    for metrics, weights in found[1:]:
+        for name, value in metrics.items():
+            assert value == pytest.approx(found[0][0][name], rel=1e-3, abs=1e-5), name
+        assert np.abs(weights - found[0][1]).mean() < 2e-3 * moved
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.core import Policy
+from rlnumba.trainers.prompt_order import PromptOrder
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
 from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_close, assert_same_bits
@@ -138,8 +139,8 @@ def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch):
 
 def test_gradient_does_not_depend_on_the_micro_batch_split():
     gradients = []
-    for size in (8, 4, 1):
-        policy = small_policy()
+    for size, limit in ((8, None), (4, None), (1, None), (4, 60), (8, 1)):
+        policy = small_policy(max_tokens_per_micro_batch=limit)
         metrics = rloo.train_step(policy, Rollouts.of(golden_samples(), False).parts(size), 0.0)
         gradients.append((metrics["loss"], device.to_host(policy.grads.flat).copy()))
     scale = np.abs(gradients[0][1]).max()
@@ -239,7 +240,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     prompts = SimpleNamespace(prompts=[sample.prompt for sample in golden_samples()])
     llm = SimpleNamespace(wake=lambda: None, sleep=lambda: None)
     run = SimpleNamespace(train=policy.train, seed=3)
-    state, order = grpo.TrainerState(7, 9, 0.5), SimpleNamespace(take=lambda count: list(range(count)))
+    state, order = grpo.TrainerState(7, 9, 0.5), PromptOrder(16, False, 0)
     clock, writer = Clock(), SimpleNamespace(status=None)
     rollouts, (generation,), metrics = rloo.generate(
         policy, llm, None, prompts, order, run, state, 2, True, clock, writer

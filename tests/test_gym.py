@@ -111,9 +111,13 @@ def test_errors_name_the_dataset_and_the_key(reasoning_gym, monkeypatch):
 @pytest.mark.parametrize("make, train", [(grpo_run, run_grpo), (ppo_run, run_ppo)])
 def test_a_run_trains_on_its_problems_and_evaluates_on_others(reasoning_gym, tmp_path, make, train):
     data = DataConfig(
-        train="gym:chain_sum", eval="gym:chain_sum", gym={"max_terms": 2, "min_digits": 4, "size": 16}, eval_gym={"size": 3},
-        apply_chat_template=False, prompt_template="{question} ",
-    )  # fmt: skip
+        train="gym:chain_sum",
+        eval="gym:chain_sum",
+        gym={"max_terms": 2, "min_digits": 4, "size": 16},
+        eval_gym={"size": 3},
+        apply_chat_template=False,
+        prompt_template="{question} ",
+    )
     made = make(tmp_path / "run", max_steps=1, save_steps=9)
     run = dataclasses.replace(made, data=data, rewards=RewardsConfig())
     train(run)

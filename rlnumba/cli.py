@@ -176,7 +176,8 @@ def _read_rows(path, column, completion=False):
 
     rows = read_rows(path)
     for row, where in rows:
-        if (column in row) == ("prompt" in row):
+        lacks_completion = completion and "prompt" in row and "completion" not in row
+        if (column in row) == ("prompt" in row) or lacks_completion:
             text = "'prompt' and 'completion'" if completion else "'prompt'"
             raise UserError(f"{where}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
         if column in row:

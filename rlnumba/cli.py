@@ -376,6 +376,7 @@ def _trainer(kind, purpose, files):
     @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
     @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
     def command(config, resume, resume_step, dry_run, overrides):
+        """Read and check the run, then train it, or print it."""
         from rlnumba.config import load_run, to_toml
 
         def has_16_bits():

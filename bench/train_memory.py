@@ -112,11 +112,11 @@ def measure(name, layers, repeat):
         policy = Policy(model, train)
         median = statistics.median(step_seconds(policy, rows, repeat))
         found = {region: peak for region, (_, peak) in regions.items()}
-        taken = sum(found.values())
         if on_gpu:
             free, total = device.memory_info()
-            taken, found["operators"] = total - free, pool.total_bytes() - taken
-            found["CUDA context"] = taken - pool.total_bytes()
+            found["operators"] = pool.total_bytes() - sum(found.values())
+            found["CUDA context"] = total - free - pool.total_bytes()
+        taken = sum(found.values())
         del policy, model
         gc.collect()
     total_planned, tokens = sum(expected.values()), part.batch * part.length

@@ -166,7 +166,7 @@ class Optimizer:
         return math.sqrt(squares)
 
     def _prepare(self, learning_rate, grad_scale):
-        """Bring to the device what the kernels of the next step read."""
+        """Copy to the device what the kernels of the next step read."""
         step = self.steps + 1
         scalars = adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, step, grad_scale)
         self._scalars = device.asarray(scalars)

@@ -409,6 +409,8 @@ def _switches(kind, run, on_gpu, model_dtype):
 
 
 def _shown(value):
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 

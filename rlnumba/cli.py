@@ -176,7 +176,8 @@ def _read_rows(path, column, completion=False):
 
     rows = read_rows(path)
     for row, where in rows:
-        if (column in row) == ("prompt" in row):
+        lacks_completion = completion and "prompt" in row and "completion" not in row
+        if (column in row) == ("prompt" in row) or lacks_completion:
             text = "'prompt' and 'completion'" if completion else "'prompt'"
             raise UserError(f"{where}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
         if column in row:
@@ -375,6 +376,7 @@ def _trainer(kind, purpose, files):
     @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
     @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
     def command(config, resume, resume_step, dry_run, overrides):
+        """Read and check the run, then train it, or print it."""
         from rlnumba.config import load_run, to_toml
 
         def has_16_bits():

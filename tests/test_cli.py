@@ -240,7 +240,11 @@ BAD_SCORES = [
     ([{"token_ids": [5]}, {"token_ids": []}], "in.jsonl:2: 'token_ids' is empty"),
     ([{"token_ids": [5, 99]}], "in.jsonl:1: token id 99 is outside of the model's vocabulary of 48"),
     ([{"token_ids": [5] * 257}], "in.jsonl:1: 257 tokens are more than the limit of 256"),
-    ([{"prompt": "a"}], "in.jsonl:1: 'completion' must be a string or a list of messages"),
+    (
+        [{"prompt": "a", "chosen": "b"}],
+        "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion'; its columns are prompt, chosen",
+    ),
+    ([{"prompt": "a", "completion": 3}], "in.jsonl:1: 'completion' must be a string or a list of messages"),
     ([{"prompt": "", "completion": "b"}], "in.jsonl:1: 'prompt' is empty"),
     ([{"completion": "b"}], "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion'"),
     ([{}], "its columns are none"),

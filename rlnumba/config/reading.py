@@ -161,6 +161,7 @@ class _Values:
         return f"did you mean {section}.{_nearest(name, self.keys[section])}?"
 
     def read_file(self, path):
+        """Take the keys of a TOML file. Raises ConfigError naming the file and the section or key at fault."""
         seen = {}
         for name, value in _read_toml(path).items():
             if name in self.sections and name:

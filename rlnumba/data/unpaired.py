@@ -48,8 +48,8 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
 
     data: DataConfig; train: a section with max_length, beyond which sequences lose their end; rows whose prompt alone
     fills it are dropped. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end one. Of
-    pairs, the chosen completions of every BLOCK rows come first. for_eval: as read_dataset. Raises
-    UserError naming file and line.
+    pairs, the chosen completions of every BLOCK rows come first. for_eval: as read_dataset. Raises UserError naming
+    file and line.
     """
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")

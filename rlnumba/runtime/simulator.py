@@ -300,10 +300,12 @@ def collective(size):
     """
 
     def decorate(compute):
+        """compute as a function of one thread's operands."""
         name = compute.__name__
 
         @functools.wraps(compute)
         def call(*operands):
+            """Leave the operands; the last of the threads computes all results, for which the others wait."""
             thread = _thread
             index, lane = divmod(thread.index, size)
             operation = block_state((size, index), Collective)

@@ -21,10 +21,21 @@ from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.reward_model import RewardModel
+from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.close import assert_same_bits
-from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, grpo_run, metrics_of, preference_run, reward_run, sft_run
+from tests.trainers.runs import (
+    GOLDEN,
+    MODEL,
+    SFT_ROWS,
+    grpo_run,
+    metrics_of,
+    preference_run,
+    reward_run,
+    rloo_run,
+    sft_run,
+)
 from tests.trainers.test_resume import check_killed_run, elsewhere, hash_of, rows_without_times
 
 CURVES = GOLDEN / "lora"
@@ -92,16 +103,18 @@ def test_no_memory_for_gradients_of_the_base(tmp_path):
     assert peaks["memory/moments"] - before.get("moments", 0) == 2 * size
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "rloo", "dpo", "kto"])
 def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
-    lora = {"lora_dropout": 0.2} if kind == "sft" else {}
+    lora, settings = {"lora_dropout": 0.2} if kind == "sft" else {}, {"max_steps": 6, "save_steps": 1}
     if kind == "sft":
-        run = sft_run(tmp_path / "run", max_steps=6, save_steps=1)
+        run, train = sft_run(tmp_path / "run", **settings), run_sft
+    elif kind in ("grpo", "rloo"):
+        settings |= {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1, "beta": 0.05}
+        make, train = {"grpo": (grpo_run, run_grpo), "rloo": (rloo_run, run_rloo)}[kind]
+        run = make(tmp_path / "run", **settings)
     else:
-        settings = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
-        run = grpo_run(tmp_path / "run", **settings, beta=0.05, max_steps=6, save_steps=1)
+        run, train = preference_run(kind, tmp_path / "run", **settings), {"dpo": run_dpo, "kto": run_kto}[kind]
     run = with_lora(run, **lora)
-    train = {"sft": run_sft, "grpo": run_grpo}[kind]
     train(run)
     expected, rows = hash_of(run), rows_without_times(run)
     names = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-3").iterdir()}

@@ -38,7 +38,8 @@ def compile_listed(list_signatures):
 
 
 def _end_with_stdin():
-    while sys.stdin.buffer.read(1):
+    # Not through sys.stdin, whose lock this thread would still have when Python exits.
+    while os.read(0, 1):
         pass
     os.killpg(0, signal.SIGKILL)
 

@@ -267,7 +267,7 @@ def _copy_gbs():
 
 
 def _launch_without_gpu(kernel, grid, block, arguments, shared):
-    """Tell the observers, and on device `sim` run the kernel in the simulator."""
+    """Call the observers, and on device `sim` run the kernel in the simulator."""
     for observer in observers:
         observer(kernel, tuple(map(type_name, arguments)))
     if device.name() != "sim":

@@ -93,12 +93,16 @@ tensorboardX is installed. The metrics have TRL's names:
 | `logits/chosen`, `logits/rejected` | DPO, KTO: mean over positions and vocabulary of the logits |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `difficulty/easy`, `/normal`, `/hard` | share of the prompts in each pool, with difficulty_weights |
+| `difficulty/solved` | share of the prompts that no_resampling_pass_rate leaves out |
+| `replay/groups`, `replay/age`, `replay/buffer_size` | groups replayed, their mean age in steps, and those that are kept |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
 | `rollout_corr/rollout_rs_masked_fraction` | share of the tokens that rollout_rs left out |
+| `rollout_corr/rollout_is_batch_norm_factor` | the mean that rollout_is_batch_normalize divides by |
+| `perf/over_sampled_tokens` | tokens of completions that dynamic_sampling dropped before they were needed |
 | `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |
 | `objective/scores`, `objective/non_score_reward` | PPO: mean score of a completion, and its mean KL penalty |

@@ -116,6 +116,13 @@ def test_datasets_of_the_hub(hub, names, keys, train, held_back):
     assert asked == [("openai/gsm8k", "dataset"), ("allenai/other", "dataset")]
 
 
+def test_two_splits_of_one_dataset_of_the_hub(hub):
+    hub("train.jsonl", "test.jsonl")
+    data = DataConfig(train="openai/gsm8k", eval="openai/gsm8k")
+    for for_eval, name in ((False, "train.jsonl"), (True, "test.jsonl")):
+        assert [row["from"] for row, _ in read_dataset("openai/gsm8k", data, for_eval)] == [name]
+
+
 def test_what_the_hub_does_not_have(hub, tmp_path, monkeypatch):
     hub("main/train-00000-of-00001.parquet")
     with pytest.raises(UserError, match=r"a/b: no split 'valid' \(data.name, data.split\); the dataset has main/"):

@@ -1,5 +1,7 @@
 """Problems of reasoning-gym as data: arguments, held-out seeds, scores, and errors of one line."""
 
+import dataclasses
+import json
 import sys
 
 import pytest
@@ -10,6 +12,11 @@ from rlnumba.data.gym import arguments_of
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards.calling import Rewards
 from rlnumba.rewards.gym import gym
+from rlnumba.runtime import device
+from rlnumba.trainers.eval import run_eval
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.ppo import run_ppo
+from tests.trainers.runs import grpo_run, metrics_of, ppo_run
 
 SUMS = {"max_terms": 2, "max_digits": 1, "size": 4, "seed": 7}
 
@@ -98,3 +105,31 @@ def test_errors_name_the_dataset_and_the_key(reasoning_gym, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"gym:chain_sum needs reasoning-gym; pip install 'rlnumba\[gym\]'"):
         rows()
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="small runs of the cpu device")
+@pytest.mark.parametrize("make, train", [(grpo_run, run_grpo), (ppo_run, run_ppo)])
+def test_a_run_trains_on_its_problems_and_evaluates_on_others(reasoning_gym, tmp_path, make, train):
+    data = DataConfig(
+        train="gym:chain_sum",
+        eval="gym:chain_sum",
+        gym={"max_terms": 2, "min_digits": 4, "size": 16},
+        eval_gym={"size": 3},
+        apply_chat_template=False,
+        prompt_template="{question} ",
+    )
+    made = make(tmp_path / "run", max_steps=1, save_steps=9)
+    run = dataclasses.replace(made, data=data, rewards=RewardsConfig())
+    train(run)
+    row = metrics_of(run)[-1]
+    # A random model writes no tags.
+    assert row["rewards/gym/mean"] == row["eval_rewards/gym/mean"] == row["gym/scorer_errors"] == 0.0
+    questions = [row["question"] + " " for row, _ in read_dataset(data.train, data, for_eval=False)]
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert prompts and set(prompts) <= set(questions)
+    run_eval(run, output=tmp_path / "eval")
+    prompts = [
+        json.loads(line)["prompt"] for line in (tmp_path / "eval" / "completions.jsonl").read_text().splitlines()
+    ]
+    assert prompts == [row["question"] + " " for row, _ in read_dataset(data.eval, data, for_eval=True)]
+    assert len(prompts) == 3 and not set(prompts) & set(questions)

@@ -178,6 +178,9 @@ class TrainConfig(Section):
         choices=RECOMPUTE_MODULES,
         single=True,
     )
+    recompute_num_layers: int = key(
+        0, "With `selective`: of so many layers, the first, keep only the input, too.", minimum=0
+    )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)

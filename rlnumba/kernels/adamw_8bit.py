@@ -55,8 +55,8 @@ BLOCK = 256
 # A warp owns a block: its lanes own VECTOR elements of each of PARTS parts, so that accesses are contiguous.
 THREADS, VECTOR, PARTS = 256, 4, 2
 WARPS, PART = THREADS // 32, BLOCK // PARTS
-# Thread blocks for each SM, which load the tables once, and how many of them are on it at a time.
-BLOCKS_PER_SM, RESIDENT = 3, 3
+# Thread blocks of an SM: each loads the tables once. A fourth would leave a thread fewer registers than it needs.
+RESIDENT = 3
 # A smaller largest magnitude counts as 0: its inverse could overflow.
 TINY = np.float32(2.0**-126)
 U8 = (np.dtype(np.uint8),)
@@ -186,7 +186,8 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
     count = PARTS * VECTOR
     nearest_m, nearest_v = nearest_function(INTERVALS_M, True), nearest_function(INTERVALS_V, False)
 
-    @cuda.jit(launch_bounds=(THREADS, RESIDENT))
+    # Bounded accesses need more registers.
+    @cuda.jit(launch_bounds=(THREADS, RESIDENT - 1 if bounded else RESIDENT))
     def adamw_8bit_kernel(
         weights, master, grads, m, v, m_absmax, v_absmax, tables, below, scalars, decay_end, noise, first_element
     ):
@@ -325,7 +326,7 @@ def adamw_8bit(
     kernel = adamw_8bit_kernel(access, bounded, weights is not master, rounds_weights)
     noise = unused(1, np.uint32) if noise is None else noise
     words = m.view(np.int32), v.view(np.int32)
-    blocks = min(-(-len(m_absmax) // WARPS), BLOCKS_PER_SM * device.sm_count())
+    blocks = min(-(-len(m_absmax) // WARPS), RESIDENT * device.sm_count())
     state = *words, m_absmax, v_absmax, *_tables()
     launch(kernel, blocks, THREADS, weights, master, grads, *state, scalars, int(decay_end), noise, int(first_element))
 

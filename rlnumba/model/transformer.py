@@ -43,8 +43,8 @@ F32 = np.dtype(np.float32)
 class Tape:
     """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
-    dropout: the Dropout of the adapter's inputs, or None. modules, without recompute: those of layers.MODULES whose
-    outputs are not kept but computed again.
+    dropout: the Dropout of the adapter's inputs, or None. Without recompute: modules, those of layers.MODULES whose
+    outputs are not kept but computed again; num_layers, of how many layers, from the first on, only the input is kept.
     """
 
     recompute: bool = False
@@ -55,6 +55,11 @@ class Tape:
     token_list: object = None
     last: tuple = ()
     modules: frozenset = frozenset()
+    num_layers: int = 0
+
+    def keeps_input_only(self, index):
+        """Whether of this layer only the input is kept."""
+        return self.recompute or index < self.num_layers
 
 
 class Transformer:
@@ -127,7 +132,7 @@ class Transformer:
         embedding(input_ids, weights.embed_tokens, x)
         for index, w in enumerate(weights.layers):
             y = memory.empty((N, D), self.dtype)
-            if tape.recompute:
+            if tape.keeps_input_only(index):
                 tape.layers.append(x)
                 with memory.scope():
                     h = memory.empty((N, D), self.dtype)
@@ -163,10 +168,10 @@ class Transformer:
                 w, saved = weights.layers[index], tape.layers.pop()
                 g = grads.layers[index] if ctx.lora is None else NOT_TRAINED
                 with memory.scope():
-                    if tape.recompute:
+                    if tape.keeps_input_only(index):
                         h = memory.empty(x.shape, self.dtype)
-                        attention = layers.attention_block(index, saved, w, ctx, h)
-                        saved = attention, layers.mlp_block(index, h, w, ctx, None)
+                        attention = layers.attention_block(index, saved, w, ctx, h, tape.modules)
+                        saved = attention, layers.mlp_block(index, h, w, ctx, None, tape.modules)
                     attention, mlp = saved
                     with memory.scope():
                         layers.mlp_block_backward(index, dx, w, g, ctx, mlp)

@@ -135,10 +135,11 @@ class Policy:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        kept, modules = self.train.kept_activations, frozenset()
+        tape, kept = Tape(dropout=dropout), self.train.kept_activations
+        tape.recompute = kept == "minimal"
         if kept == "selective":
-            modules = frozenset(self.train.recompute_modules)
-        return Tape(kept == "minimal", dropout, modules=modules)
+            tape.modules, tape.num_layers = frozenset(self.train.recompute_modules), self.train.recompute_num_layers
+        return tape
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
         """As `logprobs`; returns what `backward` reads, inside the same scope."""

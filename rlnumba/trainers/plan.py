@@ -46,6 +46,7 @@ SHARED = "weights that the engine reads"
 WITHOUT_EFFECT_ON_ROWS = {
     "optim": "adamw_torch", "master_weights": True, "offload_optimizer": False, "dtype": None,
     "gradient_checkpointing": True, "activation_memory": None, "recompute_modules": [],
+    "recompute_num_layers": 0,
     "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
 }  # fmt: skip
@@ -111,6 +112,8 @@ class Planner:
         notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
         if run.train.kept_activations == "selective":
             notes["activations"] += f" but for {', '.join(run.train.recompute_modules)}"
+            if run.train.recompute_num_layers:
+                notes["activations"] += f", minimal in {run.train.recompute_num_layers} layers"
         extra = {}
         if step.prompts:
             self._add_kv(regions, notes, run, itemsize, step.prompts)
@@ -406,6 +409,8 @@ def _switches(kind, run, on_gpu, model_dtype):
 
 
 def _shown(value):
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 

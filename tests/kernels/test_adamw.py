@@ -127,6 +127,30 @@ def run_rounded_steps(rng, size, with_master, steps=3):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("kind, with_master", [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_gradients_of_16_bits(rng, kind, with_master):
+    """The bits of the same numbers in float32; nothing is written where the sum of squares is not finite."""
+    size, results = 1028, []
+    start = rng.standard_normal(size, np.float32).astype(device.dtype("bfloat16"))
+    grads = rng.standard_normal(size, np.float32).astype(start.dtype)
+    noise = device.asarray(rounding_noise(7, 1)) if kind == "bfloat16" else None
+    for values, squares in ((grads, 0.0), (grads.astype(np.float32), 1.0), (grads, np.inf), (grads, np.nan)):
+        scalars = adamw_scalars(**HYPER, step=1)
+        scalars[8] = squares
+        weights = device.asarray(start.copy())
+        master = device.asarray(start.astype(np.float32)) if with_master else None
+        m, v = (device.xp().zeros(size, device.dtype(kind)) for _ in range(2))
+        adamw(weights, master, device.asarray(values), m, v, device.asarray(scalars), size, noise)
+        results.append([weights, m, v])
+    for narrow, wide in zip(*results[:2], strict=True):
+        assert_same_bits(narrow, wide)
+    assert (device.to_host(results[0][0]) != start).any()
+    for weights, m, v in results[2:]:
+        assert_same_bits(weights, start)
+        assert not device.to_host(m).any() and not device.to_host(v).any()
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("with_master", [True, False])
 def test_simulator_with_stochastic_rounding(rng, with_master):
     for size in (0, 3, 72):

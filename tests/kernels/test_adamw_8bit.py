@@ -179,6 +179,30 @@ def test_parts_give_the_bits_of_the_whole(rng):
         assert_same_bits(parts, whole)
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("with_master", [True, False])
+def test_gradients_of_16_bits(rng, with_master):
+    """The bits of the same numbers in float32; nothing is written where the sum of squares is not finite."""
+    size, results = BLOCK + 128, []
+    start = rng.standard_normal(size, np.float32).astype(device.dtype("bfloat16"))
+    grads = gradients(rng, size).astype(start.dtype)
+    noise = device.asarray(rounding_noise(7, 1))
+    for values, squares in ((grads, 0.0), (grads.astype(np.float32), 1.0), (grads, np.inf), (grads, np.nan)):
+        scalars = adamw_scalars(**HYPER, step=1)
+        scalars[8] = squares
+        weights = device.asarray(start.copy())
+        master = device.asarray(start.astype(np.float32)) if with_master else None
+        state = *zero_codes(size), *(device.xp().zeros(2, np.float32) for _ in range(2))
+        adamw_8bit(weights, master, device.asarray(values), *state, device.asarray(scalars), size, noise)
+        results.append([weights, *state])
+    for narrow, wide in zip(*results[:2], strict=True):
+        assert_same_bits(narrow, wide)
+    assert (device.to_host(results[0][0]) != start).any()
+    for weights, *state in results[2:]:
+        assert_same_bits(weights, start)
+        assert not device.to_host(state[2]).any() and not device.to_host(state[3]).any()
+
+
 def test_wrong_arguments_are_named():
     xp = device.xp()
     f32, codes, scale = xp.zeros(8, np.float32), xp.zeros(8, np.uint8), xp.zeros(1, np.float32)

@@ -12,6 +12,7 @@ SIMULATED = [
     (Sm80GemmConfig(32, 32, 2, 1, 32, 3, "bfloat16"), 40, 40, 136),
     (Sm80GemmConfig(32, 64, 1, 2, 64, 2, "float16", b_mn=True, residual=True, prefetch=True), 20, 72, 72),
     (Sm80GemmConfig(64, 64, 1, 2, 32, 2, "bfloat16", a_mn=True, b_mn=True, output="add"), 72, 64, 40),
+    (Sm80GemmConfig(64, 64, 1, 2, 32, 2, "bfloat16", a_mn=True, b_mn=True), 72, 64, 40),
     (Sm80GemmConfig(16, 32, 1, 1, 64, 4, "bfloat16", output="float32"), 17, 40, 64),
     # A warp's part of C goes in two lines, and the residual has no place of its own.
     (Sm80GemmConfig(16, 128, 1, 1, 32, 3, "float16", bias=True, residual=True), 9, 128, 40),

@@ -23,6 +23,7 @@ SIMULATED = [
     (Sm90GemmConfig(64, 1, 2, "bfloat16"), 40, 72, 136),
     (Sm90GemmConfig(64, 1, 2, "float16", b_mn=True, residual=True), 40, 72, 72),
     (Sm90GemmConfig(64, 1, 2, "bfloat16", a_mn=True, b_mn=True, output="add"), 40, 72, 72),
+    (Sm90GemmConfig(64, 2, 2, "bfloat16", a_mn=True, b_mn=True), 136, 72, 72),
     # Two tiles for one block, and two consumers.
     (Sm90GemmConfig(64, 2, 2, "bfloat16", output="float32"), 129, 64, 64),
     # The residual is loaded by TMA, for two tiles of one block, in two parts.
@@ -131,10 +132,27 @@ def test_every_chosen_config_is_possible():
     """Whatever the shape, the config fits an SM and covers what its layouts ask for."""
     for m in (1, 8, 64, 65, 256, 5000, 16384):
         for n, k in ((1024, 2048), (4096, 1024), (151_936, 1024), (8, 8), (24_576, 4096)):
-            for a_mn, b_mn, output in ((False, False, "same"), (False, True, "same"), (True, True, "add")):
+            for a_mn, b_mn, output in (
+                (False, False, "same"),
+                (False, True, "same"),
+                (True, True, "add"),
+                (True, True, "same"),
+            ):
                 config = best_config(m, n, k, "bfloat16", a_mn, b_mn, output, False, False, 132)
                 assert config.layout.nbytes <= 227 * 1024 and config.stages >= 3
                 assert config.columns % 64 == 0 or (not b_mn and output == "same")
+
+
+@pytest.mark.parametrize("n, k", [(4096, 1024), (1024, 2048), (1024, 3072)])
+def test_weight_gradients_of_16_bits_compile_for_gpus(compile_offline, n, k):
+    """The tiles for the layers of Qwen3-0.6B, without a spill."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    config = best_config(n, k, 16_384, "bfloat16", True, True, "same", False, False, 132)
+    maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
+    types = [maps, maps, maps, nothing, pairs, nothing, pairs, *["int64"] * 4]
+    troubles = compile_offline(gemm_sm90_kernel(config), types, (9, 0, "a"))
+    assert not troubles, "\n".join(troubles)
 
 
 @pytest.mark.parametrize("m", [1, 64, 16_384])

@@ -61,6 +61,7 @@ def test_modes_give_the_same_bits(folder):
     assert_same_bits(gradients(model, Tape(recompute=True), poisoned()), kept, "minimal")
     for modules in (["norm"], ["rope"], ["swiglu"], ["norm", "swiglu"], MODULES):
         assert_same_bits(gradients(model, Tape(modules=frozenset(modules)), poisoned()), kept, str(modules))
+    assert_same_bits(gradients(model, Tape(modules=MODULES, num_layers=1), poisoned()), kept, "the first layer's input")
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -83,7 +84,9 @@ def test_selective_keeps_gemms_and_attention_alone(monkeypatch):
     for name in ("linear", "linear_swiglu", "attention"):
         operator = getattr(layers, name)
         monkeypatch.setattr(layers, name, lambda *a, _op=operator, _n=name, **k: (calls.append(_n), _op(*a, **k)))
-    for mode, tape in (("full", Tape()), ("selective", Tape(modules=MODULES)), ("minimal", Tape(recompute=True))):
+    tapes = {"full": Tape(), "selective": Tape(modules=MODULES), "minimal": Tape(recompute=True)}
+    tapes["first"] = Tape(modules=MODULES, num_layers=1)
+    for mode, tape in tapes.items():
         arena = Arena(f"test {mode}")
         calls.clear()
         gradients(model, tape, arena)
@@ -92,3 +95,4 @@ def test_selective_keeps_gemms_and_attention_alone(monkeypatch):
     # A layer has four GEMMs and an attention; `minimal` computes all but the last GEMM again.
     assert peaks["full"][1] == peaks["selective"][1] == 5 * model.config.num_hidden_layers
     assert peaks["minimal"][1] == 9 * model.config.num_hidden_layers
+    assert peaks["first"][1] == 5 * model.config.num_hidden_layers + 4

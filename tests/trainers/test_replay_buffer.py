@@ -16,7 +16,7 @@ TRAIN = grpo_config()
 
 
 def groups_of(*pairs, first_id=5):
-    """A group of two completions for each pair of rewards, with GRPO's advantages; ids tell the groups apart."""
+    """A group of two completions for each pair of rewards, with GRPO's advantages; the first id is the group's own."""
     groups = [
         [
             Sample(Prompt("", [1], {}, ""), Completion([first_id + i, 1], [-0.5, -1.0], "stop"), np.array([r]), r, {})

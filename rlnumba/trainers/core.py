@@ -107,6 +107,7 @@ class Policy:
         """Start the optimizer's float32 master weights from the adapter's, and save them with the adapter."""
         master = self.optimizer.state.get("master")
         if master is not None and adapter.master is not None:
+            device.synchronize()  # copies to host memory that the optimizer began
             master[...] = adapter.master if self.train.offload_optimizer else device.asarray(adapter.master)
         adapter.master = master
 

@@ -94,7 +94,7 @@ TRL's names:
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `difficulty/easy`, `/normal`, `/hard` | share of the prompts in each pool, with difficulty_weights |
 | `difficulty/solved` | share of the prompts that no_resampling_pass_rate leaves out |
-| `replay/groups`, `replay/age`, `replay/buffer_size` | groups replayed, their mean age in steps, and those that are kept |
+| `replay/groups`, `replay/age`, `replay/buffer_size` | groups replayed, their mean age in steps, groups kept |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |

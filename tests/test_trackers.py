@@ -95,6 +95,8 @@ def test_spellings(tmp_path):
         body = f'model = "m"\noutput_dir = "o"\n[data]\ntrain = "t"\n[train]\nreport_to = {json.dumps(given)}\n'
         config.write_text(body)
         assert load_run("sft", config).train.report_to == names
+        text = ",".join(given) if isinstance(given, list) else given
+        assert load_run("sft", config, [("train.report_to", text)]).train.report_to == names
     with pytest.raises(ConfigError, match="train.report_to must be of tensorboard, .*, got 'x'"):
         SFTConfig(report_to="x")
 

@@ -137,11 +137,11 @@ class _Values:
         if optional and value in ("None", "none", "null"):
             self.given[section][name] = None
             return
-        value = metadata.get("words", {}).get(str(value).lower(), value)
+        words = metadata.get("words", {})
         if "single" in metadata and convert is from_toml and isinstance(value, str):
             value = [value]
         try:
-            value = convert(value, hint)
+            value = words[str(value).lower()] if str(value).lower() in words else convert(value, hint)
         except ValueError as error:
             expected = TYPE_NAMES[hint] + (' or "None"' if optional else "")
             raise ConfigError(f"{where}{shown} must be {expected}, got {value!r}") from error

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rlnumba.errors import DeviceError
 from rlnumba.kernels.ptx.pipeline import shared_base
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
@@ -29,7 +30,12 @@ from rlnumba.kernels.ptx.sm90 import (
     tma_load_3d_evict_first,
     tma_store_3d,
 )
-from rlnumba.kernels.ptx.tensor_map import DeviceTensorMaps, keep_tensor_maps, tensor_map
+from rlnumba.kernels.ptx.tensor_map import (
+    DeviceTensorMaps,
+    acquire_tensor_maps_kernel,
+    keep_tensor_maps,
+    tensor_map,
+)
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
@@ -188,21 +194,69 @@ def test_exchanges(rng):
     assert_same_bits(box, expected, "transposed")
 
 
+@cuda.jit
+def copy_box_kernel(source, out):
+    """A warp: the (8, 64) 16-bit box of a tensor map by TMA, as it lies in shared memory."""
+    base, lane = shared_base(), i32(cuda.threadIdx.x)
+    barrier = base + 8 * LINE
+    if lane == 0:
+        mbarrier_init(barrier, 1)
+        mbarrier_init_fence()
+        mbarrier_expect_tx(barrier, 8 * LINE)
+        tma_load_3d(base, tensor_map_address(source), 0, 0, 0, barrier)
+    cuda.syncthreads()
+    mbarrier_wait(barrier, 0)
+    out[lane, 0], out[lane, 1], out[lane, 2], out[lane, 3] = load_words(base + lane * 16)
+
+
+def copy_box(source):
+    out = device.xp().zeros((32, 4), np.int32)
+    launch(copy_box_kernel, 1, 32, source, out, shared=8 * LINE + 1024 + 8)
+    return device.to_host(out).view(np.float16)
+
+
+def box_of(value):
+    return device.asarray(np.full((8, 1, 64), value, np.float16))
+
+
+def test_a_box_is_copied():
+    assert (copy_box(tensor_map(box_of(3), 8, 1, 64)) == 3).all()
+
+
+def test_maps_are_acquired():
+    """In the simulator nothing but the launch, on a GPU maps stay valid."""
+    array = box_of(5)
+    source = tensor_map(array, 8, 1, 64)
+    slots = device.asarray(np.zeros(1, np.int32))
+    maps = device.xp().zeros((1, 128), np.uint8) if device.name() == "sim" else source.reshape(1, 128)
+    launch(acquire_tensor_maps_kernel, 2, 32, maps, slots)
+    assert (copy_box(source) == 5).all()
+
+
 @pytest.mark.gpu
-def test_tensor_maps_give_way_to_newer_ones(monkeypatch):
-    """With all slots taken the oldest map goes, but none that a graph holds."""
+def test_slots_are_used_again(monkeypatch):
+    """Kernels read the maps that are there now, not those that an SM has read from the same slots; kept maps stay."""
     monkeypatch.setattr(DeviceTensorMaps, "SLOTS", 4)
-    arrays = [device.xp().full((8, 64), i, np.float16) for i in range(6)]
+    arrays = [box_of(value) for value in range(40)]
     with Context().use():
-        check_tensor_maps(arrays)
+        with keep_tensor_maps():
+            kept = tensor_map(arrays[0], 8, 1, 64)
+        addresses = set()
+        for value, array in enumerate(arrays):
+            source = tensor_map(array, 8, 1, 64)
+            addresses.add(source.data.ptr)
+            assert (copy_box(source) == value).all() and (copy_box(kept) == 0).all()
+            assert tensor_map(array, 8, 1, 64).data.ptr == source.data.ptr
+    # Three slots of one array and four of the other one, beside the kept one.
+    assert len(addresses) == 8 and kept.data.ptr in addresses
 
 
-def check_tensor_maps(arrays):
-    with keep_tensor_maps():
-        kept = tensor_map(arrays[0], 8, 64)
-    kept_bytes = device.to_host(kept)
-    addresses = [tensor_map(array, 8, 64).data.ptr for array in arrays]
-    assert addresses[0] == kept.data.ptr and len(set(addresses)) == 4
-    assert addresses[4] == addresses[1] and addresses[5] == addresses[2]
-    assert_same_bits(kept, kept_bytes)
-    assert tensor_map(arrays[1], 8, 64).data.ptr == addresses[3]
+@pytest.mark.gpu
+def test_graphs_may_hold_all_slots(monkeypatch):
+    monkeypatch.setattr(DeviceTensorMaps, "SLOTS", 2)
+    arrays = [box_of(value) for value in range(5)]
+    with Context().use(), keep_tensor_maps():
+        for array in arrays[:4]:
+            tensor_map(array, 8, 1, 64)
+        with pytest.raises(DeviceError, match="captured graphs hold all of 2 tensor maps"):
+            tensor_map(arrays[4], 8, 1, 64)

@@ -165,6 +165,11 @@ def prefetch_tensor_map(tensor_map):
     """Fetch a tensor map ahead of the first copy that uses it."""
 
 
+@instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l")
+def acquire_tensor_map(tensor_map):
+    """Let TMA see what was written to a tensor map: an SM keeps those that it has read."""
+
+
 # Copies from shared to global memory, in bulk groups of the thread that starts them.
 
 

@@ -13,8 +13,11 @@ import numpy as np
 
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.ptx.shared_memory import LINE
+from rlnumba.kernels.ptx.sm90 import acquire_tensor_map, tensor_map_address
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 
 
 class HostTensorMap:
@@ -47,10 +50,19 @@ class HostTensorMap:
         part[...] = part + new if add else new
 
 
-class DeviceTensorMaps:
-    """A context's tensor maps in slots of one device array, made once for each array and box, found again by address.
+@cuda.jit
+def acquire_tensor_maps_kernel(maps, slots):
+    """Every block lets its SM read the maps (S, 128) of these slots (N,) anew; the grid has blocks for every SM."""
+    for i in range(cuda.threadIdx.x, slots.shape[0], cuda.blockDim.x):
+        acquire_tensor_map(tensor_map_address(maps) + slots[i] * LINE)
 
-    When all slots are taken, the oldest map gives its slot up, unless a captured graph reads it (keep_tensor_maps).
+
+class DeviceTensorMaps:
+    """A context's tensor maps in slots of device arrays, made once for each array and box, found again by address.
+
+    When the slots of one array are all taken, the maps are made anew in the other one, but for those that captured
+    graphs read (keep_tensor_maps). So a map stays as it was while further ones for the same launch are made, and until
+    as many again were made as there are slots.
     """
 
     SLOTS = 1 << 16
@@ -58,22 +70,10 @@ class DeviceTensorMaps:
     SWIZZLE_128, PROMOTE_L2_256 = 3, 3
 
     def __init__(self):
-        # The view of each map's slot, the oldest map first, and the maps that stay.
+        # {(address, shape, dtype, box): the view of the map's slot}, and the keys of maps that stay.
         self.found, self.kept, self.keeping = {}, set(), False
-        self.device = None
-
-    def _allocate(self):
-        import cupy
-        import cupyx
-
-        self.cupy = cupy
-        self.encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-        self.upload_stream = cupy.cuda.Stream(non_blocking=True)
-        self.host = cupyx.empty_pinned((self.SLOTS, LINE), np.uint8)
-        raw = cupy.empty((self.SLOTS + 1) * LINE, np.uint8)
-        start = -raw.data.ptr % LINE
-        self.device = raw[start : start + self.SLOTS * LINE].reshape(self.SLOTS, LINE)
-        self.free = list(range(self.SLOTS))
+        # Both arrays, each (SLOTS, 128), None until it is needed; which one is in use; its free slots.
+        self.arrays, self.current, self.free = [None, None], 0, []
 
     def get(self, array, box):
         """The map of an array and a box, 128 bytes on the device."""
@@ -85,25 +85,52 @@ class DeviceTensorMaps:
             self.kept.add(key)
         return view
 
-    def _take_slot(self):
-        """A slot, and the stream on which it may be written."""
-        if self.free:
-            return self.free.pop(), self.upload_stream
-        oldest = next((key for key in self.found if key not in self.kept), None)
-        if oldest is None:
+    def _first_array(self):
+        """Allocate what the first map needs."""
+        import cupy
+        import cupyx
+
+        self.cupy = cupy
+        self.encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        self.upload_stream = cupy.cuda.Stream(non_blocking=True)
+        self.host = cupyx.empty_pinned(LINE, np.uint8)
+        self.arrays[0] = self._new_array()
+        self.free = list(range(self.SLOTS))
+
+    def _new_array(self):
+        raw = self.cupy.empty((self.SLOTS + 1) * LINE, np.uint8)
+        start = -raw.data.ptr % LINE
+        return raw[start : start + self.SLOTS * LINE].reshape(self.SLOTS, LINE)
+
+    def _change_arrays(self):
+        """Go on in the other array, in the slots of it that no captured graph reads."""
+        self.found = {key: self.found[key] for key in self.kept}
+        self.current = 1 - self.current
+        array = self.arrays[self.current]
+        if array is None:
+            array = self.arrays[self.current] = self._new_array()
+            self.free = list(range(self.SLOTS))
+            return
+        offsets = [view.data.ptr - array.data.ptr for view in self.found.values()]
+        kept = {offset // LINE for offset in offsets if 0 <= offset < array.nbytes}
+        self.free = [slot for slot in range(self.SLOTS) if slot not in kept]
+        if not self.free:
             raise DeviceError(f"captured graphs hold all of {self.SLOTS} tensor maps")
-        # Kernels of this context that read the oldest map were launched earlier on the current stream.
-        slot = (self.found.pop(oldest).data.ptr - self.device.data.ptr) // LINE
-        return slot, self.cupy.cuda.get_current_stream()
+        # Kernels of this context that read these slots were launched earlier on the current stream.
+        self.cupy.cuda.get_current_stream().synchronize()
+        slots = self.cupy.asarray(np.array(self.free, np.int32))
+        launch(acquire_tensor_maps_kernel, 2 * device.sm_count(), 1024, array, slots, pdl=False)
 
     def _make(self, key):
-        if self.device is None:
-            self._allocate()
+        if self.arrays[0] is None:
+            self._first_array()
         pointer, shape, dtype, box = key
         if self.cupy.cuda.get_current_stream().is_capturing():
             # Its bytes would reach the device at a replay only.
             raise DeviceError(f"a tensor map of a {shape} {dtype} array was first asked for while a graph is captured")
-        slot, stream = self._take_slot()
+        if not self.free:
+            self._change_arrays()
+        slot = self.free.pop()
         strides = [dtype.itemsize * math.prod(shape[i:]) for i in range(len(shape) - 1, 0, -1)]
         if len(box) > len(shape):
             rows, columns = shape
@@ -112,17 +139,17 @@ class DeviceTensorMaps:
         dimensions = len(shape)
         lengths, sizes = ctypes.c_uint32 * dimensions, ctypes.c_uint64 * dimensions
         status = self.encode(
-            ctypes.c_void_p(self.host[slot].ctypes.data), self.TYPES[dtype.name], dimensions, ctypes.c_void_p(pointer),
+            ctypes.c_void_p(self.host.ctypes.data), self.TYPES[dtype.name], dimensions, ctypes.c_void_p(pointer),
             sizes(*shape[::-1]), (ctypes.c_uint64 * (dimensions - 1))(*strides), lengths(*box[::-1]),
             lengths(*[1] * dimensions), 0, self.SWIZZLE_128, self.PROMOTE_L2_256, 0,
         )  # fmt: skip
         if status:
             self.free.append(slot)
             raise DeviceError(f"tensor map of a {shape} {dtype} array, box {box}: driver error {status}")
-        view = self.device[slot]
-        view.data.copy_from_host_async(ctypes.c_void_p(self.host[slot].ctypes.data), LINE, stream)
+        view = self.arrays[self.current][slot]
+        view.data.copy_from_host_async(ctypes.c_void_p(self.host.ctypes.data), LINE, self.upload_stream)
         # Kernels on any stream may read the map from here on.
-        stream.synchronize()
+        self.upload_stream.synchronize()
         self.found[key] = view
         return view
 

@@ -4,7 +4,7 @@
     NUMBA_ENABLE_CUDASIM=1 pytest -m sim the kernels, thread by thread
     pytest on a machine with a GPU       the kernels at real shapes as well
 
-Tests run in as many processes as there are cores (pytest-xdist); -n 0 keeps them in one, as a debugger wants it.
+Tests run in one process more than there are cores (pytest-xdist); -n 0 keeps them in one, as a debugger wants it.
 
 RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
 """
@@ -44,25 +44,30 @@ def pytest_sessionfinish():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """As many processes as there are cores; on a GPU, which they share, at most eight."""
+    """One process more than there are cores, because tests also wait for others; on a GPU, which they share, eight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores, 8) if device.name() == "cuda" else cores
+    return min(cores, 8) if device.name() == "cuda" else cores + 1
 
 
-def in_order(items):
-    """The tests so that no process waits for the simulator: its parts begin both halves, what compiles them is last.
+def in_order(items, processes):
+    """The tests so that no process waits for the simulator: its parts are begun first, what compiles them is last.
 
-    pytest-xdist gives each of two processes one half (worksteal), and moves tests from the end of one to the other.
+    pytest-xdist gives each process its share of the list (worksteal), and moves tests from the end of one to others.
     """
     parts = [item for item in items if item.originalname == "test_kernels_in_the_simulator"]
     last = [item for item in items if item.originalname == "test_every_launched_kernel_compiles_for_gpus"]
     others = [item for item in items if item not in parts and item not in last]
-    middle = max(len(items) // 2 - len(parts[::2]), 0)
-    return parts[::2] + others[:middle] + parts[1::2] + others[middle:] + last
+    ordered = []
+    for process in range(processes):
+        ordered += parts[process::processes]
+        room = max(len(items) * (process + 1) // processes - len(ordered), 0)
+        ordered += others[:room]
+        others = others[room:]
+    return ordered + others + last
 
 
-def pytest_collection_modifyitems(items):
-    items[:] = in_order(items)
+def pytest_collection_modifyitems(config, items):
+    items[:] = in_order(items, getattr(config, "workerinput", {}).get("workercount", 1))
     name = device.name()
     for item in items:
         if "slow" in item.keywords and "sim" in item.keywords and not os.environ.get("RLNUMBA_SLOW"):

@@ -32,14 +32,27 @@ CONFIG = PPOConfig(cliprange=0.2, cliprange_value=0.15, vf_coef=0.3)
 
 
 def batch(rng, tokens, size=None):
-    """Arguments of ppo_loss up to returns, float64; rows are a shuffled part of a rollout of `size` tokens."""
+    """Arguments of ppo_loss up to returns, float64; rows are a shuffled part of a rollout of `size` tokens.
+
+    No ratio and no value is so close to a bound of its clipping that rounding could decide whether it is clipped.
+    """
     size = tokens + 5 if size is None else size
     rows = rng.permutation(size)[:tokens].astype(np.int32)
     old, advantages, old_values = -rng.exponential(1.0, size), rng.standard_normal(size), rng.standard_normal(size)
     returns = old_values + rng.standard_normal(size)
-    logprobs = old[rows] + rng.normal(0, 0.3, tokens)
-    values = old_values[rows] + rng.normal(0, 0.3, tokens)
+    bounds = np.log([1 - CONFIG.cliprange, 1 + CONFIG.cliprange]), [-CONFIG.cliprange_value, CONFIG.cliprange_value]
+    logprobs, values = (
+        before[rows] + away_from(of_change, rng.normal(0, 0.3, tokens))
+        for before, of_change in zip((old, old_values), bounds, strict=True)
+    )
     return [logprobs, rng.uniform(0, 3, tokens), values, rows, old, advantages, old_values, returns]
+
+
+def away_from(bounds, values):
+    """values, those nearer than 1e-5 to one of the bounds moved beyond that."""
+    for bound in bounds:
+        values = np.where(np.abs(values - bound) < 1e-5, bound + 2e-5, values)
+    return values
 
 
 def run(arrays, config=CONFIG, scale=0.1):

@@ -127,7 +127,8 @@ def test_wgmma(rng, dtype):
     a, b, v = (whole_numbers(rng, rows, 2, 112, dtype=dtype) for rows in (64, 24, 64))
     w = whole_numbers(rng, 8, 1, 64, dtype=dtype)
     out = device.xp().zeros((3, 12, 128), np.float32)
-    maps = [tensor_map(device.asarray(x), rows, 1, 64) for x, rows in ((a, 64), (b, 24), (v, 64), (w, 8))]
+    arrays = [device.asarray(x) for x in (a, b, v, w)]
+    maps = [tensor_map(x, rows, 1, 64) for x, rows in zip(arrays, (64, 24, 64, 8), strict=True)]
     launch(wgmma_kernel(dtype), 1, 128, *maps, out, shared=6 * BOX_BYTES + 1024 + 8)
     a, b, v, w = (x.astype(np.float64) for x in (a, b, v, w))
     product = a[:, 1] @ b[:, 1].T

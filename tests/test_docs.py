@@ -289,7 +289,7 @@ def parse(arguments):
     if "--help" in rest:
         return
     context = cli.commands[name].make_context(name, rest)
-    if name in ("plan", "eval"):
+    if name in ("plan", "eval", "compile"):
         files, trainer = (context.params[key] for key in ("config", "trainer"))
         runs_of_any_trainer(files, trainer, parse_overrides(context.params["overrides"]))
     elif "overrides" in context.params:

@@ -72,6 +72,18 @@ def test_the_process_ends_with_the_one_that_started_it(cache):
             time.sleep(0.1)
 
 
+def test_what_is_not_used_leaves_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLNUMBA_CACHE_DIR", str(tmp_path))
+    now = time.time()
+    for name, days in (("old", 61), ("used", 59), ("new", 0)):
+        (tmp_path / f"{name}.cubin").write_bytes(b"entry\0code")
+        os.utime(tmp_path / f"{name}.cubin", (now - days * 86400,) * 2)
+    assert compile.read_cache(tmp_path / "used.cubin") == [b"entry", b"code"]
+    assert (tmp_path / "used.cubin").stat().st_mtime == pytest.approx(now, abs=60)
+    compile.prune_cache()
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["new", "used"]
+
+
 LISTED = """
 import json, sys
 from rlnumba.config import load_run

@@ -19,6 +19,7 @@ import marshal
 import os
 import pathlib
 import tempfile
+import time
 from importlib.metadata import version
 from unittest import mock
 
@@ -27,6 +28,8 @@ import numpy as np
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import ahead_of_time, device
 
+# A file's time is that of its last use, to a day; one that was not used for so many days is removed.
+DAY_S, UNUSED_DAYS = 24 * 3600, 60
 # The folder of this package, the sources of which are followed.
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
@@ -121,16 +124,32 @@ def load(kernel, type_names):
 
 def cache_path(kernel, type_names, capability):
     """The file of the cache for a kernel, whether it is there or not."""
-    folder = pathlib.Path(os.environ.get("RLNUMBA_CACHE_DIR") or pathlib.Path.home() / ".cache" / "rlnumba")
-    return folder / f"{cache_key(kernel, type_names, capability)}.cubin"
+    return cache_folder() / f"{cache_key(kernel, type_names, capability)}.cubin"
+
+
+def cache_folder():
+    """The folder of the cache: Path."""
+    return pathlib.Path(os.environ.get("RLNUMBA_CACHE_DIR") or pathlib.Path.home() / ".cache" / "rlnumba")
 
 
 def read_cache(path):
     """(entry point's name, cubin) of a file of the cache, bytes both, or None where there is none."""
     try:
-        return path.read_bytes().split(b"\0", 1)
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > DAY_S:
+            os.utime(path)
+    return content.split(b"\0", 1)
+
+
+def prune_cache():
+    """Remove the files of the cache that no process has read for UNUSED_DAYS, as after a change of the sources."""
+    with contextlib.suppress(OSError):
+        for path in cache_folder().iterdir():
+            if time.time() - path.stat().st_mtime > UNUSED_DAYS * DAY_S:
+                path.unlink(missing_ok=True)
 
 
 def compile_to_cache(kernel, type_names, capability):

@@ -35,6 +35,7 @@ def compile_listed(list_signatures):
         report(missing=[path.name for path in missing])
         for path in pool.compile(missing, properties.capability):
             report(done=path.name)
+    compile.prune_cache()
 
 
 def _end_with_stdin():

@@ -38,7 +38,7 @@ def paths_of(signatures):
 
 
 def test_a_launch_waits_for_its_kernel_and_for_no_other(cache, capfd):
-    first, second, broken = paths_of(small_kernels.list_signatures(None, H200))
+    first, second, broken = paths_of(small_kernels.list_signatures("request", H200))
     assert not ahead_of_time.started_for(first)
     ahead_of_time.start("tests.small_kernels", "request")
     assert not ahead_of_time.started_for(cache / "of no kernel")
@@ -54,7 +54,16 @@ def test_a_launch_waits_for_its_kernel_and_for_no_other(cache, capfd):
     assert not broken.exists()
     assert compiler.process.wait(30) == 0
     assert not ahead_of_time.started_for(second)
-    assert broken.name in capfd.readouterr().err
+    lines = [line for line in capfd.readouterr().err.splitlines() if "compiled when it is launched" in line]
+    assert len(lines) == 1 and lines[0].startswith("rlnumba: elementwise_kernel is") and len(lines[0]) < 300
+
+
+def test_a_list_that_fails_costs_a_line_alone(cache, capfd):
+    ahead_of_time.start("tests.small_kernels", "no such request")
+    assert not ahead_of_time.started_for(cache / "of no kernel")
+    assert ahead_of_time._compiler.process.wait(30) == 0
+    assert not ahead_of_time.started_for(cache / "of no kernel")
+    assert "rlnumba: kernels are compiled one by one: ValueError: 'no such request'" in capfd.readouterr().err
 
 
 def test_the_process_ends_with_the_one_that_started_it(cache):

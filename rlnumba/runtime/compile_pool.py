@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
@@ -30,12 +31,25 @@ def compile_listed(list_signatures):
     def report(**what):
         print(json.dumps(what), file=out, flush=True)
 
+    # Numbers of arrays without memory mean nothing.
+    warnings.simplefilter("ignore")
     with Pool() as pool:
-        missing = missing_of(list_signatures(request, properties), properties.capability)
+        try:
+            signatures = list_signatures(request, properties)
+        except Exception as error:
+            # The process that asked goes on without this one, and reports what is wrong with its own input.
+            print(f"rlnumba: kernels are compiled one by one: {one_line(error)}", file=sys.stderr, flush=True)
+            return
+        missing = missing_of(signatures, properties.capability)
         report(missing=[path.name for path in missing])
         for path in pool.compile(missing, properties.capability):
             report(done=path.name)
     compile.prune_cache()
+
+
+def one_line(error):
+    """An exception as a short line: str."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def _end_with_stdin():
@@ -79,7 +93,10 @@ class Pool:
             error = future.exception()
             if error is not None:
                 # The launch compiles it again, and reports the error where it belongs.
-                print(f"compiling ahead of time: {futures[future].name}: {error!r}", file=sys.stderr, flush=True)
+                name = missing[futures[future]][1]
+                print(
+                    f"rlnumba: {name} is compiled when it is launched: {one_line(error)}", file=sys.stderr, flush=True
+                )
             yield futures[future]
 
 

@@ -19,6 +19,9 @@ from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
+# What the kernel is compiled for: older GPUs have no tensor maps.
+ARCHITECTURES = [(9, 0, "a")]
+
 
 class HostTensorMap:
     """The simulator's tensor map: an array and the box that one TMA copy moves."""

@@ -10,6 +10,7 @@ policy.step(learning_rate)                                     gradients -> weig
 """
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +89,7 @@ class Policy:
             self._share_master(model.adapter)
         self.arena = Arena("activations")
         self.context = Context()
-        self._head_grad_is_zero = False
+        self._head_grad_is_zero, self._is_training = False, True
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
@@ -126,7 +127,16 @@ class Policy:
     @property
     def has_dropout(self):
         """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
-        return self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
+        return self._is_training and self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
+
+    @contextmanager
+    def evaluating(self):
+        """Inside, `forward` drops nothing out, as where a model is evaluated."""
+        self._is_training = False
+        try:
+            yield
+        finally:
+            self._is_training = True
 
     def new_tape(self):
         """A Tape for the next micro-batch of the optimizer step."""

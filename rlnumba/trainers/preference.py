@@ -67,7 +67,7 @@ def optimizer_step(loss, learning_rate):
 def evaluation(loss):
     """The metrics of the rows of a StepLoss, by name, without a gradient."""
     for part in loss.micro_batches():
-        with loss.policy.scope():
+        with loss.policy.scope(), loss.policy.evaluating():
             loss.forward(part)
     return loss.metrics()
 

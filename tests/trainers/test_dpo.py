@@ -7,7 +7,9 @@ import pytest
 
 from rlnumba import DPOConfig, DPOTrainer
 from rlnumba.config.dpo import LOSS_TYPES
+from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.lora import Adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -107,6 +109,21 @@ def test_evaluation_has_the_numbers_of_a_training_step(tmp_path, policy):
     trained = dpo.train_step(policy, pairs, 0.0)
     assert evaluated == {name: trained[name] for name in evaluated}
     assert "rewards/margins" in evaluated and "logits/chosen" in evaluated
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_nothing_is_dropped_out_in_evaluation(tmp_path, dropout):
+    run = dpo_run(tmp_path)
+    model = load_model(MODEL, "float32")
+    model.adapter = Adapter.new(model.config, LoraConfig(r=4, lora_dropout=dropout), "float32", "base", 0)
+    model.adapter.flat[...] += np.float32(0.1)
+    model.adapter.zero_outside_blocks()
+    policy = Policy(model, run.train, model.without_adapter())
+    pairs = dpo.load_rows(run.data.train, run, model, Tokenizer.from_folder(MODEL))[:4]
+    evaluated, trained = dpo.evaluate(policy, pairs), dpo.train_step(policy, pairs, 0.0)
+    # Without dropout, the training forward has the same loss.
+    assert (evaluated["loss"] == trained["loss"]) == (dropout == 0)
+    assert evaluated["loss"] == dpo.evaluate(policy, pairs)["loss"]
 
 
 def test_eval_metrics_are_logged(tmp_path):

@@ -54,6 +54,10 @@ PANELS = {
                                                ("reward", "eval_accuracy", "held out")]),
         ("chosen less rejected score", [("reward", "margin", "training"), ("reward", "eval_margin", "held out")]),
     ],
+    "learning_sft": [
+        ("loss", [("sft", "loss", "")]),
+        ("share of next tokens that are the likeliest", [("sft", "mean_token_accuracy", "")]),
+    ],
     "learning_gym": [
         ("score", [("gym", "reward", "training"), ("gym", "eval_reward", "held out")]),
     ],

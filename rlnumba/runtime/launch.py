@@ -152,15 +152,16 @@ def _prepare(prepared, key, kernel, arguments):
     return prepared[key]
 
 
-def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=False):
+def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=False, cooperative=False):
     """Run `kernel`, a @cuda.jit function, on a grid of blocks; on the GPU asynchronously.
 
     grid, block: an int or a tuple of up to three. arguments: C-contiguous arrays of the device, Python int (int64 in
     the kernel), Python float (float32), np.int32, np.uint32, np.float32. shared: bytes of dynamic shared memory. pdl:
     whether the kernel may be launched with PDL inside `pdl_scope`; ALWAYS: outside of it, too, because the kernel
     accesses no memory before griddepcontrol_wait. serialize_next: launch the next kernel without PDL, so that later
-    kernels may read this output before their griddepcontrol_wait. An empty grid launches nothing. Raises DeviceError
-    with the kernel's name.
+    kernels may read this output before their griddepcontrol_wait. cooperative: all blocks run at the same time, which
+    blocks that wait for each other need; without PDL, and a grid that the GPU cannot hold at once is refused. An empty
+    grid launches nothing. Raises DeviceError with the kernel's name.
     """
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -192,8 +193,10 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
         timed = DEBUG and not stream.is_capturing()
         if timed:
             begin = stream.record()
-        if pdl and compiled.supports_pdl and (context.pdl or pdl is ALWAYS) and not context.serialize_next:
-            _launch_with_pdl(context, compiled, parameters, grid, block, shared, stream)
+        if cooperative:
+            _launch_with(_cooperative_config, context, compiled, parameters, grid, block, shared, stream)
+        elif pdl and compiled.supports_pdl and (context.pdl or pdl is ALWAYS) and not context.serialize_next:
+            _launch_with(_pdl_config, context, compiled, parameters, grid, block, shared, stream)
         else:
             launch_kernel(compiled.address, *grid, *block, shared, stream.ptr, parameters.address, 0)
         context.serialize_next = serialize_next
@@ -220,17 +223,34 @@ def _pdl_config():
     """A CUlaunchConfig with the PDL attribute, to be completed by grid, block, shared memory and stream."""
     from cuda.bindings import driver
 
-    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    return _config_of(attribute)
+
+
+def _cooperative_config():
+    """As _pdl_config, for a cooperative launch."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    attribute.value.cooperative = 1
+    return _config_of(attribute)
+
+
+def _config_of(attribute):
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
     config.attrs, config.numAttrs = [attribute], 1
     return config
 
 
-def _launch_with_pdl(context, compiled, parameters, grid, block, shared, stream):
+def _launch_with(make_config, context, compiled, parameters, grid, block, shared, stream):
     from cuda.bindings import driver
 
-    config = context.own(_pdl_config)
+    config = context.own(make_config)
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes, config.hStream = shared, stream.ptr

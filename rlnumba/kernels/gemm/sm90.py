@@ -136,10 +136,11 @@ def producer(config, load, before_wait):
     return produce
 
 
-def main_loop_function(columns, stages, stage_bytes, start, each_round):
+def main_loop_function(columns, stages, stage_bytes, start, each_round, resident_a_bytes=0):
     """The device function that multiplies a tile: acc = A B over `rounds` stages; returns the ring's next stage.
 
     start: of wgmma_async. each_round(done, rounds, leader, arguments): a device function called while wgmma runs.
+    resident_a_bytes: 0 where A is in the ring beside B; else all of A stays in shared memory, so many bytes a stage.
     """
     wait_all_but_latest, wait_all = wgmma_wait_group(columns // 2, 1), wgmma_wait_group(columns // 2, 0)
     _, advance = ring(stages)
@@ -151,7 +152,8 @@ def main_loop_function(columns, stages, stage_bytes, start, each_round):
         for done in range(rounds):
             sm90.mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
             offset = stage * stage_bytes
-            start(acc, smem_descriptor(a + offset), smem_descriptor(b + offset), i32(done != 0))
+            a_offset = i32(done * resident_a_bytes) if resident_a_bytes else offset
+            start(acc, smem_descriptor(a + a_offset), smem_descriptor(b + offset), i32(done != 0))
             wait_all_but_latest(acc)
             each_round(done, rounds, leader, arguments)
             if done != 0 and leader:

@@ -20,6 +20,7 @@ import numpy as np
 from rlnumba.kernels.checks import F32, FLOATS, check, check_all
 from rlnumba.kernels.ptx.warp import (
     access_length,
+    device_function,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     inverse_sqrt,
@@ -89,6 +90,26 @@ def share_row(columns, itemsize, access, per_thread, max_threads):
     return RowLayout(columns, vector, access, next(even, fewest))
 
 
+@functools.cache
+def square_sum_function(chunks, vector):
+    """The device function that adds up the squares of what a thread has of a row."""
+
+    @device_function
+    def square_sum(values, at):
+        """Of values[at : at + chunks * vector], the columns of a chunk ascending, then the chunks."""
+        chunk_squares = cuda.local.array(chunks, np.float32)
+        for chunk in range(chunks):
+            chunk_squares[chunk] = np.float32(0.0)
+            for i in range(chunk * vector, (chunk + 1) * vector):
+                chunk_squares[chunk] += values[at + i] * values[at + i]
+        squares = chunk_squares[0]
+        for chunk in range(1, chunks):
+            squares += chunk_squares[chunk]
+        return squares
+
+    return square_sum
+
+
 @specialize
 def rmsnorm_kernel(layout, few_rows):
     """The kernel for rows of a RowLayout. few_rows: launched with PDL, it loads the weight before griddepcontrol.wait.
@@ -98,6 +119,7 @@ def rmsnorm_kernel(layout, few_rows):
     columns, vector, access, threads = layout
     chunks, values_count, warps = layout.chunks, layout.chunks * vector, threads // 32
     load, store = vector_access(vector, access, not layout.full)
+    square_sum = square_sum_function(chunks, vector)
     # Narrow accesses need more registers for addresses, and are slow anyway.
     resident = max(RESIDENT_THREADS // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
 
@@ -114,7 +136,6 @@ def rmsnorm_kernel(layout, few_rows):
         first = cuda.threadIdx.x * vector
         x_row, out_row = x[row], out[row]
         values, weights = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
-        chunk_squares = cuda.local.array(chunks, np.float32)
         if few_rows:
             # No kernel that may still run writes the weight.
             for chunk in range(chunks):
@@ -126,14 +147,7 @@ def rmsnorm_kernel(layout, few_rows):
         if not few_rows:
             for chunk in range(chunks):
                 load(weight, first + chunk * threads * vector, weights, chunk * vector)
-        for chunk in range(chunks):
-            chunk_squares[chunk] = np.float32(0.0)
-            for i in range(chunk * vector, (chunk + 1) * vector):
-                chunk_squares[chunk] += values[i] * values[i]
-        squares = chunk_squares[0]
-        for chunk in range(1, chunks):
-            squares += chunk_squares[chunk]
-        squares = warp_sum(squares)
+        squares = warp_sum(square_sum(values, 0))
         if warps > 1:
             if cuda.threadIdx.x % 32 == 0:
                 sums[cuda.threadIdx.x // 32] = squares

@@ -7,7 +7,6 @@ Source: CUDA driver API, cuTensorMapEncodeTiled.
 
 import contextlib
 import ctypes
-import math
 
 import numpy as np
 
@@ -73,14 +72,14 @@ class DeviceTensorMaps:
     SWIZZLE_128, PROMOTE_L2_256 = 3, 3
 
     def __init__(self):
-        # {(address, shape, dtype, box): the view of the map's slot}, and the keys of maps that stay.
+        # {(address, shape, strides, dtype, box): the view of the map's slot}, and the keys of maps that stay.
         self.found, self.kept, self.keeping = {}, set(), False
         # Both arrays, each (SLOTS, 128), None until it is needed; which one is in use; its free slots.
         self.arrays, self.current, self.free = [None, None], 0, []
 
     def get(self, array, box):
         """The map of an array and a box, 128 bytes on the device."""
-        key = array.data.ptr, array.shape, array.dtype, box
+        key = array.data.ptr, array.shape, array.strides, array.dtype, box
         view = self.found.get(key)
         if view is None:
             view = self._make(key)
@@ -127,14 +126,14 @@ class DeviceTensorMaps:
     def _make(self, key):
         if self.arrays[0] is None:
             self._first_array()
-        pointer, shape, dtype, box = key
+        pointer, shape, strides, dtype, box = key
         if self.cupy.cuda.get_current_stream().is_capturing():
             # Its bytes would reach the device at a replay only.
             raise DeviceError(f"a tensor map of a {shape} {dtype} array was first asked for while a graph is captured")
         if not self.free:
             self._change_arrays()
         slot = self.free.pop()
-        strides = [dtype.itemsize * math.prod(shape[i:]) for i in range(len(shape) - 1, 0, -1)]
+        strides = list(strides[-2::-1])
         if len(box) > len(shape):
             rows, columns = shape
             shape, strides = (columns // box[-1], rows, box[-1]), [*strides, dtype.itemsize * box[-1]]
@@ -158,7 +157,7 @@ class DeviceTensorMaps:
 
 
 def tensor_map(array, *box):
-    """What a kernel needs to copy boxes of a C-contiguous matrix or three-dimensional array by TMA.
+    """What a kernel needs to copy boxes of a matrix or three-dimensional array, whose rows are contiguous, by TMA.
 
     box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128 bytes; the
     array and its rows start at multiples of 16 bytes. Three lengths for a matrix: it is seen as (panels, rows, columns

@@ -1,0 +1,172 @@
+"""Constants of the persistent decoder kernel for one shape: the GEMMs of a layer, shared memory, the exchange."""
+
+import functools
+import math
+from collections import namedtuple
+from typing import NamedTuple
+
+from rlnumba.kernels.nn.rmsnorm import FORWARD, share_row
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
+from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP
+
+# Warps of a block: four that compute, one that loads weights, one that loads K and V, two that clear the exchange of
+# the step before.
+WEIGHTS_WARP, KV_WARP, CLEARING_WARP, WARPS = 4, 5, 6, 8
+THREADS = 32 * WARPS
+CLEARING_THREADS = 32 * (WARPS - CLEARING_WARP)
+# Rows of a batch at most: wgmma broadcasts a box of eight rows of A.
+MOST_ROWS = 8
+# Bytes of 64 columns of A: eight rows.
+PANEL_BYTES = 8 * LINE
+# The ring of weights, and that of tiles of K and V.
+STAGE_BYTES, STAGES, KV_STAGES = 16384, 6, 2
+# Panels that one chain of wgmma in a stage has at most.
+MOST_STAGE_PANELS = 16
+SHARED_LIMIT = 227 * 1024 - SWIZZLE_ALIGNMENT
+
+
+class Phase(NamedTuple):
+    """One GEMM of a layer, C (rows, n) = A (rows, k) W^T, whose tiles the blocks share.
+
+    tile_columns: columns of C by which tiles advance; columns: rows of W that a tile reads, twice as many for gate and
+    up; panels: of 64 steps of k; stage_panels: that a stage of the ring holds.
+    """
+
+    n: int
+    tile_columns: int
+    columns: int
+    panels: int
+    stage_panels: int
+
+    @property
+    def tiles(self):
+        return -(-self.n // self.tile_columns)
+
+    @property
+    def rounds(self):
+        """Stages of a tile."""
+        return self.panels // self.stage_panels
+
+    @property
+    def stage_bytes(self):
+        """Bytes of W that arrive in a stage."""
+        return self.stage_panels * self.columns * LINE
+
+
+def phase_of(n, k, blocks, halves=1):
+    """The Phase of n columns (of gate and of up: halves = 2) whose tiles about fill so many blocks, or None."""
+    tile_columns = -(-n // (8 * blocks)) * 8
+    columns, panels = tile_columns * halves, k // STEPS
+    most = min(STAGE_BYTES // (columns * LINE), MOST_STAGE_PANELS)
+    if n % 8 or k % STEPS or most < 1:
+        return None
+    stage_panels = max(d for d in range(1, most + 1) if panels % d == 0)
+    return Phase(n, tile_columns, columns, panels, stage_panels)
+
+
+# Where a layer's outputs begin among its words of the exchange, and how many words it has.
+Exchange = namedtuple("Exchange", "qkv attended h activated x words")
+
+
+class DecoderConfig(NamedTuple):
+    """One kernel. rows: of the batch; box: keys of one TMA box, a cache block's tokens or 64; normed: whether queries
+    and keys have norms; blocks: of the grid, all resident at once."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    element: str
+    rows: int
+    box: int
+    normed: bool
+    blocks: int
+
+    @property
+    def gqa_ratio(self):
+        return self.heads // self.kv_heads
+
+    @property
+    def qkv_columns(self):
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def qkv(self):
+        return phase_of(self.qkv_columns, self.hidden, self.blocks)
+
+    @property
+    def o(self):
+        return phase_of(self.hidden, self.heads * self.head_dim, self.blocks)
+
+    @property
+    def gate_up(self):
+        return phase_of(self.ffn, self.hidden, self.blocks, 2)
+
+    @property
+    def down(self):
+        return phase_of(self.hidden, self.ffn, self.blocks)
+
+    @property
+    def norm_layout(self):
+        """The RowLayout by which threads add up a row's squares: that of the operator rmsnorm."""
+        return share_row(self.hidden, 2, 8, *FORWARD)
+
+    @property
+    def kv_boxes(self):
+        """Boxes of 64 columns of a head."""
+        return self.head_dim // 64
+
+    @property
+    def kv_tile_bytes(self):
+        return self.kv_boxes * BOX_BYTES
+
+    @property
+    def local_tiles(self):
+        """Tiles of the hidden columns that a block has at most."""
+        return -(-self.o.tiles // self.blocks)
+
+    @property
+    def exchange(self):
+        """The Exchange: two elements a word."""
+        sizes = self.qkv_columns, self.heads * self.head_dim, self.hidden, self.ffn, self.hidden
+        offsets = [self.rows * sum(sizes[:i]) // 2 for i in range(len(sizes) + 1)]
+        return Exchange(*offsets)
+
+    @property
+    def set_words(self):
+        """Words of the exchange of one step."""
+        return self.layers * self.exchange.words
+
+    @property
+    def layout(self):
+        """Shared memory: A of a phase, the rings, what attention shares between its warps, the residual stream."""
+        panels = max(self.hidden, self.heads * self.head_dim, self.ffn) // STEPS
+        return shared_layout(
+            a=panels * PANEL_BYTES, ring=STAGES * STAGE_BYTES, kv=KV_STAGES * 2 * self.kv_tile_bytes,
+            q=self.kv_boxes * PANEL_BYTES, p=PANEL_BYTES, row_max=4 * 8 * 8, row_sum=4 * 8 * 8 * 4,
+            residual=self.local_tiles * self.o.tile_columns * 32, squares=4 * MOST_ROWS * 4,
+            full=STAGES * MBARRIER_BYTES, empty=STAGES * MBARRIER_BYTES,
+            kv_full=KV_STAGES * MBARRIER_BYTES, kv_empty=KV_STAGES * MBARRIER_BYTES,
+        )  # fmt: skip
+
+
+@functools.cache
+def is_supported(config):
+    """Whether the kernel can compute this shape."""
+    shares = config.hidden, config.heads * config.head_dim, config.ffn, config.qkv_columns
+    return (
+        config.head_dim in (64, 128)
+        and config.element in ("bfloat16", "float16")
+        and config.rows <= MOST_ROWS
+        and config.heads % config.kv_heads == 0
+        and config.gqa_ratio + 2 <= WARPGROUP // (config.head_dim // 16)
+        and config.gqa_ratio <= 8
+        and config.norm_layout.threads <= WARPGROUP
+        and all(share % STEPS == 0 for share in shares)
+        and None not in (config.qkv, config.o, config.gate_up, config.down)
+        and config.layout.nbytes <= SHARED_LIMIT
+        and math.prod((2, config.set_words)) < 1 << 31
+    )

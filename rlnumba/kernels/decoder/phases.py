@@ -1,0 +1,167 @@
+"""The GEMMs of a layer in the persistent decoder kernel: their weights through a ring, their epilogues.
+
+One warp loads weights. It walks all phases of all layers and waits for a free stage of the ring, never for
+activations: while the blocks exchange the output of a phase, the weights of the next ones arrive. The main loop is that
+of gemm/sm90.py, with all of A in shared memory. A product's bits do not depend on that.
+
+Each of the four warps has the accumulators of all eight rows, since the rows of A are broadcast. Of the blocks of eight
+columns warp w rounds and writes w, w + 4 and so on: lane 4 g + i has row g and the columns 2 i, 2 i + 1 of a block.
+"""
+
+import functools
+from collections import namedtuple
+
+import numpy as np
+
+from rlnumba.kernels.decoder.config import PANEL_BYTES, STAGE_BYTES, STAGES
+from rlnumba.kernels.decoder.exchange import exchange_store
+from rlnumba.kernels.gemm.epilogue import swiglu_function
+from rlnumba.kernels.gemm.sm90 import main_loop_function
+from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
+from rlnumba.kernels.ptx import sm90
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
+from rlnumba.kernels.ptx.shared_memory import LINE, load_pair, store_pair
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
+from rlnumba.kernels.ptx.wgmma import STEPS, wgmma_async
+from rlnumba.runtime.device import cuda
+
+i32 = np.int32
+# A computing thread, and what it finds in shared memory: the ring of weights and its barriers, the residual stream, of
+# which a thread has the elements of its accumulators, as pairs of float32.
+At = namedtuple("At", "thread warp lane weights full empty residual")
+
+
+@functools.cache
+def produce_function(phase, second_half=0):
+    """The device function by which one thread loads a block's tiles of a layer's weight (n, k) into the ring.
+
+    second_half: the row of W where the second half of a tile's rows begin, as those of up behind gate.
+    """
+    stage_panels, columns, tile_columns = phase.stage_panels, phase.columns, phase.tile_columns
+    tiles, rounds, stage_bytes = phase.tiles, phase.rounds, phase.stage_bytes
+    _, advance = ring(STAGES)
+
+    @device_function
+    def produce(weight_map, layer, target, full, empty, stage, parity):
+        """weight_map: of all layers, (layers, rows, k). Returns the ring's next stage."""
+        tile = i32(cuda.blockIdx.x)
+        while tile < tiles:
+            first_row = tile * tile_columns
+            for done in range(rounds):
+                sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                barrier, boxes = full + stage * MBARRIER_BYTES, target + stage * STAGE_BYTES
+                sm90.mbarrier_expect_tx(barrier, i32(stage_bytes))
+                for panel in range(stage_panels):
+                    step, box = i32((done * stage_panels + panel) * STEPS), boxes + panel * (columns * LINE)
+                    sm90.tma_load_3d(box, weight_map, step, first_row, layer, barrier)
+                    if second_half:
+                        up = box + tile_columns * LINE
+                        sm90.tma_load_3d(up, weight_map, step, i32(second_half + first_row), layer, barrier)
+                stage, parity = advance(stage, parity)
+            tile = i32(tile + cuda.gridDim.x)
+        return stage, parity
+
+    return produce
+
+
+@device_function
+def nothing(done, rounds, leader, arguments):
+    """Between the rounds of the main loop."""
+
+
+@functools.cache
+def multiply_function(phase, element):
+    """The device function acc = A W^T of a tile, whose weights come from the ring."""
+    start = wgmma_async(phase.columns, element, phase.stage_panels * 4, broadcast=True)
+    a_bytes, rounds = phase.stage_panels * PANEL_BYTES, phase.rounds
+    main_loop = main_loop_function(phase.columns, STAGES, STAGE_BYTES, start, nothing, a_bytes)
+
+    @device_function
+    def multiply(acc, a, weights, full, empty, stage, parity, thread):
+        return main_loop(acc, a, weights, full, empty, i32(rounds), stage, parity, thread == 0, i32(0))
+
+    return multiply
+
+
+@functools.cache
+def rounded_phase(phase, rows, element, swiglu=False):
+    """The device function of a phase whose output is rounded and handed on, with swiglu silu(gate) * up."""
+    n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
+    multiply, pack_two = multiply_function(phase, element), cvt_pack(element)
+    activate = swiglu_function(Sm90GemmConfig(phase.columns, 1, 2, element, swiglu=True))
+
+    @device_function
+    def store_rounded(acc, exchange, offset, tile, warp, lane):
+        row = lane >> i32(2)
+        for block in range(blocks):
+            column = i32(tile * tile_columns + block * 8 + (lane & i32(3)) * 2)
+            if block % 4 == warp and row < rows and column < n:
+                if swiglu:
+                    activate(acc, 4 * block)
+                word = pack_two(acc[4 * block], acc[4 * block + 1])
+                exchange_store(exchange, i32(offset + row * (n // 2) + (column >> i32(1))), word)
+
+    @device_function
+    def compute_tiles(acc, a, at, exchange, offset, stage, parity):
+        """All tiles of this block; offset: the word of the exchange where the output's rows (rows, n) begin."""
+        tile = i32(cuda.blockIdx.x)
+        while tile < tiles:
+            stage, parity = multiply(acc, a, at.weights, at.full, at.empty, stage, parity, at.thread)
+            store_rounded(acc, exchange, offset, tile, at.warp, at.lane)
+            tile = i32(tile + cuda.gridDim.x)
+        return stage, parity
+
+    return compute_tiles
+
+
+@functools.cache
+def residual_phase(phase, rows, element):
+    """The device function of a phase whose output is added to the residual stream."""
+    n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
+    multiply, pack_two, unpack_two = multiply_function(phase, element), cvt_pack(element), cvt_unpack(element)
+
+    @device_function
+    def add_residual(acc, residual, exchange, offset, tile, local_tile, warp, lane):
+        row = lane >> i32(2)
+        for block in range(blocks):
+            column = i32(tile * tile_columns + block * 8 + (lane & i32(3)) * 2)
+            if block % 4 == warp and row < rows and column < n:
+                kept = residual + ((local_tile * blocks + block) * 32 + lane) * 8
+                low, high = load_pair(kept)
+                word = pack_two(acc[4 * block] + low, acc[4 * block + 1] + high)
+                exchange_store(exchange, i32(offset + row * (n // 2) + (column >> i32(1))), word)
+                low, high = unpack_two(word)
+                store_pair(kept, low, high)
+
+    @device_function
+    def compute_tiles(acc, a, at, exchange, offset, stage, parity):
+        """As rounded_phase's; the residual stream becomes the sum, rounded."""
+        tile, local_tile = i32(cuda.blockIdx.x), i32(0)
+        while tile < tiles:
+            stage, parity = multiply(acc, a, at.weights, at.full, at.empty, stage, parity, at.thread)
+            add_residual(acc, at.residual, exchange, offset, tile, local_tile, at.warp, at.lane)
+            tile, local_tile = i32(tile + cuda.gridDim.x), i32(local_tile + 1)
+        return stage, parity
+
+    return compute_tiles
+
+
+@functools.cache
+def load_residual_function(phase, rows, element):
+    """The device function that begins the residual stream of a block's tiles with the tokens' embeddings."""
+    n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
+    unpack_two = cvt_unpack(element)
+
+    @device_function
+    def load_residual(embeddings, input_ids, at):
+        row, tile, local_tile = at.lane >> i32(2), i32(cuda.blockIdx.x), i32(0)
+        while tile < tiles:
+            for block in range(blocks):
+                column = i32(tile * tile_columns + block * 8 + (at.lane & i32(3)) * 2)
+                if block % 4 == at.warp and row < rows and column < n:
+                    index = np.int64(input_ids[row]) * (n // 2) + (column >> i32(1))
+                    low, high = unpack_two(embeddings[index])
+                    store_pair(at.residual + ((local_tile * blocks + block) * 32 + at.lane) * 8, low, high)
+            tile, local_tile = i32(tile + cuda.gridDim.x), i32(local_tile + 1)
+
+    return load_residual

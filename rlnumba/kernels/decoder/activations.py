@@ -9,7 +9,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.decoder.config import PANEL_BYTES
-from rlnumba.kernels.decoder.exchange import load_1, load_2, load_4
+from rlnumba.kernels.decoder.exchange import load_1, load_2, load_4, load_8
 from rlnumba.kernels.nn.rmsnorm import square_sum_function
 from rlnumba.kernels.ptx.shared_memory import LINE, load_word, store_word, store_words
 from rlnumba.kernels.ptx.sm90 import named_barrier_sync
@@ -44,34 +44,43 @@ def vector_address(a, row, column):
 
 @functools.cache
 def load_vectors_function(count):
-    """The device function that loads `count` vectors from the exchange, up to four at the same time."""
+    """The device function that loads `count` vectors from the exchange, as many as possible at the same time."""
+    at_once = next(size for size in (8, 4, 2, 1) if size <= count)
+    rest = count % at_once
+    load = {1: load_1, 2: load_2, 4: load_4, 8: load_8}[at_once]
+    load_rest = load_vectors_function(rest) if rest else None
 
     @device_function
-    def load_vectors(exchange, indices, words):
-        """words[4 i : 4 i + 4] = the vector at word indices[i]."""
-        for i in range(count // 4):
-            found = load_4(
-                exchange, indices[4 * i], exchange, indices[4 * i + 1],
-                exchange, indices[4 * i + 2], exchange, indices[4 * i + 3],
-            )  # fmt: skip
-            for j in range(16):
-                words[16 * i + j] = found[j]
-        if count % 4 >= 2:
-            first = count // 4 * 4
-            pair = load_2(exchange, indices[first], exchange, indices[first + 1])
-            for j in range(8):
-                words[4 * first + j] = pair[j]
-        if count % 2:
-            one = load_1(exchange, indices[count - 1])
-            for j in range(4):
-                words[4 * (count - 1) + j] = one[j]
+    def load_vectors(exchange, indices, first, words):
+        """words[4 i : 4 i + 4] = the vector at word indices[i], i from `first` on."""
+        for batch in range(count // at_once):
+            i = first + batch * at_once
+            if at_once == 8:
+                found = load(
+                    exchange, indices[i], exchange, indices[i + 1], exchange, indices[i + 2], exchange, indices[i + 3],
+                    exchange, indices[i + 4], exchange, indices[i + 5], exchange, indices[i + 6], exchange,
+                    indices[i + 7],
+                )  # fmt: skip
+            elif at_once == 4:
+                found = load(
+                    exchange, indices[i], exchange, indices[i + 1], exchange, indices[i + 2], exchange, indices[i + 3]
+                )
+            elif at_once == 2:
+                found = load(exchange, indices[i], exchange, indices[i + 1])
+            else:
+                found = load(exchange, indices[i])
+            for j in range(4 * at_once):
+                words[4 * i + j] = found[j]
+        if rest:
+            load_rest(exchange, indices, first + count - rest, words)
 
     return load_vectors
 
 
 @functools.cache
 def norm_function(layout, rows, element):
-    """(load_embeddings, load_hidden, normalise): the steps by which 128 threads write rmsnorm(x) to A.
+    """(word_count, weight_words, load_embeddings, load_hidden, load_weights, normalise): how 128 threads write
+    rmsnorm(x) to A. word_count, weight_words: lengths of their local arrays of int32.
 
     `layout.threads` threads own a row, as in rmsnorm_kernel; lines of them have neighbouring rows at the same time.
     """
@@ -79,7 +88,7 @@ def norm_function(layout, rows, element):
     lines, warps = WARPGROUP // threads, threads // 32
     passes = -(-rows // lines)
     vectors = passes * chunks
-    word_count, weight_count, row_count = vectors * WORDS, chunks * VECTOR, chunks * VECTOR
+    word_count, weight_words, row_count = vectors * WORDS, chunks * WORDS, chunks * VECTOR
     load_vectors, square_sum = load_vectors_function(vectors), square_sum_function(chunks, VECTOR)
     load_four, _ = vector_access(WORDS, WORDS)
     pack_two, unpack_two = cvt_pack(element), cvt_unpack(element)
@@ -106,19 +115,19 @@ def norm_function(layout, rows, element):
         for vector in range(vectors):
             row, column = row_and_column(thread, vector)
             indices[vector] = i32(offset + row * (columns // 2) + (min(column, i32(columns - VECTOR)) >> i32(1)))
-        load_vectors(exchange, indices, words)
+        load_vectors(exchange, indices, 0, words)
 
     @device_function
-    def normalise(words, norms, weight_offset, eps, a, squares, thread):
-        """Write the normalised rows to A. squares: shared memory; the caller synchronises before A is read."""
-        weights, values = cuda.local.array(weight_count, np.float32), cuda.local.array(row_count, np.float32)
-        loaded = cuda.local.array(WORDS, np.int32)
+    def load_weights(norms, offset, weights, thread):
+        """weights: this thread's part of the norm's weight, from word `offset` on; before the activations are there."""
         for chunk in range(chunks):
             _, column = row_and_column(thread, chunk)
-            load_four(norms, weight_offset + (min(column, i32(columns - VECTOR)) >> i32(1)), loaded, 0)
-            for j in range(WORDS):
-                low, high = unpack_two(loaded[j])
-                weights[chunk * VECTOR + 2 * j], weights[chunk * VECTOR + 2 * j + 1] = low, high
+            load_four(norms, offset + (min(column, i32(columns - VECTOR)) >> i32(1)), weights, chunk * WORDS)
+
+    @device_function
+    def normalise(words, weights, eps, a, squares, thread):
+        """Write the normalised rows to A. squares: shared memory; the caller synchronises before A is read."""
+        values = cuda.local.array(row_count, np.float32)
         line = udiv(thread, threads)
         line_warp = (thread >> i32(5)) - line * i32(warps)
         for step in range(passes):
@@ -136,8 +145,10 @@ def norm_function(layout, rows, element):
             unpack_row(words, step, values, thread)
             for chunk in range(chunks):
                 row, column = row_and_column(thread, step * chunks + chunk)
-                for i in range(chunk * VECTOR, (chunk + 1) * VECTOR):
-                    values[i] = values[i] * scale * weights[i]
+                for j in range(WORDS):
+                    low, high = unpack_two(weights[chunk * WORDS + j])
+                    i = chunk * VECTOR + 2 * j
+                    values[i], values[i + 1] = values[i] * scale * low, values[i + 1] * scale * high
                 if column < columns and step * lines + line < rows:
                     first_value = chunk * VECTOR
                     store_words(
@@ -159,34 +170,37 @@ def norm_function(layout, rows, element):
                 values[chunk * VECTOR + 2 * j] = low if inside else np.float32(0.0)
                 values[chunk * VECTOR + 2 * j + 1] = high if inside else np.float32(0.0)
 
-    return word_count, load_embeddings, load_hidden, normalise
+    return word_count, weight_words, load_embeddings, load_hidden, load_weights, normalise
 
 
 @functools.cache
-def copy_function(rows, columns):
-    """The device function that copies rows (rows, columns) of the exchange to A, by 128 threads."""
-    vectors_of_row = columns // VECTOR
-    total = rows * vectors_of_row
-    # A batch of vectors is under way at the same time.
-    at_once = min(-(-total // WARPGROUP), 4)
-    at_once = 2 if at_once == 3 else at_once
+def copy_function(rows, columns, part_columns):
+    """The device function that copies part_columns of rows (rows, columns) of the exchange to A, by 128 threads."""
+    vectors_of_row, vectors_of_part = columns // VECTOR, part_columns // VECTOR
+    total = rows * vectors_of_part
+    each = -(-total // WARPGROUP)
+    at_once = next(size for size in (8, 4, 2, 1) if size <= each)
     word_count, load_vectors = at_once * WORDS, load_vectors_function(at_once)
 
     @device_function
-    def copy_rows(exchange, offset, a, thread):
+    def copy_part(exchange, offset, a, part, thread):
         """offset: the word where the rows begin. The caller synchronises before A is read."""
         indices, words = cuda.local.array(at_once, np.int32), cuda.local.array(word_count, np.int32)
-        first = thread
+        first, first_vector = thread, i32(part * vectors_of_part)
         while first < total:
             for i in range(at_once):
-                indices[i] = i32(offset + min(i32(first + i * WARPGROUP), i32(total - 1)) * WORDS)
-            load_vectors(exchange, indices, words)
+                vector = min(i32(first + i * WARPGROUP), i32(total - 1))
+                row = udiv(vector, vectors_of_part)
+                column = i32(vector - row * vectors_of_part + first_vector)
+                indices[i] = i32(offset + (row * vectors_of_row + column) * WORDS)
+            load_vectors(exchange, indices, 0, words)
             for i in range(at_once):
                 vector = i32(first + i * WARPGROUP)
                 if vector < total:
-                    row = udiv(vector, vectors_of_row)
-                    target = vector_address(a, row, i32((vector - row * vectors_of_row) * VECTOR))
+                    row = udiv(vector, vectors_of_part)
+                    column = i32((vector - row * vectors_of_part + first_vector) * VECTOR)
+                    target = vector_address(a, row, column)
                     store_words(target, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
             first = i32(first + at_once * WARPGROUP)
 
-    return copy_rows
+    return copy_part

@@ -22,7 +22,7 @@ from rlnumba.kernels.attention.sm90_decode_consumer import (
 )
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.attention.split_kv import accumulator_access
-from rlnumba.kernels.decoder.config import KV_STAGES, PANEL_BYTES
+from rlnumba.kernels.decoder.config import PANEL_BYTES, STAGE_BYTES
 from rlnumba.kernels.decoder.exchange import exchange_store, load_2
 from rlnumba.kernels.nn.qkv import head_norm
 from rlnumba.kernels.nn.rope import HeadShape, head_access, rotate
@@ -53,39 +53,43 @@ HEAD_WORDS = 8
 
 @functools.cache
 def produce_kv_function(config):
-    """The device function by which one warp loads the tiles of K and V of this block's items of a layer."""
+    """The device function by which one warp loads the tiles of K and V of this block's items of a layer.
+
+    A tile of K takes a stage of the ring, that of V the next one.
+    """
     boxes, tile_bytes, box = config.kv_boxes, config.kv_tile_bytes, config.box
     kv_heads, items = config.kv_heads, config.rows * config.kv_heads
     boxes_per_tile = TILE_KEYS // box
-    loads, page_row, (_, advance) = boxes * boxes_per_tile, page_lookup(box), ring(KV_STAGES)
+    loads, page_row, (_, advance) = boxes * boxes_per_tile, page_lookup(box), ring(config.stages)
 
     @device_function
-    def produce_kv(k_map, v_map, layer, rows, target, full, empty, stage, parity, lane):
+    def load_tile(source, page, kv_head, part, column_box, at, stage, parity):
+        sm90.mbarrier_wait(at.empty + stage * MBARRIER_BYTES, parity)
+        barrier = at.full + stage * MBARRIER_BYTES
+        if at.lane == 0:
+            sm90.mbarrier_expect_tx(barrier, i32(tile_bytes))
+        sync_warp()
+        if at.lane < loads:
+            target = at.ring + stage * STAGE_BYTES + column_box * BOX_BYTES + part * (box * LINE)
+            sm90.tma_load_3d_evict_first(target, source, column_box * i32(64), kv_head, page, barrier)
+
+    @device_function
+    def produce_kv(k_map, v_map, layer, rows, at, stage, parity):
         """Returns the ring's next stage."""
-        is_value = i32(lane >= loads)
-        load = i32(lane - is_value * loads)
+        load = min(at.lane, i32(loads - 1))
         part, column_box = load % i32(boxes_per_tile), load // i32(boxes_per_tile)
-        offset = is_value * tile_bytes + column_box * BOX_BYTES + part * (box * LINE)
         item = i32(cuda.blockIdx.x)
         while item < items:
             row = udiv(item, kv_heads)
             kv_head, context_len = i32(item - row * kv_heads), i32(rows.context_lens[row])
             first_key = i32(0)
             while first_key < context_len:
-                sm90.mbarrier_wait(Address(empty + stage * MBARRIER_BYTES), parity)
-                barrier = Address(full + stage * MBARRIER_BYTES)
-                if lane == 0:
-                    sm90.mbarrier_expect_tx(barrier, i32(2 * tile_bytes))
-                sync_warp()
-                if lane < 2 * loads:
-                    key = i32(first_key + part * box)
-                    page = page_row(rows.block_tables, rows.block_size, row, key, context_len)
-                    page = i32(layer * rows.kv_slots + page)
-                    box_target = Address(target + stage * (2 * tile_bytes) + offset)
-                    if is_value == 0:
-                        sm90.tma_load_3d_evict_first(box_target, k_map, column_box * i32(64), kv_head, page, barrier)
-                    else:
-                        sm90.tma_load_3d_evict_first(box_target, v_map, column_box * i32(64), kv_head, page, barrier)
+                key = i32(first_key + part * box)
+                page = page_row(rows.block_tables, rows.block_size, row, key, context_len)
+                page = i32(layer * rows.kv_slots + page)
+                load_tile(k_map, page, kv_head, part, column_box, at, stage, parity)
+                stage, parity = advance(stage, parity)
+                load_tile(v_map, page, kv_head, part, column_box, at, stage, parity)
                 stage, parity = advance(stage, parity)
                 first_key = i32(first_key + TILE_KEYS)
             item = i32(item + cuda.gridDim.x)
@@ -95,46 +99,60 @@ def produce_kv_function(config):
 
 
 @functools.cache
-def attend_tile_function(head_dim, element):
-    """The device function of one tile of keys, for COLUMNS query rows: see sm90_decode_consumer.py."""
+def tile_functions(head_dim, element):
+    """(start_scores, take_scores, softmax_tile, add_values): the steps of a tile of keys for COLUMNS query rows."""
     boxes = head_dim // 64
     columns, score_count, acc_count, word_count = COLUMNS // 4, COLUMNS // 2, boxes * COLUMNS // 2, COLUMNS // 4
-    start_scores, wait_scores = wgmma_async(COLUMNS, element, head_dim // 16), wgmma_wait_group(score_count, 0)
-    start_values = wgmma_async(COLUMNS, element, TILE_KEYS // 16, "mn", blocks=boxes)
+    multiply_keys, wait_scores = wgmma_async(COLUMNS, element, head_dim // 16), wgmma_wait_group(score_count, 0)
+    multiply_values = wgmma_async(COLUMNS, element, TILE_KEYS // 16, "mn", blocks=boxes)
     wait_values = wgmma_wait_group(acc_count, 0)
     apply_mask, column_max, softmax_step = softmax_functions(COLUMNS)
     zero_rows, cvt_pair = softmax.zero_function(boxes), cvt_pack(element)
 
     @device_function
-    def attend_tile(state, k_tile, v_tile, q_tile, p, row_max_memory, tile_key, context_len, c, at):
-        """Add the keys from tile_key on to (acc, row_max, row_sum); position: the last key that each column sees."""
-        scores, acc, words, row_max, row_sum, tile_max, rescale, position = state
-        start_scores(scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
-        wait_scores(scores)
+    def start_scores(state, k_tile, q_tile):
+        """Begin S^T of a tile, in next_scores."""
+        multiply_keys(state.next_scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
+
+    @device_function
+    def take_scores(state):
+        """Wait for all products; the scores of the tile that was begun last become `scores`."""
+        wait_scores(state.next_scores)
+        for i in range(score_count):
+            state.scores[i] = state.next_scores[i]
+
+    @device_function
+    def softmax_tile(state, p, row_max_memory, tile_key, context_len, c, at):
+        """Scores become probabilities, P^T in shared memory; the accumulators follow the new row maximum."""
+        scores, words = state.scores, state.words
         if i32(tile_key + (TILE_KEYS - 1)) > i32(context_len - 1):
-            apply_mask(scores, i32(tile_key + at.warp * 16 + at.group_lane), position)
-        column_max(tile_max, scores, row_max_memory, at)
-        softmax_step(scores, row_max, row_sum, tile_max, rescale, c)
+            apply_mask(scores, i32(tile_key + at.warp * 16 + at.group_lane), state.position)
+        column_max(state.tile_max, scores, row_max_memory, at)
+        softmax_step(scores, state.row_max, state.row_sum, state.tile_max, state.rescale, c)
         for i in range(word_count):
             words[i] = cvt_pair(scores[2 * i], scores[2 * i + 1])
         for i in range(word_count // 2):
             stmatrix_x2_trans(Address(p + at.offset + i * (8 * LINE)), words[2 * i], words[2 * i + 1])
-        if i32(context_len - tile_key) < TILE_KEYS:
-            zero_rows(v_tile, i32(context_len - tile_key), at.thread)
-        fence_proxy_async()
         for b in range(boxes):
             for i in range(columns):
                 j = b * score_count + i // 2 * 4 + i % 2
-                acc[j] *= rescale[i]
-                acc[j + 2] *= rescale[i]
+                state.acc[j] *= state.rescale[i]
+                state.acc[j + 2] *= state.rescale[i]
+
+    @device_function
+    def add_values(state, v_tile, p, tile_key, context_len, at):
+        """acc += V^T P^T, once P^T, and what was written to the tile of V, is visible to wgmma."""
+        if i32(context_len - tile_key) < TILE_KEYS:
+            zero_rows(v_tile, i32(context_len - tile_key), at.thread)
+        fence_proxy_async()
         sm90.named_barrier_sync(STORED, WARPGROUP)
-        start_values(acc, smem_descriptor(v_tile), smem_descriptor(p), i32(tile_key > 0))
-        wait_values(acc)
+        multiply_values(state.acc, smem_descriptor(v_tile), smem_descriptor(p), i32(tile_key > 0))
+        wait_values(state.acc)
 
-    return attend_tile
+    return start_scores, take_scores, softmax_tile, add_values
 
 
-TileState = namedtuple("TileState", "scores acc words row_max row_sum tile_max rescale position")
+TileState = namedtuple("TileState", "scores next_scores acc words row_max row_sum tile_max rescale position")
 
 
 @functools.cache
@@ -207,14 +225,15 @@ def heads_function(config):
 def attend_function(config):
     """The device function by which the computing warps do this block's items of a layer."""
     gqa_ratio, kv_heads, head_dim, layout = config.gqa_ratio, config.kv_heads, config.head_dim, config.layout
-    items, boxes, tile_bytes = config.rows * kv_heads, config.kv_boxes, config.kv_tile_bytes
+    items, boxes = config.rows * kv_heads, config.kv_boxes
     columns, score_count, acc_count = COLUMNS // 4, COLUMNS // 2, boxes * COLUMNS // 2
     out_words, chunks = config.heads * head_dim // 2, head_dim // 8
     load_heads, store_head_line = heads_function(config)
-    attend_tile, column_sums = attend_tile_function(head_dim, config.element), column_sum_function(COLUMNS)
+    start_scores, take_scores, softmax_tile, add_values = tile_functions(head_dim, config.element)
+    column_sums = column_sum_function(COLUMNS)
     stage_out, _, _ = accumulator_access(boxes, head_dim, config.element, COLUMNS)
     _, store_four = vector_access(4, 4)
-    _, advance = ring(KV_STAGES)
+    _, advance = ring(config.stages)
 
     @device_function
     def write_cache(kept, cache, layer, row, kv_head, rows, e):
@@ -241,24 +260,37 @@ def attend_function(config):
             index = i32(index + WARPGROUP)
 
     @device_function
+    def begin_tile(state, kept, group, e, tile_key, context_len, q_tile, ring_at, stage, parity):
+        """Begin the scores of a tile, with the new token's key in it if it is the last one."""
+        k_tile = ring_at.ring + stage * STAGE_BYTES
+        sm90.mbarrier_wait(ring_at.full + stage * MBARRIER_BYTES, parity)
+        if i32(context_len - tile_key) <= TILE_KEYS:
+            # TMA loaded what the cache held of this row before the token was there.
+            if group == gqa_ratio:
+                store_head_line(kept, k_tile, BOX_BYTES, i32(context_len - 1 - tile_key), e)
+            fence_proxy_async()
+            sm90.named_barrier_sync(STORED, WARPGROUP)
+        start_scores(state, k_tile, q_tile)
+
+    @device_function
     def attend(
         layer, exchange, qkv_at, attended_at, norms, q_offset, k_offset, cos, sin, rows, k_cache, v_cache, eps, c,
-        base, stage, parity, thread,
+        base, ring_at, stage, parity,
     ):  # fmt: skip
-        """Returns the next stage of the ring of tiles."""
-        lane, warp = i32(thread & i32(31)), i32(thread >> i32(5))
+        """Returns the ring's next stage."""
+        thread, warp, lane = ring_at.thread, ring_at.warp, ring_at.lane
         line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
         offset = Address(line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
         at = Lane(thread, warp, lane, i32(lane >> i32(2)), i32(i32(2) * i32(lane & i32(3))), offset)
         state = TileState(
-            cuda.local.array(score_count, np.float32), cuda.local.array(acc_count, np.float32),
-            cuda.local.array(columns, np.int32), cuda.local.array(columns, np.float32),
+            cuda.local.array(score_count, np.float32), cuda.local.array(score_count, np.float32),
+            cuda.local.array(acc_count, np.float32), cuda.local.array(columns, np.int32),
             cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32),
-            cuda.local.array(columns, np.float32), cuda.local.array(columns, np.int32),
+            cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32),
+            cuda.local.array(columns, np.int32),
         )  # fmt: skip
         kept = cuda.local.array(HEAD_WORDS, np.int32)
         q_tile, p = Address(base + layout.q), Address(base + layout.p)
-        full, empty = Address(base + layout.kv_full), Address(base + layout.kv_empty)
         item = i32(cuda.blockIdx.x)
         while item < items:
             row = udiv(item, kv_heads)
@@ -266,43 +298,49 @@ def attend_function(config):
             group, e = load_heads(
                 kept, exchange, qkv_at, row, kv_head, norms, q_offset, k_offset, cos, sin, rows, eps, q_tile, thread
             )
-            if group == gqa_ratio and context_len > 0:
-                write_cache(kept, k_cache, layer, row, kv_head, rows, e)
-            elif group == gqa_ratio + 1 and context_len > 0:
-                write_cache(kept, v_cache, layer, row, kv_head, rows, e)
+            fence_proxy_async()
+            sm90.named_barrier_sync(EXCHANGED, WARPGROUP)
             for i in range(columns):
                 state.row_max[i], state.row_sum[i] = softmax.MINUS_INFINITY, f32(0.0)
                 state.position[i] = i32(context_len - 1)
             for i in range(score_count):
-                state.scores[i] = f32(0.0)
+                state.next_scores[i] = f32(0.0)
             for i in range(acc_count):
                 state.acc[i] = f32(0.0)
+            if context_len > 0:
+                begin_tile(state, kept, group, e, i32(0), context_len, q_tile, ring_at, stage, parity)
             tile_key = i32(0)
             while tile_key < context_len:
-                k_tile = Address(base + layout.kv + stage * (2 * tile_bytes))
-                v_tile = Address(k_tile + tile_bytes)
-                sm90.mbarrier_wait(Address(full + stage * MBARRIER_BYTES), parity)
-                if i32(context_len - tile_key) <= TILE_KEYS:
-                    # TMA loaded what the cache held of this row before the token was there.
-                    if group == gqa_ratio:
-                        store_head_line(kept, k_tile, BOX_BYTES, i32(context_len - 1 - tile_key), e)
-                    elif group == gqa_ratio + 1:
-                        store_head_line(kept, v_tile, BOX_BYTES, i32(context_len - 1 - tile_key), e)
-                if tile_key == 0 or i32(context_len - tile_key) <= TILE_KEYS:
-                    fence_proxy_async()
-                    sm90.named_barrier_sync(STORED, WARPGROUP)
-                row_max_memory = Address(base + layout.row_max + ((tile_key >> i32(6)) & i32(1)) * (4 * COLUMNS * 4))
-                attend_tile(state, k_tile, v_tile, q_tile, p, row_max_memory, tile_key, context_len, c, at)
+                take_scores(state)
                 if thread == 0:
-                    sm90.mbarrier_arrive(Address(empty + stage * MBARRIER_BYTES))
-                stage, parity = advance(stage, parity)
-                tile_key = i32(tile_key + TILE_KEYS)
+                    sm90.mbarrier_arrive(ring_at.empty + stage * MBARRIER_BYTES)
+                v_stage, v_parity = advance(stage, parity)
+                stage, parity = advance(v_stage, v_parity)
+                next_key = i32(tile_key + TILE_KEYS)
+                if next_key < context_len:
+                    # These scores are computed while this tile's become probabilities.
+                    begin_tile(state, kept, group, e, next_key, context_len, q_tile, ring_at, stage, parity)
+                row_max_memory = Address(base + layout.row_max + ((tile_key >> i32(6)) & i32(1)) * (4 * COLUMNS * 4))
+                softmax_tile(state, p, row_max_memory, tile_key, context_len, c, at)
+                v_tile = ring_at.ring + v_stage * STAGE_BYTES
+                sm90.mbarrier_wait(ring_at.full + v_stage * MBARRIER_BYTES, v_parity)
+                if next_key >= context_len and group == gqa_ratio + 1:
+                    store_head_line(kept, v_tile, BOX_BYTES, i32(context_len - 1 - tile_key), e)
+                add_values(state, v_tile, p, tile_key, context_len, at)
+                if thread == 0:
+                    sm90.mbarrier_arrive(ring_at.empty + v_stage * MBARRIER_BYTES)
+                tile_key = next_key
             column_sums(state.row_sum, Address(base + layout.row_sum), warp, at.group_lane, at.pair)
             for i in range(columns):
                 state.rescale[i] = f32(1.0) / state.row_sum[i] if context_len > 0 else f32(0.0)
             stage_out(state.acc, state.rescale, q_tile, offset)
             sm90.named_barrier_sync(EXCHANGED, WARPGROUP)
             write_attended(exchange, attended_at, row, kv_head, q_tile, context_len, thread)
+            # Nothing in this step reads the new token from the cache.
+            if group == gqa_ratio and context_len > 0:
+                write_cache(kept, k_cache, layer, row, kv_head, rows, e)
+            elif group == gqa_ratio + 1 and context_len > 0:
+                write_cache(kept, v_cache, layer, row, kv_head, rows, e)
             item = i32(item + cuda.gridDim.x)
             # The next item's queries take the place of this one's output.
             sm90.named_barrier_sync(STORED, WARPGROUP)

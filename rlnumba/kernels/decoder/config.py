@@ -10,17 +10,18 @@ from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shar
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP
 
-# Warps of a block: four that compute, one that loads weights, one that loads K and V, two that clear the exchange of
-# the step before.
-WEIGHTS_WARP, KV_WARP, CLEARING_WARP, WARPS = 4, 5, 6, 8
+# Warps of a block: four that compute, one that loads weights, keys and values, one that clears the exchange of the
+# step before.
+PRODUCER_WARP, WARPS = 4, 6
 THREADS = 32 * WARPS
-CLEARING_THREADS = 32 * (WARPS - CLEARING_WARP)
 # Rows of a batch at most: wgmma broadcasts a box of eight rows of A.
 MOST_ROWS = 8
 # Bytes of 64 columns of A: eight rows.
 PANEL_BYTES = 8 * LINE
-# The ring of weights, and that of tiles of K and V.
-STAGE_BYTES, STAGES, KV_STAGES = 16384, 6, 2
+# A stage of the ring holds panels of a weight, or a tile of K or of V.
+STAGE_BYTES = 16384
+# Stages at most: with ten all weights of gate and up are under way before the first of them is needed.
+MOST_STAGES = 10
 # Panels that one chain of wgmma in a stage has at most.
 MOST_STAGE_PANELS = 16
 SHARED_LIMIT = 227 * 1024 - SWIZZLE_ALIGNMENT
@@ -142,14 +143,22 @@ class DecoderConfig(NamedTuple):
 
     @property
     def layout(self):
-        """Shared memory: A of a phase, the rings, what attention shares between its warps, the residual stream."""
+        """Shared memory: A of a phase, the ring, what attention shares between its warps, the residual stream."""
+        return self._layout(self.stages)
+
+    @property
+    def stages(self):
+        """Of the ring: as many as shared memory has room for."""
+        free = SHARED_LIMIT - self._layout(0).nbytes
+        return min(free // (STAGE_BYTES + 2 * MBARRIER_BYTES), MOST_STAGES)
+
+    def _layout(self, stages):
         panels = max(self.hidden, self.heads * self.head_dim, self.ffn) // STEPS
+        barriers = stages * MBARRIER_BYTES
         return shared_layout(
-            a=panels * PANEL_BYTES, ring=STAGES * STAGE_BYTES, kv=KV_STAGES * 2 * self.kv_tile_bytes,
-            q=self.kv_boxes * PANEL_BYTES, p=PANEL_BYTES, row_max=4 * 8 * 8, row_sum=4 * 8 * 8 * 4,
-            residual=self.local_tiles * self.o.tile_columns * 32, squares=4 * MOST_ROWS * 4,
-            full=STAGES * MBARRIER_BYTES, empty=STAGES * MBARRIER_BYTES,
-            kv_full=KV_STAGES * MBARRIER_BYTES, kv_empty=KV_STAGES * MBARRIER_BYTES,
+            a=panels * PANEL_BYTES, ring=stages * STAGE_BYTES, q=self.kv_boxes * PANEL_BYTES, p=PANEL_BYTES,
+            row_max=2 * 4 * 8 * 4, row_sum=4 * 8 * 8 * 4, residual=self.local_tiles * self.o.tile_columns * 32,
+            squares=4 * MOST_ROWS * 4, full=barriers, empty=barriers,
         )  # fmt: skip
 
 
@@ -167,6 +176,6 @@ def is_supported(config):
         and config.norm_layout.threads <= WARPGROUP
         and all(share % STEPS == 0 for share in shares)
         and None not in (config.qkv, config.o, config.gate_up, config.down)
-        and config.layout.nbytes <= SHARED_LIMIT
+        and config.stages >= 4
         and math.prod((2, config.set_words)) < 1 << 31
     )

@@ -51,7 +51,7 @@ def _load_text(vectors):
 def exchange_load_function(vectors):
     """load(exchange, index, exchange, index, ...): the four words from each index on, once they are all written.
 
-    vectors: how many, up to four: their loads are under way at the same time. Indices are multiples of four.
+    vectors: how many, up to eight: their loads are under way at the same time. Indices are multiples of four.
     """
 
     @instruction(_load_text(vectors), "e" * vectors, "r" * (4 * vectors))
@@ -66,4 +66,4 @@ def exchange_load_function(vectors):
     return load
 
 
-load_1, load_2, load_4 = (exchange_load_function(vectors) for vectors in (1, 2, 4))
+load_1, load_2, load_4, load_8 = (exchange_load_function(vectors) for vectors in (1, 2, 4, 8))

@@ -20,17 +20,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.decoder.activations import COMPLETE, copy_function, norm_function, vector_address
+from rlnumba.kernels.decoder.activations import COMPLETE, norm_function, vector_address
 from rlnumba.kernels.decoder.attention import Rows, attend_function, produce_kv_function
-from rlnumba.kernels.decoder.config import (
-    CLEARING_THREADS,
-    CLEARING_WARP,
-    KV_STAGES,
-    KV_WARP,
-    STAGES,
-    THREADS,
-    WEIGHTS_WARP,
-)
+from rlnumba.kernels.decoder.config import PRODUCER_WARP, THREADS
 from rlnumba.kernels.decoder.exchange import UNWRITTEN
 from rlnumba.kernels.decoder.phases import At, load_residual_function, produce_function, residual_phase, rounded_phase
 from rlnumba.kernels.ptx import sm90
@@ -55,23 +47,25 @@ Arrays = namedtuple(
 
 
 @functools.cache
-def weights_function(config):
-    """The device function of the thread that loads all weights of all layers, in the order in which they are used."""
-    produce_qkv, produce_o = produce_function(config.qkv), produce_function(config.o)
-    produce_gate_up, produce_down = produce_function(config.gate_up, config.ffn), produce_function(config.down)
-    layers = config.layers
+def producer_function(config):
+    """The device function of the warp that loads all weights, keys and values, in the order in which they are used."""
+    layers, stages = config.layers, config.stages
+    produce_qkv, produce_o = produce_function(config.qkv, stages), produce_function(config.o, stages)
+    produce_gate_up = produce_function(config.gate_up, stages, config.ffn)
+    produce_down, produce_kv = produce_function(config.down, stages), produce_kv_function(config)
 
     @device_function
-    def load_weights(qkv_map, o_map, gate_up_map, down_map, target, full, empty):
+    def produce(qkv_map, o_map, gate_up_map, down_map, k_map, v_map, batch, at):
         stage, parity = FIRST_EMPTY
-        for layer in range(layers):
-            at = i32(layer)
-            stage, parity = produce_qkv(qkv_map, at, target, full, empty, stage, parity)
-            stage, parity = produce_o(o_map, at, target, full, empty, stage, parity)
-            stage, parity = produce_gate_up(gate_up_map, at, target, full, empty, stage, parity)
-            stage, parity = produce_down(down_map, at, target, full, empty, stage, parity)
+        for index in range(layers):
+            layer = i32(index)
+            stage, parity = produce_qkv(qkv_map, layer, at, stage, parity)
+            stage, parity = produce_kv(k_map, v_map, layer, batch, at, stage, parity)
+            stage, parity = produce_o(o_map, layer, at, stage, parity)
+            stage, parity = produce_gate_up(gate_up_map, layer, at, stage, parity)
+            stage, parity = produce_down(down_map, layer, at, stage, parity)
 
-    return load_weights
+    return produce
 
 
 @functools.cache
@@ -80,12 +74,12 @@ def compute_function(config):
     layers, rows, hidden, element, words_of = config.layers, config.rows, config.hidden, config.element, config.exchange
     layout, qkv, o, gate_up, down = config.layout, config.qkv, config.o, config.gate_up, config.down
     qkv_count, hidden_count, gate_up_count = qkv.columns // 2, o.columns // 2, gate_up.columns // 2
-    word_count, load_embeddings, load_hidden, normalise = norm_function(config.norm_layout, rows, element)
-    copy_attended = copy_function(rows, config.heads * config.head_dim)
-    copy_activated, load_residual = copy_function(rows, config.ffn), load_residual_function(o, rows, element)
-    compute_qkv, compute_o = rounded_phase(qkv, rows, element), residual_phase(o, rows, element)
-    compute_gate_up = rounded_phase(gate_up, rows, element, swiglu=True)
-    compute_down = residual_phase(down, rows, element)
+    stages, load_residual = config.stages, load_residual_function(o, rows, element)
+    word_count, weight_words, *functions = norm_function(config.norm_layout, rows, element)
+    load_embeddings, load_hidden, load_weights, normalise = functions
+    compute_qkv, compute_o = rounded_phase(qkv, rows, stages, element), residual_phase(o, rows, stages, element)
+    compute_gate_up = rounded_phase(gate_up, rows, stages, element, swiglu=True)
+    compute_down = residual_phase(down, rows, stages, element)
     attend, (_, store_four) = attend_function(config), vector_access(4, 4)
 
     @device_function
@@ -112,12 +106,10 @@ def compute_function(config):
             row, vector = i32(row + cuda.gridDim.x), thread
 
     @device_function
-    def compute(arrays, batch, out, eps, c, first_word, base, thread):
+    def compute(arrays, batch, out, eps, c, first_word, base, at):
         """first_word: where the exchange's set of this step begins."""
         a, squares, exchange, norms = base + layout.a, base + layout.squares, arrays.exchange, arrays.norms
-        ring_of_weights = base + layout.ring, base + layout.full, base + layout.empty
-        at = At(thread, thread >> i32(5), thread & i32(31), *ring_of_weights, base + layout.residual)
-        words = cuda.local.array(word_count, np.int32)
+        words, weights = cuda.local.array(word_count, np.int32), cuda.local.array(weight_words, np.int32)
         qkv_acc, gate_up_acc = cuda.local.array(qkv_count, np.float32), cuda.local.array(gate_up_count, np.float32)
         hidden_acc = cuda.local.array(hidden_count, np.float32)
         for i in range(qkv_count):
@@ -127,59 +119,56 @@ def compute_function(config):
         for i in range(hidden_count):
             hidden_acc[i] = np.float32(0.0)
         stage, parity = FIRST_FULL
-        kv_stage, kv_parity = FIRST_FULL
         load_residual(arrays.embeddings, arrays.input_ids, at)
-        load_embeddings(arrays.embeddings, arrays.input_ids, words, thread)
+        load_weights(norms, arrays.input_norm, weights, at.thread)
+        load_embeddings(arrays.embeddings, arrays.input_ids, words, at.thread)
         for layer in range(layers):
             first, norm_at = i32(first_word + layer * words_of.words), i32(layer * arrays.norm_words)
-            normalise(words, norms, i32(norm_at + arrays.input_norm), eps, a, squares, thread)
+            qkv_at, attended_at, h_at = first + words_of.qkv, first + words_of.attended, first + words_of.h
+            activated_at, x_at = first + words_of.activated, first + words_of.x
+            normalise(words, weights, eps, a, squares, at.thread)
             complete()
-            stage, parity = compute_qkv(qkv_acc, a, at, exchange, i32(first + words_of.qkv), stage, parity)
-            kv_stage, kv_parity = attend(
-                i32(layer), exchange, i32(first + words_of.qkv), i32(first + words_of.attended),
-                norms, i32(norm_at + arrays.q_norm), i32(norm_at + arrays.k_norm), arrays.cos, arrays.sin,
-                batch, arrays.k_cache, arrays.v_cache, eps, c, base, kv_stage, kv_parity, thread,
+            stage, parity = compute_qkv(qkv_acc, a, at, exchange, i32(qkv_at), stage, parity)
+            stage, parity = attend(
+                i32(layer), exchange, i32(qkv_at), i32(attended_at), norms, i32(norm_at + arrays.q_norm),
+                i32(norm_at + arrays.k_norm), arrays.cos, arrays.sin, batch, arrays.k_cache, arrays.v_cache, eps, c,
+                base, at, stage, parity,
             )  # fmt: skip
             done_with_a()
-            copy_attended(exchange, i32(first + words_of.attended), a, thread)
-            complete()
-            stage, parity = compute_o(hidden_acc, a, at, exchange, i32(first + words_of.h), stage, parity)
-            load_hidden(exchange, i32(first + words_of.h), words, thread)
+            stage, parity = compute_o(hidden_acc, a, at, exchange, i32(attended_at), i32(h_at), stage, parity)
+            load_weights(norms, i32(norm_at + arrays.post_norm), weights, at.thread)
+            load_hidden(exchange, i32(h_at), words, at.thread)
             done_with_a()
-            normalise(words, norms, i32(norm_at + arrays.post_norm), eps, a, squares, thread)
+            normalise(words, weights, eps, a, squares, at.thread)
             complete()
-            stage, parity = compute_gate_up(
-                gate_up_acc, a, at, exchange, i32(first + words_of.activated), stage, parity
-            )  # fmt: skip
+            stage, parity = compute_gate_up(gate_up_acc, a, at, exchange, i32(activated_at), stage, parity)
             done_with_a()
-            copy_activated(exchange, i32(first + words_of.activated), a, thread)
-            complete()
-            stage, parity = compute_down(hidden_acc, a, at, exchange, i32(first + words_of.x), stage, parity)
-            load_hidden(exchange, i32(first + words_of.x), words, thread)
+            stage, parity = compute_down(hidden_acc, a, at, exchange, i32(activated_at), i32(x_at), stage, parity)
+            following = i32(norm_at + arrays.norm_words + arrays.input_norm)
+            load_weights(norms, following if layer + 1 < layers else arrays.norm, weights, at.thread)
+            load_hidden(exchange, i32(x_at), words, at.thread)
             done_with_a()
-        normalise(words, norms, arrays.norm, eps, a, squares, thread)
+        normalise(words, weights, eps, a, squares, at.thread)
         done_with_a()
-        write_hidden(out, a, thread)
+        write_hidden(out, a, at.thread)
 
     return compute
 
 
 @device_function
-def clear(exchange, first, count, thread):
-    """Set the words of the other set to UNWRITTEN, by CLEARING_THREADS threads of every block."""
-    index = i32(cuda.blockIdx.x * CLEARING_THREADS + thread)
+def clear(exchange, first, count, lane):
+    """Set the words of the other set to UNWRITTEN, by a warp of every block."""
+    index = i32(cuda.blockIdx.x * 32 + lane)
     while index < count:
         exchange[first + index] = UNWRITTEN
-        index = i32(index + cuda.gridDim.x * CLEARING_THREADS)
+        index = i32(index + cuda.gridDim.x * 32)
 
 
 @specialize
 def decoder_kernel(config):
     """The kernel of a DecoderConfig, whose blocks must all be resident at once."""
-    layout, set_words = config.layout, config.set_words
-    (init_ring, _), (init_kv_ring, _) = ring(STAGES), ring(KV_STAGES)
-    load_weights, compute, produce_kv = weights_function(config), compute_function(config), produce_kv_function(config)
-    layers = config.layers
+    layout, set_words, (init_ring, _) = config.layout, config.set_words, ring(config.stages)
+    produce, compute = producer_function(config), compute_function(config)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def decoder_kernel(
@@ -187,42 +176,34 @@ def decoder_kernel(config):
         norm, norm_words, input_ids, position_ids, context_lens, slot_mapping, block_tables, block_size, kv_slots,
         cos, sin, k_cache, v_cache, exchange, state, out, eps, c,
     ):  # fmt: skip
-        """Warps 0 to 3 compute; one loads weights, one loads K and V, two clear the exchange for the next step."""
+        """Warps 0 to 3 compute, one loads weights, keys and values, one clears the exchange for the next step."""
         thread = i32(cuda.threadIdx.x)
         warp = sm90.warp_uniform(thread >> i32(5))
         base = shared_base()
         full, empty = base + layout.full, base + layout.empty
-        kv_full, kv_empty = base + layout.kv_full, base + layout.kv_empty
         if thread == 0:
             init_ring(full, empty, 1, 1)
-            init_kv_ring(kv_full, kv_empty, 1, 1)
             sm90.mbarrier_init_fence()
         current = i32(state[0])
         cuda.syncthreads()
         batch = Rows(position_ids, context_lens, slot_mapping, block_tables, block_size, kv_slots)
-        if warp < WEIGHTS_WARP:
+        at = At(thread, warp, thread & i32(31), base + layout.ring, full, empty, base + layout.residual)
+        if warp < PRODUCER_WARP:
             arrays = Arrays(
                 embeddings, norms, input_norm, post_norm, q_norm, k_norm, norm, norm_words, input_ids, cos, sin,
                 k_cache, v_cache, exchange,
             )  # fmt: skip
-            compute(arrays, batch, out, eps, c, i32(current * set_words), base, thread)
+            compute(arrays, batch, out, eps, c, i32(current * set_words), base, at)
             # Every block has read which set is current: the last one to come here makes the other one so.
             if thread == 0 and i32(atomic_add_acq_rel(state, 1) + 1) == cuda.gridDim.x:
                 state[0], state[1] = i32(1 - current), i32(0)
-        elif warp == WEIGHTS_WARP:
-            if thread & i32(31) == 0:
-                maps = sm90.tensor_map_address(qkv_map), sm90.tensor_map_address(o_map)
-                more = sm90.tensor_map_address(gate_up_map), sm90.tensor_map_address(down_map)
-                load_weights(maps[0], maps[1], more[0], more[1], base + layout.ring, full, empty)
-        elif warp == KV_WARP:
-            k_source, v_source = sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map)
-            stage, parity = FIRST_EMPTY
-            for layer in range(layers):
-                stage, parity = produce_kv(
-                    k_source, v_source, i32(layer), batch, base + layout.kv, kv_full, kv_empty, stage, parity,
-                    thread & i32(31),
-                )  # fmt: skip
+        elif warp == PRODUCER_WARP:
+            produce(
+                sm90.tensor_map_address(qkv_map), sm90.tensor_map_address(o_map),
+                sm90.tensor_map_address(gate_up_map), sm90.tensor_map_address(down_map),
+                sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map), batch, at,
+            )  # fmt: skip
         else:
-            clear(exchange, i32((1 - current) * set_words), set_words, i32(thread - CLEARING_WARP * 32))
+            clear(exchange, i32((1 - current) * set_words), set_words, at.lane)
 
     return decoder_kernel

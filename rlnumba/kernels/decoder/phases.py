@@ -1,8 +1,8 @@
 """The GEMMs of a layer in the persistent decoder kernel: their weights through a ring, their epilogues.
 
-One warp loads weights. It walks all phases of all layers and waits for a free stage of the ring, never for
-activations: while the blocks exchange the output of a phase, the weights of the next ones arrive. The main loop is that
-of gemm/sm90.py, with all of A in shared memory. A product's bits do not depend on that.
+The producer warp loads weights. It walks all phases of all layers and waits for a free stage of the ring, never for
+activations: while the blocks exchange the output of a phase, the weights of the next ones arrive. All of A is in shared
+memory; a product's bits do not depend on that, nor on where its stages end.
 
 Each of the four warps has the accumulators of all eight rows, since the rows of A are broadcast. Of the blocks of eight
 columns warp w rounds and writes w, w + 4 and so on: lane 4 g + i has row g and the columns 2 i, 2 i + 1 of a block.
@@ -13,46 +13,50 @@ from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.decoder.config import PANEL_BYTES, STAGE_BYTES, STAGES
+from rlnumba.kernels.decoder.activations import COMPLETE, copy_function
+from rlnumba.kernels.decoder.config import PANEL_BYTES, STAGE_BYTES
 from rlnumba.kernels.decoder.exchange import exchange_store
 from rlnumba.kernels.gemm.epilogue import swiglu_function
 from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
-from rlnumba.kernels.ptx.shared_memory import LINE, load_pair, store_pair
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
-from rlnumba.kernels.ptx.wgmma import STEPS, wgmma_async
+from rlnumba.kernels.ptx.shared_memory import LINE, fence_proxy_async, load_pair, store_pair
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
+from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime.device import cuda
 
 i32 = np.int32
-# A computing thread, and what it finds in shared memory: the ring of weights and its barriers, the residual stream, of
-# which a thread has the elements of its accumulators, as pairs of float32.
-At = namedtuple("At", "thread warp lane weights full empty residual")
+# A thread, and what it finds in shared memory: the ring and its barriers, the residual stream, of which a computing
+# thread has the elements of its accumulators, as pairs of float32.
+At = namedtuple("At", "thread warp lane ring full empty residual")
 
 
 @functools.cache
-def produce_function(phase, second_half=0):
-    """The device function by which one thread loads a block's tiles of a layer's weight (n, k) into the ring.
+def produce_function(phase, stages, second_half=0):
+    """The device function by which one warp loads a block's tiles of a layer's weight (n, k) into the ring.
 
     second_half: the row of W where the second half of a tile's rows begin, as those of up behind gate.
     """
     stage_panels, columns, tile_columns = phase.stage_panels, phase.columns, phase.tile_columns
     tiles, rounds, stage_bytes = phase.tiles, phase.rounds, phase.stage_bytes
-    _, advance = ring(STAGES)
+    _, advance = ring(stages)
 
     @device_function
-    def produce(weight_map, layer, target, full, empty, stage, parity):
-        """weight_map: of all layers, (layers, rows, k). Returns the ring's next stage."""
+    def produce(weight_map, layer, at, stage, parity):
+        """weight_map: of all layers, (layers, rows, k). A lane loads a panel. Returns the ring's next stage."""
         tile = i32(cuda.blockIdx.x)
         while tile < tiles:
             first_row = tile * tile_columns
             for done in range(rounds):
-                sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
-                barrier, boxes = full + stage * MBARRIER_BYTES, target + stage * STAGE_BYTES
-                sm90.mbarrier_expect_tx(barrier, i32(stage_bytes))
-                for panel in range(stage_panels):
-                    step, box = i32((done * stage_panels + panel) * STEPS), boxes + panel * (columns * LINE)
+                sm90.mbarrier_wait(at.empty + stage * MBARRIER_BYTES, parity)
+                barrier = at.full + stage * MBARRIER_BYTES
+                if at.lane == 0:
+                    sm90.mbarrier_expect_tx(barrier, i32(stage_bytes))
+                sync_warp()
+                if at.lane < stage_panels:
+                    step = i32((done * stage_panels + at.lane) * STEPS)
+                    box = at.ring + stage * STAGE_BYTES + at.lane * (columns * LINE)
                     sm90.tma_load_3d(box, weight_map, step, first_row, layer, barrier)
                     if second_half:
                         up = box + tile_columns * LINE
@@ -70,24 +74,62 @@ def nothing(done, rounds, leader, arguments):
 
 
 @functools.cache
-def multiply_function(phase, element):
-    """The device function acc = A W^T of a tile, whose weights come from the ring."""
+def multiply_function(phase, stages, element):
+    """The device function acc = A W^T of a tile, whose weights come from the ring: the main loop of gemm/sm90.py."""
     start = wgmma_async(phase.columns, element, phase.stage_panels * 4, broadcast=True)
     a_bytes, rounds = phase.stage_panels * PANEL_BYTES, phase.rounds
-    main_loop = main_loop_function(phase.columns, STAGES, STAGE_BYTES, start, nothing, a_bytes)
+    main_loop = main_loop_function(phase.columns, stages, STAGE_BYTES, start, nothing, a_bytes)
 
     @device_function
-    def multiply(acc, a, weights, full, empty, stage, parity, thread):
-        return main_loop(acc, a, weights, full, empty, i32(rounds), stage, parity, thread == 0, i32(0))
+    def multiply(acc, a, at, stage, parity):
+        return main_loop(acc, a, at.ring, at.full, at.empty, i32(rounds), stage, parity, at.thread == 0, i32(0))
 
     return multiply
 
 
 @functools.cache
-def rounded_phase(phase, rows, element, swiglu=False):
+def copy_and_multiply_function(phase, rows, stages, element):
+    """The device function of a block's first tile: as multiply, of rows that it copies from the exchange to A.
+
+    The columns of a stage are copied while wgmma has those of the stage before.
+    """
+    start = wgmma_async(phase.columns, element, phase.stage_panels * 4, broadcast=True)
+    wait_all_but_latest, wait_all = wgmma_wait_group(phase.columns // 2, 1), wgmma_wait_group(phase.columns // 2, 0)
+    a_bytes, rounds = phase.stage_panels * PANEL_BYTES, phase.rounds
+    copy_part = copy_function(rows, phase.panels * STEPS, phase.stage_panels * STEPS)
+    _, advance = ring(stages)
+
+    @device_function
+    def copy_and_multiply(acc, a, at, exchange, offset, stage, parity):
+        """offset: the word of the exchange where the rows begin."""
+        previous = i32(0)
+        copy_part(exchange, offset, a, i32(0), at.thread)
+        for done in range(rounds):
+            fence_proxy_async()
+            sm90.named_barrier_sync(COMPLETE, WARPGROUP)
+            sm90.mbarrier_wait(at.full + stage * MBARRIER_BYTES, parity)
+            weights = smem_descriptor(at.ring + stage * STAGE_BYTES)
+            start(acc, smem_descriptor(a + i32(done * a_bytes)), weights, i32(done != 0))
+            if done + 1 < rounds:
+                copy_part(exchange, offset, a, i32(done + 1), at.thread)
+            wait_all_but_latest(acc)
+            if done != 0 and at.thread == 0:
+                sm90.mbarrier_arrive(at.empty + previous * MBARRIER_BYTES)
+            previous = stage
+            stage, parity = advance(stage, parity)
+        wait_all(acc)
+        if at.thread == 0:
+            sm90.mbarrier_arrive(at.empty + previous * MBARRIER_BYTES)
+        return stage, parity
+
+    return copy_and_multiply
+
+
+@functools.cache
+def rounded_phase(phase, rows, stages, element, swiglu=False):
     """The device function of a phase whose output is rounded and handed on, with swiglu silu(gate) * up."""
     n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
-    multiply, pack_two = multiply_function(phase, element), cvt_pack(element)
+    multiply, pack_two = multiply_function(phase, stages, element), cvt_pack(element)
     activate = swiglu_function(Sm90GemmConfig(phase.columns, 1, 2, element, swiglu=True))
 
     @device_function
@@ -106,7 +148,7 @@ def rounded_phase(phase, rows, element, swiglu=False):
         """All tiles of this block; offset: the word of the exchange where the output's rows (rows, n) begin."""
         tile = i32(cuda.blockIdx.x)
         while tile < tiles:
-            stage, parity = multiply(acc, a, at.weights, at.full, at.empty, stage, parity, at.thread)
+            stage, parity = multiply(acc, a, at, stage, parity)
             store_rounded(acc, exchange, offset, tile, at.warp, at.lane)
             tile = i32(tile + cuda.gridDim.x)
         return stage, parity
@@ -115,10 +157,11 @@ def rounded_phase(phase, rows, element, swiglu=False):
 
 
 @functools.cache
-def residual_phase(phase, rows, element):
-    """The device function of a phase whose output is added to the residual stream."""
+def residual_phase(phase, rows, stages, element):
+    """The device function of a phase whose input is copied to A, and whose output is added to the residual stream."""
     n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
-    multiply, pack_two, unpack_two = multiply_function(phase, element), cvt_pack(element), cvt_unpack(element)
+    copy_and_multiply = copy_and_multiply_function(phase, rows, stages, element)
+    multiply, pack_two, unpack_two = multiply_function(phase, stages, element), cvt_pack(element), cvt_unpack(element)
 
     @device_function
     def add_residual(acc, residual, exchange, offset, tile, local_tile, warp, lane):
@@ -134,11 +177,15 @@ def residual_phase(phase, rows, element):
                 store_pair(kept, low, high)
 
     @device_function
-    def compute_tiles(acc, a, at, exchange, offset, stage, parity):
-        """As rounded_phase's; the residual stream becomes the sum, rounded."""
+    def compute_tiles(acc, a, at, exchange, source, offset, stage, parity):
+        """All tiles of this block; source, offset: the words of the exchange where input and output begin. The residual
+        stream becomes the sum, rounded."""
         tile, local_tile = i32(cuda.blockIdx.x), i32(0)
         while tile < tiles:
-            stage, parity = multiply(acc, a, at.weights, at.full, at.empty, stage, parity, at.thread)
+            if local_tile == 0:
+                stage, parity = copy_and_multiply(acc, a, at, exchange, source, stage, parity)
+            else:
+                stage, parity = multiply(acc, a, at, stage, parity)
             add_residual(acc, at.residual, exchange, offset, tile, local_tile, at.warp, at.lane)
             tile, local_tile = i32(tile + cuda.gridDim.x), i32(local_tile + 1)
         return stage, parity

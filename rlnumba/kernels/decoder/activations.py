@@ -180,14 +180,15 @@ def copy_function(rows, columns, part_columns):
     total = rows * vectors_of_part
     each = -(-total // WARPGROUP)
     at_once = next(size for size in (8, 4, 2, 1) if size <= each)
-    word_count, load_vectors = at_once * WORDS, load_vectors_function(at_once)
+    batches, word_count, load_vectors = -(-each // at_once), at_once * WORDS, load_vectors_function(at_once)
 
     @device_function
     def copy_part(exchange, offset, a, part, thread):
         """offset: the word where the rows begin. The caller synchronises before A is read."""
         indices, words = cuda.local.array(at_once, np.int32), cuda.local.array(word_count, np.int32)
-        first, first_vector = thread, i32(part * vectors_of_part)
-        while first < total:
+        first_vector = i32(part * vectors_of_part)
+        for batch in range(batches):
+            first = i32(batch * (at_once * WARPGROUP) + thread)
             for i in range(at_once):
                 vector = min(i32(first + i * WARPGROUP), i32(total - 1))
                 row = udiv(vector, vectors_of_part)
@@ -201,6 +202,5 @@ def copy_function(rows, columns, part_columns):
                     column = i32((vector - row * vectors_of_part + first_vector) * VECTOR)
                     target = vector_address(a, row, column)
                     store_words(target, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
-            first = i32(first + at_once * WARPGROUP)
 
     return copy_part

@@ -169,7 +169,9 @@ def heads_function(config):
     of_head = 2 * vector
 
     @device_function
-    def load_heads(kept, exchange, offset, row, kv_head, norms, q_offset, k_offset, cos, sin, rows, eps, q_tile, thread):
+    def load_heads(
+        kept, exchange, offset, row, kv_head, norms, q_offset, k_offset, cos, sin, rows, eps, q_tile, thread
+    ):
         """kept: this thread's words of a head, rounded; returns (group, e): which head it is, and its first element.
 
         Of the groups of lanes the first ones have the item's query heads, which go to shared memory, then come those of

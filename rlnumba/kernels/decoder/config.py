@@ -31,7 +31,7 @@ class Phase(NamedTuple):
     """One GEMM of a layer, C (rows, n) = A (rows, k) W^T, whose tiles the blocks share.
 
     tile_columns: columns of C by which tiles advance; columns: rows of W that a tile reads, twice as many for gate and
-    up; panels: of 64 steps of k; stage_panels: that a stage of the ring holds.
+    up; panels: of 64 steps of k; stage_panels: that a stage of the ring holds; blocks: of the grid.
     """
 
     n: int
@@ -39,10 +39,16 @@ class Phase(NamedTuple):
     columns: int
     panels: int
     stage_panels: int
+    blocks: int
 
     @property
     def tiles(self):
         return -(-self.n // self.tile_columns)
+
+    @property
+    def local_tiles(self):
+        """Tiles that a block has at most."""
+        return -(-self.tiles // self.blocks)
 
     @property
     def rounds(self):
@@ -63,7 +69,7 @@ def phase_of(n, k, blocks, halves=1):
     if n % 8 or k % STEPS or most < 1:
         return None
     stage_panels = max(d for d in range(1, most + 1) if panels % d == 0)
-    return Phase(n, tile_columns, columns, panels, stage_panels)
+    return Phase(n, tile_columns, columns, panels, stage_panels, blocks)
 
 
 # Where a layer's outputs begin among its words of the exchange, and how many words it has.
@@ -125,11 +131,6 @@ class DecoderConfig(NamedTuple):
         return self.kv_boxes * BOX_BYTES
 
     @property
-    def local_tiles(self):
-        """Tiles of the hidden columns that a block has at most."""
-        return -(-self.o.tiles // self.blocks)
-
-    @property
     def exchange(self):
         """The Exchange: two elements a word."""
         sizes = self.qkv_columns, self.heads * self.head_dim, self.hidden, self.ffn, self.hidden
@@ -157,7 +158,7 @@ class DecoderConfig(NamedTuple):
         barriers = stages * MBARRIER_BYTES
         return shared_layout(
             a=panels * PANEL_BYTES, ring=stages * STAGE_BYTES, q=self.kv_boxes * PANEL_BYTES, p=PANEL_BYTES,
-            row_max=2 * 4 * 8 * 4, row_sum=4 * 8 * 8 * 4, residual=self.local_tiles * self.o.tile_columns * 32,
+            row_max=2 * 4 * 8 * 4, row_sum=4 * 8 * 8 * 4, residual=self.o.local_tiles * self.o.tile_columns * 32,
             squares=4 * MOST_ROWS * 4, full=barriers, empty=barriers,
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 Every layer's outputs have words of their own in global memory, two 16-bit elements a word. A word that is not written
 yet has all bits set, which no rounded pair of elements has: cvt makes another NaN. A reader loads words until they are
 written. So a value and the news that it is there travel together: no fence, no counter, no barrier, one trip to L2.
-H200, 132 blocks that each read 2 KB from all the others and write 16 bytes: 0.96 us a phase, where a counter takes 1.58.
+H200, 132 blocks that each read 2 KB from all the others and write 16 bytes: 0.96 us a phase; with a counter 1.58.
 
 There are two sets of words. A step writes one, and clears the other, which the step before has written; the end of the
 kernel makes that visible. `state` says which one is next: (2,) int32, the set and how many blocks are done.
@@ -43,15 +43,19 @@ def _load_text(vectors):
         for v in range(vectors)
     ]
     largest = ["max.u32 largest, $0, $1;", *(f"max.u32 largest, largest, ${i};" for i in range(2, words))]
-    test = "setp.eq.u32 unwritten, largest, 0xffffffff; @unwritten bra AGAIN;"
-    return " ".join(["{ .reg .pred unwritten; .reg .b32 largest; AGAIN:", *loads, *largest, test, "}"])
+    # All lanes of the warp go on together: ptxas then knows that it has reconverged, and keeps descriptors of wgmma in
+    # uniform registers.
+    test = "setp.eq.u32 unwritten, largest, 0xffffffff; vote.sync.any.pred unwritten, unwritten, -1;"
+    begin, end = "{ .reg .pred unwritten; .reg .b32 largest; AGAIN:", "@unwritten bra AGAIN; }"
+    return " ".join([begin, *loads, *largest, test, end])
 
 
 @functools.cache
 def exchange_load_function(vectors):
     """load(exchange, index, exchange, index, ...): the four words from each index on, once they are all written.
 
-    vectors: how many, up to eight: their loads are under way at the same time. Indices are multiples of four.
+    vectors: how many, up to eight: their loads are under way at the same time. Indices are multiples of four. All lanes
+    of a warp call it.
     """
 
     @instruction(_load_text(vectors), "e" * vectors, "r" * (4 * vectors))

@@ -129,7 +129,7 @@ def copy_and_multiply_function(phase, rows, stages, element):
 def rounded_phase(phase, rows, stages, element, swiglu=False):
     """The device function of a phase whose output is rounded and handed on, with swiglu silu(gate) * up."""
     n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
-    multiply, pack_two = multiply_function(phase, stages, element), cvt_pack(element)
+    local_tiles, multiply, pack_two = phase.local_tiles, multiply_function(phase, stages, element), cvt_pack(element)
     activate = swiglu_function(Sm90GemmConfig(phase.columns, 1, 2, element, swiglu=True))
 
     @device_function
@@ -147,9 +147,10 @@ def rounded_phase(phase, rows, stages, element, swiglu=False):
     def compute_tiles(acc, a, at, exchange, offset, stage, parity):
         """All tiles of this block; offset: the word of the exchange where the output's rows (rows, n) begin."""
         tile = i32(cuda.blockIdx.x)
-        while tile < tiles:
-            stage, parity = multiply(acc, a, at, stage, parity)
-            store_rounded(acc, exchange, offset, tile, at.warp, at.lane)
+        for _ in range(local_tiles):
+            if tile < tiles:
+                stage, parity = multiply(acc, a, at, stage, parity)
+                store_rounded(acc, exchange, offset, tile, at.warp, at.lane)
             tile = i32(tile + cuda.gridDim.x)
         return stage, parity
 
@@ -160,6 +161,7 @@ def rounded_phase(phase, rows, stages, element, swiglu=False):
 def residual_phase(phase, rows, stages, element):
     """The device function of a phase whose input is copied to A, and whose output is added to the residual stream."""
     n, tile_columns, tiles, blocks = phase.n, phase.tile_columns, phase.tiles, phase.tile_columns // 8
+    local_tiles = phase.local_tiles
     copy_and_multiply = copy_and_multiply_function(phase, rows, stages, element)
     multiply, pack_two, unpack_two = multiply_function(phase, stages, element), cvt_pack(element), cvt_unpack(element)
 
@@ -180,14 +182,15 @@ def residual_phase(phase, rows, stages, element):
     def compute_tiles(acc, a, at, exchange, source, offset, stage, parity):
         """All tiles of this block; source, offset: the words of the exchange where input and output begin. The residual
         stream becomes the sum, rounded."""
-        tile, local_tile = i32(cuda.blockIdx.x), i32(0)
-        while tile < tiles:
-            if local_tile == 0:
-                stage, parity = copy_and_multiply(acc, a, at, exchange, source, stage, parity)
-            else:
+        tile = i32(cuda.blockIdx.x)
+        if tile < tiles:
+            stage, parity = copy_and_multiply(acc, a, at, exchange, source, stage, parity)
+            add_residual(acc, at.residual, exchange, offset, tile, i32(0), at.warp, at.lane)
+        for local_tile in range(1, local_tiles):
+            tile = i32(tile + cuda.gridDim.x)
+            if tile < tiles:
                 stage, parity = multiply(acc, a, at, stage, parity)
-            add_residual(acc, at.residual, exchange, offset, tile, local_tile, at.warp, at.lane)
-            tile, local_tile = i32(tile + cuda.gridDim.x), i32(local_tile + 1)
+                add_residual(acc, at.residual, exchange, offset, tile, i32(local_tile), at.warp, at.lane)
         return stage, parity
 
     return compute_tiles

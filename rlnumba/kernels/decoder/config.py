@@ -10,8 +10,7 @@ from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shar
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP
 
-# Warps of a block: four that compute, one that loads weights, keys and values, one that clears the exchange of the
-# step before.
+# Warps of a block: four that compute, one that loads weights, keys and values, one that prepares the exchange.
 PRODUCER_WARP, WARPS = 4, 6
 THREADS = 32 * WARPS
 # Rows of a batch at most: wgmma broadcasts a box of eight rows of A.

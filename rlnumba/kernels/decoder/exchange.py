@@ -5,6 +5,9 @@ yet has all bits set, which no rounded pair of elements has: cvt makes another N
 written. So a value and the news that it is there travel together: no fence, no counter, no barrier, one trip to L2.
 H200, 132 blocks that each read 2 KB from all the others and write 16 bytes: 0.96 us a phase; with a counter 1.58.
 
+Words that are not in L2 take as long as memory that is busy with weights: hence they are fetched at the start, and
+weights are loaded as the first to leave L2.
+
 There are two sets of words. A step writes one, and clears the other, which the step before has written; the end of the
 kernel makes that visible. `state` says which one is next: (2,) int32, the set and how many blocks are done.
 """
@@ -19,6 +22,8 @@ i32 = np.int32
 
 # A word that is not written yet.
 UNWRITTEN = i32(-1)
+# Words of the smallest part of a line that L2 fetches.
+SECTOR_WORDS = 8
 
 if SIMULATED:
     from rlnumba.runtime.simulator import Condition, grid_state
@@ -68,6 +73,11 @@ def exchange_load_function(vectors):
         return tuple(map(i32, words))
 
     return load
+
+
+@instruction("prefetch.global.L2::evict_last [$0];", "e")
+def prefetch_l2(array, index):
+    """Bring the 32 bytes of array[index] to L2, where they are the last to leave."""
 
 
 load_1, load_2, load_4, load_8 = (exchange_load_function(vectors) for vectors in (1, 2, 4, 8))

@@ -23,7 +23,7 @@ import numpy as np
 from rlnumba.kernels.decoder.activations import COMPLETE, norm_function, vector_address
 from rlnumba.kernels.decoder.attention import Rows, attend_function, produce_kv_function
 from rlnumba.kernels.decoder.config import PRODUCER_WARP, THREADS
-from rlnumba.kernels.decoder.exchange import UNWRITTEN
+from rlnumba.kernels.decoder.exchange import SECTOR_WORDS, UNWRITTEN, prefetch_l2
 from rlnumba.kernels.decoder.phases import At, load_residual_function, produce_function, residual_phase, rounded_phase
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, ring, shared_base
@@ -156,12 +156,17 @@ def compute_function(config):
 
 
 @device_function
-def clear(exchange, first, count, lane):
-    """Set the words of the other set to UNWRITTEN, by a warp of every block."""
-    index = i32(cuda.blockIdx.x * 32 + lane)
+def prepare_exchange(exchange, current, other, count, lane):
+    """Fetch the words of the current set to L2, then set those of the other one to UNWRITTEN, by a warp of a block."""
+    first, step = i32(cuda.blockIdx.x * 32 + lane), i32(cuda.gridDim.x * 32)
+    index = i32(first * SECTOR_WORDS)
     while index < count:
-        exchange[first + index] = UNWRITTEN
-        index = i32(index + cuda.gridDim.x * 32)
+        prefetch_l2(exchange, i32(current + index))
+        index = i32(index + step * SECTOR_WORDS)
+    index = first
+    while index < count:
+        exchange[other + index] = UNWRITTEN
+        index = i32(index + step)
 
 
 @specialize
@@ -176,7 +181,7 @@ def decoder_kernel(config):
         norm, norm_words, input_ids, position_ids, context_lens, slot_mapping, block_tables, block_size, kv_slots,
         cos, sin, k_cache, v_cache, exchange, state, out, eps, c,
     ):  # fmt: skip
-        """Warps 0 to 3 compute, one loads weights, keys and values, one clears the exchange for the next step."""
+        """Warps 0 to 3 compute, one loads weights, keys and values, one prepares the exchange."""
         thread = i32(cuda.threadIdx.x)
         warp = sm90.warp_uniform(thread >> i32(5))
         base = shared_base()
@@ -204,6 +209,7 @@ def decoder_kernel(config):
                 sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map), batch, at,
             )  # fmt: skip
         else:
-            clear(exchange, i32((1 - current) * set_words), set_words, at.lane)
+            other = i32((1 - current) * set_words)
+            prepare_exchange(exchange, i32(current * set_words), other, set_words, at.lane)
 
     return decoder_kernel

@@ -57,10 +57,11 @@ def produce_function(phase, stages, second_half=0):
                 if at.lane < stage_panels:
                     step = i32((done * stage_panels + at.lane) * STEPS)
                     box = at.ring + stage * STAGE_BYTES + at.lane * (columns * LINE)
-                    sm90.tma_load_3d(box, weight_map, step, first_row, layer, barrier)
+                    # Evict-first: a weight is read once, and the exchange stays in L2.
+                    sm90.tma_load_3d_evict_first(box, weight_map, step, first_row, layer, barrier)
                     if second_half:
-                        up = box + tile_columns * LINE
-                        sm90.tma_load_3d(up, weight_map, step, i32(second_half + first_row), layer, barrier)
+                        up, up_row = box + tile_columns * LINE, i32(second_half + first_row)
+                        sm90.tma_load_3d_evict_first(up, weight_map, step, up_row, layer, barrier)
                 stage, parity = advance(stage, parity)
             tile = i32(tile + cuda.gridDim.x)
         return stage, parity

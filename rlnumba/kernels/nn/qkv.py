@@ -53,6 +53,36 @@ RESIDENT, BACKWARD_BLOCKS = 5, 660
 MOST_HEADS = 1 << 31
 
 
+@functools.cache
+def head_norm(shape):
+    """(head_scale, scale_head): device functions of the RMSNorm of a head of a HeadShape, which a group of lanes has.
+
+    head_scale(values, at, eps): rstd of the head of which values[at : at + 2 * vector] is this lane's part, as
+    load_head left it; a sum over the group's lanes, so that all lanes of the warp call it. scale_head(values, at,
+    scale, weights): values[at : at + 2 * vector] = values * scale * weights[: 2 * vector], not rounded.
+    """
+    width, vector, lanes = shape.width, shape.vector, shape.lanes
+    of_head, steps = 2 * vector, lanes.bit_length() - 1
+
+    @device_function
+    def head_scale(values, at, eps):
+        squares, others = np.float32(0.0), np.float32(0.0)
+        for j in range(at, at + vector):
+            squares = cuda.fma(values[j], values[j], squares)
+            others = cuda.fma(values[j + vector], values[j + vector], others)
+        squares += others
+        for step in range(steps):
+            squares += shuffle_xor(squares, lanes >> (step + 1))
+        return inverse_sqrt(squares / np.float32(width) + eps)
+
+    @device_function
+    def scale_head(values, at, scale, weights):
+        for j in range(of_head):
+            values[at + j] = values[at + j] * scale * weights[j]
+
+    return head_scale, scale_head
+
+
 @specialize
 def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
@@ -64,9 +94,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     width, vector, lanes, groups = shape.width, shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
     heads_of_group, warps_of_token = shape.share(all_heads, most_heads)
-    of_head, steps = 2 * vector, lanes.bit_length() - 1
+    of_head = 2 * vector
     count = heads_of_group * of_head
-    load_head, store_head, load_angles = head_access(shape)
+    (load_head, store_head, load_angles), (head_scale, scale_head) = head_access(shape), head_norm(shape)
     # With few tokens the time is that of dependent loads: all but the heads are loaded before griddepcontrol.wait.
     loads_before_wait = cached and heads_of_group == 1
     # With narrower heads, more of them a warp, addresses would not leave enough registers.
@@ -119,14 +149,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                 kv_row = slot_mapping[np.uint64(row)]
         if normed:
             for i in range(heads_of_group):
-                squares, others = np.float32(0.0), np.float32(0.0)
-                for j in range(i * of_head, i * of_head + vector):
-                    squares = cuda.fma(values[j], values[j], squares)
-                    others = cuda.fma(values[j + vector], values[j + vector], others)
-                squares += others
-                for step in range(steps):
-                    squares += shuffle_xor(squares, lanes >> (step + 1))
-                scales[i] = inverse_sqrt(squares / np.float32(width) + eps)
+                scales[i] = head_scale(values, i * of_head, eps)
             # A loop of its own: NVVM unrolls short ones only, and values have to be in registers.
             for i in range(heads_of_group):
                 head = i32(first_head + i32(i * groups))
@@ -135,8 +158,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                         load_head(q_weight, 0, e, weights, 0)
                     elif not loads_before_wait:
                         load_head(k_weight, 0, e, weights, 0)
-                    for j in range(of_head):
-                        values[i * of_head + j] = values[i * of_head + j] * scales[i] * weights[j]
+                    scale_head(values, i * of_head, scales[i], weights)
                     if not cached and e == 0:
                         rstd[np.uint64(row), np.uint64(head)] = scales[i]
         for i in range(heads_of_group):

@@ -337,8 +337,8 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     return qkv_split_norm_backward_kernel
 
 
-def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
-    """Check what all operators share, for heads q (N, H, E) that are known to be right."""
+def check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
+    """Check what all operators that read or write qkv share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
     all_heads = heads + 2 * kv_heads
     check(op, "qkv", qkv, (rows, all_heads * width), (q.dtype,))
@@ -391,7 +391,7 @@ def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rst
     rows, heads, width = check(op, "q", q, (None, None, None), FLOATS)
     _, kv_heads, _ = check(op, "k", k, (rows, None, width), (q.dtype,))
     check(op, "v", v, (rows, kv_heads, width), (q.dtype,))
-    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     if q_weight is not None:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
     _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, None, q, k, v, rstd)
@@ -409,7 +409,7 @@ def qkv_split_to_cache(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slo
     shape = check(op, "k_cache", k_cache, (None, None, None, width), (q.dtype,))
     check(op, "v_cache", v_cache, shape, (q.dtype,))
     blocks, block_size, kv_heads, _ = shape
-    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     check(op, "slot_mapping", slot_mapping, (rows,), I32)
     k, v = (cache.reshape(blocks * block_size, kv_heads, width) for cache in (k_cache, v_cache))
     _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, None)
@@ -426,7 +426,7 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
     _, kv_heads, _ = check(op, "dk", dk, (rows, None, width), (dq.dtype,))
     check(op, "dv", dv, (rows, kv_heads, width), (dq.dtype,))
-    _check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
     normed, trained = q_weight is not None, dq_weight is not None
     if normed:

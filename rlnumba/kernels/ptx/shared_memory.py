@@ -139,7 +139,7 @@ def store_function(values, space="shared", address="r"):
 
 
 load_word, load_words, load_pair, load_four = (load_function(values) for values in ("r", "rrrr", "ff", "ffff"))
-store_word, store_pair, store_four = (store_function(values) for values in ("r", "ff", "ffff"))
+store_word, store_words, store_pair, store_four = (store_function(values) for values in ("r", "rrrr", "ff", "ffff"))
 
 
 @instruction("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "rrrrr")

@@ -1,0 +1,264 @@
+"""Decode attention on sm_90 from the fused projection: head norms, rotation and the write to the cache inside it.
+
+The kernel of sm90_decode.py for one query token a sequence, with qkv_split_to_cache in front of it: the same bits, one
+launch less. Warp 3 of warpgroup 1 reads the rows of qkv, for an item while the warps beside it compute and load others:
+
+    its query heads      normalised, rotated and rounded: to shared memory, where TMA would have put them
+    the new token's key  likewise, and its value as it is, where the item ends with the sequence's last key: to their
+                         slot in the cache and to shared memory
+
+In the tile of K and V that holds the new token's row, the computing warps replace that row: TMA reads the tile while
+the row is being written. So K and V are loaded before griddepcontrol.wait, while the GEMM that makes qkv still runs.
+"""
+
+import functools
+from collections import namedtuple
+
+import numpy as np
+
+from rlnumba.kernels.attention import scheduler
+from rlnumba.kernels.attention.sm90_decode import barrier_init, merger_function, producer_function
+from rlnumba.kernels.attention.sm90_decode_consumer import (
+    CONSUMER_REGISTERS,
+    ITEM_FIELDS,
+    KEY_HEAD,
+    MERGE_FIELDS,
+    MERGE_SLOTS,
+    NEW_TOKEN,
+    PRODUCER_REGISTERS,
+    Q_SLOTS,
+    THREADS,
+    WORK_INDICES,
+    Batch,
+    Queues,
+    consumer_function,
+    token_of_row,
+)
+from rlnumba.kernels.attention.sm90_forward import WARPGROUP
+from rlnumba.kernels.attention.softmax import TILE_KEYS
+from rlnumba.kernels.attention.split_kv import Partials
+from rlnumba.kernels.nn.qkv import head_norm
+from rlnumba.kernels.nn.rope import head_access, rotate
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_base, swizzled_chunk
+from rlnumba.kernels.ptx.shared_memory import LINE, Address, fence_proxy_async, store_function, store_words
+from rlnumba.kernels.ptx.sm90 import (
+    mbarrier_arrive,
+    mbarrier_wait,
+    prefetch_tensor_map,
+    setmaxnreg,
+    tensor_map_address,
+    warp_uniform,
+)
+from rlnumba.kernels.ptx.warp import (
+    compiler_barrier,
+    cvt_pack,
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    udiv,
+)
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import specialize
+
+i32, f32 = np.int32, np.float32
+
+# Where the kernel of this module compiles.
+ARCHITECTURES = [(9, 0, "a")]
+
+# Rows of qkv, one for each sequence, and what qkv_split_to_cache takes with them; qkv, the weights and the caches as
+# arrays of halves of heads (rope.py: in_halves).
+Projection = namedtuple("Projection", "qkv q_weight k_weight eps cos sin position_ids slot_mapping k_cache v_cache")
+
+
+@functools.cache
+def line_store(shape, element):
+    """The device function that writes a lane's part of a head to lines of 64 columns in shared memory."""
+    width, vector, half, bounded = shape.width, shape.vector, shape.half, shape.bounded
+    # Columns stored at once: as many as each half of a head begins at a multiple of.
+    at_once = 8 if half % 8 == 0 else 4
+    pack_two, store_two = cvt_pack(element), store_function("rr")
+
+    @device_function
+    def address_of(column, target, stride, line):
+        line_address = Address(target + (column >> i32(6)) * stride + line * LINE)
+        return Address(swizzled_chunk(line_address, line, (column >> i32(3)) & i32(7)) + (column & i32(7)) * 2)
+
+    @device_function
+    def store_lines(values, e, target, stride, line):
+        """Round values, which load_head left for the lane of element e, to the line-th line of each box.
+
+        target, stride: of the first box of so many lines, and bytes from one to the next.
+        """
+        for part in range(2):
+            for offset in range(0, vector, at_once):
+                i = part * vector + offset
+                if not bounded or e + offset < half:
+                    address = address_of(i32(part * half + offset + e), target, stride, line)
+                    first, second = pack_two(values[i], values[i + 1]), pack_two(values[i + 2], values[i + 3])
+                    if at_once == 8:
+                        third = pack_two(values[i + 4], values[i + 5])
+                        store_words(address, first, second, third, pack_two(values[i + 6], values[i + 7]))
+                    else:
+                        store_two(address, first, second)
+        if width % 16 > 0 and e == 0:
+            # The scores' last step reads 16 columns.
+            store_words(address_of(i32(width), target, stride, line), i32(0), i32(0), i32(0), i32(0))
+
+    return store_lines
+
+
+@functools.cache
+def preparer_function(config, shape, normed):
+    """The device function of the warp that makes the queries of items, and the new tokens' keys and values."""
+    rows, boxes, layout, q_bytes, grouped = config.rows, config.boxes, config.layout, config.q_bytes, config.grouped
+    vector, lanes, groups = shape.vector, shape.lanes, shape.groups
+    of_head = 2 * vector
+    (load_head, store_head, load_angles), (head_scale, scale_head) = head_access(shape), head_norm(shape)
+    store_lines, (_, next_slot) = line_store(shape, config.element), ring(Q_SLOTS)
+
+    @device_function
+    def cache_row_of(item, context_len, slot_mapping):
+        """The new token's slot if this item, which begins at sequence `start`, has its key; else -1."""
+        tiles, first_key, start, group_size = item
+        has_last_key = group_size == 0 and i32(first_key + tiles * TILE_KEYS) >= context_len
+        return slot_mapping[np.uint64(start)] if has_last_key else i32(-1)
+
+    @device_function
+    def prepare_item(source, batch, start, kv_head, queries, cache_row, reciprocal, target, lane):
+        """The query heads, `queries` of them, of the sequences from `start` on; with a slot the new token's, too.
+
+        A group of lanes owns a head at a time, as in qkv_split. target: of the item in shared memory.
+        """
+        e, group = lane % i32(lanes) * i32(vector), lane // i32(lanes)
+        values, weights = cuda.local.array(of_head, np.float32), cuda.local.array(of_head, np.float32)
+        c, s = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
+        heads = i32(queries + 2) if cache_row >= 0 else queries
+        all_heads, cache_head = i32(batch.heads + 2 * batch.kv_heads), i32(cache_row * batch.kv_heads + kv_head)
+        for first in range(0, heads, groups):
+            # A group without a head computes the last one again and discards it.
+            index = i32(min(i32(first + group), i32(heads - 1)))
+            is_key, is_value, member = index == queries, index > queries, i32(0)
+            head = i32(batch.heads + kv_head)
+            if is_value:
+                head = i32(head + batch.kv_heads)
+            elif not is_key:
+                member = token_of_row(index, reciprocal) if grouped else i32(0)
+                head = i32((kv_head - member) * batch.gqa_ratio + index)
+            token = i32(start + member)
+            # All but qkv is loaded before the wait, which the first item alone has to bear.
+            position = source.position_ids[np.uint64(token)]
+            if normed and is_key:
+                load_head(source.k_weight, 0, e, weights, 0)
+            elif normed:
+                load_head(source.q_weight, 0, e, weights, 0)
+            load_angles(source.cos, source.sin, position, e, c, s)
+            compiler_barrier()
+            griddepcontrol_wait()
+            load_head(source.qkv, i32(token * all_heads + head), e, values, 0)
+            if normed:
+                scale = head_scale(values, 0, source.eps)
+                if not is_value:
+                    scale_head(values, 0, scale, weights)
+            if not is_value:
+                rotate(values, 0, vector, c, s)
+            if i32(first + group) < heads:
+                box_lines, line = i32(rows), index
+                if is_key or is_value:
+                    box_lines, line = i32(1), i32(0)
+                if is_key:
+                    store_head(source.k_cache, cache_head, e, values, 0)
+                elif is_value:
+                    store_head(source.v_cache, cache_head, e, values, 0)
+                memory = target
+                if is_key or is_value:
+                    memory = Address(target + boxes * (rows + i32(is_value)) * LINE)
+                store_lines(values, e, memory, i32(box_lines * LINE), line)
+
+    @device_function
+    def prepare(source, batch, items, base, lane):
+        """Prepare items as warp 0 publishes them, until there are none, and pass them on to the computing warps."""
+        item_full, q_full = Address(base + layout.item_full), Address(base + layout.q_full)
+        reciprocal = udiv(i32(65535) + batch.gqa_ratio, batch.gqa_ratio)
+        slot, parity, working = i32(0), i32(0), True
+        while working:
+            mbarrier_wait(Address(item_full + slot * MBARRIER_BYTES), parity)
+            tiles, start = items[slot, scheduler.TILES], items[slot, scheduler.START]
+            working = tiles >= 0
+            if tiles > 0:
+                group_size, kv_head = items[slot, scheduler.GROUP_SIZE], items[slot, KEY_HEAD]
+                item = tiles, items[slot, scheduler.FIRST_KEY], start, group_size
+                cache_row = cache_row_of(item, items[slot, scheduler.CONTEXT_LEN], source.slot_mapping)
+                queries = i32(max(group_size, i32(1)) * batch.gqa_ratio)
+                target = Address(base + layout.q + slot * q_bytes)
+                prepare_item(source, batch, start, kv_head, queries, cache_row, reciprocal, target, lane)
+                if lane == 0:
+                    items[slot, NEW_TOKEN] = i32(cache_row >= 0)
+            fence_proxy_async()
+            mbarrier_arrive(Address(q_full + slot * MBARRIER_BYTES))
+            slot, parity = next_slot(slot, parity)
+
+    return prepare
+
+
+@specialize
+def paged_attention_qkv_sm90_kernel(config, shape, normed):
+    """The kernel of a DecodeConfig with fused_qkv for heads of a HeadShape, with or without norm."""
+    blocks = config.blocks
+    # As in paged_attention_sm90_kernel.
+    moves_registers = blocks > 1 and config.rows > 8
+    setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
+    produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
+    prepare, init_barriers = preparer_function(config, shape, normed), barrier_init(config)
+
+    @cuda.jit(launch_bounds=(THREADS, blocks))
+    def paged_attention_qkv_sm90_kernel(
+        qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, k_map, v_map, out, lse,
+        context_lens, shared_prefix_lens, items, block_tables, block_size, heads, gqa_ratio, max_splits, partial_rows,
+        max_leading, acc, row_max, row_sum, counters, c,
+    ):  # fmt: skip
+        """A block computes work items until there are none, as paged_attention_sm90_kernel does.
+
+        qkv .. v_cache: of Projection; without norm, weights and eps are not used. The others as there.
+        """
+        queues = Queues(
+            cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32),
+            cuda.shared.array(WORK_INDICES, np.int32),
+            cuda.shared.array((MERGE_SLOTS, MERGE_FIELDS), np.int32),
+        )
+        thread = i32(cuda.threadIdx.x)
+        lane, warp, base = i32(thread & i32(31)), warp_uniform(thread >> i32(5)), shared_base()
+        if thread == 0:
+            init_barriers(base)
+        if thread == WARPGROUP:
+            prefetch_tensor_map(tensor_map_address(k_map))
+            prefetch_tensor_map(tensor_map_address(v_map))
+        cuda.syncthreads()
+        griddepcontrol_launch_dependents()
+        kv_heads = i32(heads // gqa_ratio)
+        batch = Batch(
+            context_lens, shared_prefix_lens, items, heads, kv_heads, gqa_ratio, i32(1), max_leading, counters
+        )
+        partials = Partials(acc, row_max, row_sum, max_splits, partial_rows)
+        # The warps that load, and the one that reads qkv, wait when they have begun.
+        if warp < 4 or warp == 6:
+            griddepcontrol_wait()
+        if warp >= 4:
+            if moves_registers:
+                setmaxnreg_dec()
+            if warp < 6:
+                loads_k = warp == 4
+                source = tensor_map_address(k_map) if loads_k else tensor_map_address(v_map)
+                produce(loads_k, source, source, batch, (block_tables, block_size), queues, base, lane)
+            elif warp == 6:
+                merge_queue(batch, partials, out, lse, queues.merges, base, lane)
+            else:
+                projection = Projection(
+                    qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache
+                )
+                prepare(projection, batch, queues.items, base, lane)
+        else:
+            if moves_registers:
+                setmaxnreg_inc()
+            consume(batch, partials, out, lse, c, queues, base, thread)
+
+    return paged_attention_qkv_sm90_kernel

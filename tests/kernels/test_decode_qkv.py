@@ -18,6 +18,7 @@ from rlnumba.kernels.attention.sm90_paged import paged_attention_qkv_sm90, paged
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.nn.rope import HeadShape, rope_table
+from rlnumba.kernels.ptx import sm90
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import current
 from tests.close import assert_same_bits
@@ -131,6 +132,18 @@ def test_simulator(rng, heads, kv_heads, head_dim, dtype, block_size, normed):
         pytest.skip("needs the kernels")
     case = Case(rng, [1, 64, 65, 0, 130], heads, kv_heads, head_dim, dtype, block_size, normed)
     case.compare(blocks=2, max_leading=1)
+
+
+@pytest.mark.sim
+@pytest.mark.sm90
+def test_copies_that_arrive_before_the_token(rng, monkeypatch):
+    """The tile of K and V holds what was in the new token's row before, NaN: not what this kernel writes there."""
+    if device.name() == "cpu":
+        pytest.skip("needs the kernels")
+    if device.name() == "sim":
+        # Elsewhere the simulator's copies read global memory as late as they may.
+        monkeypatch.setattr(sm90, "complete_async", lambda arrive: arrive())
+    Case(rng, [5, 70], 2, 1, 16).compare(blocks=1)
 
 
 @pytest.mark.sim

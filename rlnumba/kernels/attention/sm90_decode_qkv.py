@@ -239,9 +239,7 @@ def paged_attention_qkv_sm90_kernel(config, shape, normed):
             context_lens, shared_prefix_lens, items, heads, kv_heads, gqa_ratio, i32(1), max_leading, counters
         )
         partials = Partials(acc, row_max, row_sum, max_splits, partial_rows)
-        # The warps that load, and the one that reads qkv, wait when they have begun.
-        if warp < 4 or warp == 6:
-            griddepcontrol_wait()
+        # Each warp waits when it needs what earlier kernels wrote, or writes what they read.
         if warp >= 4:
             if moves_registers:
                 setmaxnreg_dec()
@@ -250,6 +248,7 @@ def paged_attention_qkv_sm90_kernel(config, shape, normed):
                 source = tensor_map_address(k_map) if loads_k else tensor_map_address(v_map)
                 produce(loads_k, source, source, batch, (block_tables, block_size), queues, base, lane)
             elif warp == 6:
+                griddepcontrol_wait()
                 merge_queue(batch, partials, out, lse, queues.merges, base, lane)
             else:
                 projection = Projection(
@@ -259,6 +258,7 @@ def paged_attention_qkv_sm90_kernel(config, shape, normed):
         else:
             if moves_registers:
                 setmaxnreg_inc()
+            griddepcontrol_wait()
             consume(batch, partials, out, lse, c, queues, base, thread)
 
     return paged_attention_qkv_sm90_kernel

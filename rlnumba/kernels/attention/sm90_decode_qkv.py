@@ -65,6 +65,9 @@ i32, f32 = np.int32, np.float32
 # Where the kernel of this module compiles.
 ARCHITECTURES = [(9, 0, "a")]
 
+# Heads that a group of lanes has under way, where registers allow. An item of four query heads of 128 has six heads, a
+# warp four groups: one at a time, they would wait for memory twice.
+HEADS_AT_ONCE = 2
 # Rows of qkv, one for each sequence, and what qkv_split_to_cache takes with them; qkv, the weights and the caches as
 # arrays of halves of heads (rope.py: in_halves).
 Projection = namedtuple("Projection", "qkv q_weight k_weight eps cos sin position_ids slot_mapping k_cache v_cache")
@@ -84,14 +87,14 @@ def line_store(shape, element):
         return Address(swizzled_chunk(line_address, line, (column >> i32(3)) & i32(7)) + (column & i32(7)) * 2)
 
     @device_function
-    def store_lines(values, e, target, stride, line):
-        """Round values, which load_head left for the lane of element e, to the line-th line of each box.
+    def store_lines(values, at, e, target, stride, line):
+        """Round values[at : at + 2 * vector], of the lane of element e, to the line-th line of each box.
 
         target, stride: of the first box of so many lines, and bytes from one to the next.
         """
         for part in range(2):
             for offset in range(0, vector, at_once):
-                i = part * vector + offset
+                i = at + part * vector + offset
                 if not bounded or e + offset < half:
                     address = address_of(i32(part * half + offset + e), target, stride, line)
                     first, second = pack_two(values[i], values[i + 1]), pack_two(values[i + 2], values[i + 3])
@@ -108,89 +111,116 @@ def line_store(shape, element):
 
 
 @functools.cache
-def preparer_function(config, shape, normed):
-    """The device function of the warp that makes the queries of items, and the new tokens' keys and values."""
-    rows, boxes, layout, q_bytes, grouped = config.rows, config.boxes, config.layout, config.q_bytes, config.grouped
+def item_preparation(config, shape, normed):
+    """The device function by which a warp makes the queries of an item, and the new token's key and value.
+
+    config: a DecodeConfig with fused_qkv; shape: the HeadShape of all arrays of heads; normed: whether there are norm
+    weights. A group of lanes owns a head at a time, in the arithmetic of qkv_split.
+    """
+    rows, boxes, grouped = config.rows, config.boxes, config.grouped
     vector, lanes, groups = shape.vector, shape.lanes, shape.groups
-    of_head = 2 * vector
+    of_head, at_once = 2 * vector, HEADS_AT_ONCE if rows == 8 and not grouped else 1
+    count = at_once * of_head
     (load_head, store_head, load_angles), (head_scale, scale_head) = head_access(shape), head_norm(shape)
-    store_lines, (_, next_slot) = line_store(shape, config.element), ring(Q_SLOTS)
+    store_lines = line_store(shape, config.element)
 
     @device_function
-    def cache_row_of(item, context_len, slot_mapping):
-        """The new token's slot if this item, which begins at sequence `start`, has its key; else -1."""
-        tiles, first_key, start, group_size = item
-        has_last_key = group_size == 0 and i32(first_key + tiles * TILE_KEYS) >= context_len
-        return slot_mapping[np.uint64(start)] if has_last_key else i32(-1)
+    def place_of(index, queries, start, kv_head, batch, reciprocal):
+        """(token, head in its row of qkv) of an item's head `index`: queries, then the new key and value."""
+        token, head = start, i32(batch.heads + kv_head)
+        if index > queries:
+            head = i32(head + batch.kv_heads)
+        elif index < queries:
+            member = token_of_row(index, reciprocal) if grouped else i32(0)
+            token, head = i32(start + member), i32((kv_head - member) * batch.gqa_ratio + index)
+        return token, head
+
+    @device_function
+    def store_prepared(source, index, queries, cache_head, values, at, e, target):
+        """A head to its line of the queries; the new key and value to their own lines and to the cache."""
+        if index < queries:
+            store_lines(values, at, e, target, i32(rows * LINE), index)
+        else:
+            lines = i32(boxes * rows)
+            if index == queries:
+                store_head(source.k_cache, cache_head, e, values, at)
+            else:
+                store_head(source.v_cache, cache_head, e, values, at)
+                lines = i32(lines + boxes)
+            store_lines(values, at, e, Address(target + lines * LINE), i32(LINE), i32(0))
 
     @device_function
     def prepare_item(source, batch, start, kv_head, queries, cache_row, reciprocal, target, lane):
-        """The query heads, `queries` of them, of the sequences from `start` on; with a slot the new token's, too.
+        """Write `queries` query heads of a key head, those of the sequences from `start` on, to shared memory.
 
-        A group of lanes owns a head at a time, as in qkv_split. target: of the item in shared memory.
+        source: a Projection. target: of the item in shared memory, where lines lie as TMA would write them. cache_row:
+        if not negative, the new token's row in the cache: its key and value are written there, and to shared memory
+        behind the queries (NEW_TOKEN_BYTES). reciprocal: of token_of_row. All but qkv is read before the first item's
+        griddepcontrol.wait, which has no effect later.
         """
         e, group = lane % i32(lanes) * i32(vector), lane // i32(lanes)
-        values, weights = cuda.local.array(of_head, np.float32), cuda.local.array(of_head, np.float32)
+        values, weights = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
         c, s = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         heads = i32(queries + 2) if cache_row >= 0 else queries
         all_heads, cache_head = i32(batch.heads + 2 * batch.kv_heads), i32(cache_row * batch.kv_heads + kv_head)
-        for first in range(0, heads, groups):
-            # A group without a head computes the last one again and discards it.
-            index = i32(min(i32(first + group), i32(heads - 1)))
-            is_key, is_value, member = index == queries, index > queries, i32(0)
-            head = i32(batch.heads + kv_head)
-            if is_value:
-                head = i32(head + batch.kv_heads)
-            elif not is_key:
-                member = token_of_row(index, reciprocal) if grouped else i32(0)
-                head = i32((kv_head - member) * batch.gqa_ratio + index)
-            token = i32(start + member)
-            # All but qkv is loaded before the wait, which the first item alone has to bear.
-            position = source.position_ids[np.uint64(token)]
-            if normed and is_key:
-                load_head(source.k_weight, 0, e, weights, 0)
-            elif normed:
-                load_head(source.q_weight, 0, e, weights, 0)
-            load_angles(source.cos, source.sin, position, e, c, s)
+        if not grouped:
+            load_angles(source.cos, source.sin, source.position_ids[np.uint64(start)], e, c, s)
+        for first in range(0, heads, groups * at_once):
+            for i in range(at_once):
+                # A group without a head computes the last one again and discards it.
+                index = i32(min(i32(first + i * groups + group), i32(heads - 1)))
+                if grouped:
+                    token, _ = place_of(index, queries, start, kv_head, batch, reciprocal)
+                    load_angles(source.cos, source.sin, source.position_ids[np.uint64(token)], e, c, s)
+                if normed and index == queries:
+                    load_head(source.k_weight, 0, e, weights, i * of_head)
+                elif normed:
+                    load_head(source.q_weight, 0, e, weights, i * of_head)
             compiler_barrier()
             griddepcontrol_wait()
-            load_head(source.qkv, i32(token * all_heads + head), e, values, 0)
-            if normed:
-                scale = head_scale(values, 0, source.eps)
-                if not is_value:
-                    scale_head(values, 0, scale, weights)
-            if not is_value:
-                rotate(values, 0, vector, c, s)
-            if i32(first + group) < heads:
-                box_lines, line = i32(rows), index
-                if is_key or is_value:
-                    box_lines, line = i32(1), i32(0)
-                if is_key:
-                    store_head(source.k_cache, cache_head, e, values, 0)
-                elif is_value:
-                    store_head(source.v_cache, cache_head, e, values, 0)
-                memory = target
-                if is_key or is_value:
-                    memory = Address(target + boxes * (rows + i32(is_value)) * LINE)
-                store_lines(values, e, memory, i32(box_lines * LINE), line)
+            for i in range(at_once):
+                index = i32(min(i32(first + i * groups + group), i32(heads - 1)))
+                token, head = place_of(index, queries, start, kv_head, batch, reciprocal)
+                load_head(source.qkv, i32(token * all_heads + head), e, values, i * of_head)
+            for i in range(at_once):
+                if i32(first + i * groups) < heads:
+                    index = i32(first + i * groups + group)
+                    scale = head_scale(values, i * of_head, source.eps) if normed else f32(1.0)
+                    if index <= queries:
+                        if normed:
+                            scale_head(values, i * of_head, scale, weights, i * of_head)
+                        rotate(values, i * of_head, vector, c, s)
+                    if index < heads:
+                        store_prepared(source, index, queries, cache_head, values, i * of_head, e, target)
+
+    return prepare_item
+
+
+@functools.cache
+def preparer_function(config, shape, normed):
+    """The device function of the warp that prepares items for the computing warps."""
+    layout, q_bytes, (_, next_slot) = config.layout, config.q_bytes, ring(Q_SLOTS)
+    prepare_item = item_preparation(config, shape, normed)
 
     @device_function
     def prepare(source, batch, items, base, lane):
-        """Prepare items as warp 0 publishes them, until there are none, and pass them on to the computing warps."""
+        """Prepare items as warp 0 publishes them, until there are none, and pass them on."""
         item_full, q_full = Address(base + layout.item_full), Address(base + layout.q_full)
         reciprocal = udiv(i32(65535) + batch.gqa_ratio, batch.gqa_ratio)
         slot, parity, working = i32(0), i32(0), True
         while working:
             mbarrier_wait(Address(item_full + slot * MBARRIER_BYTES), parity)
-            tiles, start = items[slot, scheduler.TILES], items[slot, scheduler.START]
-            working = tiles >= 0
+            tiles, first_key = items[slot, scheduler.TILES], items[slot, scheduler.FIRST_KEY]
+            start, group_size = items[slot, scheduler.START], items[slot, scheduler.GROUP_SIZE]
+            working, cache_row = tiles >= 0, i32(-1)
             if tiles > 0:
-                group_size, kv_head = items[slot, scheduler.GROUP_SIZE], items[slot, KEY_HEAD]
-                item = tiles, items[slot, scheduler.FIRST_KEY], start, group_size
-                cache_row = cache_row_of(item, items[slot, scheduler.CONTEXT_LEN], source.slot_mapping)
+                if group_size == 0 and i32(first_key + tiles * TILE_KEYS) >= items[slot, scheduler.CONTEXT_LEN]:
+                    cache_row = source.slot_mapping[np.uint64(start)]
                 queries = i32(max(group_size, i32(1)) * batch.gqa_ratio)
                 target = Address(base + layout.q + slot * q_bytes)
-                prepare_item(source, batch, start, kv_head, queries, cache_row, reciprocal, target, lane)
+                prepare_item(
+                    source, batch, start, items[slot, KEY_HEAD], queries, cache_row, reciprocal, target, lane
+                )  # fmt: skip
                 if lane == 0:
                     items[slot, NEW_TOKEN] = i32(cache_row >= 0)
             fence_proxy_async()

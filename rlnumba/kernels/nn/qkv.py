@@ -59,7 +59,8 @@ def head_norm(shape):
 
     head_scale(values, at, eps): rstd of the head of which values[at : at + 2 * vector] is this lane's part, as
     load_head left it; a sum over the group's lanes, so that all lanes of the warp call it. scale_head(values, at,
-    scale, weights): values[at : at + 2 * vector] = values * scale * weights[: 2 * vector], not rounded.
+    scale, weights, weights_at): values[at : at + 2 * vector] *= scale * weights[weights_at : weights_at + 2 * vector],
+    in this order, not rounded.
     """
     width, vector, lanes = shape.width, shape.vector, shape.lanes
     of_head, steps = 2 * vector, lanes.bit_length() - 1
@@ -76,9 +77,9 @@ def head_norm(shape):
         return inverse_sqrt(squares / np.float32(width) + eps)
 
     @device_function
-    def scale_head(values, at, scale, weights):
+    def scale_head(values, at, scale, weights, weights_at):
         for j in range(of_head):
-            values[at + j] = values[at + j] * scale * weights[j]
+            values[at + j] = values[at + j] * scale * weights[weights_at + j]
 
     return head_scale, scale_head
 
@@ -158,7 +159,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                         load_head(q_weight, 0, e, weights, 0)
                     elif not loads_before_wait:
                         load_head(k_weight, 0, e, weights, 0)
-                    scale_head(values, i * of_head, scales[i], weights)
+                    scale_head(values, i * of_head, scales[i], weights, 0)
                     if not cached and e == 0:
                         rstd[np.uint64(row), np.uint64(head)] = scales[i]
         for i in range(heads_of_group):

@@ -28,7 +28,7 @@ PAGE, LOGS = "results.md", "logs"
 # Test files that run first: those of the kernel families that dispatch.py chooses between.
 FIRST_TESTS = (
     "test_dispatch", "test_attention_sm90", "test_attention_backward_sm90", "test_logprob_sm90", "test_gemm_sm90",
-    "test_gemm_sm80", "test_attention_sm80", "test_attention_backward_sm80", "test_sampling",
+    "test_gemm_sm80", "test_attention_sm80", "test_attention_backward_sm80", "test_sampling", "test_decode_qkv",
 )  # fmt: skip
 
 

@@ -105,7 +105,8 @@ for kind, path in json.loads(sys.argv[1]):
 """
 RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "reward": "reward.toml"}
 OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "embedding_backward_kernel"}
-OF_PROMPTS = {"draw_kernel", "scan_kernel", "paged_attention_sm90_kernel", "logp_backward_kernel"}
+OF_PROMPTS = {"draw_kernel", "scan_kernel", "logp_backward_kernel"}
+OF_PROMPTS |= {"paged_attention_sm90_kernel", "paged_attention_qkv_sm90_kernel"}
 OF = {
     "grpo": OF_PROMPTS | {"policy_loss_kernel", "advantage_kernel"},
     "rloo": OF_PROMPTS | {"policy_loss_kernel", "rloo_kernel"},

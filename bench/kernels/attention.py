@@ -3,6 +3,7 @@
     python bench/kernels/attention.py                everything below
     python bench/kernels/attention.py forward        packed sequences; TFLOP/s, causal count
     python bench/kernels/attention.py decode         one token a sequence; GB/s of keys and values
+    python bench/kernels/attention.py qkv            decode from the fused projection, in one kernel and in two; us
     python bench/kernels/attention.py groups         completions of common prompts
     python bench/kernels/attention.py prefill        chunks against the cache
 
@@ -24,9 +25,13 @@ import cupy
 from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, torch_time_us
 from report import add_parts, row
 
+from rlnumba.kernels.attention.paged import paged_attention, paged_attention_qkv
 from rlnumba.kernels.attention.sm90_decode_consumer import decode_config
 from rlnumba.kernels.attention.sm90_forward import attention_config, attention_sm90
 from rlnumba.kernels.attention.sm90_paged import paged_attention_sm90, plan_decode
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.nn.qkv import qkv_split_to_cache
+from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.runtime.launch import pdl_scope
 
 H, HK, E, BF16 = 16, 8, 128, "bfloat16"
@@ -235,6 +240,67 @@ def decode():
                 row(f"paged decode, {sequences} x {context}", result, f"{bar} GB/s")
 
 
+class DecodeFromQkv(Decode):
+    """Layers of a decode step from the GEMM that makes qkv on; caches hold the earlier tokens, others get the new one.
+
+    norms, tables and matrices as in Qwen3-0.6B, each layer with its own matrix.
+    """
+
+    D = 1024
+
+    def __init__(self, sequences, context):
+        super().__init__(sequences, context, copies=28)
+        self.x = random_array(sequences, self.D)
+        self.matrices = [random_array((H + 2 * HK) * E, self.D, scale=self.D**-0.5) for _ in self.caches]
+        self.qkv = cupy.empty((sequences, (H + 2 * HK) * E), self.x.dtype)
+        self.weights = [random_array(E) for _ in range(2)]
+        self.rope = [cupy.asarray(table) for table in rope_table(context, E, 1e6)]
+        self.position_ids = cupy.full(sequences, context - 1, np.int32)
+        self.slots = self.tables[:, (context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
+
+    def calls(self, fused, with_gemm):
+        """Calls for each layer, with a plan that is valid until the next call of this."""
+        plan = self.plan()
+        sizes = self.tables, self.cu_seqlens, self.contexts
+
+        def make(matrix, caches):
+            def call():
+                if with_gemm:
+                    linear(self.x, matrix, self.qkv)
+                projection = self.qkv, *self.weights, 1e-6, *self.rope, self.position_ids, self.slots
+                if fused:
+                    paged_attention_qkv(*projection, *caches, *sizes, self.context, SCALE, self.out, plan=plan)
+                else:
+                    qkv_split_to_cache(*projection, self.q, *caches)
+                    paged_attention(self.q, *caches, *sizes, 1, self.context, SCALE, self.out, plan=plan)
+
+            return call
+
+        return [make(*layer) for layer in zip(self.matrices, self.caches, strict=True)]
+
+
+def qkv():
+    """A layer's part of a decode step, from the GEMM that makes qkv to attention's output, in a graph with PDL."""
+    print("\ndecode from qkv, us a layer, in a graph of 28 layers with PDL")
+    for sequences, context in ((1, 400), (8, 128), (8, 1024), (64, 100), (64, 400), (256, 512)):
+        work, times, outputs = DecodeFromQkv(sequences, context), {}, {}
+        for with_gemm in (True, False):
+            for fused in (False, True):
+                calls = work.calls(fused, with_gemm)
+                with pdl_scope():
+                    times[fused, with_gemm] = graph_time_us(calls)
+                outputs[fused] = work.out.view(np.uint16).copy()
+        same = bool((outputs[True] == outputs[False]).all())
+        wrong = verdict(same, "OTHER BITS")
+        two, one = (f"{times[fused, True]:.2f}" for fused in (False, True))
+        print(
+            f"{sequences:4} x {context:5}  with the GEMM {two} -> {one}   "
+            f"without {times[False, False]:.2f} -> {times[True, False]:.2f}  {wrong or 'same bits'}",
+            flush=True,
+        )
+        row(f"decode from qkv, with its GEMM, {sequences} x {context}", f"{one} us in one kernel, {two} in two{wrong}")
+
+
 def groups():
     """64 prompts of 2,048 tokens with 8 completions each, 256 own tokens; as in the engine's graphs, layer by layer.
 
@@ -300,7 +366,7 @@ def prefill():
 
 
 def main():
-    parts = {"forward": forward, "decode": decode, "groups": groups, "prefill": prefill}
+    parts = {"forward": forward, "decode": decode, "qkv": qkv, "groups": groups, "prefill": prefill}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_parts(parser, parts)
     for name in parser.parse_args().parts:

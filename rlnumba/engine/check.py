@@ -67,7 +67,7 @@ def first_difference(model, token_ids, prompt_length, copies):
     training = _training_outputs(model, token_ids, copies)
     rollout = _rollout_outputs(model, token_ids, prompt_length, copies)
     for (name, expected), (_, actual) in zip(training, rollout, strict=True):
-        unequal = (expected != actual).any(axis=(0, 2))
+        unequal = (expected[:, : actual.shape[1]] != actual).any(axis=(0, 2))
         if unequal.any():
             position = int(np.argmax(unequal))
             part = "prefill" if position < prompt_length else "decode"
@@ -78,7 +78,7 @@ def first_difference(model, token_ids, prompt_length, copies):
 def _outputs(tape, hidden, slots=None):
     """(name, array of the device) of every operator's output in the order of a forward, from its tape.
 
-    slots: of this forward's keys and values, if it wrote them to a cache.
+    slots: of this forward's keys and values, if it wrote them to a cache. q is None where attention made it from qkv.
     """
     outputs = []
     for index, (attention_saved, mlp_saved) in enumerate(tape.layers):
@@ -111,9 +111,9 @@ def _cached_rows(cache, slots):
 
 
 def _to_host(outputs, copies):
-    """(name, (copies, rows, columns) float32) of each output."""
-    arrays = ((name, device.to_host(array).astype(np.float32)) for name, array in outputs)
-    return [(name, array.reshape(copies, array.shape[0] // copies, -1)) for name, array in arrays]
+    """(name, (copies, rows, columns) float32) of each output, or None of one that there is not."""
+    arrays = ((name, None if x is None else device.to_host(x).astype(np.float32)) for name, x in outputs)
+    return [(name, None if x is None else x.reshape(copies, x.shape[0] // copies, -1)) for name, x in arrays]
 
 
 def _training_outputs(model, token_ids, copies):
@@ -149,4 +149,8 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
         steps.append(_to_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))
         start = end
     cache.give_back()
-    return [(parts[0][0], np.concatenate([array for _, array in parts], axis=1)) for parts in zip(*steps, strict=True)]
+    # The first step, the prompt's, has all of them.
+    return [
+        (parts[0][0], np.concatenate([array for _, array in parts if array is not None], axis=1))
+        for parts in zip(*steps, strict=True)
+    ]

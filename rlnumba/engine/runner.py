@@ -12,7 +12,13 @@ import numpy as np
 
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
-from rlnumba.kernels.attention.paged import paged_attention, plan_paged_attention, reserve_workspace
+from rlnumba.kernels.attention.paged import (
+    fuses_qkv,
+    paged_attention,
+    paged_attention_qkv,
+    plan_paged_attention,
+    reserve_workspace,
+)
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
 from rlnumba.model.lora import AdapterStack
@@ -27,6 +33,8 @@ SMALLEST_CONTEXT = 256
 MAX_LAYOUTS = 512
 # The values of a padding row where they are not 0: no slot, a prefix group of its own, no adapter.
 PADDING = {"slot_mapping": -1, "group_sizes": 1, "adapter_ids": -1}
+# The arrays of a step that attention reads beside the groups'.
+READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens")
 # The fields of SamplingInputs that are columns of the sequence table under the same name.
 TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample_index")
 
@@ -128,33 +136,37 @@ class PagedAttention:
         self.groups = arrays.get("shared_prefix_lens"), arrays.get("group_sizes"), max_group_size
         _, _, block_size, kv_heads, head_dim = cache.shape
         heads = (cache.dtype.name, config.num_attention_heads, kv_heads, head_dim, block_size)
+        self.fuses_qkv = max_seqlen_q == 1 and fuses_qkv(*heads[:4])
         # Made once, because it is the same for all layers.
         self.plan = plan_paged_attention(
             *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
         )
 
-    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
-        """As PackedAttention.qkv_norm_rope, but k and v are written to the layer's cache, and there is no rstd."""
-        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        norm, slots = (w.q_norm, w.k_norm, ctx.config.rms_norm_eps), self.arrays["slot_mapping"]
-        qkv_split_to_cache(qkv, *norm, *ctx.rope, ctx.position_ids, slots, q, k_cache, v_cache)
-        return k_cache, v_cache, None
+    def forward(self, layer, qkv, w, ctx, out):
+        """As PackedAttention.forward, but k and v are written to the layer's cache and read there.
 
-    def forward(self, layer, q, k_cache, v_cache, out):
-        """q (N, H, E) and the layer's caches -> out (N, H, E), written in place."""
-        tables, cu_seqlens, context_lens = (self.arrays[n] for n in ("block_tables", "cu_seqlens", "context_lens"))
-        sizes = (tables, cu_seqlens, context_lens, *self.bounds, self.scale)
-        paged_attention(q, k_cache, v_cache, *sizes, out, *self.groups, self.plan)
+        Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
+        """
+        caches, (max_seqlen_q, max_context_len) = (self.cache.k[layer], self.cache.v[layer]), self.bounds
+        projection = qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids
+        slots, tables, cu_seqlens, context_lens = (self.arrays[name] for name in READ_BY_ATTENTION)
+        sequences, groups = (tables, cu_seqlens, context_lens), (*self.groups, self.plan)
+        if self.fuses_qkv:
+            paged_attention_qkv(*projection, slots, *caches, *sequences, max_context_len, self.scale, out, *groups)
+            return None, *caches, None
+        q = ctx.memory.empty(out.shape, out.dtype)
+        qkv_split_to_cache(*projection, slots, q, *caches)
+        paged_attention(q, *caches, *sequences, max_seqlen_q, max_context_len, self.scale, out, *groups)
+        return q, *caches, None
 
 
 class NullAttention:
     """An attention backend that computes nothing, for a forward pass that only sizes the arena."""
 
-    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
-        return None, None, None
-
-    def forward(self, layer, q, k, v, out):
+    def forward(self, layer, qkv, w, ctx, out):
+        ctx.memory.empty(out.shape, out.dtype)
         out.fill(0)
+        return None, None, None, None
 
 
 class Upload:

@@ -74,7 +74,7 @@ class PackedAttention:
         self.reserved[layer] = self.memory.empty((heads, tokens), F32)
 
     def qkv_norm_rope(self, layer, qkv, w, ctx, q):
-        """Write q (N, H, E) from qkv (N, (H + 2 HK) E); return (k, v, rstd) for `forward` and the backward.
+        """Write q (N, H, E) from qkv (N, (H + 2 HK) E); return (k, v, rstd) for the forward and the backward.
 
         k, v (N, HK, E), k normalised and rotated as q is; rstd (N, H + HK) float32 of the heads' norms, if any.
         """
@@ -84,11 +84,14 @@ class PackedAttention:
         qkv_split(qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids, q, k, v, rstd)
         return k, v, rstd
 
-    def forward(self, layer, q, k, v, out):
-        """q (N, H, E), k and v (N, HK, E) -> out (N, H, E), written in place."""
+    def forward(self, layer, qkv, w, ctx, out):
+        """qkv (N, (H + 2 HK) E) -> out (N, H, E), written in place; returns (q, k, v, rstd), of qkv_norm_rope."""
+        q = ctx.memory.empty(out.shape, out.dtype)
+        k, v, rstd = self.qkv_norm_rope(layer, qkv, w, ctx, q)
         lse = self.reserved.pop(layer, None)
         self.lse[layer] = lse = self.memory.empty((q.shape[1], q.shape[0]), F32) if lse is None else lse
         attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.scale, out, lse)
+        return q, k, v, rstd
 
     def backward(self, layer, dout, q, k, v, out, dq, dk, dv):
         """Gradients of q, k, v, written in place, after this layer's forward (the latest one, if repeated)."""
@@ -160,9 +163,7 @@ def attention_block(layer, x, w, ctx, h, recomputed=()):
         normed = _normed(x, w.input_norm, rstd, ctx)
         qkv_xa = _linear(layer, "qkv", normed, w, ctx, qkv)
     with _scope(ctx, "rope", recomputed):
-        q = empty((N, H, E), x.dtype)
-        rotated = q, *ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
-        ctx.attention.forward(layer, *rotated[:3], attended)
+        rotated = ctx.attention.forward(layer, qkv, w, ctx, attended)
         o_xa = _linear(layer, "o", attended.reshape(N, H * E), w, ctx, h, residual=x)
     normed = None if "norm" in recomputed else normed
     rotated = [None] * len(rotated) if "rope" in recomputed else rotated

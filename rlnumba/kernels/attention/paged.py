@@ -23,6 +23,7 @@ from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode_consumer import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
+from rlnumba.kernels.nn.qkv import check_projection, qkv_split_to_cache
 from rlnumba.runtime import device
 
 
@@ -96,6 +97,22 @@ def check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences,
         raise ValueError(f"{op}: max_seqlen_q must be 1 where groups are declared, got {max_seqlen_q}")
 
 
+def _check_cache(op, q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_context_len, scale):
+    """The caches as (rows, HK, E), or ValueError; q: heads of queries, or an array for the outputs of as many."""
+    blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
+    check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
+    k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    check_heads(op, q, k, v, scale)
+    sequences, max_blocks = check(op, "block_tables", block_tables, (None, None), I32)
+    check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
+    check(op, "context_lens", context_lens, (sequences,), I32)
+    if max_context_len > max_blocks * block_size:
+        raise ValueError(
+            f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
+        )
+    return k, v
+
+
 def paged_attention(
     q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
     shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
@@ -120,19 +137,11 @@ def paged_attention(
     kernels does not take; all take 16, 32 and 64.
     """
     op = "paged_attention"
-    blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
-    check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
-    k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
-    _, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
-    sequences, max_blocks = check(op, "block_tables", block_tables, (None, None), I32)
-    check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
-    check(op, "context_lens", context_lens, (sequences,), I32)
+    k, v = _check_cache(op, q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_context_len, scale)
     check(op, "out", out, q.shape, (q.dtype,))
-    check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences, max_seqlen_q)
-    if max_context_len > max_blocks * block_size:
-        raise ValueError(
-            f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
-        )
+    check_groups(op, shared_prefix_lens, group_sizes, max_group_size, len(context_lens), max_seqlen_q)
+    _, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
     if device.name() == "cpu":
         attention_cpu.paged_attention(
             q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
@@ -150,6 +159,47 @@ def paged_attention(
         )
     else:
         sm80_decode.paged_attention_sm80(q, k, v, block_size, *numbers)
+
+
+def fuses_qkv(element, heads, kv_heads, head_dim):
+    """Whether paged_attention_qkv is one kernel for such heads; element: the dtype's name."""
+    return attention_family(element, head_dim, heads // kv_heads) == "sm90"
+
+
+def paged_attention_qkv(
+    qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, block_tables, cu_seqlens,
+    context_lens, max_context_len, scale, out, shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
+):  # fmt: skip
+    """Decode from the fused projection: qkv_split_to_cache, then paged_attention of one query token a sequence.
+
+    The same bits; where `fuses_qkv` says so one kernel, elsewhere the two, with memory for q in between. qkv, q_weight,
+    k_weight, eps, cos, sin and position_ids as qkv_split_to_cache takes them, for N = B tokens; the rest as
+    paged_attention, with cu_seqlens 0 .. B. slot_mapping (B,) int32: where a sequence's token belongs, which is its
+    last key, so the row of key context_lens - 1; -1: the caches stay as they are, as they must where context_lens is 0.
+    k_cache, v_cache and out (B, H, E) are written.
+
+    Inside pdl_scope the caches' other rows, block_tables, context_lens, position_ids, slot_mapping, weights and tables
+    are read early: no kernel launched inside may write them, unless with serialize_next. Raises ValueError as
+    qkv_split_to_cache and paged_attention do.
+    """
+    op = "paged_attention_qkv"
+    sequences, heads, head_dim = check(op, "out", out, (None, None, None), FLOATS)
+    _check_cache(op, out, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_context_len, scale)
+    kv_heads = k_cache.shape[2]
+    check_projection(op, qkv, out, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check(op, "slot_mapping", slot_mapping, (sequences,), I32)
+    check(op, "context_lens", context_lens, (sequences,), I32)
+    check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences, 1)
+    projection = qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping
+    cache = k_cache, v_cache, block_tables, cu_seqlens, context_lens
+    groups = shared_prefix_lens, group_sizes, max_group_size, plan
+    if fuses_qkv(out.dtype.name, heads, kv_heads, head_dim):
+        check_chunks(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache, out=out)
+        sm90_paged.paged_attention_qkv_sm90(*projection, *cache, max_context_len, scale, out, *groups)
+        return
+    q = device.xp().empty(out.shape, out.dtype)
+    qkv_split_to_cache(*projection, q, k_cache, v_cache)
+    paged_attention(q, *cache, 1, max_context_len, scale, out, *groups)
 
 
 def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):

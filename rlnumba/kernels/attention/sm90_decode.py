@@ -10,7 +10,8 @@ does P^T on its way to be an operand.
 The grid is persistent. A block draws work items (scheduler.py), spans of a sequence's keys for one key head, from a
 counter. Warpgroup 0 computes. Of warpgroup 1, warp 0 loads Q and K and publishes the item, warp 1 loads V, both by TMA,
 and look up the next item and its pages meanwhile; warp 2 merges: where a sequence has several items, each writes its
-partial to global memory, and the block that finishes last merges them (split_kv.py). Warp 3 is idle.
+partial to global memory, and the block that finishes last merges them (split_kv.py). Warp 3 is idle; in
+sm90_decode_qkv.py, which shares these functions, it makes q, k and v of the new tokens from their projection.
 """
 
 import functools
@@ -74,29 +75,34 @@ ARCHITECTURES = [(9, 0, "a")]
 def producer_functions(config):
     """(publish_item, next_work_index, look_up_pages, resumes_partial): the steps of the producer warps."""
     boxes, rows, box, layout, q_bytes = config.boxes, config.rows, config.box, config.layout, config.q_bytes
+    fused, item_full = config.fused_qkv, config.layout.item_full if config.fused_qkv else config.layout.q_full
     # Cache rows that a lane looks up for a segment.
     lookups, page_row = -(-config.segment // (box * 32)), scheduler.page_lookup(box)
 
     @device_function
-    def publish_item(record, kv_head, resumes, q_source, batch, items, base, slot, lane):
-        """Write an item, of which lane i holds column i, load its queries; return the next work index, in lane 0."""
+    def publish_item(record, kv_head, resumes, draws, q_source, batch, items, base, slot, lane):
+        """Write an item, of which lane i holds column i, and load its queries, unless they are made from qkv.
+
+        Returns the next work index in lane 0, if `draws`.
+        """
         draw, tiles, start = i32(0), shuffle(record, scheduler.TILES), shuffle(record, scheduler.START)
-        q_full = Address(base + layout.q_full + slot * MBARRIER_BYTES)
+        full = Address(base + item_full + slot * MBARRIER_BYTES)
         if lane < scheduler.ITEM_COLUMNS:
             items[slot, lane] = record
         # Every lane that wrote arrives, the first one below.
         if 0 < lane < scheduler.ITEM_COLUMNS:
-            mbarrier_arrive(q_full)
+            mbarrier_arrive(full)
         if lane == 0:
-            draw = i32(cuda.atomic.add(batch.counters, 0, i32(1)))
+            if draws:
+                draw = i32(cuda.atomic.add(batch.counters, 0, i32(1)))
             items[slot, KEY_HEAD], items[slot, RESUMES_PARTIAL] = kv_head, resumes
-            if tiles > 0:
-                mbarrier_expect_tx(q_full, boxes * batch.tokens * batch.gqa_ratio * LINE)
+            if not fused and tiles > 0:
+                mbarrier_expect_tx(full, boxes * batch.tokens * batch.gqa_ratio * LINE)
                 for b in range(boxes):
                     target = Address(base + layout.q + slot * q_bytes + b * (rows * LINE))
-                    tma_load_3d(target, q_source, b * 64, kv_head * batch.gqa_ratio, start, q_full)
+                    tma_load_3d(target, q_source, b * 64, kv_head * batch.gqa_ratio, start, full)
             else:
-                mbarrier_arrive(q_full)
+                mbarrier_arrive(full)
         return draw
 
     @device_function
@@ -140,7 +146,8 @@ def producer_functions(config):
 def producer_function(config):
     """The device function of the two producer warps."""
     boxes, tile_bytes, stages, box, layout = config.boxes, config.tile_bytes, config.stages, config.box, config.layout
-    several, resumes, segment = config.max_leading > 1, config.resumes, config.segment
+    several, resumes, segment, fused = config.max_leading > 1, config.resumes, config.segment, config.fused_qkv
+    item_full = layout.item_full if fused else layout.q_full
     boxes_per_tile, segment_tiles = TILE_KEYS // box, segment // TILE_KEYS
     # Cache rows that a lane looks up for a segment, and tiles whose boxes 32 lanes look up at once.
     lookups, tiles_per_lookup = -(-segment // (box * 32)), 32 // boxes_per_tile
@@ -166,7 +173,7 @@ def producer_function(config):
         page_rows, next_page_rows = cuda.local.array(lookups, np.int32), cuda.local.array(lookups, np.int32)
         next_item_rows = cuda.local.array(lookups, np.int32)
         full, empty = Address(base + layout.full), Address(base + layout.empty)
-        q_full, q_empty = Address(base + layout.q_full), Address(base + layout.q_empty)
+        published, q_empty = Address(base + item_full), Address(base + layout.q_empty)
         # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile) % i32(boxes)
         target = Address(base + layout.kv + (i32(0) if loads_k else i32(tile_bytes)))
@@ -183,14 +190,23 @@ def producer_function(config):
         first_key, context_len = shuffle(record, scheduler.FIRST_KEY), shuffle(record, scheduler.CONTEXT_LEN)
         if working and tiles > 0:
             look_up_pages(page_rows, pages, sequence, first_key, context_len, lane)
-        griddepcontrol_wait()
+        # The tile after which the next item is found: when most stages are taken.
+        last_tile = i32(stages - 2)
+        if fused:
+            # Keys and values are loaded before the wait: those of the tokens before this step were written by earlier
+            # steps, which have ended, and the row of the new token is replaced in shared memory (write_new_token).
+            # Counters are not drawn from: an earlier layer's kernel may still do so. Hence all stages are filled first.
+            last_tile = i32(stages - 1)
+        else:
+            griddepcontrol_wait()
         # Waiting for the parity opposite to a barrier's first phase returns at once: all is empty.
         stage, slot, parity, q_parity = i32(0), i32(0), i32(1), i32(1)
         while working:
             mbarrier_wait(Address(q_empty + slot * MBARRIER_BYTES), q_parity)
             kv_head, draw = i32(work_index - index * batch.kv_heads), i32(0)
             if loads_k:
-                draw = publish_item(record, kv_head, resuming, q_source, batch, queues.items, base, slot, lane)
+                draws = not fused or drawn > 0
+                draw = publish_item(record, kv_head, resuming, draws, q_source, batch, queues.items, base, slot, lane)
             else:
                 # This item's work index is read.
                 mbarrier_arrive(Address(q_empty + slot * MBARRIER_BYTES))
@@ -206,14 +222,18 @@ def producer_function(config):
                             row = shuffle(page_rows[i], t * boxes_per_tile + part)
                             load_tile(target, source, row, column_box, kv_head, full, empty, stage, parity, lane)
                             stage, parity = advance(stage, parity)
-                        # The next item is found while tiles of this one are in flight, but not before most stages
-                        # are taken: first which it is, then where its keys are.
-                        if first_segment and i == 0 and t == stages - 2:
+                        # The next item is found while tiles of this one are in flight: first which it is, then where
+                        # its keys are.
+                        if first_segment and i == 0 and t == last_tile:
+                            if fused and loads_k and drawn == 0:
+                                griddepcontrol_wait()
+                                if lane == 0:
+                                    draw = i32(cuda.atomic.add(batch.counters, 0, i32(1)))
                             work_index = next_work_index(loads_k, draw, drawn, queues.work_indices, base, lane)
                             drawn = i32(drawn + 1)
                             index = udiv(work_index, batch.kv_heads)
                             record, working = batch.items[min(i32(1 + index), last_row), field], index < listed
-                        if first_segment and i == 0 and t == stages - 1 and working:
+                        if first_segment and i == 0 and t == last_tile + 1 and working:
                             if shuffle(record, scheduler.TILES) > 0:
                                 next_sequence = shuffle(record, scheduler.SEQUENCE)
                                 span = shuffle(record, scheduler.FIRST_KEY), shuffle(record, scheduler.CONTEXT_LEN)
@@ -229,12 +249,16 @@ def producer_function(config):
             for i in range(lookups):
                 page_rows[i] = next_item_rows[i]
             slot, q_parity = next_slot(slot, q_parity)
+            last_tile = i32(stages - 2)
         if loads_k:
             mbarrier_wait(Address(q_empty + slot * MBARRIER_BYTES), q_parity)
             if lane == 0:
                 queues.items[slot, scheduler.TILES] = i32(-1)
             if lane < scheduler.ITEM_COLUMNS:
-                mbarrier_arrive(Address(q_full + slot * MBARRIER_BYTES))
+                mbarrier_arrive(Address(published + slot * MBARRIER_BYTES))
+        if fused and loads_k:
+            # A block without an item has not waited.
+            griddepcontrol_wait()
         # The last block to draw nothing resets the counters for the next launch.
         if loads_k and lane == 0 and cuda.atomic.add(batch.counters, 1, i32(1)) == cuda.gridDim.x - 1:
             batch.counters[0] = i32(0)
@@ -283,15 +307,37 @@ def merger_function(config):
     return merge_queue
 
 
+@functools.cache
+def barrier_init(config):
+    """The device function by which one thread initialises all mbarriers of a block."""
+    layout = config.layout
+    (init_ring, _), (init_q, _), (init_merges, _) = ring(config.stages), ring(Q_SLOTS), ring(MERGE_SLOTS)
+    # A warp arrives for queries that it makes from qkv, else all lanes that publish the item.
+    q_arrivals = 32 if config.fused_qkv else scheduler.ITEM_COLUMNS
+
+    @device_function
+    def init_barriers(base):
+        init_ring(Address(base + layout.full), Address(base + layout.empty), 2, 1)
+        init_q(Address(base + layout.q_full), Address(base + layout.q_empty), q_arrivals, WARPGROUP + 32)
+        for slot in range(Q_SLOTS):
+            mbarrier_init(Address(base + layout.item_full + slot * MBARRIER_BYTES), scheduler.ITEM_COLUMNS)
+        for slot in range(WORK_INDICES):
+            mbarrier_init(Address(base + layout.work_ready + slot * MBARRIER_BYTES), 1)
+        init_merges(Address(base + layout.merge_full), Address(base + layout.merge_empty), WARPGROUP, 32)
+        mbarrier_init_fence()
+
+    return init_barriers
+
+
 @specialize
 def paged_attention_sm90_kernel(config):
     """The kernel of a DecodeConfig."""
-    blocks, stages, layout = config.blocks, config.stages, config.layout
+    blocks = config.blocks
     # 128 registers a thread are enough for 8 rows.
     moves_registers = blocks > 1 and config.rows > 8
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
     produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
-    (init_ring, _), (init_q, _), (init_merges, _) = ring(stages), ring(Q_SLOTS), ring(MERGE_SLOTS)
+    init_barriers = barrier_init(config)
 
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_sm90_kernel(
@@ -313,14 +359,7 @@ def paged_attention_sm90_kernel(config):
         thread = i32(cuda.threadIdx.x)
         lane, warp, base = i32(thread & i32(31)), warp_uniform(thread >> i32(5)), shared_base()
         if thread == 0:
-            init_ring(Address(base + layout.full), Address(base + layout.empty), 2, 1)
-            init_q(
-                Address(base + layout.q_full), Address(base + layout.q_empty), scheduler.ITEM_COLUMNS, WARPGROUP + 32
-            )
-            for slot in range(WORK_INDICES):
-                mbarrier_init(Address(base + layout.work_ready + slot * MBARRIER_BYTES), 1)
-            init_merges(Address(base + layout.merge_full), Address(base + layout.merge_empty), WARPGROUP, 32)
-            mbarrier_init_fence()
+            init_barriers(base)
         if thread == WARPGROUP:
             prefetch_tensor_map(tensor_map_address(k_map))
             prefetch_tensor_map(tensor_map_address(v_map))

@@ -11,7 +11,7 @@ from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS
 from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP, AttentionConfig
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
 from rlnumba.kernels.ptx import shared_memory
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, ring, shared_layout, swizzled_chunk
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, int_as_float, shuffle_xor, udiv, vector_access
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
@@ -30,9 +30,13 @@ WORK_INDICES = 4
 MERGE_SLOTS, MERGE_FIELDS = 2, 5
 # Registers of a thread of the warps that load and merge, and of one that computes, where 128 each are not enough.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 168
-# What warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial.
-KEY_HEAD, RESUMES_PARTIAL = ITEM_COLUMNS, ITEM_COLUMNS + 1
-ITEM_FIELDS = ITEM_COLUMNS + 2
+# What warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial. Where q comes
+# from qkv, warp 3 of warpgroup 1 adds whether the new token's key and value do so, too.
+KEY_HEAD, RESUMES_PARTIAL, NEW_TOKEN = ITEM_COLUMNS, ITEM_COLUMNS + 1, ITEM_COLUMNS + 2
+ITEM_FIELDS = ITEM_COLUMNS + 3
+# Where q comes from qkv, what stands behind the queries of an item: a line for each 64 columns of the new token's key,
+# then those of its value. Rounded up, for heads of 256 columns, so that queries stay aligned.
+NEW_TOKEN_BYTES = SWIZZLE_ALIGNMENT
 # Named barriers of the computing warps: EXCHANGED before they read each other's maxima or sums, STORED before wgmma
 # reads the probabilities of all. What is read after one is written again only after the other.
 EXCHANGED, STORED = 1, 2
@@ -42,6 +46,7 @@ class DecodeConfig(NamedTuple):
     """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one TMA box, a cache block's tokens or 64.
 
     stages: of the ring of K and V; blocks: of an SM; grouped: groups read the segments of a shared prefix once.
+    fused_qkv: the kernel of sm90_decode_qkv.py, which makes its queries from qkv.
     """
 
     head_dim: int
@@ -52,6 +57,7 @@ class DecodeConfig(NamedTuple):
     blocks: int = 2
     grouped: bool = False
     segment: int = softmax.SEGMENT_KEYS
+    fused_qkv: bool = False
 
     @property
     def max_leading(self):
@@ -67,8 +73,8 @@ class DecodeConfig(NamedTuple):
 
     @property
     def q_bytes(self):
-        """Of the query rows of a work item in shared memory."""
-        return self.boxes * self.rows * shared_memory.LINE
+        """Of the query rows of a work item in shared memory, and of the new token's key and value."""
+        return self.boxes * self.rows * shared_memory.LINE + (NEW_TOKEN_BYTES if self.fused_qkv else 0)
 
     @property
     def layout(self):
@@ -78,21 +84,22 @@ class DecodeConfig(NamedTuple):
             kv=2 * self.stages * self.tile_bytes, q=Q_SLOTS * self.q_bytes, p=self.rows * shared_memory.LINE,
             row_max=4 * self.rows * 4, row_result=4 * self.rows * 4, row_sum=4 * 8 * self.rows * 4,
             full=barriers, empty=barriers, q_full=Q_SLOTS * MBARRIER_BYTES, q_empty=Q_SLOTS * MBARRIER_BYTES,
-            work_ready=WORK_INDICES * MBARRIER_BYTES, merge_full=MERGE_SLOTS * MBARRIER_BYTES,
-            merge_empty=MERGE_SLOTS * MBARRIER_BYTES,
+            item_full=Q_SLOTS * MBARRIER_BYTES, work_ready=WORK_INDICES * MBARRIER_BYTES,
+            merge_full=MERGE_SLOTS * MBARRIER_BYTES, merge_empty=MERGE_SLOTS * MBARRIER_BYTES,
         )  # fmt: skip
 
 
 def decode_config(head_dim, element, gqa_ratio, box, group_size=1):
     """The DecodeConfig for heads of this size, gqa_ratio query heads of a key head, groups of up to group_size."""
     rows = -(-gqa_ratio * group_size // 8) * 8
-    config = DecodeConfig(head_dim, element, rows, box, 2, grouped=group_size > 1)
+    # Both forms have the stages of the one that takes more memory.
+    config = DecodeConfig(head_dim, element, rows, box, 2, grouped=group_size > 1, fused_qkv=True)
     for blocks in (2, 1):
         free = SHARED_LIMIT // blocks - 1536 - config.layout.nbytes
         stages = free // (2 * config.tile_bytes + 16) + config.stages
         if stages >= 2:
             break
-    return config._replace(stages=min(stages, 4), blocks=blocks)
+    return config._replace(stages=min(stages, 4), blocks=blocks, fused_qkv=False)
 
 
 # Arguments that the warps share; tokens: query tokens of a TMA box of q.
@@ -102,7 +109,7 @@ Batch = namedtuple(
 # Static shared memory: (Q_SLOTS, ITEM_FIELDS), (WORK_INDICES,), (MERGE_SLOTS, MERGE_FIELDS) int32.
 Queues = namedtuple("Queues", "items work_indices merges")
 # A work item as warp 0 publishes it: the columns of scheduler.py's list, and what ITEM_FIELDS adds.
-ITEM = "tiles sequence split first_key start length context_len group_size splits kv_head resumes_partial"
+ITEM = "tiles sequence split first_key start length context_len group_size splits kv_head resumes_partial new_token"
 DecodeItem = namedtuple("DecodeItem", ITEM)
 # A computing thread: its number, warp and lane in the warpgroup; its keys of a tile are 16 warp + group_lane and 8
 # more, its columns of S^T pair, pair + 1, pair + 8 ...; offset: bytes, where it stores a matrix by stmatrix_x2_trans.
@@ -195,9 +202,32 @@ def softmax_functions(rows):
 
 
 @functools.cache
+def new_token_function(config):
+    """The device function that puts the new token's key and value into their row of the tiles of K and V."""
+    chunks, boxes, rows, tile_bytes = config.head_dim // 8, config.boxes, config.rows, config.tile_bytes
+
+    @device_function
+    def write_new_token(q_tile, k_tile, row, thread):
+        """TMA loaded the row from the cache, where the token may not have been yet; V's tile follows K's."""
+        if thread < 2 * chunks:
+            is_value = i32(thread >= chunks)
+            chunk = i32(thread - is_value * chunks)
+            source = q_tile + (boxes * rows + is_value * boxes) * shared_memory.LINE
+            words = shared_memory.load_words(shared_memory.Address(source + chunk * 16))
+            line = k_tile + is_value * tile_bytes + (chunk >> i32(3)) * shared_memory.BOX_BYTES
+            line = shared_memory.Address(line + row * shared_memory.LINE)
+            target = swizzled_chunk(line, row, chunk & i32(7))
+            shared_memory.store_words(shared_memory.Address(target), words[0], words[1], words[2], words[3])
+        shared_memory.fence_proxy_async()
+        named_barrier_sync(STORED, WARPGROUP)
+
+    return write_new_token
+
+
+@functools.cache
 def mainloop_function(config):
     """The device function of the loop over the tiles of K and V of a work item."""
-    head_dim, element, rows, _, stages, _, grouped, segment = config
+    head_dim, element, rows, _, stages, _, grouped, segment, fused = config
     boxes, tile_bytes, layout, segment_tiles = (
         config.boxes,
         config.tile_bytes,
@@ -211,6 +241,7 @@ def mainloop_function(config):
     wait_values = wgmma_wait_group(acc_count, 0)
     apply_mask, column_max, softmax_step = softmax_functions(rows)
     column_sums, merge_segment = column_sum_function(rows), segment_merge(acc_count, columns)
+    write_new_token = new_token_function(config)
     zero_rows, cvt_pair, (_, advance) = softmax.zero_function(boxes), cvt_pack(element), ring(stages)
 
     @device_function
@@ -259,6 +290,8 @@ def mainloop_function(config):
                 merge_segment(acc, row_max, row_sum, total, total_max, total_sum, index == segment_tiles)
                 reset(row_max, row_sum)
             mbarrier_wait(shared_memory.Address(full + stage * MBARRIER_BYTES), parity)
+            if fused and item.new_token > 0 and index == item.tiles - 1:
+                write_new_token(q_tile, k_tile, i32(item.context_len - 1 - tile_key), at.thread)
             start_scores(scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
             wait_scores(scores)
             if i32(tile_key + (softmax.TILE_KEYS - 1)) > first_position:
@@ -293,7 +326,7 @@ def mainloop_function(config):
 @functools.cache
 def partial_functions(config):
     """(resume, write_partial, enqueue): the device functions by which a computing warpgroup meets Partials."""
-    head_dim, element, rows, _, _, _, grouped, _ = config
+    head_dim, element, rows, _, _, _, grouped, _, _ = config
     columns, layout, (_, next_slot) = rows // 4, config.layout, ring(MERGE_SLOTS)
     _, write_acc, read_acc = accumulator_access(config.boxes, head_dim, element, rows)
 
@@ -403,7 +436,7 @@ def output_functions(config):
 def consumer_function(config):
     """The device function of the computing warpgroup."""
     rows, grouped, resumes, layout, q_bytes = config.rows, config.grouped, config.resumes, config.layout, config.q_bytes
-    columns, score_count, acc_count = rows // 4, rows // 2, config.boxes * rows // 2
+    columns, score_count, acc_count, fused = rows // 4, rows // 2, config.boxes * rows // 2, config.fused_qkv
     total_count = acc_count if config.max_leading > 1 else 1
     mainloop, (_, next_slot) = mainloop_function(config), ring(Q_SLOTS)
     resume, write_partial, enqueue = partial_functions(config)
@@ -414,6 +447,7 @@ def consumer_function(config):
         return DecodeItem(
             items[slot, 0], items[slot, 1], items[slot, 2], items[slot, 3], items[slot, 4], items[slot, 5],
             items[slot, 6], items[slot, 7], items[slot, 8], items[slot, 9], items[slot, 10],
+            items[slot, NEW_TOKEN] if fused else i32(0),
         )  # fmt: skip
 
     @device_function

@@ -1,4 +1,5 @@
-"""Attention to the paged cache on sm_90, launched: decode by sm90_decode.py, longer chunks by sm90_forward.py.
+"""Attention to the paged cache on sm_90, launched: decode by sm90_decode.py, or from qkv by sm90_decode_qkv.py, longer
+chunks by sm90_forward.py.
 
 The work items of decode are listed once for all layers of a step: a DecodePlan. Partials and counters belong to the
 current context (runtime/context.py), so that engines on streams of their own share none.
@@ -11,10 +12,12 @@ import numpy as np
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, LISTING_THREADS, list_work_items_kernel
 from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_decode_consumer import THREADS, DecodeConfig, decode_config
+from rlnumba.kernels.attention.sm90_decode_qkv import paged_attention_qkv_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.checks import unused
+from rlnumba.kernels.nn.rope import head_shape, in_halves
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
@@ -107,6 +110,29 @@ def plan_decode(
     )
 
 
+def _plan_for(heads, plan, cu_seqlens, context_lens, *options):
+    """The plan of a call, made if it is None; ValueError if it is another call's. options: of plan_decode, in order."""
+    if plan is None:
+        plan = plan_decode(*heads, cu_seqlens, context_lens, *options)
+    max_seqlen_q, max_context_len, _, _, max_group_size = options[:5]
+    made_for = (*heads, len(context_lens), max_seqlen_q, max_context_len, max_group_size)
+    if plan.made_for != made_for:
+        raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
+    return plan
+
+
+def _cache_maps(*caches):
+    """The tensor maps by which decode loads K and V."""
+    blocks, block_size, kv_heads, head_dim = caches[0].shape
+    rows = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in caches)
+    return [tensor_map(x, min(block_size, TILE_KEYS), 1, 64) for x in rows]
+
+
+def _partials(plan, sequences, kv_heads, head_dim):
+    """(acc, row_max, row_sum, counters) of the current context for a plan."""
+    return current().own(Workspace).partials(plan.slots, plan.rows, head_dim, 2 + sequences * kv_heads)
+
+
 def paged_attention_sm90(
     q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
     shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None, lse=None, config=None, prefill_config=None,
@@ -120,39 +146,64 @@ def paged_attention_sm90(
     16 or 32, for groups that are too large, and for a plan of another call.
     """
     tokens, heads, head_dim = q.shape
-    cache_blocks, block_size, kv_heads, _ = k_cache.shape
-    sequences, gqa_ratio, element = len(context_lens), heads // kv_heads, q.dtype.name
+    _, block_size, kv_heads, _ = k_cache.shape
+    gqa_ratio, element = heads // kv_heads, q.dtype.name
     if not tokens:
         return
-    shape = (element, heads, kv_heads, head_dim, block_size)
-    if plan is None:
-        plan = plan_decode(
-            *shape, cu_seqlens, context_lens, max_seqlen_q, max_context_len, shared_prefix_lens, group_sizes,
-            max_group_size, config, blocks, max_leading,
-        )  # fmt: skip
-    made_for = (*shape, sequences, max_seqlen_q, max_context_len, max_group_size)
-    if plan.made_for != made_for:
-        raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
+    plan = _plan_for(
+        (element, heads, kv_heads, head_dim, block_size), plan, cu_seqlens, context_lens, max_seqlen_q,
+        max_context_len, shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
+    )  # fmt: skip
     lse = unused(2, np.float32) if lse is None else lse
-    box = min(block_size, TILE_KEYS)
-    k, v = (cache.reshape(cache_blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
-    k_map, v_map = (tensor_map(x, box, 1, 64) for x in (k, v))
+    box, (k_map, v_map) = min(block_size, TILE_KEYS), _cache_maps(k_cache, v_cache)
     config, c = plan.config, float(scale * LOG2_E)
     # Query tokens of a work item; a sequence with more is the prefill kernel's.
     item_tokens = min(config.rows // gqa_ratio, max(max_seqlen_q, max_group_size))
-    workspace = current().own(Workspace)
-    acc, row_max, row_sum, counters = workspace.partials(plan.slots, plan.rows, head_dim, 2 + sequences * kv_heads)
+    sizes = block_size, heads, gqa_ratio, item_tokens, plan.splits, plan.rows, plan.max_leading
     launch(
         paged_attention_sm90_kernel(config), plan.blocks, THREADS,
         tensor_map(q, item_tokens, gqa_ratio, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
         context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, block_tables,
-        np.int32(block_size), np.int32(heads), np.int32(gqa_ratio), np.int32(item_tokens), np.int32(plan.splits),
-        np.int32(plan.rows), np.int32(plan.max_leading), acc, row_max, row_sum, counters, c,
-        shared=config.layout.nbytes,
+        *map(np.int32, sizes), *_partials(plan, len(context_lens), kv_heads, head_dim), c, shared=config.layout.nbytes,
     )  # fmt: skip
     if max_seqlen_q * gqa_ratio <= config.rows:
         return
     launch_attention(
         prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, k_map, v_map, cu_seqlens,
         context_lens, block_tables, block_size, gqa_ratio, max_seqlen_q, config.rows, c, out, lse,
+    )  # fmt: skip
+
+
+def paged_attention_qkv_sm90(
+    qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, block_tables, cu_seqlens,
+    context_lens, max_context_len, scale, out, shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
+    lse=None, config=None, blocks=None, max_leading=None,
+):  # fmt: skip
+    """As the operator paged_attention_qkv, for heads that sm90_forward.is_supported accepts and scale > 0.
+
+    lse (H, B), config, blocks, max_leading: as in paged_attention_sm90. Raises ValueError as it does.
+    """
+    sequences, heads, head_dim = out.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    gqa_ratio = heads // kv_heads
+    if not sequences:
+        return
+    plan = _plan_for(
+        (out.dtype.name, heads, kv_heads, head_dim, block_size), plan, cu_seqlens, context_lens, 1, max_context_len,
+        shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
+    )  # fmt: skip
+    config = plan.config._replace(fused_qkv=True)
+    norm = () if q_weight is None else (q_weight, k_weight)
+    shape = head_shape(cos, sin, qkv, k_cache, v_cache, *norm)
+    # For the weights of a form without norm, any array of the right type.
+    norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
+    qkv, k_rows, v_rows = (in_halves(array, shape.half) for array in (qkv, k_cache, v_cache))
+    sizes = block_size, heads, gqa_ratio, plan.splits, plan.rows, plan.max_leading
+    launch(
+        paged_attention_qkv_sm90_kernel(config, shape, q_weight is not None), plan.blocks, THREADS,
+        qkv, *norm, float(eps), cos, sin, position_ids, slot_mapping, k_rows, v_rows, *_cache_maps(k_cache, v_cache),
+        out.reshape(sequences * heads, -1).view(np.int32), unused(2, np.float32) if lse is None else lse,
+        context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, block_tables,
+        *map(np.int32, sizes), *_partials(plan, sequences, kv_heads, head_dim), float(scale * LOG2_E),
+        shared=config.layout.nbytes,
     )  # fmt: skip

@@ -202,7 +202,7 @@ def heads_function(config):
         if normed:
             scale = head_scale(values, 0, eps)
             if group <= gqa_ratio:
-                scale_head(values, 0, scale, weights)
+                scale_head(values, 0, scale, weights, 0)
         if group <= gqa_ratio:
             rotate(values, 0, vector, c, s)
             for j in range(HEAD_WORDS):

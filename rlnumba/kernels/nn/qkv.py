@@ -59,7 +59,8 @@ def head_norm(shape):
 
     head_scale(values, at, eps): rstd of the head of which values[at : at + 2 * vector] is this lane's part, as
     load_head left it; a sum over the group's lanes, so that all lanes of the warp call it. scale_head(values, at,
-    scale, weights): values[at : at + 2 * vector] = values * scale * weights[: 2 * vector], not rounded.
+    scale, weights, weights_at): values[at : at + 2 * vector] *= scale * weights[weights_at : weights_at + 2 * vector],
+    in this order, not rounded.
     """
     width, vector, lanes = shape.width, shape.vector, shape.lanes
     of_head, steps = 2 * vector, lanes.bit_length() - 1
@@ -76,9 +77,9 @@ def head_norm(shape):
         return inverse_sqrt(squares / np.float32(width) + eps)
 
     @device_function
-    def scale_head(values, at, scale, weights):
+    def scale_head(values, at, scale, weights, weights_at):
         for j in range(of_head):
-            values[at + j] = values[at + j] * scale * weights[j]
+            values[at + j] = values[at + j] * scale * weights[weights_at + j]
 
     return head_scale, scale_head
 
@@ -158,7 +159,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                         load_head(q_weight, 0, e, weights, 0)
                     elif not loads_before_wait:
                         load_head(k_weight, 0, e, weights, 0)
-                    scale_head(values, i * of_head, scales[i], weights)
+                    scale_head(values, i * of_head, scales[i], weights, 0)
                     if not cached and e == 0:
                         rstd[np.uint64(row), np.uint64(head)] = scales[i]
         for i in range(heads_of_group):
@@ -337,8 +338,8 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     return qkv_split_norm_backward_kernel
 
 
-def _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
-    """Check what all operators share, for heads q (N, H, E) that are known to be right."""
+def check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
+    """Check what all operators that read or write qkv share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
     all_heads = heads + 2 * kv_heads
     check(op, "qkv", qkv, (rows, all_heads * width), (q.dtype,))
@@ -391,7 +392,7 @@ def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rst
     rows, heads, width = check(op, "q", q, (None, None, None), FLOATS)
     _, kv_heads, _ = check(op, "k", k, (rows, None, width), (q.dtype,))
     check(op, "v", v, (rows, kv_heads, width), (q.dtype,))
-    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     if q_weight is not None:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
     _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, None, q, k, v, rstd)
@@ -409,7 +410,7 @@ def qkv_split_to_cache(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slo
     shape = check(op, "k_cache", k_cache, (None, None, None, width), (q.dtype,))
     check(op, "v_cache", v_cache, shape, (q.dtype,))
     blocks, block_size, kv_heads, _ = shape
-    _check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     check(op, "slot_mapping", slot_mapping, (rows,), I32)
     k, v = (cache.reshape(blocks * block_size, kv_heads, width) for cache in (k_cache, v_cache))
     _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, None)
@@ -426,7 +427,7 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
     _, kv_heads, _ = check(op, "dk", dk, (rows, None, width), (dq.dtype,))
     check(op, "dv", dv, (rows, kv_heads, width), (dq.dtype,))
-    _check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
     normed, trained = q_weight is not None, dq_weight is not None
     if normed:

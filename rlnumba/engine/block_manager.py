@@ -88,6 +88,13 @@ class BlockManager:
             if self.ref_count[block] == 0:
                 self.free[block] = None
 
+    def give_back(self, blocks):
+        """Free blocks without content, with one reference each: they are the first to be allocated again."""
+        for block in blocks:
+            self.ref_count[block] = 0
+            self.free[block] = None
+            self.free.move_to_end(block, last=False)
+
     def register(self, block, new_hash, token_ids):
         """Record the hash and the token ids of a full, computed block; of blocks with one hash the first keeps it."""
         if new_hash not in self.block_of_hash:

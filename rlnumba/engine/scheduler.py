@@ -5,6 +5,7 @@ A step takes, in this order, as far as budget, rows and blocks go:
 2. the running ones that lack more, in the order of admission, a chunk each (chunked prefill);
 3. waiting sequences, first come first served, with whatever prefix of theirs the cache holds.
 
+A sequence that decodes may have blocks for tokens to come (run_ahead.py), which are given back where they are wanted.
 When decode needs a block and none is free, the newest running sequence is preempted: it releases its blocks and goes to
 the front of the queue, with the tokens it has, and is computed again later, from the cached prefix if that is still
 there. The oldest always advances, so every sequence ends. None of this changes a text: a token's value depends on the
@@ -42,6 +43,11 @@ class SchedulerOutput:
     def __post_init__(self):
         self.num_tokens = int(self.counts.sum())
         self.sampled_rows = self.rows[self.samples]
+
+    @property
+    def is_decode(self):
+        """Whether every sequence has one token, after which one is sampled."""
+        return len(self.rows) == self.num_tokens == len(self.sampled_rows)
 
 
 def blocks_needed(length_limit, block_size):
@@ -87,6 +93,8 @@ class Scheduler:
 
         Raises ValueError if the next sequence to be admitted does not fit into the cache even alone.
         """
+        if self.waiting:
+            self._give_back_reserved()
         table, preempted = self.table, self._allocate_decode_blocks()
         # Only the sequence admitted last may lack more than one token: the next one is admitted after its last chunk.
         counts = table.length[self.running] - table.num_computed[self.running]
@@ -192,6 +200,8 @@ class Scheduler:
         while True:
             num_blocks = table.num_blocks[self.running]
             rows = self.running[table.length[self.running] > num_blocks * self.blocks.block_size]
+            if len(rows) > self.blocks.num_free:
+                self._give_back_reserved()
             if len(rows) <= self.blocks.num_free:
                 break
             self.waiting.appendleft(self._vacate(int(self.running[-1])))
@@ -203,22 +213,80 @@ class Scheduler:
             table.num_blocks[rows] += 1
         return preempted
 
-    def _admit(self):
-        """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
-        sequence, table, blocks = self.waiting[0], self.table, self.blocks
-        size, length = blocks.block_size, len(sequence.token_ids)
-        most = blocks_needed(sequence.length_limit, size)
-        if most > blocks.num_blocks:
-            raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
+    def reserve_blocks(self, rows, needed, wanted):
+        """Allocate blocks for tokens to come of running rows: (indices into rows, columns of their tables, blocks).
+
+        needed, wanted (B,): tokens that each row is to have blocks for; `wanted` if half of the free blocks are enough,
+        else `needed`, within its length_limit. None, and nothing is allocated, where too few blocks are free.
+        """
+        table, size, free = self.table, self.blocks.block_size, self.blocks.num_free
+        have = table.num_blocks[rows]
+        more = np.maximum(-(-wanted // size) - have, 0)
+        if more.sum() > free // 2:
+            more = np.maximum(-(-needed // size) - have, 0)
+        total = int(more.sum())
+        if total > free:
+            return None
+        indices = np.repeat(np.arange(len(rows)), more)
+        columns = np.arange(total) - np.repeat(np.cumsum(more) - more, more) + have[indices]
+        blocks = np.array(self.blocks.allocate(total), np.int64)
+        table.block_tables[rows[indices], columns] = blocks
+        table.num_blocks[rows] += more
+        return indices, columns, blocks
+
+    def can_admit(self, in_flight):
+        """Whether a waiting sequence could be admitted, once `in_flight` more tokens of the running ones are computed.
+
+        Blocks that were reserved for later tokens count as free. To be asked while all running ones decode.
+        """
+        if not (self.waiting and self.free_rows):
+            return False
+        sequence = self.waiting[0]
+        if sequence.prompt_key in self.waiting_on_prefix and not sequence.is_prefix_leader:
+            return True
+        spare = self.table.num_blocks[self.running] - self._blocks_of_length(self.running, in_flight)
+        return self._find_blocks(sequence, int(np.maximum(spare, 0).sum())) is not None
+
+    def _blocks_of_length(self, rows, more=0):
+        """(B,) blocks that the tokens of rows, and `more` of each, take."""
+        return -(-(self.table.length[rows] + more) // self.blocks.block_size)
+
+    def _give_back_reserved(self):
+        """Free the blocks of running sequences that none of their tokens has a place in."""
+        table, rows = self.table, self.running
+        kept = self._blocks_of_length(rows)
+        for index in np.flatnonzero(table.num_blocks[rows] > kept).tolist():
+            row, first = rows[index], int(kept[index])
+            self.blocks.give_back(table.block_tables[row, first : table.num_blocks[row]].tolist()[::-1])
+            table.num_blocks[row] = first
+
+    def _find_blocks(self, sequence, spare=0):
+        """(cached blocks of a waiting sequence, their hashes, new blocks needed), or None without enough free blocks.
+
+        spare: blocks that are going to be free beside those that are.
+        """
+        blocks, size, length = self.blocks, self.blocks.block_size, len(sequence.token_ids)
         num_full = (length - 1) // size if self.prefix_caching else 0
-        salt = self._salt(sequence)
-        hashes = self._hashes(sequence.token_ids, num_full, salt)
+        hashes = self._hashes(sequence.token_ids, num_full, self._salt(sequence))
         matched = blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
         reserve = len(self.running)
-        if needed + blocks.count_free(matched) + reserve > blocks.num_free:
+        if needed + blocks.count_free(matched) + reserve > blocks.num_free + spare:
             return None
+        return matched, hashes, needed
+
+    def _admit(self):
+        """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
+        sequence, table, blocks = self.waiting[0], self.table, self.blocks
+        size = blocks.block_size
+        most = blocks_needed(sequence.length_limit, size)
+        if most > blocks.num_blocks:
+            raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
+        found = self._find_blocks(sequence)
+        if found is None:
+            return None
+        matched, hashes, needed = found
         self.waiting.popleft()
         blocks.acquire(matched)
         owned = matched + blocks.allocate(needed)
@@ -227,7 +295,7 @@ class Scheduler:
         table.block_tables[row, : len(owned)] = owned
         table.num_blocks[row] = len(owned)
         table.num_registered[row] = len(matched)
-        table.last_hash[row] = hashes[len(matched) - 1] if matched else salt
+        table.last_hash[row] = hashes[len(matched) - 1] if matched else self._salt(sequence)
         table.num_computed[row] = len(matched) * size
         self.running = np.append(self.running, row)
         # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.

@@ -154,13 +154,15 @@ class RunAhead:
             return 0
         longest = self.runner.max_context_len if self.in_flight else context_bucket_of(int(length.max()))
         count = min(count, (longest + 1 - length[last > longest]).min(initial=count))
+        # Tokens of a row that these steps may write keys and values of.
+        most = np.minimum(last, longest)
         has_room = table.num_blocks[rows] * size
-        if (has_room < np.minimum(length + 1, last)).any():
-            wanted = np.minimum(length + 1 + RESERVED_TOKENS, last)
-            reserved = self.scheduler.reserve_blocks(rows, np.minimum(length + 1, last), wanted)
+        if (has_room < np.minimum(length + 1, most)).any():
+            needed, wanted = (np.minimum(length + more, most) for more in (1, 1 + RESERVED_TOKENS))
+            reserved = self.scheduler.reserve_blocks(rows, needed, wanted)
             if reserved is None:
                 return 0
             indices, columns, blocks = reserved
             self.edits.append(np.stack([self.open[indices], columns, blocks], axis=1).astype(np.int32))
             has_room = table.num_blocks[rows] * size
-        return int(min(count, (has_room - length)[has_room < last].min(initial=count)))
+        return int(min(count, (has_room - length)[has_room < most].min(initial=count)))

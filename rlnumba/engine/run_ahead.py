@@ -21,7 +21,7 @@ from collections import deque
 import numpy as np
 
 from rlnumba.engine.runner import MAX_IN_FLIGHT, RESERVED_TOKENS, bucket_of, context_bucket_of
-from rlnumba.engine.scheduler import SchedulerOutput
+from rlnumba.engine.scheduler import EndConditions, SchedulerOutput
 
 # While one step is computed, the host has its time to record the one before. More would be wasted at every end.
 DEPTH = 2
@@ -40,9 +40,9 @@ class RunAhead:
         self.scheduler, self.runner, self.enabled = scheduler, runner, enabled
         # Numbers of launched steps that were not waited for, the oldest first.
         self.in_flight = deque()
-        # The table's rows in the order of the step; which of them still run, by index and by row; for these, the
-        # columns counts and samples of SchedulerOutput.
-        self.rows = self.open = self.open_rows = self.one_each = None
+        # The table's rows in the order of the step; which of them still run, by index and by row; and what all steps of
+        # these have in common, as the last fields of SchedulerOutput.
+        self.rows = self.open = self.open_rows = self.in_common = None
         # scheduler.running when these were found, and whether something has ended since the last launch.
         self.running, self.has_changed = None, False
         # The first in the queue when it was last found that it cannot be admitted, and scheduler.running then.
@@ -90,7 +90,7 @@ class RunAhead:
             token_ids, logprobs = token_ids[self.open], logprobs[self.open]
             thresholds = None if thresholds is None else thresholds[self.open]
         starts = self.scheduler.table.num_computed[self.open_rows]
-        return SchedulerOutput(self.open_rows, starts, *self.one_each), token_ids, logprobs, thresholds
+        return SchedulerOutput(self.open_rows, starts, *self.in_common), token_ids, logprobs, thresholds
 
     def discard(self):
         """Return once no step is in flight, without the results of those that are."""
@@ -111,7 +111,8 @@ class RunAhead:
         self.running, self.has_changed = running, True
         self.open = np.flatnonzero(is_open)
         self.open_rows = self.rows[self.open]
-        self.one_each = np.ones(len(self.open), np.int64), np.ones(len(self.open), bool)
+        ones = np.ones(len(self.open), np.int64)
+        self.in_common = ones, ones > 0, None, EndConditions.of(self.scheduler.table, self.open_rows)
 
     def _head(self):
         """The first waiting sequence, or None."""

@@ -18,6 +18,8 @@ running sequences lack one token is ordered by prefix groups, if attention can m
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,12 +28,28 @@ from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
 from rlnumba.engine.sequence import Sequence
 
 
+class EndConditions(NamedTuple):
+    """What ends D sequences: stop_ids (D, S), length_limit (D,), and the indices of those that have stop strings."""
+
+    stop_ids: np.ndarray
+    length_limit: np.ndarray
+    with_stop_strings: list
+
+    @classmethod
+    def of(cls, table, rows):
+        """Those of rows of the table."""
+        return cls(
+            table.stop_ids[rows], table.length_limit[rows], np.flatnonzero(table.has_stop_strings[rows]).tolist()
+        )
+
+
 @dataclass
 class SchedulerOutput:
     """The work of one step, an entry of each array a sequence: tokens [start, start + count) of table row `row`.
 
     samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of
     the sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
+    end_conditions: of the sampled rows, where several steps of the same rows have them in common.
     """
 
     rows: np.ndarray
@@ -39,10 +57,16 @@ class SchedulerOutput:
     counts: np.ndarray
     samples: np.ndarray
     prefix_groups: PrefixGroups | None = None
+    end_conditions: EndConditions | None = None
 
-    def __post_init__(self):
-        self.num_tokens = int(self.counts.sum())
-        self.sampled_rows = self.rows[self.samples]
+    @cached_property
+    def num_tokens(self):
+        return int(self.counts.sum())
+
+    @cached_property
+    def sampled_rows(self):
+        """Table rows of the sequences that a token is sampled for."""
+        return self.rows[self.samples]
 
     @property
     def is_decode(self):
@@ -127,32 +151,34 @@ class Scheduler:
         thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them.
         Returns the sequences that end with it.
         """
-        table = self.table
+        table, size = self.table, self.blocks.block_size
         computed = step.starts + step.counts
         table.num_computed[step.rows] = computed
         if self.prefix_caching:
-            size = self.blocks.block_size
-            for row in step.rows[computed // size > step.starts // size].tolist():
-                self._register(row)
+            completes_block = computed // size > step.starts // size
+            if completes_block.any():
+                self._register(step.rows[completes_block])
         if self.waiting_on_prefix:
             prompt_length = table.prompt_length[step.rows]
             for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
                 self.release_waiters(table.sequences[row])
 
-        rows = step.sampled_rows
-        position = table.length[rows]
+        # All tokens of these are computed, so this is the position of the next one.
+        rows, position = step.sampled_rows, computed[step.samples]
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs
         if thresholds is not None:
             table.thresholds[rows, position] = thresholds
         table.length[rows] = position + 1
 
-        stops = (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        for i in np.flatnonzero(table.has_stop_strings[rows] & ~stops).tolist():
-            row = rows[i]
-            completion_ids = table.token_ids[row, table.prompt_length[row] : table.length[row]]
-            stops[i] = self.has_stop_string(table.sequences[row], completion_ids)
-        ends = stops | (position + 1 >= table.length_limit[rows])
+        stop_ids, length_limit, with_stop_strings = step.end_conditions or EndConditions.of(table, rows)
+        stops = (stop_ids == token_ids[:, None]).any(axis=1)
+        for i in with_stop_strings:
+            if not stops[i]:
+                row = rows[i]
+                completion_ids = table.token_ids[row, table.prompt_length[row] : table.length[row]]
+                stops[i] = self.has_stop_string(table.sequences[row], completion_ids)
+        ends = stops | (position + 1 >= length_limit)
         finished = []
         for i in np.flatnonzero(ends).tolist():
             sequence = self._vacate(int(rows[i]))
@@ -320,15 +346,21 @@ class Scheduler:
             hashes.append(parent)
         return hashes
 
-    def _register(self, row):
-        """Record the hashes of a row's blocks that are full and computed."""
+    def _register(self, rows):
+        """Record the hashes of the rows' blocks that are full and computed."""
         table, size = self.table, self.blocks.block_size
-        full, new_hash = int(table.num_computed[row]) // size, table.last_hash[row]
-        for i in range(int(table.num_registered[row]), full):
-            token_ids = table.token_ids[row, i * size : (i + 1) * size]
-            new_hash = block_hash(new_hash, token_ids)
-            self.blocks.register(int(table.block_tables[row, i]), new_hash, token_ids)
-        table.num_registered[row], table.last_hash[row] = full, new_hash
+        first, full = table.num_registered[rows], table.num_computed[rows] // size
+        new = full - first
+        owners = np.repeat(rows, new)
+        indices = np.arange(len(owners)) - np.repeat(np.cumsum(new) - new - first, new)
+        token_ids = table.token_ids[owners[:, None], indices[:, None] * size + np.arange(size)]
+        parents, hashes = dict(zip(rows.tolist(), table.last_hash[rows].tolist(), strict=True)), []
+        for row, block in zip(owners.tolist(), token_ids.astype(np.int64), strict=True):
+            parents[row] = block_hash(parents[row], block)
+            hashes.append(parents[row])
+        self.blocks.register(table.block_tables[owners, indices].tolist(), hashes, token_ids)
+        table.num_registered[rows] = full
+        table.last_hash[rows] = np.array(list(parents.values()), np.uint64)
 
     def _vacate(self, row):
         """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""

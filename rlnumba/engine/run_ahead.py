@@ -7,11 +7,11 @@
 The device makes each step's arrays from the last one's (kernels/decode_state.py), so while the host records the results
 of one step, it computes another. Between two steps the host uploads only blocks for tokens to come, several for each
 sequence at a time, and sequences that it ended itself: aborted ones, and those whose text has a stop string. What was
-sampled for them after that is dropped. A sequence that ended keeps its row, and is computed without effect.
+sampled for them after that is dropped. A sequence that ended keeps its row, which then is as good as padding.
 
 No further step is launched, and those in flight are read, where the scheduler is to choose the rows again:
 - a waiting sequence can be admitted;
-- so many sequences have ended that a smaller graph would do, or more than 1/16 of them;
+- so many sequences have ended that a smaller graph would do; or, where an ended one has its cost, more than 1/16;
 - the longest context outgrows the graph, or there are too few free blocks;
 - no sequence would be live in another step.
 """
@@ -26,7 +26,7 @@ from rlnumba.engine.scheduler import EndConditions, SchedulerOutput
 # While one step is computed, the host has its time to record the one before. More would be wasted at every end.
 DEPTH = 2
 assert DEPTH <= MAX_IN_FLIGHT
-# Share of the rows that may have ended before the others are put together again.
+# Share of the rows that may have ended before the others are put together again, unless they cost nothing in a graph.
 MAX_ENDED_SHARE = 1 / 16
 
 
@@ -132,7 +132,10 @@ class RunAhead:
     def _is_thin(self):
         """Whether so many rows have ended that the others are to be put together again."""
         total, left = len(self.rows), len(self.open)
-        return total - left > total * MAX_ENDED_SHARE or bucket_of(left) < bucket_of(total)
+        # Without graphs there is no padding, and members of prefix groups keep their contexts.
+        if self.runner.eager or self.runner.decode.key.max_group_size > 1:
+            return total - left > total * MAX_ENDED_SHARE
+        return bucket_of(left) < bucket_of(total)
 
     def _admits(self):
         """Whether the first waiting sequence can be admitted; asked again only if it or what runs is another."""

@@ -406,7 +406,7 @@ class Runner:
             host, on_device = (array[number % MAX_IN_FLIGHT] for array in self.edits)
             host[: len(edits)] = edits
             with self.context.use():
-                edit_decode_state(on_device, len(edits), self.decode.state)
+                edit_decode_state(on_device, len(edits), self.decode.state, self.decode.key.max_group_size > 1)
         self.launch()
         if self.events:
             self.events[number % MAX_IN_FLIGHT].record(self.context.stream)
@@ -479,9 +479,9 @@ class Runner:
                 self._sample(hidden, arrays, sampled)
         if "live" in arrays:
             token_ids, logprobs, thresholds = self.results[:, :sampled]
-            thresholds = thresholds if "replay" in arrays else unused()
-            published = self.published[1]
-            advance_decode_state(token_ids, logprobs, thresholds, self.block_size, decode_state(arrays), published)
+            drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
+            state, grouped = decode_state(arrays), max_group_size > 1
+            advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
 
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__

@@ -2,15 +2,17 @@
 
     token t was sampled for position p of row b
     results[num_steps % R, :, b] = t, its log-prob, the smallest logit that filters kept       the host reads these
-    if t is one of stop_ids[b], or p + 1 >= length_limit[b]:  live[b] = 0, slot_mapping[b] = -1
+    if t is one of stop_ids[b], or p + 1 >= length_limit[b]:
+           live[b] = 0      slot_mapping[b] = -1      context_lens[b] = 0
     else:  input_ids[b] = t      position_ids[b] = p      context_lens[b] = p + 1      position[b] = p + 1
            slot_mapping[b] = slot of p in block_tables[b]      history[b, p] = t
            banned[b] = -1 if p + 1 >= banned_until[b]
 
 So a step can be launched again without the host: its last kernel writes the arrays that its first ones read. A row that
-is not live stays as it is: its next steps sample the same token from the same context and write no key or value, until
-the host puts together a step without it. `edit_decode_state` applies what the host changes in between: blocks for
-tokens to come, and rows that end for a reason which only the host sees, such as a stop string.
+is not live reads and writes no key or value, and what is sampled for it means nothing, until the host puts together a
+step without it. In a step with prefix groups it keeps its context, which the others of its group read through its block
+table. `edit_decode_state` applies what the host changes in between: blocks for tokens to come, and rows that end for a
+reason which only the host sees, such as a stop string.
 """
 
 from typing import NamedTuple
@@ -53,8 +55,8 @@ class DecodeState(NamedTuple):
 
 @cuda.jit
 def advance_decode_state_kernel(
-    token_ids, logprobs, thresholds, block_size, live, input_ids, position_ids, slot_mapping, context_lens,
-    block_tables, position, stop_ids, length_limit, history, banned, banned_until, num_steps, results,
+    token_ids, logprobs, thresholds, block_size, keeps_context, live, input_ids, position_ids, slot_mapping,
+    context_lens, block_tables, position, stop_ids, length_limit, history, banned, banned_until, num_steps, results,
 ):  # fmt: skip
     """One block; a thread owns every THREADS-th row. All of them read num_steps before thread 0 increments it."""
     griddepcontrol_launch_dependents()
@@ -75,6 +77,8 @@ def advance_decode_state_kernel(
             if ends:
                 live[row] = 0
                 slot_mapping[row] = -1
+                if keeps_context == 0:
+                    context_lens[row] = 0
             else:
                 input_ids[row] = token
                 position_ids[row] = p
@@ -95,7 +99,7 @@ def advance_decode_state_kernel(
 
 
 @cuda.jit
-def edit_decode_state_kernel(edits, count, live, slot_mapping, block_tables):
+def edit_decode_state_kernel(edits, count, keeps_context, live, slot_mapping, context_lens, block_tables):
     """A thread owns an edit."""
     index = cuda.grid(1)
     if index < count:
@@ -103,6 +107,8 @@ def edit_decode_state_kernel(edits, count, live, slot_mapping, block_tables):
         if column < 0:
             live[row] = 0
             slot_mapping[row] = -1
+            if keeps_context == 0:
+                context_lens[row] = 0
         else:
             block_tables[row, column] = edits[index, 2]
 
@@ -119,13 +125,13 @@ def check_state(op, state):
     return rows
 
 
-def advance_decode_state(token_ids, logprobs, thresholds, block_size, state, results):
+def advance_decode_state(token_ids, logprobs, thresholds, block_size, state, results, keeps_context=False):
     """Publish what a step of B rows sampled, and make of a DecodeState that of the next step, in place.
 
     token_ids (B,) int32; logprobs (B,) and thresholds (B,) or (0,): float32, passed as int32 of the same bits;
     block_size: tokens of a block. results (R, 3, at least B) int32, of which the slot num_steps % R is written: tokens,
-    log-probs and, if there are any, thresholds; it may be pinned memory of the host. Raises ValueError for other shapes
-    or dtypes.
+    log-probs and, if there are any, thresholds; it may be pinned memory of the host. keeps_context: whether rows that
+    end keep their context. Raises ValueError for other shapes or dtypes.
     """
     op = "advance_decode_state"
     rows = check_state(op, state)
@@ -135,18 +141,18 @@ def advance_decode_state(token_ids, logprobs, thresholds, block_size, state, res
     if width < rows:
         raise ValueError(f"{op}: results must be for {rows} rows, got {width}")
     if device.name() == "cpu":
-        advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results)
+        advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context)
         return
-    arguments = token_ids, logprobs, thresholds, np.int32(block_size), *state, results
+    arguments = token_ids, logprobs, thresholds, np.int32(block_size), np.int32(keeps_context), *state, results
     launch(advance_decode_state_kernel, 1, min(THREADS, -(-max(rows, 1) // 32) * 32), *arguments)
 
 
-def edit_decode_state(edits, count, state):
+def edit_decode_state(edits, count, state, keeps_context=False):
     """Apply the first `count` edits to a DecodeState, in place.
 
     edits (E, 3) int32: row, column and block, for block_tables[row, column] = block; with a column of -1 the row is not
-    live any more. No two may be about the same place. It may be pinned memory of the host, which must not change until
-    the kernel has run. Raises ValueError for other shapes or dtypes.
+    live any more, and has no context unless keeps_context. No two may be about the same place. They may be in pinned
+    memory of the host, which must not change until the kernel has run. Raises ValueError for other shapes or dtypes.
     """
     op = "edit_decode_state"
     check_state(op, state)
@@ -154,13 +160,14 @@ def edit_decode_state(edits, count, state):
     if not 0 <= count <= capacity:
         raise ValueError(f"{op}: count must be at most {capacity}, got {count}")
     if device.name() == "cpu":
-        edit_decode_state_ref(edits, count, state)
+        edit_decode_state_ref(edits, count, state, keeps_context)
         return
-    edited = state.live, state.slot_mapping, state.block_tables
-    launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, np.int32(count), *edited)
+    edited = state.live, state.slot_mapping, state.context_lens, state.block_tables
+    numbers = np.int32(count), np.int32(keeps_context)
+    launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, *numbers, *edited)
 
 
-def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results):
+def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context=False):
     """advance_decode_state by the formulas, of all rows at once."""
     published = results[int(state.num_steps[0]) % len(results)]
     for row, values in zip(published, (token_ids, logprobs, thresholds), strict=True):
@@ -169,6 +176,8 @@ def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state,
     ends = (state.stop_ids == token_ids[:, None]).any(axis=1) | (state.position + 1 >= state.length_limit)
     ended, goes_on = np.flatnonzero((state.live != 0) & ends), np.flatnonzero((state.live != 0) & ~ends)
     state.live[ended], state.slot_mapping[ended] = 0, -1
+    if not keeps_context:
+        state.context_lens[ended] = 0
     tokens, p = token_ids[goes_on], state.position[goes_on]
     state.input_ids[goes_on], state.position_ids[goes_on] = tokens, p
     state.context_lens[goes_on] = state.position[goes_on] = p + 1
@@ -181,10 +190,12 @@ def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state,
         state.banned[goes_on[p + 1 >= state.banned_until[goes_on]]] = -1
 
 
-def edit_decode_state_ref(edits, count, state):
+def edit_decode_state_ref(edits, count, state, keeps_context=False):
     """edit_decode_state, one edit after the other."""
     for row, column, block in edits[:count].tolist():
         if column < 0:
             state.live[row], state.slot_mapping[row] = 0, -1
+            if not keeps_context:
+                state.context_lens[row] = 0
         else:
             state.block_tables[row, column] = block

@@ -67,7 +67,7 @@ def test_by_hand():
     assert after.live.tolist() == [1, 1, 0, 0, 0]
     assert after.input_ids.tolist() == [20, 21, 12, 13, 14]
     assert after.position_ids.tolist() == [5, 7, 4, 8, 2]
-    assert after.context_lens.tolist() == [6, 8, 5, 9, 3] and after.position.tolist() == [6, 8, 5, 9, 3]
+    assert after.context_lens.tolist() == [6, 8, 0, 0, 3] and after.position.tolist() == [6, 8, 5, 9, 3]
     assert after.slot_mapping.tolist() == [1 * BLOCK + 1, 6 * BLOCK + 3, -1, -1, -1]
     # Six tokens are enough for the first, and nine are wanted of the second.
     assert after.banned.tolist() == [[-1], [31], [-1], [-1], [30]]
@@ -82,6 +82,7 @@ def test_in_kernels(rng):
     test_without_penalties_and_thresholds()
     test_at_the_end_of_the_tables()
     test_edits()
+    test_members_of_prefix_groups_keep_their_contexts()
     test_several_steps_are_the_references(rng, rows=5, threads_past=1)
 
 
@@ -111,8 +112,17 @@ def test_edits():
     edit_decode_state(device.asarray(edits), 0, state)
     after, expected = to_host(state), state_of()
     expected.block_tables[0, 2], expected.block_tables[3, 0] = 8, 6
-    expected.live[1], expected.slot_mapping[1] = 0, -1
+    expected.live[1], expected.slot_mapping[1], expected.context_lens[1] = 0, -1, 0
     assert_same_state(after, expected)
+
+
+def test_members_of_prefix_groups_keep_their_contexts():
+    state, results = on_device(state_of()), device.asarray(np.zeros((3, 3, 6), np.int32))
+    drawn = map(device.asarray, (TOKENS, LOGPROBS, THRESHOLDS))
+    advance_decode_state(*drawn, BLOCK, state, results, keeps_context=True)
+    edit_decode_state(device.asarray(i32([1, -1, 0])), 1, state, keeps_context=True)
+    after = to_host(state)
+    assert after.live.tolist() == [1, 0, 0, 0, 0] and after.context_lens.tolist() == [6, 8, 5, 9, 3]
 
 
 def random_state(rng, rows):
@@ -157,10 +167,12 @@ def test_several_steps_are_the_references(rng, rows=300, threads_past=4):
 def test_machine_code(compile_offline):
     vector, matrix, cube = "int32[::1]", "int32[:,::1]", "int32[:,:,::1]"
     fields = [matrix if name in ("block_tables", "stop_ids", "history", "banned") else vector for name in FIELDS]
-    types = (vector, vector, vector, "int32", *fields, cube)
+    types = (vector, vector, vector, "int32", "int32", *fields, cube)
     for architecture in ((8, 0), (9, 0)):
         assert not compile_offline(advance_decode_state_kernel, types, architecture)
-        assert not compile_offline(edit_decode_state_kernel, (matrix, "int32", vector, vector, matrix), architecture)
+        assert not compile_offline(
+            edit_decode_state_kernel, (matrix, "int32", "int32", *[vector] * 3, matrix), architecture
+        )
 
 
 FIELDS = DecodeState._fields

@@ -3,6 +3,8 @@
     python bench/engine.py                           Qwen3-0.6B's shape on a GPU, a 15M model elsewhere; random weights
     python bench/engine.py --model FOLDER            the weights of a folder
     python bench/engine.py --workloads single,mixed  some of the workloads
+    python bench/engine.py --idle                    with the share of decode in which the GPU waits for the host
+    python bench/engine.py --host-delay 0.5          with a host that takes half as long again for each step
 
 A workload is run once to warm up (`first s`, with compilation and graph capture), then --repeat times, whose median is
 printed. Output tokens a second, prefill included. `floor` is the physical limit: weights and the KV of the
@@ -20,6 +22,7 @@ from shapes import random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
+from rlnumba.engine.runner import Runner
 from rlnumba.kernels.attention.paged import PrefixSharing
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -76,6 +79,52 @@ def floor_s(config, weights_bytes, itemsize, prompts, params):
     return seconds
 
 
+class TimedRunner(Runner):
+    """A Runner that records an event before and after each decode step on the GPU."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        # (whether the device goes on from the step before, begin, end) of each decode step.
+        self.laps = []
+
+    def launch(self):
+        begin = self.context.stream.record(device.xp().cuda.Event())
+        super().launch()
+        self.laps.append((self.num_launched > 1, begin, self.context.stream.record(device.xp().cuda.Event())))
+
+    def idle_shares(self):
+        """Shares of time in which the GPU waited: in steady decode, and from the first decode step to the last."""
+        between = device.xp().cuda.get_elapsed_time
+        self.synchronize()
+        busy = sum(between(begin, end) for _, begin, end in self.laps)
+        steady = [(before[2], lap) for before, lap in zip(self.laps, self.laps[1:], strict=False) if lap[0]]
+        waited = sum(between(end, lap[1]) for end, lap in steady)
+        computed = sum(between(*lap[1:]) for _, lap in steady)
+        return waited / (waited + computed), 1 - busy / between(self.laps[0][1], self.laps[-1][2])
+
+
+def slow_down(engine, factor):
+    """After each step, loop for `factor` times what the host had to do in it: all but waiting for the device."""
+    step, wait, waited = engine.step, engine.runner.wait, [0.0]
+
+    def timed_wait(number):
+        started = time.perf_counter()
+        results = wait(number)
+        waited[0] = time.perf_counter() - started
+        return results
+
+    def slow_step():
+        waited[0], started = 0.0, time.perf_counter()
+        output = step()
+        now = time.perf_counter()
+        until = now + factor * (now - started - waited[0])
+        while time.perf_counter() < until:
+            pass
+        return output
+
+    engine.step, engine.runner.wait = slow_step, timed_wait
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
@@ -86,6 +135,9 @@ def main():
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--no-groups", action="store_true", help="decode reads a shared prompt for each completion")
+    parser.add_argument("--no-async-scheduling", action="store_true", help="each step waits for the host")
+    parser.add_argument("--host-delay", type=float, default=0.0, metavar="F", help="slow the host down by this share")
+    parser.add_argument("--idle", action="store_true", help="the share of time in which the GPU waits for the host")
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     if arguments.model:
@@ -94,6 +146,10 @@ def main():
         model = random_model(dtype=arguments.dtype)
     if arguments.no_groups:
         core.sharing = lambda *heads: PrefixSharing((), 0)
+    if arguments.idle:
+        if not on_gpu:
+            parser.error("--idle needs a GPU")
+        core.Runner = TimedRunner
     names = arguments.workloads.split(",") if arguments.workloads else ON_GPU if on_gpu else ON_CPU
 
     print(device.describe())
@@ -105,16 +161,21 @@ def main():
             EngineConfig(
                 gpu_memory_utilization=0.9,
                 enforce_eager=arguments.enforce_eager,
+                async_scheduling=not arguments.no_async_scheduling,
                 max_num_batched_tokens=arguments.max_num_batched_tokens,
                 # All at once, so that nearly all steps are decode steps.
                 max_num_seqs=512 if name == "groups" else EngineConfig.max_num_seqs,
             ),
         )
+        if arguments.host_delay:
+            slow_down(llm.engine, arguments.host_delay)
         prompts, params = workload(name, model.config.vocab_size, llm.max_model_len)
         seconds = []
         for version in range(1 + arguments.repeat):
             # With a new version, prompts cached by the last repetition do not match.
             llm.update_weights(version)
+            if arguments.idle:
+                llm.engine.runner.laps.clear()
             started = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds.append(time.perf_counter() - started)
@@ -126,8 +187,14 @@ def main():
             floor = floor_s(model.config, model.weights.flat.nbytes, model.dtype.itemsize, prompts, params)
             line += f" {tokens / floor:12.0f} {floor / median:6.1%}"
         print(line, flush=True)
+        what = f"{name}{' not shared' if arguments.no_groups else ''}"
+        what += f", host slower by {arguments.host_delay:.0%}" if arguments.host_delay else ""
+        what += ", steps wait for the host" if arguments.no_async_scheduling else ""
+        if arguments.idle:
+            steady, whole = llm.engine.runner.idle_shares()
+            row(f"{what}: GPU idle in steady decode, in all", f"{steady:.1%}, {whole:.1%}", "2 %")
         row(
-            f"{name}{' not shared' if arguments.no_groups else ''}, {tokens} tokens",
+            f"{what}, {tokens} tokens",
             f"{tokens / median:.0f} tok/s",
             BARS.get(name, "") if on_gpu else "",
         )

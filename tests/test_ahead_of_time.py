@@ -107,6 +107,7 @@ RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "rewa
 OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "embedding_backward_kernel"}
 OF_PROMPTS = {"draw_kernel", "scan_kernel", "logp_backward_kernel"}
 OF_PROMPTS |= {"paged_attention_sm90_kernel", "paged_attention_qkv_sm90_kernel"}
+OF_PROMPTS |= {"advance_decode_state_kernel", "edit_decode_state_kernel"}
 OF = {
     "grpo": OF_PROMPTS | {"policy_loss_kernel", "advantage_kernel"},
     "rloo": OF_PROMPTS | {"policy_loss_kernel", "rloo_kernel"},

@@ -115,6 +115,7 @@ class EngineConfig(Section):
     )
     max_model_len: int | None = key(None, "Longest prompt + completion; None: max_position_embeddings.", minimum=2)
     enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
+    async_scheduling: bool = key(True, "Launch decode steps before the results of the one before them are read.")
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
 

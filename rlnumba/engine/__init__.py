@@ -1,12 +1,13 @@
 """Text from a model: continuous batching over a paged KV cache, sampled tokens with their log-probs.
 
-core.py           Engine: add_request, step, abort, update_weights, sleep, wake
+core.py           Engine: add_request, step, abort, synchronize, update_weights, sleep, wake
 llm.py            LLM.generate: prompts in, completions out
 scheduler.py      which tokens of which sequences the next step computes
 prefix_groups.py  which sequences of a step begin with the same blocks
 block_manager.py  allocation of the KV cache's blocks, and lookup of cached prefixes
 cache.py          the memory of the KV cache
 sequence.py       sampling parameters, sequences, the table of the running ones
+run_ahead.py      decode steps launched before the results of the last ones are read
 runner.py         the arrays of one step, the model over the paged cache, CUDA graphs
 sampler.py        hidden states -> logits -> sampled tokens and their log-probs
 check.py          do rollout and training agree, bit by bit

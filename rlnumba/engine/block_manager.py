@@ -88,12 +88,25 @@ class BlockManager:
             if self.ref_count[block] == 0:
                 self.free[block] = None
 
-    def register(self, block, new_hash, token_ids):
-        """Record the hash and the token ids of a full, computed block; of blocks with one hash the first keeps it."""
-        if new_hash not in self.block_of_hash:
-            self.block_of_hash[new_hash] = block
-            self.hash_of_block[block] = new_hash
-            self.token_ids[block] = token_ids
+    def give_back(self, blocks):
+        """Free blocks without content, with one reference each: they are the first to be allocated again."""
+        for block in blocks:
+            self.ref_count[block] = 0
+            self.free[block] = None
+            self.free.move_to_end(block, last=False)
+
+    def register(self, blocks, hashes, token_ids):
+        """Record the hashes and the token ids, (K, block_size), of K full, computed blocks.
+
+        Of blocks with one hash the first keeps it.
+        """
+        kept = []
+        for i, (block, new_hash) in enumerate(zip(blocks, hashes, strict=True)):
+            if new_hash not in self.block_of_hash:
+                self.block_of_hash[new_hash] = block
+                self.hash_of_block[block] = new_hash
+                kept.append(i)
+        self.token_ids[[blocks[i] for i in kept]] = token_ids[kept]
 
     def forget_hashes(self):
         """Make no block match any more, as after a change of weights. References stay."""

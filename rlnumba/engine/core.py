@@ -11,12 +11,16 @@ content of the prefix cache.
 
 Weights are read in place: after writing them, call `update_weights` with the new policy version before the next step.
 
-All device work runs in the engine's own Context, on its own stream. `step` returns after all work on that stream has
-ended, so between steps the weights may be written on any stream. In the other direction, `update_weights` and `wake`
-make the engine's stream wait for the caller's current context: call them in the one that wrote the weights.
+All device work runs in the engine's own Context, on its own stream. While sequences decode, the device is one or two
+steps ahead of what `step` has returned (run_ahead.py). Once has_unfinished is False after a step, and after
+`synchronize`, `sleep`, `update_weights` and `reset`, all work on that stream has ended, so the weights may be written
+on any stream; while requests are unfinished, call `synchronize` first. What it found computed is returned by the next
+steps. In the other direction, `update_weights` and `wake` make the engine's stream wait for the caller's current
+context: call them in the one that wrote the weights.
 """
 
 import math
+from collections import deque
 from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +29,7 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.run_ahead import RunAhead
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
@@ -82,6 +87,13 @@ class StepOutput(NamedTuple):
     token_ids: np.ndarray
     logprobs: np.ndarray
     policy_version: int
+
+    def without(self, request_id):
+        """What is left of it without a request."""
+        kept = [i for i, sequence in enumerate(self.sequences) if sequence.request_id != request_id]
+        finished = [completion for completion in self.finished if completion.request_id != request_id]
+        columns = self.sequences[kept], self.token_ids[kept], self.logprobs[kept]
+        return StepOutput(finished, *columns, self.policy_version)
 
     @property
     def new_tokens(self):
@@ -176,6 +188,9 @@ class Engine:
             partial(has_stop_string, self.tokenizer),
             sharing(*self.runner.heads),
         )
+        self.run_ahead = RunAhead(self.scheduler, self.runner, self.config.async_scheduling)
+        # Computed, and recorded, but not yet returned by `step`.
+        self.outputs: deque[StepOutput] = deque()
 
     @property
     def policy_version(self):
@@ -189,7 +204,8 @@ class Engine:
 
     @property
     def has_unfinished(self):
-        return bool(self.requests)
+        """Whether `step` has anything to compute or to return."""
+        return bool(self.requests or self.outputs)
 
     def add_request(self, request_id, prompt, params=None, adapter_id=-1):
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
@@ -225,46 +241,76 @@ class Engine:
         return prompt
 
     def step(self):
-        """Compute one step and return its StepOutput, empty without unfinished requests; wakes if need be.
+        """Return the StepOutput of the next step, empty without unfinished requests; wakes if need be.
 
         Raises UserError where the model gives no number for a log-prob. After an exception, `reset`.
         """
+        if self.outputs:
+            return self.outputs.popleft()
         if not self.requests:
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             return StepOutput([], np.full(0, None), *nothing, self.policy_version)
         if self.is_asleep or self.blocks.num_blocks < self._blocks_to_have():
             self._take_cache()
-        scheduler = self.scheduler
-        step = scheduler.schedule()
-        token_ids, logprobs, thresholds = self.runner.run(step, scheduler.table)
-        check_finite(logprobs)
-        sequences = scheduler.table.sequences[step.sampled_rows]
-        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
-        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
+        run_ahead = self.run_ahead
+        run_ahead.launch()
+        computed = run_ahead.next()
+        if computed is None:
+            step = self.scheduler.schedule()
+            if step.is_decode:
+                run_ahead.begin(step)
+                run_ahead.launch()
+                computed = run_ahead.next()
+            else:
+                computed = step, *self.runner.run(step, self.scheduler.table)
+        output = self._record(*computed)
+        if not self.requests:
+            run_ahead.discard()
+        return output
+
+    def synchronize(self):
+        """Return once the device has done all work that it was given; the next steps return the results.
+
+        To be called before the weights are written while requests are unfinished. Raises as `step` does.
+        """
+        while (computed := self.run_ahead.next()) is not None:
+            self.outputs.append(self._record(*computed))
+        self.run_ahead.discard()
 
     def abort(self, request_id):
         """Drop what is unfinished of a request; nothing happens if that is nothing, as when it has just finished."""
-        for sequence in list(self.requests.get(request_id, {}).values()):
+        if request_id not in self.requests:
+            return
+        for sequence in list(self.requests[request_id].values()):
             self.scheduler.remove(sequence)
             self._forget(sequence)
+        self.outputs = deque(output.without(request_id) for output in self.outputs)
+        if not self.requests:
+            self.run_ahead.discard()
 
     def reset(self):
         """Drop all requests and the content of the cache: after an exception in `step`, wherever it was raised."""
+        self.runner.synchronize()
         self._start(BlockManager(self.blocks.num_blocks, BLOCK_SIZE), self.policy_version)
 
     def update_weights(self, version):
         """The weights have been changed in place: tokens sampled next are of policy version `version`.
 
         K and V of the old weights are dropped. Running sequences keep their tokens and compute them again, so that the
-        next ones are those of an engine that never had other weights.
+        next ones are those of an engine that never had other weights. Raises as `step` does.
         """
+        self.synchronize()
         self.context.wait_for(current())
         self.scheduler.preempt_all()
         self.blocks.forget_hashes()
         self.scheduler.policy_version = version
 
     def sleep(self):
-        """Give the memory of the KV cache back, with its content; unfinished requests stay and are computed again."""
+        """Give the memory of the KV cache back, with its content; unfinished requests stay and are computed again.
+
+        Raises as `step` does.
+        """
+        self.synchronize()
         self.scheduler.preempt_all()
         self.blocks.forget_hashes()
         self.runner.release()
@@ -274,6 +320,14 @@ class Engine:
         """Take the KV cache's memory, as `step` does; only on the GPU: elsewhere its size follows the requests."""
         if device.name() == "cuda" and self.is_asleep:
             self._take_cache()
+
+    def _record(self, step, token_ids, logprobs, thresholds):
+        """The StepOutput of a computed step, once its results are in the scheduler's table."""
+        check_finite(logprobs)
+        scheduler = self.scheduler
+        sequences = scheduler.table.sequences[step.sampled_rows]
+        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
+        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
 
     def _prompt_ids(self, request_id, prompt):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""

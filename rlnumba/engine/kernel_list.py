@@ -3,8 +3,8 @@
     python -m rlnumba.engine.kernel_list        the process that compiles them (runtime/ahead_of_time.py)
 
 Prefill is listed in steps as large as the engine's, decode in every bucket of rows, since the GEMM's configuration
-follows from the number of rows. Penalties, stop words and batches of several adapters are not listed: their kernels are
-compiled when they are first launched.
+follows from the number of rows. Penalties and batches of several adapters are not listed: their kernels are compiled
+when they are first launched.
 """
 
 from typing import NamedTuple
@@ -13,9 +13,10 @@ import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
-from rlnumba.engine.runner import BUCKET_STEP, SMALL_BUCKETS, Runner, bucket_of, context_bucket_of
+from rlnumba.engine.runner import BUCKET_STEP, SMALL_BUCKETS, Runner, bucket_of, context_bucket_of, decode_state
 from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.kernels.attention.paged import sharing
+from rlnumba.kernels.decode_state import edit_decode_state
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import Transformer
@@ -72,6 +73,7 @@ def launch_steps(model, request):
         for max_group_size in group_sizes:
             arrays = step_arrays_of(rows, 1, longest, request.replay, max_group_size)
             runner.compute(arrays, rows, 1, context_bucket_of(longest), max_group_size)
+    edit_decode_state(runner.edits[1][0], 1, decode_state(arrays))
 
 
 def prefill_sizes(lengths, max_tokens, most_rows):
@@ -94,8 +96,10 @@ def decode_buckets(most_rows):
 
 
 def step_arrays_of(sequences, count, context, replay, max_group_size=1):
-    """The arrays of a step, as runner.step_arrays', zeros: `count` tokens of each of the sequences, of them the last
-    sampled."""
+    """The arrays of a step, as the runner's, zeros: `count` tokens of each of the sequences, of them the last sampled.
+
+    With a count of 1 they are those of decode.
+    """
 
     def zeros(*shape):
         return np.zeros(shape, np.int32)
@@ -108,6 +112,9 @@ def step_arrays_of(sequences, count, context, replay, max_group_size=1):
     arrays["philox_key"] = np.zeros((sequences, 2), np.uint32)
     if count > 1:
         arrays["rows"] = zeros(sequences)
+    else:
+        arrays |= {name: zeros(sequences) for name in ("live", "length_limit", "banned_until")}
+        arrays |= {"stop_ids": zeros(sequences, 1), "num_steps": zeros(1)}
     if replay:
         arrays["replay"] = zeros(sequences)
     if max_group_size > 1:

@@ -1,12 +1,18 @@
 """Run a step: its arrays, the model over the paged KV cache, sampling; on the GPU as CUDA graphs.
 
 The arrays of a step are built for all its sequences at once with NumPy and reach the device in one copy; the sampled
-ids and their log-probs come back in one. A step in which every sequence lacks one token is replayed as a graph on the
-GPU: captured once for a number of rows (rounded up to a bucket, the padding rows have an empty context), a context
-length (rounded up to a power of two) and a largest size of prefix groups (prefix_groups.py).
+ids and their log-probs come back in one (`run`).
+
+A step in which every sequence lacks one token, decode, ends with a kernel that makes of these arrays those of the next
+step (kernels/decode_state.py) and writes the results to memory of the host. So `begin` launches the first of several
+decode steps, `repeat` each of the others, without an upload and before the results of the one before are read, and
+`wait` returns the results of one. On the GPU they are replayed as a graph: captured once for a number of rows (rounded
+up to a bucket, the padding rows have an empty context), a context length (rounded up to a power of two), a largest size
+of prefix groups (prefix_groups.py) and the arrays that penalties and thresholds add.
 """
 
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +25,8 @@ from rlnumba.kernels.attention.paged import (
     plan_paged_attention,
     reserve_workspace,
 )
+from rlnumba.kernels.checks import unused
+from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
 from rlnumba.model.lora import AdapterStack
@@ -31,8 +39,14 @@ BUCKET_STEP = 16
 SMALLEST_CONTEXT = 256
 # Layouts of steps that Upload keeps: those of graphs recur, those of prefill steps hardly ever.
 MAX_LAYOUTS = 512
-# The values of a padding row where they are not 0: no slot, a prefix group of its own, no adapter.
-PADDING = {"slot_mapping": -1, "group_sizes": 1, "adapter_ids": -1}
+# Decode steps whose results the host has not read; the number of slots that they are written to in turn.
+MAX_IN_FLIGHT = 3
+# Tokens to come that a decoding sequence gets blocks for at a time, so that these reach the device in few steps.
+RESERVED_TOKENS = 64
+# The values of padding where they are not 0: no slot, a prefix group of its own, no adapter, no token.
+PADDING = dict.fromkeys(("slot_mapping", "adapter_ids", "history", "banned", "stop_ids"), -1) | {"group_sizes": 1}
+# Arrays of a decode step that are as they are, whatever rows are added.
+UNPADDED = ("cu_seqlens", "num_steps")
 # The arrays of a step that attention reads beside the groups'.
 READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens")
 # The fields of SamplingInputs that are columns of the sequence table under the same name.
@@ -47,6 +61,11 @@ def bucket_of(rows):
 def context_bucket_of(length):
     """The smallest power of two, at least SMALLEST_CONTEXT, that holds this context."""
     return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
+
+
+def max_group_size_of(step):
+    """The bound of the sizes of a step's prefix groups, 1 without any."""
+    return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
 
 
 def step_arrays(step, table, block_size, with_adapters=False):
@@ -113,15 +132,42 @@ def penalty_arrays(table, sampled):
     return arrays
 
 
-def pad_rows(arrays, rows, block_table_width):
-    """The arrays of a decode step with padding rows: no context, no slot, token 0 sampled greedily and not read."""
+def decode_arrays(step, table, max_blocks):
+    """{name: array} that a decode step has beside or instead of step_arrays': the other fields of DecodeState.
+
+    Of the block tables the first max_blocks columns, with blocks for tokens to come.
+    """
+    rows = step.rows
+    return {
+        "block_tables": table.block_tables[rows, :max_blocks],
+        "live": np.ones(len(rows), np.int32),
+        "stop_ids": table.stop_ids[rows],
+        "length_limit": table.length_limit[rows].astype(np.int32),
+        "banned_until": (table.prompt_length[rows] + table.min_tokens[rows]).astype(np.int32),
+        "num_steps": np.zeros(1, np.int32),
+    }
+
+
+def pad_decode(arrays, rows, max_context_len, block_size):
+    """The arrays of a decode step for contexts up to max_context_len, and with padding rows.
+
+    Those have no context and no slot; token 0 is sampled greedily for them and not read.
+    """
     padded = arrays | {"cu_seqlens": np.arange(rows + 1, dtype=np.int32)}
+    widths = {"block_tables": max_context_len // block_size, "history": max_context_len}
     for name, array in arrays.items():
-        shape = (rows, block_table_width) if name == "block_tables" else (rows, *array.shape[1:])
-        if shape != array.shape and name != "cu_seqlens":
+        shape = (rows, *array.shape[1:])
+        if name in widths:
+            shape = rows, widths[name]
+        if shape != array.shape and name not in UNPADDED:
             padded[name] = np.full(shape, PADDING.get(name, 0), array.dtype)
             padded[name][tuple(map(slice, array.shape))] = array
     return padded
+
+
+def decode_state(arrays):
+    """The DecodeState among the arrays of a decode step, on the device."""
+    return DecodeState(*(arrays[name] if name in arrays else unused(2) for name in DecodeState._fields))
 
 
 class PagedAttention:
@@ -222,8 +268,26 @@ class Upload:
         return words, host_views, device_views
 
 
+class GraphKey(NamedTuple):
+    """What a captured graph is for: rows and bounds of the step, and the names and widths of its arrays."""
+
+    rows: int
+    max_context_len: int
+    max_group_size: int
+    arrays: tuple
+
+
+class Decode(NamedTuple):
+    """The decode steps that `begin` began: the number of sequences, the arrays on the device, and how these are run."""
+
+    sequences: int
+    arrays: dict
+    state: DecodeState
+    key: GraphKey
+
+
 class Runner:
-    """The model with its KV cache; `run` computes one step of the scheduler.
+    """The model with its KV cache; computes the steps of the scheduler.
 
     context: the Context that all its device work runs in; max_num_batched_tokens, max_num_seqs, max_model_len: the
     largest step; eager: never capture graphs.
@@ -238,9 +302,17 @@ class Runner:
         self.cache = None
         self.upload = Upload()
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
-        self.results = device.xp().empty((3, max(bucket_of(max_num_seqs), max_num_seqs)), np.int32)
-        # Graphs by (rows, context, max_group_size, whether thresholds are wanted), and the addresses of the buffers
-        # that they were captured with.
+        rows = max(bucket_of(max_num_seqs), max_num_seqs)
+        self.results = device.xp().empty((3, rows), np.int32)
+        # Of decode steps the same, in turn; and what the host changes before a step (edit_decode_state).
+        self.published = memory.shared_with_host((MAX_IN_FLIGHT, 3, rows), np.int32)
+        self.edits = memory.shared_with_host((MAX_IN_FLIGHT, rows * (RESERVED_TOKENS // block_size + 3), 3), np.int32)
+        self.events = []
+        if device.name() == "cuda":
+            self.events = [device.xp().cuda.Event(disable_timing=True) for _ in range(MAX_IN_FLIGHT)]
+        # The current decode steps, and how many of them have been launched.
+        self.decode, self.num_launched = None, 0
+        # Graphs by GraphKey, and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = {}, None
         self.workspace_bytes = 0
 
@@ -289,10 +361,8 @@ class Runner:
         cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
         """
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
-        calls = [(self.max_num_seqs, tokens, tokens, longest)]
-        if not self.eager:
-            rows = bucket_of(self.max_num_seqs)
-            calls.append((rows, rows, 1, context_bucket_of(longest)))
+        rows = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs)
+        calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context_bucket_of(longest))]
         with self.context.use():
             nbytes = reserve_workspace(*self.heads, calls)
         added, self.workspace_bytes = nbytes - self.workspace_bytes, nbytes
@@ -307,41 +377,98 @@ class Runner:
         The third is the smallest logit that filters kept, (D,) float32, or None where no sequence wants it. The device
         has then done all work that it was given.
         """
-        arrays = step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
-        sampled = len(step.sampled_rows)
-        max_group_size = step.prefix_groups.max_group_size if step.prefix_groups is not None else 1
+        arrays = self._step_arrays(step, table)
+        sampled, longest = len(step.sampled_rows), int(arrays["context_lens"].max())
         with self.context.use():
-            decode = len(step.rows) == step.num_tokens == sampled
-            if decode and not self.eager and "history" not in arrays and "banned" not in arrays:
-                self._replay(arrays, max_group_size)
-            else:
-                longest = int(arrays["context_lens"].max())
-                self.compute(self.upload.send(arrays), sampled, int(step.counts.max()), longest, max_group_size)
+            sent = self.upload.send(arrays)
+            self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
             results = device.to_host(self.results)
-        thresholds = results[2, :sampled].view(np.float32).copy() if "replay" in arrays else None
-        return results[0, :sampled].copy(), results[1, :sampled].view(np.float32).copy(), thresholds
+        return self._results(results, sampled, "replay" in arrays)
 
-    def _replay(self, arrays, max_group_size):
-        """Run a decode step as a graph, captured when a step of its size is first seen."""
+    def begin(self, step, table):
+        """Launch a decode step, the first of several with the same rows; returns its number, for `wait`.
+
+        No earlier step may be in flight. Its arrays have room for contexts up to context_bucket_of the longest one.
+        """
+        arrays = self._step_arrays(step, table)
         longest = context_bucket_of(int(arrays["context_lens"].max()))
-        bucket = bucket_of(len(arrays["context_lens"]))
-        sent = self.upload.send(pad_rows(arrays, bucket, longest // self.block_size))
+        arrays |= decode_arrays(step, table, longest // self.block_size)
+        sequences = len(step.rows)
+        rows = sequences if self.eager else bucket_of(sequences)
+        arrays = pad_decode(arrays, rows, longest, self.block_size)
+        widths = tuple((name, *array.shape[1:]) for name, array in arrays.items())
+        key = GraphKey(rows, longest, max_group_size_of(step), widths)
+        with self.context.use():
+            sent = self.upload.send(arrays)
         if self._addresses() != self.graph_addresses:
             self.graphs.clear()
-        key = bucket, longest, max_group_size, "replay" in arrays
-        graph = self.graphs.get(key)
-        stream = self.context.stream
+        self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), key), 0
+        return self.repeat()
+
+    def repeat(self, edits=None):
+        """Launch the step after the one launched last; returns its number, for `wait`.
+
+        edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them. At most MAX_IN_FLIGHT
+        steps may be in flight, launched and not waited for, and all rows must have blocks for what the step writes
+        and for one token more.
+        """
+        number, self.num_launched = self.num_launched, self.num_launched + 1
+        if edits is not None:
+            # The step that read this slot's edits last has been waited for.
+            host, on_device = (array[number % MAX_IN_FLIGHT] for array in self.edits)
+            host[: len(edits)] = edits
+            with self.context.use():
+                edit_decode_state(on_device, len(edits), self.decode.state, self.decode.key.max_group_size > 1)
+        self.launch()
+        if self.events:
+            self.events[number % MAX_IN_FLIGHT].record(self.context.stream)
+        return number
+
+    @property
+    def max_context_len(self):
+        """The longest context that the current decode steps have room for."""
+        return self.decode.key.max_context_len
+
+    def wait(self, number):
+        """The results of a launched decode step, as of `run`, once the device has computed them."""
+        if self.events:
+            self.events[number % MAX_IN_FLIGHT].synchronize()
+        results = self.published[0][number % MAX_IN_FLIGHT]
+        return self._results(results, self.decode.sequences, "replay" in self.decode.arrays)
+
+    def synchronize(self):
+        """Return once the device has done all work that it was given."""
+        with self.context.use():
+            device.synchronize()
+
+    def _step_arrays(self, step, table):
+        return step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
+
+    def _results(self, results, sampled, with_thresholds):
+        logprobs, thresholds = (results[i, :sampled].view(np.float32) for i in (1, 2))
+        return results[0, :sampled].copy(), logprobs.copy(), thresholds.copy() if with_thresholds else None
+
+    def launch(self):
+        """Launch the current decode step, as a graph, which is captured when a step of its size is first seen."""
+        _, arrays, _, key = self.decode
+        compute = arrays, key.rows, 1, key.max_context_len, key.max_group_size
+        if self.eager:
+            with self.context.use():
+                self.compute(*compute)
+            return
+        graph, stream = self.graphs.get(key), self.context.stream
         if graph is not None:
             graph.launch(stream)
             return
-        # This run computes the step. It also compiles what is missing, which is not possible during a capture.
-        self.compute(sent, bucket, 1, longest, max_group_size)
-        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
-        with signals.held():
-            stream.begin_capture()
-            with keep_tensor_maps(), pdl_scope():
-                self.compute(sent, bucket, 1, longest, max_group_size)
-            self.graphs[key] = stream.end_capture()
+        with self.context.use():
+            # This run computes the step. It also compiles what is missing, which is not possible during a capture.
+            self.compute(*compute)
+            # Nothing can be copied from the device while a stream captures, not even a checkpoint.
+            with signals.held():
+                stream.begin_capture()
+                with keep_tensor_maps(), pdl_scope():
+                    self.compute(*compute)
+                self.graphs[key] = stream.end_capture()
         self.graph_addresses = self._addresses()
 
     def _addresses(self):
@@ -350,6 +477,8 @@ class Runner:
 
     def compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
         """Compute a step from its arrays, on the device, and sample its last tokens if there are any to be sampled.
+
+        With the arrays of a decode step they are then those of the step after it.
 
         max_seqlen_q, max_context_len, max_group_size: bounds for paged_attention.
         """
@@ -360,6 +489,11 @@ class Runner:
             hidden = self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids)
             if sampled:
                 self._sample(hidden, arrays, sampled)
+        if "live" in arrays:
+            token_ids, logprobs, thresholds = self.results[:, :sampled]
+            drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
+            state, grouped = decode_state(arrays), max_group_size > 1
+            advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
 
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__

@@ -5,6 +5,7 @@ A step takes, in this order, as far as budget, rows and blocks go:
 2. the running ones that lack more, in the order of admission, a chunk each (chunked prefill);
 3. waiting sequences, first come first served, with whatever prefix of theirs the cache holds.
 
+A sequence that decodes may have blocks for tokens to come (run_ahead.py), which are given back where they are wanted.
 When decode needs a block and none is free, the newest running sequence is preempted: it releases its blocks and goes to
 the front of the queue, with the tokens it has, and is computed again later, from the cached prefix if that is still
 there. The oldest always advances, so every sequence ends. None of this changes a text: a token's value depends on the
@@ -17,6 +18,8 @@ running sequences lack one token is ordered by prefix groups, if attention can m
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +28,28 @@ from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
 from rlnumba.engine.sequence import Sequence
 
 
+class EndConditions(NamedTuple):
+    """What ends D sequences: stop_ids (D, S), length_limit (D,), and the indices of those that have stop strings."""
+
+    stop_ids: np.ndarray
+    length_limit: np.ndarray
+    with_stop_strings: list
+
+    @classmethod
+    def of(cls, table, rows):
+        """Those of rows of the table."""
+        return cls(
+            table.stop_ids[rows], table.length_limit[rows], np.flatnonzero(table.has_stop_strings[rows]).tolist()
+        )
+
+
 @dataclass
 class SchedulerOutput:
     """The work of one step, an entry of each array a sequence: tokens [start, start + count) of table row `row`.
 
     samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of
     the sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
+    end_conditions: of the sampled rows, where several steps of the same rows have them in common.
     """
 
     rows: np.ndarray
@@ -38,10 +57,21 @@ class SchedulerOutput:
     counts: np.ndarray
     samples: np.ndarray
     prefix_groups: PrefixGroups | None = None
+    end_conditions: EndConditions | None = None
 
-    def __post_init__(self):
-        self.num_tokens = int(self.counts.sum())
-        self.sampled_rows = self.rows[self.samples]
+    @cached_property
+    def num_tokens(self):
+        return int(self.counts.sum())
+
+    @cached_property
+    def sampled_rows(self):
+        """Table rows of the sequences that a token is sampled for."""
+        return self.rows[self.samples]
+
+    @property
+    def is_decode(self):
+        """Whether every sequence has one token, after which one is sampled."""
+        return len(self.rows) == self.num_tokens == len(self.sampled_rows)
 
 
 def blocks_needed(length_limit, block_size):
@@ -87,6 +117,8 @@ class Scheduler:
 
         Raises ValueError if the next sequence to be admitted does not fit into the cache even alone.
         """
+        if self.waiting:
+            self._give_back_reserved()
         table, preempted = self.table, self._allocate_decode_blocks()
         # Only the sequence admitted last may lack more than one token: the next one is admitted after its last chunk.
         counts = table.length[self.running] - table.num_computed[self.running]
@@ -119,32 +151,34 @@ class Scheduler:
         thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them.
         Returns the sequences that end with it.
         """
-        table = self.table
+        table, size = self.table, self.blocks.block_size
         computed = step.starts + step.counts
         table.num_computed[step.rows] = computed
         if self.prefix_caching:
-            size = self.blocks.block_size
-            for row in step.rows[computed // size > step.starts // size].tolist():
-                self._register(row)
+            completes_block = computed // size > step.starts // size
+            if completes_block.any():
+                self._register(step.rows[completes_block])
         if self.waiting_on_prefix:
             prompt_length = table.prompt_length[step.rows]
             for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
                 self.release_waiters(table.sequences[row])
 
-        rows = step.sampled_rows
-        position = table.length[rows]
+        # All tokens of these are computed, so this is the position of the next one.
+        rows, position = step.sampled_rows, computed[step.samples]
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs
         if thresholds is not None:
             table.thresholds[rows, position] = thresholds
         table.length[rows] = position + 1
 
-        stops = (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        for i in np.flatnonzero(table.has_stop_strings[rows] & ~stops).tolist():
-            row = rows[i]
-            completion_ids = table.token_ids[row, table.prompt_length[row] : table.length[row]]
-            stops[i] = self.has_stop_string(table.sequences[row], completion_ids)
-        ends = stops | (position + 1 >= table.length_limit[rows])
+        stop_ids, length_limit, with_stop_strings = step.end_conditions or EndConditions.of(table, rows)
+        stops = (stop_ids == token_ids[:, None]).any(axis=1)
+        for i in with_stop_strings:
+            if not stops[i]:
+                row = rows[i]
+                completion_ids = table.token_ids[row, table.prompt_length[row] : table.length[row]]
+                stops[i] = self.has_stop_string(table.sequences[row], completion_ids)
+        ends = stops | (position + 1 >= length_limit)
         finished = []
         for i in np.flatnonzero(ends).tolist():
             sequence = self._vacate(int(rows[i]))
@@ -192,6 +226,8 @@ class Scheduler:
         while True:
             num_blocks = table.num_blocks[self.running]
             rows = self.running[table.length[self.running] > num_blocks * self.blocks.block_size]
+            if len(rows) > self.blocks.num_free:
+                self._give_back_reserved()
             if len(rows) <= self.blocks.num_free:
                 break
             self.waiting.appendleft(self._vacate(int(self.running[-1])))
@@ -203,22 +239,80 @@ class Scheduler:
             table.num_blocks[rows] += 1
         return preempted
 
-    def _admit(self):
-        """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
-        sequence, table, blocks = self.waiting[0], self.table, self.blocks
-        size, length = blocks.block_size, len(sequence.token_ids)
-        most = blocks_needed(sequence.length_limit, size)
-        if most > blocks.num_blocks:
-            raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
+    def reserve_blocks(self, rows, needed, wanted):
+        """Allocate blocks for tokens to come of running rows: (indices into rows, columns of their tables, blocks).
+
+        needed, wanted (B,): tokens that each row is to have blocks for; `wanted` if half of the free blocks are enough,
+        else `needed`, within its length_limit. None, and nothing is allocated, where too few blocks are free.
+        """
+        table, size, free = self.table, self.blocks.block_size, self.blocks.num_free
+        have = table.num_blocks[rows]
+        more = np.maximum(-(-wanted // size) - have, 0)
+        if more.sum() > free // 2:
+            more = np.maximum(-(-needed // size) - have, 0)
+        total = int(more.sum())
+        if total > free:
+            return None
+        indices = np.repeat(np.arange(len(rows)), more)
+        columns = np.arange(total) - np.repeat(np.cumsum(more) - more, more) + have[indices]
+        blocks = np.array(self.blocks.allocate(total), np.int64)
+        table.block_tables[rows[indices], columns] = blocks
+        table.num_blocks[rows] += more
+        return indices, columns, blocks
+
+    def can_admit(self, in_flight):
+        """Whether a waiting sequence could be admitted, once `in_flight` more tokens of the running ones are computed.
+
+        Blocks that were reserved for later tokens count as free. To be asked while all running ones decode.
+        """
+        if not (self.waiting and self.free_rows):
+            return False
+        sequence = self.waiting[0]
+        if sequence.prompt_key in self.waiting_on_prefix and not sequence.is_prefix_leader:
+            return True
+        spare = self.table.num_blocks[self.running] - self._blocks_of_length(self.running, in_flight)
+        return self._find_blocks(sequence, int(np.maximum(spare, 0).sum())) is not None
+
+    def _blocks_of_length(self, rows, more=0):
+        """(B,) blocks that the tokens of rows, and `more` of each, take."""
+        return -(-(self.table.length[rows] + more) // self.blocks.block_size)
+
+    def _give_back_reserved(self):
+        """Free the blocks of running sequences that none of their tokens has a place in."""
+        table, rows = self.table, self.running
+        kept = self._blocks_of_length(rows)
+        for index in np.flatnonzero(table.num_blocks[rows] > kept).tolist():
+            row, first = rows[index], int(kept[index])
+            self.blocks.give_back(table.block_tables[row, first : table.num_blocks[row]].tolist()[::-1])
+            table.num_blocks[row] = first
+
+    def _find_blocks(self, sequence, spare=0):
+        """(cached blocks of a waiting sequence, their hashes, new blocks needed), or None without enough free blocks.
+
+        spare: blocks that are going to be free beside those that are.
+        """
+        blocks, size, length = self.blocks, self.blocks.block_size, len(sequence.token_ids)
         num_full = (length - 1) // size if self.prefix_caching else 0
-        salt = self._salt(sequence)
-        hashes = self._hashes(sequence.token_ids, num_full, salt)
+        hashes = self._hashes(sequence.token_ids, num_full, self._salt(sequence))
         matched = blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
         reserve = len(self.running)
-        if needed + blocks.count_free(matched) + reserve > blocks.num_free:
+        if needed + blocks.count_free(matched) + reserve > blocks.num_free + spare:
             return None
+        return matched, hashes, needed
+
+    def _admit(self):
+        """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
+        sequence, table, blocks = self.waiting[0], self.table, self.blocks
+        size = blocks.block_size
+        most = blocks_needed(sequence.length_limit, size)
+        if most > blocks.num_blocks:
+            raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
+        found = self._find_blocks(sequence)
+        if found is None:
+            return None
+        matched, hashes, needed = found
         self.waiting.popleft()
         blocks.acquire(matched)
         owned = matched + blocks.allocate(needed)
@@ -227,7 +321,7 @@ class Scheduler:
         table.block_tables[row, : len(owned)] = owned
         table.num_blocks[row] = len(owned)
         table.num_registered[row] = len(matched)
-        table.last_hash[row] = hashes[len(matched) - 1] if matched else salt
+        table.last_hash[row] = hashes[len(matched) - 1] if matched else self._salt(sequence)
         table.num_computed[row] = len(matched) * size
         self.running = np.append(self.running, row)
         # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
@@ -252,15 +346,21 @@ class Scheduler:
             hashes.append(parent)
         return hashes
 
-    def _register(self, row):
-        """Record the hashes of a row's blocks that are full and computed."""
+    def _register(self, rows):
+        """Record the hashes of the rows' blocks that are full and computed."""
         table, size = self.table, self.blocks.block_size
-        full, new_hash = int(table.num_computed[row]) // size, table.last_hash[row]
-        for i in range(int(table.num_registered[row]), full):
-            token_ids = table.token_ids[row, i * size : (i + 1) * size]
-            new_hash = block_hash(new_hash, token_ids)
-            self.blocks.register(int(table.block_tables[row, i]), new_hash, token_ids)
-        table.num_registered[row], table.last_hash[row] = full, new_hash
+        first, full = table.num_registered[rows], table.num_computed[rows] // size
+        new = full - first
+        owners = np.repeat(rows, new)
+        indices = np.arange(len(owners)) - np.repeat(np.cumsum(new) - new - first, new)
+        token_ids = table.token_ids[owners[:, None], indices[:, None] * size + np.arange(size)]
+        parents, hashes = dict(zip(rows.tolist(), table.last_hash[rows].tolist(), strict=True)), []
+        for row, block in zip(owners.tolist(), token_ids.astype(np.int64), strict=True):
+            parents[row] = block_hash(parents[row], block)
+            hashes.append(parents[row])
+        self.blocks.register(table.block_tables[owners, indices].tolist(), hashes, token_ids)
+        table.num_registered[rows] = full
+        table.last_hash[rows] = np.array(list(parents.values()), np.uint64)
 
     def _vacate(self, row):
         """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""

@@ -78,6 +78,23 @@ def allocating(region, nbytes):
         raise OutOfMemory(region, nbytes) from error
 
 
+def shared_with_host(shape, dtype):
+    """(array of the host, array of the device): the same pinned memory, which kernels access without a copy.
+
+    What a kernel wrote may be read once an event recorded after it has happened. On cpu and sim both are one array.
+    """
+    if device.name() != "cuda":
+        array = device.xp().empty(shape, dtype)
+        return array, array
+    import cupy
+    import cupyx
+
+    host = cupyx.empty_pinned(shape, dtype)
+    # Under unified addressing the address of pinned memory is the same on the device.
+    unowned = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, cupy.cuda.runtime.getDevice())
+    return host, cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(unowned, 0))
+
+
 class Arena:
     """Short-lived arrays of one region, for one stream. An array is valid until the scope it was made in ends."""
 

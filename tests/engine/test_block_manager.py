@@ -30,8 +30,7 @@ def test_match_compares_token_ids():
     manager = BlockManager(4, 4)
     a, b = manager.allocate(2)
     hashes = hashes_of(IDS)
-    manager.register(a, hashes[0], IDS[0])
-    manager.register(b, hashes[1], IDS[1])
+    manager.register([a, b], hashes[:2], IDS[:2])
     assert manager.match(hashes, IDS.reshape(-1)) == [a, b]
     assert manager.match(hashes[1:], IDS[1:].reshape(-1)) == [b]
     other = IDS.copy()
@@ -44,7 +43,7 @@ def test_freed_blocks_keep_their_content_until_reused_first_freed_first():
     blocks = manager.allocate(3)
     hashes = hashes_of(IDS)
     for block, value, ids in zip(blocks, hashes, IDS, strict=True):
-        manager.register(block, value, ids)
+        manager.register([block], [value], ids[None])
     manager.release(blocks[::-1])
     assert manager.num_free == 3 and manager.match(hashes, IDS.reshape(-1)) == blocks
     assert manager.allocate(1) == [blocks[2]]
@@ -59,7 +58,7 @@ def test_freed_blocks_keep_their_content_until_reused_first_freed_first():
 def test_forgetting_hashes_keeps_references():
     manager = BlockManager(2, 4)
     (block,) = manager.allocate(1)
-    manager.register(block, 5, IDS[0])
+    manager.register([block], [5], IDS[:1])
     manager.forget_hashes()
     assert manager.match([5], IDS[0]) == [] and manager.num_free == 1
     manager.release([block])
@@ -85,7 +84,7 @@ def test_every_block_is_free_or_owned(moves, num_blocks):
         elif move == 1 and owned:
             block, value = owned[step % len(owned)], step % 4
             if block not in manager.hash_of_block:
-                manager.register(block, value, np.int32([value]))
+                manager.register([block], [value], np.int32([[value]]))
         elif move == 2:
             found = manager.match([step % 4], np.int32([step % 4]))
             manager.acquire(found)

@@ -211,6 +211,7 @@ def test_after_new_weights_tokens_are_those_of_a_fresh_engine(steps):
     before = run(old)
     for _ in range(steps):
         assert not engine.step().finished
+    engine.synchronize()
     model.weights.flat *= np.float32(0.7)
     engine.update_weights(7)
     assert engine.policy_version == 7
@@ -240,9 +241,9 @@ def test_after_new_weights_tokens_are_those_of_a_fresh_engine(steps):
 
 
 def test_after_new_weights_a_prompt_is_computed_once_for_its_completions(model):
-    engine, prompt = make_engine(model), list(range(35))
-    computed, compute = [], engine.runner.run
-    engine.runner.run = lambda step, table: computed.append(step.num_tokens) or compute(step, table)
+    engine, prompt = make_engine(model, async_scheduling=False), list(range(35))
+    computed, compute = [], engine.runner.compute
+    engine.runner.compute = lambda arrays, *sizes: computed.append(len(arrays["input_ids"])) or compute(arrays, *sizes)
     engine.add_request(0, prompt, SamplingParams(max_tokens=9, n=4, ignore_eos=True))
     for _ in range(4):
         engine.step()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba.engine.prefix_groups import PrefixGroups
-from rlnumba.engine.runner import bucket_of, context_bucket_of, pad_rows, step_arrays
+from rlnumba.engine.runner import bucket_of, context_bucket_of, decode_arrays, pad_decode, step_arrays
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 
@@ -46,11 +46,31 @@ def test_arrays_of_a_decode_step_and_its_padding():
     arrays = step_arrays(step_of([1, 0], [5, 8], [1, 1], table), table, 4)
     assert arrays["input_ids"].tolist() == [105, 8] and arrays["cu_seqlens"].tolist() == [0, 1, 2]
     assert "rows" not in arrays and "penalty" not in arrays
-    padded = pad_rows(arrays, 4, 8)
+    padded = pad_decode(arrays, 4, 32, 4)
     assert padded["slot_mapping"].tolist() == [33, 20, -1, -1] and padded["context_lens"].tolist() == [6, 9, 0, 0]
     assert padded["cu_seqlens"].tolist() == [0, 1, 2, 3, 4]
     assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][1, :3].tolist() == [7, 3, 5]
     assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
+
+
+def test_arrays_that_advance_a_decode_step():
+    table = make_table()
+    table.put(2, Sequence(2, 0, np.arange(13, dtype=np.int32), SamplingParams(min_tokens=2), (2, 42), 20, (7, 9)))
+    table.block_tables[2, 4] = 3
+    step = step_of([2, 0], [12, 8], [1, 1], table)
+    arrays = step_arrays(step, table, 4) | decode_arrays(step, table, 8)
+    # All blocks that the rows have, also those of tokens to come.
+    assert arrays["block_tables"].tolist() == [[1, 4, 6, 9, 3], [7, 3, 5, 0, 0]]
+    assert arrays["stop_ids"].tolist() == [[7, 9], [-1, -1]] and arrays["length_limit"].tolist() == [20, 20]
+    assert arrays["banned"].tolist() == [[7, 9], [-1, -1]] and arrays["banned_until"].tolist() == [15, 9]
+    padded = pad_decode(arrays, 4, 32, 4)
+    assert padded["live"].tolist() == [1, 1, 0, 0] and padded["num_steps"].tolist() == [0]
+    assert padded["stop_ids"].tolist() == padded["banned"].tolist() == [[7, 9], [-1, -1], [-1, -1], [-1, -1]]
+    assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][0].tolist() == [1, 4, 6, 9, 3, 0, 0, 0]
+    table = make_table()
+    arrays = step_arrays(step_of([2], [12], [1], table), table, 4)
+    padded = pad_decode(arrays, 1, 32, 4)
+    assert padded["history"].tolist() == [[*range(200, 213), *[-1] * 19]]
 
 
 def test_prefix_groups_are_among_the_arrays_and_padding_is_in_none():
@@ -59,10 +79,10 @@ def test_prefix_groups_are_among_the_arrays_and_padding_is_in_none():
     step.prefix_groups = PrefixGroups(np.array([0, 1]), np.array([4, 4], np.int32), np.array([2, 0], np.int32), 8)
     arrays = step_arrays(step, table, 4)
     assert arrays["shared_prefix_lens"].tolist() == [4, 4] and arrays["group_sizes"].tolist() == [2, 0]
-    padded = pad_rows(arrays, 4, 8)
+    padded = pad_decode(arrays, 4, 32, 4)
     assert padded["shared_prefix_lens"].tolist() == [4, 4, 0, 0] and padded["group_sizes"].tolist() == [2, 0, 1, 1]
     assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
-    same = pad_rows(arrays, 2, 4)
+    same = pad_decode(arrays, 2, 16, 4)
     assert all(same[name].tolist() == arrays[name].tolist() for name in arrays if name != "block_tables")
 
 

@@ -65,7 +65,7 @@ GPU_ONLY = {
     # Pinned memory, CUDA graphs, and the size of what attention keeps on the GPU.
     "rlnumba/engine/runner.py": (
         *("NullAttention", "Upload._grow", "Upload._layout", "Runner.reserve_activations", "Runner.reserve_workspace"),
-        *("Runner._replay", "Runner._addresses"),
+        *("Runner.launch", "Runner._addresses"),
     ),
     # How many blocks fit into the GPU's memory.
     "rlnumba/engine/core.py": ("Engine._gpu_blocks", "Engine._blocks_beside"),

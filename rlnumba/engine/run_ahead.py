@@ -1,0 +1,172 @@
+"""Decode that runs ahead of the host: steps are launched before the results of the one before them are read.
+
+    begin     the scheduler has a decode step: its arrays are uploaded, and it is launched
+    launch    the steps after it are launched without an upload, while fewer than DEPTH are in flight
+    next      the oldest step in flight is waited for
+
+The device makes each step's arrays from the last one's (kernels/decode_state.py), so while the host records the results
+of one step, it computes another. Between two steps the host uploads only blocks for tokens to come, several for each
+sequence at a time, and sequences that it ended itself: aborted ones, and those whose text has a stop string. What was
+sampled for them after that is dropped. A sequence that ended keeps its row, which then is as good as padding.
+
+No further step is launched, and those in flight are read, where the scheduler is to choose the rows again:
+- a waiting sequence can be admitted;
+- so many sequences have ended that a smaller graph would do; or, where an ended one has its cost, more than 1/16;
+- the longest context outgrows the graph, or there are too few free blocks;
+- no sequence would be live in another step.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from rlnumba.engine.runner import MAX_IN_FLIGHT, RESERVED_TOKENS, bucket_of, context_bucket_of
+from rlnumba.engine.scheduler import EndConditions, SchedulerOutput
+
+# While one step is computed, the host has its time to record the one before. More would be wasted at every end.
+DEPTH = 2
+assert DEPTH <= MAX_IN_FLIGHT
+# Share of the rows that may have ended before the others are put together again, unless they cost nothing in a graph.
+MAX_ENDED_SHARE = 1 / 16
+
+
+class RunAhead:
+    """The decode steps in flight.
+
+    scheduler, runner: whose steps they are. enabled: whether steps are launched ahead; else `begin` launches each.
+    """
+
+    def __init__(self, scheduler, runner, enabled=True):
+        self.scheduler, self.runner, self.enabled = scheduler, runner, enabled
+        # Numbers of launched steps that were not waited for, the oldest first.
+        self.in_flight = deque()
+        # The table's rows in the order of the step; which of them still run, by index and by row; and what all steps of
+        # these have in common, as the last fields of SchedulerOutput.
+        self.rows = self.open = self.open_rows = self.in_common = None
+        # scheduler.running when these were found, and whether something has ended since the last launch.
+        self.running, self.has_changed = None, False
+        # The first in the queue when it was last found that it cannot be admitted, and scheduler.running then.
+        self.refused = None, None
+        # No more steps are launched once it has ended; before, this many without a look at blocks and lengths.
+        self.has_ended, self.launches_left = True, 0
+        # What edit_decode_state is to change before the next step, arrays (E, 3).
+        self.edits = []
+
+    def begin(self, step):
+        """Launch a decode step of the scheduler; no other may be in flight."""
+        self.rows, self.running = step.rows, None
+        self._find_open()
+        self.has_changed = False
+        # The scheduler has just refused what waits.
+        self.refused = self._head(), self.running
+        self.launches_left = self._count_launches() if self.enabled else 0
+        self.has_ended = self.launches_left == 0
+        # The block tables that are uploaded have these.
+        self.edits = []
+        self.in_flight.append(self.runner.begin(step, self.scheduler.table))
+        self.launches_left -= 1
+
+    def launch(self):
+        """Launch the next steps, if any are in flight and those are to go on."""
+        while 0 < len(self.in_flight) < DEPTH and self._goes_on():
+            edits, self.edits = self.edits, []
+            self.in_flight.append(self.runner.repeat(np.concatenate(edits) if edits else None))
+            self.launches_left -= 1
+
+    def next(self):
+        """The oldest step in flight: (SchedulerOutput, token_ids, logprobs, thresholds), of the rows that still run.
+
+        None if no step is in flight, or none that has a row that still runs.
+        """
+        if self.in_flight:
+            self._find_open()
+            if not len(self.open_rows):
+                self.discard()
+        if not self.in_flight:
+            return None
+        token_ids, logprobs, thresholds = self.runner.wait(self.in_flight[0])
+        self.in_flight.popleft()
+        if len(self.open_rows) < len(self.rows):
+            token_ids, logprobs = token_ids[self.open], logprobs[self.open]
+            thresholds = None if thresholds is None else thresholds[self.open]
+        starts = self.scheduler.table.num_computed[self.open_rows]
+        return SchedulerOutput(self.open_rows, starts, *self.in_common), token_ids, logprobs, thresholds
+
+    def discard(self):
+        """Return once no step is in flight, without the results of those that are."""
+        if self.in_flight:
+            self.in_flight.clear()
+            self.runner.synchronize()
+
+    def _find_open(self):
+        """Find the rows that still run, if that may have changed, and end the others on the device, too."""
+        running = self.scheduler.running
+        if running is self.running:
+            return
+        is_open = np.isin(self.rows, running)
+        if self.running is not None and len(ended := self.open[~is_open[self.open]]):
+            edits = np.full((len(ended), 3), -1, np.int32)
+            edits[:, 0] = ended
+            self.edits.append(edits)
+        self.running, self.has_changed = running, True
+        self.open = np.flatnonzero(is_open)
+        self.open_rows = self.rows[self.open]
+        ones = np.ones(len(self.open), np.int64)
+        self.in_common = ones, ones > 0, None, EndConditions.of(self.scheduler.table, self.open_rows)
+
+    def _head(self):
+        """The first waiting sequence, or None."""
+        return self.scheduler.waiting[0] if self.scheduler.waiting else None
+
+    def _goes_on(self):
+        """Whether another step is to be launched now."""
+        if self.has_ended:
+            return False
+        self._find_open()
+        if self.has_changed or not self.launches_left:
+            self.has_changed = False
+            self.launches_left = 0 if self._is_thin() else self._count_launches()
+        self.has_ended = not self.launches_left or self._admits()
+        return not self.has_ended
+
+    def _is_thin(self):
+        """Whether so many rows have ended that the others are to be put together again."""
+        total, left = len(self.rows), len(self.open)
+        # Without graphs there is no padding, and members of prefix groups keep their contexts.
+        if self.runner.eager or self.runner.decode.key.max_group_size > 1:
+            return total - left > total * MAX_ENDED_SHARE
+        return bucket_of(left) < bucket_of(total)
+
+    def _admits(self):
+        """Whether the first waiting sequence can be admitted; asked again only if it or what runs is another."""
+        head = self._head()
+        if head is None or (head is self.refused[0] and self.running is self.refused[1]):
+            return False
+        self.refused = head, self.running
+        return self.scheduler.can_admit(len(self.in_flight))
+
+    def _count_launches(self):
+        """How many steps can be launched without a further look; allocates blocks for tokens to come if that is 0.
+
+        A step with L tokens of a row before it needs blocks for L + 1, of which its successor's slot is computed.
+        """
+        table, rows, size = self.scheduler.table, self.open_rows, self.scheduler.blocks.block_size
+        # Tokens of a row before the next step, if it is live then, and before its last one.
+        length, last = table.length[rows] + len(self.in_flight), table.length_limit[rows] - 1
+        count = (last - length).max(initial=-1) + 1
+        if count <= 0:
+            return 0
+        longest = self.runner.max_context_len if self.in_flight else context_bucket_of(int(length.max()))
+        count = min(count, (longest + 1 - length[last > longest]).min(initial=count))
+        # Tokens of a row that these steps may write keys and values of.
+        most = np.minimum(last, longest)
+        has_room = table.num_blocks[rows] * size
+        if (has_room < np.minimum(length + 1, most)).any():
+            needed, wanted = (np.minimum(length + more, most) for more in (1, 1 + RESERVED_TOKENS))
+            reserved = self.scheduler.reserve_blocks(rows, needed, wanted)
+            if reserved is None:
+                return 0
+            indices, columns, blocks = reserved
+            self.edits.append(np.stack([self.open[indices], columns, blocks], axis=1).astype(np.int32))
+            has_room = table.num_blocks[rows] * size
+        return int(min(count, (has_room - length)[has_room < most].min(initial=count)))

@@ -39,6 +39,15 @@ BETWEEN_OPERATORS = {
     ("logprob", "gemm.ops"): "the GEMM with the LM head",
     ("logprob", "gemm.scheduler"): "tile coordinates of the fused GEMM with the LM head",
     ("logprob", "gemm.sm90"): "the GEMM of the weight gradient",
+    # The persistent kernel is built from the device functions of the operators that it computes.
+    ("decoder", "gemm.sm90"): "the main loop",
+    ("decoder", "gemm.sm90_config"): "the config that the epilogue follows from",
+    ("decoder", "gemm.epilogue"): "SwiGLU",
+    ("decoder", "attention.ops"): "the family of attention's kernels, whose bits it has",
+    ("decoder", "attention.scheduler"): "the look-up of pages",
+    ("decoder", "attention.sm90_decode_consumer"): "the softmax of a tile, across four warps",
+    ("decoder", "attention.softmax"): "constants of the arithmetic",
+    ("decoder", "attention.split_kv"): "the layout of the output in shared memory",
 }
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.engine.cache import KVCache
+from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
@@ -299,6 +300,7 @@ class Runner:
         self.max_model_len = max_model_len
         self.eager = eager or device.name() != "cuda"
         self.arena = memory.Arena("engine activations")
+        self.few_rows = FewRowsDecoder(model, block_size)
         self.cache = None
         self.upload = Upload()
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
@@ -482,11 +484,8 @@ class Runner:
 
         max_seqlen_q, max_context_len, max_group_size: bounds for paged_attention.
         """
-        attention = PagedAttention(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
         with self.arena.scope():
-            adapter_ids = {"adapter_ids": arrays["adapter_ids"]} if "adapter_ids" in arrays else {}
-            tokens = arrays["input_ids"], arrays["position_ids"]
-            hidden = self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids)
+            hidden = self._hidden(arrays, max_seqlen_q, max_context_len, max_group_size)
             if sampled:
                 self._sample(hidden, arrays, sampled)
         if "live" in arrays:
@@ -494,6 +493,17 @@ class Runner:
             drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
             state, grouped = decode_state(arrays), max_group_size > 1
             advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
+
+    def _hidden(self, arrays, max_seqlen_q, max_context_len, max_group_size):
+        """The hidden states (N, D) of a step, inside the arena's scope."""
+        if self.few_rows.supports(arrays, max_seqlen_q, max_context_len):
+            hidden = self.arena.empty((len(arrays["input_ids"]), self.model.config.hidden_size), self.model.dtype)
+            self.few_rows.forward(arrays, self.cache, hidden)
+            return hidden
+        attention = PagedAttention(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
+        adapter_ids = {"adapter_ids": arrays["adapter_ids"]} if "adapter_ids" in arrays else {}
+        tokens = arrays["input_ids"], arrays["position_ids"]
+        return self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids)
 
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__

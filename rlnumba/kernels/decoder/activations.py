@@ -1,4 +1,4 @@
-"""The A operand of a phase: rows that other blocks have written, brought to shared memory, normalised where need be.
+"""The A operand of a phase: rows that other blocks have written, loaded to shared memory, normalised where need be.
 
 In shared memory A has a panel of 8 lines of 128 bytes for each 64 columns, in the 128-byte swizzle; wgmma broadcasts
 the eight rows of the batch to its 64. A vector is 8 elements, 16 bytes, four words.

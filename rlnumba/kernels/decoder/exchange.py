@@ -77,7 +77,7 @@ def exchange_load_function(vectors):
 
 @instruction("prefetch.global.L2::evict_last [$0];", "e")
 def prefetch_l2(array, index):
-    """Bring the 32 bytes of array[index] to L2, where they are the last to leave."""
+    """Load the 32 bytes of array[index] to L2, as the last to leave it."""
 
 
 load_1, load_2, load_4, load_8 = (exchange_load_function(vectors) for vectors in (1, 2, 4, 8))

@@ -1,0 +1,43 @@
+"""Decode steps of few sequences, whose layers are one kernel (kernels/decoder) where the model and the GPU allow it."""
+
+import numpy as np
+
+from rlnumba.kernels.decoder.ops import MOST_KEYS, decoder_config, decoder_forward, decoder_weights
+from rlnumba.runtime import device
+
+
+class FewRowsDecoder:
+    """The persistent decoder kernel for one model; supports() says which steps it computes.
+
+    The hidden states have the bits of Transformer.forward.
+    """
+
+    def __init__(self, model, block_size):
+        self.model, self.block_size, self.configs = model, block_size, {}
+        weights, self.weights = model.weights, None
+        if device.name() != "cpu" and model.adapter is None:
+            self.weights = decoder_weights(weights.flat, weights.embed_tokens, weights.layers, weights.norm)
+
+    def config_for(self, rows):
+        """The DecoderConfig for so many rows, or None."""
+        if self.weights is None or self.model.adapter is not None:
+            return None
+        if rows not in self.configs:
+            config = self.model.config
+            heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            self.configs[rows] = decoder_config(self.weights, *heads, rows, self.block_size)
+        return self.configs[rows]
+
+    def supports(self, arrays, max_seqlen_q, max_context_len):
+        """Whether it computes a step with these arrays (runner.step_arrays) and bounds."""
+        if max_seqlen_q > 1 or max_context_len > MOST_KEYS:
+            return False
+        return self.config_for(len(arrays["context_lens"])) is not None
+
+    def forward(self, arrays, cache, hidden):
+        """Write the hidden states (B, D) of a step that it supports, and keys and values to the KVCache."""
+        model, names = self.model, ("input_ids", "position_ids", "context_lens", "slot_mapping", "block_tables")
+        decoder_forward(
+            self.config_for(len(arrays["context_lens"])), self.weights, *(arrays[name] for name in names), cache.k,
+            cache.v, *model.rope, model.config.rms_norm_eps, np.float32(model.config.scale), hidden,
+        )  # fmt: skip

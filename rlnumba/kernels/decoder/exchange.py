@@ -2,7 +2,7 @@
 
 Every layer's outputs have words of their own in global memory, two 16-bit elements a word. A word that is not written
 yet has all bits set, which no rounded pair of elements has: cvt makes another NaN. A reader loads words until they are
-written. So a value and the news that it is there travel together: no fence, no counter, no barrier, one trip to L2.
+written. So a value is its own flag: no fence, no counter, no barrier, one round trip to L2.
 H200, 132 blocks that each read 2 KB from all the others and write 16 bytes: 0.96 us a phase; with a counter 1.58.
 
 Words that are not in L2 take as long as memory that is busy with weights: hence they are fetched at the start, and

@@ -592,7 +592,9 @@ def persistent_decoder():
     for tick in range(0, 15, 2):
         axis.plot([tick, tick], [0.2, 0.3], color="black", linewidth=0.8)
         note(axis, tick, 0.0, f"{tick} us", size=8)
-    bare(axis, -3.2, 15.0, -0.2, 5.5, "One layer; pale: waiting for what other blocks write. Loads: drawn, not measured")
+    bare(
+        axis, -3.2, 15.0, -0.2, 5.5, "One layer; pale: waiting for what other blocks write. Loads: drawn, not measured"
+    )
     return figure
 
 

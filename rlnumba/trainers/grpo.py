@@ -109,8 +109,9 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
         clock = Clock()
         for step in range(folder.step, schedule.total_steps):
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
-            micro_batches, generation_metrics_of, num_generated = [], [], 0
-            for micro in schedule.micro_steps(step):
+            rollouts_of_micro_steps, generation_metrics_of, num_generated = [], [], 0
+            micro_steps = schedule.micro_steps(step)
+            for micro in micro_steps:
                 if micro.begins_generation or state.rollouts is None:
                     with clock.phase("generate"):
                         rollouts, generations, own_metrics = algorithm.generate(
@@ -121,11 +122,13 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                         state.begin(rollouts, generations, rewards.names, own_metrics)
                         num_generated += sum(each.num_generated + each.num_unused for each in generations)
                         writer.completions(step + 1, (row for each in generations for row in each.rows(rewards.names)))
-                with clock.phase("train"):
-                    part = state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
-                micro_batches.append(part)
+                rollouts_of_micro_steps.append(state.rollouts)
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
+                micro_batches = [
+                    rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
+                    for micro, rollouts in zip(micro_steps, rollouts_of_micro_steps, strict=True)
+                ]
                 # Signals are held from the update of the weights on.
                 metrics = algorithm.train_step(
                     policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)

@@ -25,7 +25,7 @@ class Background:
         """Have function(*arguments) called after all that was submitted before. Raises what an earlier call raised."""
         self._raise_error()
         if self._thread is None:
-            # A daemon: a process that ends without `close` has been told to end at once.
+            # A daemon, which does not delay the end of a process that is ended without `close`.
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self._calls.put((function, arguments))

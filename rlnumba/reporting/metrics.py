@@ -62,7 +62,7 @@ class MetricsWriter:
         self._completions = None
         self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
-        self._plotted_at = time.monotonic()
+        self._plotted_at, self._is_drawn = time.monotonic(), False
 
     def __enter__(self):
         return self
@@ -77,6 +77,7 @@ class MetricsWriter:
         self._background.submit(self._log, step, metrics)
 
     def _log(self, step, metrics):
+        self._is_drawn = False
         append_lines(self._metrics, [{"step": step} | metrics | {"step": step}])
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float | np.number)}
         for tracker in self._trackers:
@@ -130,9 +131,14 @@ class MetricsWriter:
         self.flush()
         self._console.print(text)
 
+    def draw(self):
+        """Begins to draw curves.png: for a run that has more to do after its last step."""
+        self._background.submit(self._plot)
+
     def _plot(self):
-        plot([self.folder], self.folder / "curves.png")
-        self._plotted_at = time.monotonic()
+        if read_metrics(self.folder):
+            plot([self.folder], self.folder / "curves.png")
+        self._plotted_at, self._is_drawn = time.monotonic(), True
 
     def close(self, draw=True, failed=False):
         """Ends the console line, closes the files and draws curves.png. failed: whether an error ends the run."""
@@ -152,7 +158,7 @@ class MetricsWriter:
             self._completions.close()
         for tracker in self._trackers:
             tracker.close(failed)
-        if draw and read_metrics(self.folder):
+        if draw and not self._is_drawn:
             self._plot()
 
 

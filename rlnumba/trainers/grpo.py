@@ -170,8 +170,9 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
             if last:
                 break
         callbacks.call("on_train_end", model)
-        algorithm.save_final(folder, policy, tokenizer)
         writer.flush()
+        writer.draw()
+        algorithm.save_final(folder, policy, tokenizer)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")

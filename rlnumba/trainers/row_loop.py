@@ -81,5 +81,6 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
             if last:
                 break
         callbacks.call("on_train_end", policy.model)
+        writer.draw()
         folder.finish(policy.model, tokenizer)
     log(f"{folder.path} has the curves (curves.png) and the model (final)")

@@ -288,7 +288,7 @@ def test_loading_holds_one_tensor_beyond_the_model(tmp_path):
 @pytest.mark.parametrize("piece_bytes", [256, 1 << 20])
 def test_pieces_of_all_threads_make_up_the_weights(tmp_path, monkeypatch, dtype, piece_bytes):
     """Also of a file whose tensors do not begin at multiples of their elements' size."""
-    config = replace(ModelConfig.from_folder(MODELS / "qwen3_untied"), vocab_size=5000)
+    config = replace(ModelConfig.from_folder(MODELS / "qwen3_untied"), vocab_size=20_000)
     held = Weights.random(config, "bfloat16")
     save_weights(held, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -299,7 +299,7 @@ def test_pieces_of_all_threads_make_up_the_weights(tmp_path, monkeypatch, dtype,
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
     loaded = load_weights(tmp_path, config, dtype)
-    assert len(header) % 2 and loaded.flat.nbytes > 2 * weights.READING_THREADS * min(piece_bytes, 1 << 17)
+    assert len(header) % 2 and loaded.flat.nbytes > 3 * piece_bytes
     assert_same_bits(device.to_host(loaded.flat), device.to_host(held.flat).astype(loaded.dtype))
 
 

@@ -16,7 +16,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -447,7 +447,8 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     """
     train = run.train
     with open(path / "completions.jsonl", encoding="utf-8") as file:
-        rows = [row for line in file if (row := json.loads(line))["step"] == 1]
+        # In the order of the steps: the first are not followed by others.
+        rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
     first = rows[: train.rollout_batch_size : train.num_generations][:count]
     chosen = prompt_order(prompts, run).take(train.prompts_per_rollout)
     params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)

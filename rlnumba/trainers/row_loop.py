@@ -58,7 +58,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
             complete = step + 1, num_tokens
             last = step + 1 == schedule.total_steps
             with clock.phase("log"):
-                metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
+                metrics = metrics | {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
                 callbacks.step_end(step + 1, metrics["epoch"], policy.model)
             if eval_rows and callbacks.evaluation_due(step + 1, last):
                 with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):

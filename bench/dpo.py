@@ -18,6 +18,7 @@ import statistics
 import time
 
 import numpy as np
+from grpo import synchronized
 from report import row
 from shapes import SHAPES, copy_of, random_model
 from train import print_memory
@@ -40,7 +41,7 @@ class PhasedPolicy(Policy):
     clock = None
 
     def phase(self, name):
-        return contextlib.nullcontext() if self.clock is None else self.clock.phase(name)
+        return contextlib.nullcontext() if self.clock is None else synchronized(self.clock, name)
 
     def logprobs(self, *arrays, **options):
         with self.phase("reference"):

@@ -1,16 +1,17 @@
-"""Time and memory of GRPO steps, by phase: generate, logprob (with --beta), train.
+"""Time and memory of GRPO steps, by phase: generate, advantage, logprob (with --beta), train.
 
     python bench/grpo.py                                   8 prompts x 8 completions, 128 + 512 tokens
     python bench/grpo.py --prompts 8 --generations 8 --prompt-length 128 --completion-length 512 --micro-batch 64
 
 Qwen3-0.6B's shape with random weights on a GPU, a 15M model elsewhere. Every completion is generated to its full
 length and rewards are random, so the work is fixed. The first step (compilation, graph capture) is printed apart;
-medians of the others. A training run adds its reward functions and its files to this.
+medians of the others, and which share of the step its phases are. A training run adds its reward functions and its
+files to this.
 """
 
 import argparse
 import statistics
-import time
+from contextlib import contextmanager
 
 import numpy as np
 from report import row
@@ -115,6 +116,14 @@ def samples_of(prompts, completions, step):
     return [Sample(prompt, done, np.array([reward]), reward, {}) for prompt, done, reward in pairs]
 
 
+@contextmanager
+def synchronized(clock, name):
+    """A phase of a Clock that ends when the device has done what was launched in it."""
+    with clock.phase(name):
+        yield
+        device.synchronize()
+
+
 def one_step(llm, policy, prompts, arguments, step, clock):
     """Generate for every prompt and make an optimizer step: (generated tokens, metrics)."""
     with clock.phase("generate"):
@@ -127,35 +136,41 @@ def one_step(llm, policy, prompts, arguments, step, clock):
         )
         outputs = llm.generate([prompt.prompt_token_ids for prompt in prompts], params)
         llm.sleep()
-    completions = [done for output in outputs for done in output.completions]
-    samples = samples_of([p for p in prompts for _ in range(arguments.generations)], completions, step)
-    groups = [samples[i : i + arguments.generations] for i in range(0, len(samples), arguments.generations)]
-    set_advantages(groups, [1.0], "group")
-    order = np.random.default_rng(step).permutation(len(samples))
-    rollouts = Rollouts.of([samples[i] for i in order], False)
+    with clock.phase("advantage"):
+        completions = [done for output in outputs for done in output.completions]
+        samples = samples_of([p for p in prompts for _ in range(arguments.generations)], completions, step)
+        groups = [samples[i : i + arguments.generations] for i in range(0, len(samples), arguments.generations)]
+        set_advantages(groups, [1.0], "group")
+        order = np.random.default_rng(step).permutation(len(samples))
+        rollouts = Rollouts.of([samples[i] for i in order], False)
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy=True)
-    with clock.phase("train"):
+    with synchronized(clock, "train"):
         metrics = train_step(policy, rollouts.parts(arguments.micro_batch, on_policy=True), 1e-6)
-    llm.update_weights(step + 1)
+        llm.update_weights(step + 1)
     return int(rollouts.completion_lengths.sum()), metrics
 
 
 def measure(take_step, steps):
     """Take 1 + steps steps: (medians of all but the first, {phase: seconds}, what the last take_step returned).
 
-    take_step(step, clock) is timed as a whole and, by the clock, in phases. The median of generation is printed too.
+    take_step(step, clock) is timed as a whole and, by the clock, in phases. The median of generation is printed too,
+    and which share of all these steps the phases are.
     """
     measured = []
     for step in range(1 + steps):
-        clock, started = Clock(), time.perf_counter()
+        clock = Clock()
         drawn, metrics = take_step(step, clock)
-        seconds = {name.removeprefix("time/"): value for name, value in clock.seconds.items()}
-        measured.append({"step": time.perf_counter() - started} | seconds)
+        seconds = clock.read()
+        step_time = seconds.pop("step_time")
+        measured.append({"step": step_time} | {name.removeprefix("time/"): value for name, value in seconds.items()})
     print(f"first step {measured[0]['step']:.1f} s")
     medians = {name: statistics.median(seconds[name] for seconds in measured[1:]) for name in measured[0]}
     for name, seconds in medians.items():
         print(f"{name:20} {seconds:8.3f} s")
+    # A step is listed beside its phases.
+    share = sum(sum(seconds.values()) for seconds in measured) / sum(seconds["step"] for seconds in measured) - 1
+    print(f"{'phases':20} {100 * share:8.2f} % of the steps")
     print(f"{'generation':20} {drawn / medians['generate']:8.0f} tok/s")
     return medians, metrics
 

@@ -19,6 +19,7 @@ STARTED = time.perf_counter()
 import argparse  # noqa: E402
 import importlib.metadata  # noqa: E402
 import json  # noqa: E402
+import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -76,7 +77,11 @@ def recorder(write):
     class Recorder:
         def on_log(self, args, state, control, logs=None, **kwargs):
             if "reward" in logs:
-                write(step=state.global_step, reward=logs["reward"], seconds=time.perf_counter() - STARTED)
+                seconds = time.perf_counter() - STARTED
+                # Of rlnumba, which names the phases of a step.
+                phases = {name.removeprefix("time/"): s for name, s in logs.items() if name.startswith("time/")}
+                own = {"step_time": logs["step_time"], "phases": phases} if phases else {}
+                write(step=state.global_step, reward=logs["reward"], seconds=seconds, **own)
 
     return Recorder
 
@@ -128,7 +133,22 @@ def draw(arguments):
         per_step = (seconds[-1] - seconds[0]) / max(1, len(steps) - 1)
         print(f"{name}: reward {rewards[:5].mean():.3f} -> {rewards[-10:].mean():.3f} in {len(steps)} steps;")
         print(f"    first step after {seconds[0]:.1f} s, {per_step:.3f} s a step, end after {seconds[-1]:.1f} s")
+        print_phases(path)
     picture(arguments.files).savefig(arguments.output, dpi=110, facecolor="white")
+
+
+def print_phases(path):
+    """Print medians of the phases of a file's steps, but for the first, and which share of the steps they are."""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()[2:]]
+    rows = [row for row in rows if "phases" in row]
+    if not rows:
+        return
+    names = dict.fromkeys(name for row in rows for name in row["phases"])
+    medians = {name: statistics.median(row["phases"].get(name, 0.0) for row in rows) for name in names}
+    share = sum(sum(row["phases"].values()) for row in rows) / sum(row["step_time"] for row in rows)
+    step = statistics.median(row["step_time"] for row in rows)
+    listed = ", ".join(f"{name} {seconds:.4f}" for name, seconds in medians.items())
+    print(f"    a step in seconds: {step:.4f}; {listed}; the phases are {share:.2%} of the steps")
 
 
 def picture(paths):

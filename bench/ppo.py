@@ -25,6 +25,7 @@ from grpo import (
     phases,
     random_prompts,
     samples_of,
+    synchronized,
     train_config,
     work_of,
 )
@@ -50,11 +51,11 @@ class TimedPolicy(Policy):
     clock = None
 
     def logprobs(self, *arrays, **options):
-        with self.clock.phase("reference"):
+        with synchronized(self.clock, "reference"):
             super().logprobs(*arrays, **options)
 
     def values(self, *arrays):
-        with self.clock.phase("values"):
+        with synchronized(self.clock, "values"):
             super().values(*arrays)
 
 
@@ -76,16 +77,18 @@ def ppo_step(llm, actor, prompts, arguments, step, clock):
         params = SamplingParams(max_tokens=arguments.completion_length, seed=derived_seed(0, step), ignore_eos=True)
         outputs = llm.generate(ids, distinct_params(ids, params))
         llm.sleep()
-    samples = samples_of(prompts, [output.completions[0] for output in outputs], step)
-    rollouts = Rollouts.of(samples, False)
-    actor.experience = ppo.Experience(rollouts, derived_seed(0, step, 0), 1e-6, actor.score_moments)
-    ppo.evaluate_tokens(actor, rollouts)
     with clock.phase("advantage"):
+        samples = samples_of(prompts, [output.completions[0] for output in outputs], step)
+        rollouts = Rollouts.of(samples, False)
+    actor.experience = ppo.Experience(rollouts, derived_seed(0, step, 0), 1e-6, actor.score_moments)
+    with synchronized(clock, "logprob"):
+        ppo.evaluate_tokens(actor, rollouts)
+    with synchronized(clock, "advantage"):
         scores = np.array([sample.reward for sample in samples])
         ppo.estimate_advantages(actor.buffer, rollouts, scores, actor.train)
-    with clock.phase("train"):
+    with synchronized(clock, "train"):
         metrics = ppo.train_step(actor, None, 1e-6)
-    llm.update_weights(step + 1)
+        llm.update_weights(step + 1)
     return int(rollouts.completion_lengths.sum()), metrics
 
 

@@ -113,7 +113,10 @@ tensorboardX is installed. The metrics have TRL's names:
 | `val/ratio`, `val/ratio_var` | likewise, of the ratio of probabilities, and the variance of these means |
 | `val/num_eos_tokens` | PPO: end tokens of the batch |
 | `critic/grad_norm`, `critic/learning_rate` | PPO: of a critic that is a model of its own |
-| `step_time`, `time/generate`, `time/reward`, `time/logprob`, `time/train` | seconds of the step and of its phases |
+| `step_time` | seconds of the step: the sum of the following phases, each moment counted in one |
+| `time/generate`, `time/reward`, `time/advantage`, `time/logprob` | completions; the wait for rewards; the batch |
+| `time/train`, `time/eval` | the optimizer step, and the evaluation after it |
+| `time/log`, `time/save` | metrics and callbacks; the copy for the checkpoint of the step before |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md); their sum without `host` |
 | `eval_loss`, `eval_reward`, ... | the same of `data.eval`; with rewards also [`eval_pass@k`](running.md#evaluation) |

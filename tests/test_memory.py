@@ -54,3 +54,68 @@ def test_threads_count_in_one_region():
         thread.join()
     assert memory.report()["test threads"] == 40_000
     memory.track("test threads", -40_000)
+
+
+class Lent:
+    """Memory that is lent, of a device with `free` bytes."""
+
+    def __init__(self, free, nbytes):
+        self.free, self.nbytes = free, nbytes
+        memory.lend(self)
+
+    def reclaim(self):
+        self.free[0] += self.nbytes
+
+
+def small_device(free):
+    """(Allocator of a device with the list [bytes] `free`, how often it was asked what is free)."""
+    asked, pool = [], [0]
+
+    def allocate(nbytes):
+        if nbytes > free[0]:
+            raise MemoryError
+        free[0] -= nbytes
+        pool[0] += nbytes
+        return nbytes
+
+    def free_bytes():
+        asked.append(free[0])
+        return free[0]
+
+    return memory.Allocator(allocate, lambda: pool[0], free_bytes), asked
+
+
+def test_an_allocation_that_fails_takes_what_is_lent():
+    margin = memory.MARGIN_BYTES
+    free = [3 * margin]
+    allocate, asked = small_device(free)
+    lent = Lent(free, 4 * margin)
+    assert allocate(margin) == margin and free == [2 * margin] and asked == [2 * margin]
+    assert allocate(3 * margin) == 3 * margin and free == [3 * margin]
+    # Lent no more: the next one fails, and is not asked for twice.
+    with pytest.raises(MemoryError):
+        allocate(4 * margin)
+    memory.lend(lent)
+    memory.take_back(lent)
+    with pytest.raises(MemoryError):
+        allocate(4 * margin)
+    assert not memory.reclaim()
+
+
+def test_an_allocation_that_leaves_the_driver_too_little_takes_what_is_lent():
+    margin = memory.MARGIN_BYTES
+    free = [2 * margin]
+    allocate, asked = small_device(free)
+    lent = Lent(free, 4 * margin)
+    assert allocate(0) == 0 and asked == []
+    assert allocate(margin + 1) == margin + 1
+    assert asked == [margin - 1] and free == [5 * margin - 1]
+    # Nothing is asked where nothing is lent.
+    assert allocate(margin) == margin and len(asked) == 1
+    del lent
+
+
+def test_what_is_not_referenced_any_more_is_not_reclaimed():
+    free = [0]
+    Lent(free, 1)
+    assert not memory.reclaim() and free == [0]

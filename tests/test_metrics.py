@@ -24,15 +24,29 @@ def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         with MetricsWriter(tmp_path, total_steps=3) as writer:
             writer.log(1, {"loss": 0.5})
+            writer.flush()
             writer._metrics = open("/dev/full", "a")
             writer.log(2, {"loss": 0.25})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
+def test_a_full_disk_ends_a_run_at_one_of_its_next_steps(tmp_path):
+    """Nothing is written after what could not be."""
+    with MetricsWriter(tmp_path, total_steps=1000) as writer:
+        kept, writer._metrics = writer._metrics, open("/dev/full", "a")
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            for step in range(1, 1000):
+                writer.log(step, {"loss": 0.25})
+        writer._metrics = kept
+        writer.log(1000, {"loss": 0.25})
+    assert read_metrics(tmp_path) == []
+
+
 def test_every_line_is_json_and_a_step(tmp_path, capfd):
     with MetricsWriter(tmp_path, total_steps=3, logging_steps=2) as writer:
         writer.log(1, {"loss": np.float32(0.5), "kl": float("nan"), "count": np.int64(3), "inf": float("inf")})
-        # Flushed: a process that is killed now has lost nothing.
+        # A process that is killed now has lost nothing.
+        writer.flush()
         assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
             "step": 1, "loss": 0.5, "kl": None, "count": 3, "inf": None,
         }  # fmt: skip

@@ -118,6 +118,11 @@ class EngineConfig(Section):
     async_scheduling: bool = key(True, "Launch decode steps before the results of the one before them are read.")
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
+    enable_sleep_mode: bool | None = key(
+        None,
+        "Free the KV cache's memory while the model trains: true, at each step; false, never; None: once training "
+        "needs it, and then at each step.",
+    )
 
 
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")

@@ -1,7 +1,9 @@
-"""The KV cache's memory, which is free for training between rollouts.
+"""The KV cache's memory, which training may use between rollouts.
 
-On the GPU a range of addresses is reserved once and physical memory is mapped into it on demand (the driver's virtual
-memory management), so that captured graphs, which contain addresses, survive a sleep.
+Mapping it anew takes tens of milliseconds, so it is kept where there is enough for both, and lent (runtime/memory.py):
+an allocation of the trainer's that would fail takes it. On the GPU a range of addresses is reserved once and physical
+memory is mapped into it on demand (the driver's virtual memory management), so that captured graphs, which contain
+addresses, stay valid when the memory is mapped again.
 """
 
 import weakref
@@ -15,7 +17,8 @@ from rlnumba.runtime import device, memory
 class KVCache:
     """k and v: (layers, num_blocks, block_size, HK, E) of `dtype`; None until `take`.
 
-    Raises DeviceError from `take` when the GPU has not enough memory left.
+    was_reclaimed: whether its memory was once needed while it was lent. Raises DeviceError from `take` when the GPU has
+    not enough memory left.
     """
 
     def __init__(self, config, num_blocks, block_size, dtype):
@@ -23,6 +26,7 @@ class KVCache:
         self.shape = (config.num_hidden_layers, num_blocks, block_size, *heads)
         self.dtype = np.dtype(dtype)
         self.k = self.v = None
+        self.was_reclaimed = False
         self.mapping = MappedMemory(self.nbytes) if device.name() == "cuda" else None
 
     @property
@@ -34,7 +38,8 @@ class KVCache:
         return 2 * int(np.prod(self.shape)) * self.dtype.itemsize
 
     def take(self):
-        """Allocate the memory; its content is undefined."""
+        """Allocate the memory, or end `lend`; its content is undefined."""
+        memory.take_back(self)
         if self.k is not None:
             return
         if self.mapping is None:
@@ -47,8 +52,19 @@ class KVCache:
         memory.track("kv", self.nbytes)
         self.untrack = weakref.finalize(self, memory.track, "kv", -self.nbytes)
 
+    def lend(self):
+        """Keep the memory until an allocation elsewhere needs it; its content is not needed any more."""
+        if self.k is not None:
+            memory.lend(self)
+
+    def reclaim(self):
+        """Free memory that is lent, for an allocation that needs it."""
+        self.was_reclaimed = True
+        self.give_back()
+
     def give_back(self):
         """Free the memory; the addresses stay reserved."""
+        memory.take_back(self)
         if self.k is None:
             return
         self.k = self.v = None
@@ -105,7 +121,11 @@ class MappedMemory:
         driver = self.driver
         # The driver cannot use what CuPy keeps in its pool.
         device.xp().get_default_memory_pool().free_all_blocks()
-        handle = self._call(driver.cuMemCreate, self.nbytes, self.properties, 0)
+        error, handle = driver.cuMemCreate(self.nbytes, self.properties, 0)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            # Another engine may have lent its cache.
+            memory.reclaim()
+            handle = self._call(driver.cuMemCreate, self.nbytes, self.properties, 0)
         self._call(driver.cuMemMap, self.address, self.nbytes, 0, handle, 0)
         # The mapping keeps the memory alive.
         self._call(driver.cuMemRelease, handle)

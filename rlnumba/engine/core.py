@@ -37,7 +37,7 @@ from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key
 from rlnumba.model.transformer import check_finite
-from rlnumba.runtime import device
+from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import Context, current
 
 # vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
@@ -306,14 +306,14 @@ class Engine:
         self.scheduler.policy_version = version
 
     def sleep(self):
-        """Give the memory of the KV cache back, with its content; unfinished requests stay and are computed again.
+        """Let others use the memory of the KV cache, as enable_sleep_mode says, and forget its content.
 
-        Raises as `step` does.
+        Unfinished requests stay and are computed again. Raises as `step` does.
         """
         self.synchronize()
         self.scheduler.preempt_all()
         self.blocks.forget_hashes()
-        self.runner.release()
+        self.runner.release(self.config.enable_sleep_mode)
         self.is_asleep = True
 
     def wake(self):
@@ -408,6 +408,8 @@ class Engine:
 
     def _blocks_beside(self, workspace):
         """How many blocks fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
+        # What engines that sleep have lent counts as free.
+        memory.reclaim()
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
         own = self.model.nbytes + self.runner.arena.peak + workspace

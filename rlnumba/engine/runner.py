@@ -338,10 +338,17 @@ class Runner:
             self.cache.grow(num_blocks)
         self.cache.take()
 
-    def release(self):
-        """Give the cache's memory back, once the device has done with it."""
-        if self.cache is not None:
+    def release(self, give_back):
+        """Let others use the cache's memory: at once (True), never (False), or once they need it (None).
+
+        What they have needed before is given back at once.
+        """
+        if self.cache is None or give_back is False:
+            return
+        if give_back or self.cache.was_reclaimed:
             self.cache.give_back()
+        else:
+            self.cache.lend()
 
     def reserve_activations(self):
         """Run the largest step once without attention, which sizes the arena before the cache takes the rest."""

@@ -50,12 +50,12 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.exists():
             raise UserError(f"{self.folder}: no tokenizer.json")
-        # Read as JSON first, for an error with the position of the damage.
-        if not isinstance(read_json(path).get("model"), dict):
-            raise UserError(f"{path}: no tokenizer in it (key 'model' is missing)")
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises Exception itself, no class of its own
+            # Read as JSON first, for an error with the position of the damage.
+            if not isinstance(read_json(path).get("model"), dict):
+                raise UserError(f"{path}: no tokenizer in it (key 'model' is missing)") from None
             raise UserError(f"{path}: not a tokenizer ({' '.join(str(error).split())})") from None
         self.backend.no_truncation()
         self.backend.no_padding()

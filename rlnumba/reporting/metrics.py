@@ -1,8 +1,11 @@
 """The metrics of a run, step by step: metrics.jsonl, completions.jsonl, TensorBoard, a console line, curves.png.
 
 metrics.jsonl has one JSON object per optimizer step, with TRL's metric names; values that are not finite numbers are
-null, so that every line is JSON. It is flushed at every step, and a resumed run truncates it to the checkpoint's step.
-TensorBoard, Weights & Biases and trackio get the same numbers (trackers.py).
+null, so that every line is JSON. A resumed run truncates it to the checkpoint's step. TensorBoard, Weights & Biases and
+trackio get the same numbers (trackers.py).
+
+All of this is written by a thread of its own (background.py), in the order of the calls. What a checkpoint's steps have
+logged must be on the disk before the checkpoint is: flush, then save.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.errors import UserError
+from rlnumba.reporting.background import Background
 from rlnumba.reporting.console import LineConsole, LiveConsole, completions_text
 from rlnumba.reporting.files import append_lines, as_json, cut_back, make_folder, read_metrics
 from rlnumba.reporting.plots import plot
@@ -23,7 +27,9 @@ SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
 
 
 class MetricsWriter:
-    """Writes the metrics and completions of a run, step by step; a context manager.
+    """Writes the metrics and completions of a run, step by step, in the background; a context manager.
+
+    A write that fails, as on a full disk, raises its OSError from a later call, at the latest from flush or close.
 
     total_steps: optimizer steps of the whole run. start_step: steps already done, 0 or the checkpoint's: files are
     truncated to it. logging_steps: steps between two lines on a console that is not live. log_completions: whether to
@@ -51,11 +57,12 @@ class MetricsWriter:
         for path in (self.folder / "completions").glob("completions_*.parquet"):
             if int(path.stem.split("_")[1]) > start_step:
                 path.unlink()
+        self._background = Background("metrics")
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
         self._completions = None
         self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
-        self._plotted_at = time.monotonic()
+        self._plotted_at, self._is_drawn = time.monotonic(), False
 
     def __enter__(self):
         return self
@@ -66,7 +73,11 @@ class MetricsWriter:
             self.close(draw=kind is not KeyboardInterrupt, failed=kind is not None)
 
     def log(self, step, metrics):
-        """Writes the metrics of optimizer step `step` (1-based): {name: number}."""
+        """Writes the metrics of optimizer step `step` (1-based): {name: number}, a dict that does not change later."""
+        self._background.submit(self._log, step, metrics)
+
+    def _log(self, step, metrics):
+        self._is_drawn = False
         append_lines(self._metrics, [{"step": step} | metrics | {"step": step}])
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float | np.number)}
         for tracker in self._trackers:
@@ -91,10 +102,14 @@ class MetricsWriter:
     def completions(self, step, rows):
         """Writes the completions of a step to completions.jsonl.
 
-        rows: dicts with prompt (str or message list), completion, finish_reason, a value for each reward function
-        under its name, reward, advantage, and the columns that rewards logged.
+        rows: an iterable, read in the background, of dicts with prompt (str or message list), completion,
+        finish_reason, a value for each reward function under its name, reward, advantage, and the columns that rewards
+        logged.
         """
-        rows = [as_json({"step": step} | row | {"step": step}) for row in rows]
+        self._background.submit(self._write_completions, step, rows)
+
+    def _write_completions(self, step, rows):
+        rows = [{"step": step} | row | {"step": step} for row in rows]
         if self._completions is None:
             # Half of a surrogate pair has no UTF-8; with a backslash and digits it is valid JSON.
             path = self.folder / "completions.jsonl"
@@ -102,27 +117,48 @@ class MetricsWriter:
         append_lines(self._completions, rows)
         if not self.log_completions:
             return
+        rows = [as_json(row) for row in rows]
         _write_parquet(self.folder / "completions" / f"completions_{step:05d}.parquet", rows)
         if step % self.logging_steps == 0 or step == self.start_step + 1:
             self._console.print(completions_text(rows[: self.num_to_print]))
 
+    def flush(self):
+        """Returns when everything is written. Raises OSError, naming the file, and UserError where it cannot be."""
+        self._background.flush()
+
     def print(self, text):
-        """Prints a line on stderr above the live line."""
+        """Prints a line on stderr above the live line, after those of the steps so far."""
+        self.flush()
         self._console.print(text)
 
+    def draw(self):
+        """Begins to draw curves.png: for a run that has more to do after its last step."""
+        self._background.submit(self._plot)
+
     def _plot(self):
-        plot([self.folder], self.folder / "curves.png")
-        self._plotted_at = time.monotonic()
+        if read_metrics(self.folder):
+            plot([self.folder], self.folder / "curves.png")
+        self._plotted_at, self._is_drawn = time.monotonic(), True
 
     def close(self, draw=True, failed=False):
         """Ends the console line, closes the files and draws curves.png. failed: whether an error ends the run."""
+        try:
+            self._background.close()
+        except (UserError, OSError):
+            # On a full disk closing the files fails, too, without their names.
+            with contextlib.suppress(UserError, OSError):
+                self._end(draw, failed=True)
+            raise
+        self._end(draw, failed)
+
+    def _end(self, draw, failed):
         self._console.close()
         self._metrics.close()
         if self._completions is not None:
             self._completions.close()
         for tracker in self._trackers:
             tracker.close(failed)
-        if draw and read_metrics(self.folder):
+        if draw and not self._is_drawn:
             self._plot()
 
 

@@ -34,6 +34,9 @@ SHARES = (
     "frac_reward_zero_std",
 )
 
+# Between panels, as shares of a panel: room for the numbers at its left, and for its label and the next one's title.
+SPACES = {"wspace": 0.24, "hspace": 0.36}
+
 # Okabe and Ito: distinguishable with colour blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -67,9 +70,12 @@ def plot(run_dirs, output):
 
     columns = min(len(panels), 3)
     lines = -(-len(panels) // columns)
+    width, height = 4.6 * columns, 3.1 * lines + 0.5
+    # Fixed, in inches: a layout that matplotlib finds takes as long as the drawing.
+    margins = {"left": 0.75 / width, "right": 1 - 0.15 / width, "bottom": 0.55 / height, "top": 1 - 0.75 / height}
     with rc_context({"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold"}):
-        figure = Figure(figsize=(4.6 * columns, 3.1 * lines + 0.5), layout="constrained")
-        grid = figure.subplots(lines, columns, squeeze=False).ravel()
+        figure = Figure(figsize=(width, height))
+        grid = figure.subplots(lines, columns, squeeze=False, gridspec_kw=margins | SPACES).ravel()
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
         for axis, (name, title, logarithmic) in zip(grid, panels, strict=False):
@@ -78,7 +84,7 @@ def plot(run_dirs, output):
             axis.set_xlabel("step")
         if len(runs) > 1:
             handles, labels = grid[0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
+            figure.legend(handles, labels, loc="upper left", ncols=min(len(runs), 4), frameon=False)
         else:
             figure.suptitle(runs[0][0], x=0.01, ha="left", fontsize=13)
         output = Path(output)

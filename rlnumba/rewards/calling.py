@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import weakref
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -114,8 +115,7 @@ class Rewards:
         """
         keywords = {
             **columns,
-            # A copy: the dataset's prompts are used again, and a function may modify its arguments.
-            "prompts": [copy.deepcopy(prompt) for prompt in prompts],
+            "prompts": list(prompts),
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
                 for prompt, text in zip(prompts, texts, strict=True)
@@ -156,6 +156,8 @@ class Rewards:
         """Give each of a list of Pending the Answers of all functions."""
         answers = [[None] * len(self.functions) for _ in pending]
         self._call_here(pending, answers)
+        # At once, so that this thread wakes up once and not for each of them.
+        futures.wait([call for group in pending for call in group.calls.values()])
         for group, found in zip(pending, answers, strict=True):
             for k, call in group.calls.items():
                 found[k] = call.result()
@@ -276,6 +278,8 @@ class Call:
         self.function, self.name, self.size = function, name, size
         self.extra, self.metrics = {}, {}
         self.keywords = {**keywords, "log_extra": self._log_extra, "log_metric": self._log_metric}
+        # A copy for each: prompts are used again, one by several completions, and a function may modify its arguments.
+        self.keywords["prompts"] = [copy.deepcopy(prompt) for prompt in keywords.get("prompts", ())]
 
     def _log_extra(self, column, values):
         values = list(values)

@@ -1,5 +1,8 @@
 """Device memory: bytes of long-lived allocations counted by region, arrays of one step allocated from an arena.
 
+Memory that is kept for later use may be lent: an allocation that would fail, or leave less than MARGIN_BYTES to the
+driver, first takes all that is lent. So an engine keeps its KV cache's memory while a trainer does without it.
+
 An arena allocates by advancing an offset within a chunk of memory, and resets the offset when the scope ends. A
 training step asks for the same arrays each time, so after the first step (which may need several chunks) nothing is
 allocated any more, and the peak is a number that can be read and tested.
@@ -7,6 +10,7 @@ allocated any more, and the peak is a number that can be read and tested.
 
 import math
 import threading
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,6 +21,8 @@ from rlnumba.runtime import device
 # Every array starts at a multiple of this: enough for 16-byte loads and for whole 128-byte sectors.
 ALIGNMENT = 256
 MIN_CHUNK_BYTES = 16 << 20
+# Left to the driver: machine code, CUDA graphs, local memory of kernels.
+MARGIN_BYTES = 256 << 20
 
 # {region: [bytes allocated now, peak]} of the process: engines and trainers share one GPU's memory. The lock is
 # reentrant because the garbage collector may run a finalizer that calls `track` wherever a container is made.
@@ -54,6 +60,62 @@ def separate_report():
         yield _regions
     finally:
         _regions = before
+
+
+# Owners of memory that is lent, objects with a method `reclaim` that frees it.
+_lent = weakref.WeakSet()
+_allocator = None
+
+
+def lend(owner):
+    """From now on until `take_back`, or until memory is short, owner.reclaim() may be called to free its memory."""
+    global _allocator
+    if device.name() == "cuda" and _allocator is None:
+        cupy = device.xp()
+        pool = cupy.get_default_memory_pool()
+        _allocator = Allocator(cupy.cuda.get_allocator(), pool.total_bytes, lambda: device.memory_info()[0])
+        cupy.cuda.set_allocator(_allocator)
+    _lent.add(owner)
+
+
+def take_back(owner):
+    """End `lend`; nothing happens if its memory has been reclaimed, or was not lent."""
+    _lent.discard(owner)
+
+
+def reclaim():
+    """Free all memory that is lent: whether there was any."""
+    owners = list(_lent)
+    _lent.clear()
+    for owner in owners:
+        owner.reclaim()
+    return bool(owners)
+
+
+class Allocator:
+    """An allocator of CuPy's that reclaims what is lent where memory is short.
+
+    allocate(nbytes): the allocator used otherwise. pool_bytes(): bytes that its pool has of the device's memory;
+    free_bytes(): bytes that the device has left.
+    """
+
+    def __init__(self, allocate, pool_bytes, free_bytes):
+        self.allocate, self.pool_bytes, self.free_bytes = allocate, pool_bytes, free_bytes
+        self.seen_bytes = 0
+
+    def __call__(self, nbytes):
+        try:
+            found = self.allocate(nbytes)
+        except MemoryError:
+            if not reclaim():
+                raise
+            return self.allocate(nbytes)
+        # Asking the driver takes longer than most allocations, which are served by the pool.
+        if _lent and (pool_bytes := self.pool_bytes()) != self.seen_bytes:
+            self.seen_bytes = pool_bytes
+            if self.free_bytes() < MARGIN_BYTES:
+                reclaim()
+        return found
 
 
 class OutOfMemory(DeviceError):

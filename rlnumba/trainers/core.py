@@ -12,6 +12,7 @@ policy.step(learning_rate)                                     gradients -> weig
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -292,9 +293,13 @@ class Policy:
             add(part, flat, flat)
 
 
+@lru_cache(maxsize=4)
 def epoch_order(count, shuffle, seed, epoch):
-    """(count,) int64: the rows of an epoch in the order in which they are visited."""
-    return np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+    """(count,) int64, read-only: the rows of an epoch in the order in which they are visited."""
+    order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+    # Each step asks for that of its epoch.
+    order.flags.writeable = False
+    return order
 
 
 class Schedule:

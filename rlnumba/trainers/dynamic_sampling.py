@@ -30,8 +30,7 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, wante
         while not stream.is_complete:
             stream.admit()
             if llm.engine.has_unfinished:
-                with clock.phase("generate"):
-                    stream.step()
+                stream.step()
             with clock.phase("reward"):
                 stream.score()
             stream.drop_what_is_not_needed()

@@ -16,7 +16,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -97,65 +97,81 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
     complete = folder.step, state.state_dict(schedule.within_generation(folder.step))
 
     def save():
+        writer.flush()
         step, data_state = complete
         folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
 
-    clock, callbacks, control = Clock(), folder.callbacks, folder.callbacks.control
+    callbacks, control = folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
         if eval_data and train.eval_on_start and folder.step == 0:
             writer.log(0, evaluate(llm, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
         callbacks.begin(folder.step, schedule.total_steps, model)
+        clock = Clock()
         for step in range(folder.step, schedule.total_steps):
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
-            micro_batches, generation_metrics_of, num_generated = [], [], 0
-            for micro in schedule.micro_steps(step):
+            rollouts_of_micro_steps, generation_metrics_of, num_generated = [], [], 0
+            micro_steps = schedule.micro_steps(step)
+            for micro in micro_steps:
                 if micro.begins_generation or state.rollouts is None:
-                    rollouts, generations, own_metrics = algorithm.generate(
-                        policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
-                        schedule.on_policy, clock, writer,
-                    )  # fmt: skip
-                    state.begin(rollouts, generations, rewards.names, own_metrics)
-                    num_generated += sum(each.num_generated + each.num_unused for each in generations)
-                    writer.completions(step + 1, [row for each in generations for row in each.rows(rewards.names)])
-                part = state.rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
-                micro_batches.append(part)
+                    with clock.phase("generate"):
+                        rollouts, generations, own_metrics = algorithm.generate(
+                            policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
+                            schedule.on_policy, clock, writer,
+                        )  # fmt: skip
+                    with clock.phase("log"):
+                        state.begin(rollouts, generations, rewards.names, own_metrics)
+                        num_generated += sum(each.num_generated + each.num_unused for each in generations)
+                        writer.completions(step + 1, (row for each in generations for row in each.rows(rewards.names)))
+                rollouts_of_micro_steps.append(state.rollouts)
                 generation_metrics_of.append(state.metrics)
             with clock.phase("train"):
+                micro_batches = [
+                    rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
+                    for micro, rollouts in zip(micro_steps, rollouts_of_micro_steps, strict=True)
+                ]
                 # Signals are held from the update of the weights on.
                 metrics = algorithm.train_step(
                     policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)
                 )
                 policy.move_reference_if_due(step + 1)
-            llm.update_weights(step + 1)
-            complete = step + 1, state.state_dict(schedule.within_generation(step + 1))
-            # The run's own names take precedence over those that rewards log.
-            metrics = metrics | mean_metrics(generation_metrics_of) | metrics
-            metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": state.num_tokens}
-            if prompts.dropped_prompts:
-                metrics["dropped_prompts"] = prompts.dropped_prompts
-            last = step + 1 == schedule.total_steps
-            callbacks.step_end(step + 1, metrics["epoch"], model)
+                llm.update_weights(step + 1)
+                complete = step + 1, state.state_dict(schedule.within_generation(step + 1))
+                # What was launched counts here.
+                device.synchronize()
+            last, found = step + 1 == schedule.total_steps, None
+            with clock.phase("log"):
+                # The run's own names take precedence over those that rewards log.
+                metrics = metrics | mean_metrics(generation_metrics_of) | metrics
+                metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": state.num_tokens}
+                if prompts.dropped_prompts:
+                    metrics["dropped_prompts"] = prompts.dropped_prompts
+                callbacks.step_end(step + 1, metrics["epoch"], model)
             if eval_data and callbacks.evaluation_due(step + 1, last):
                 with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
                     found = evaluate(llm, rewards, eval_data, run, trainer_state)
                 metrics |= found
-                callbacks.evaluated(found, model)
-            metrics |= clock.read()
-            metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
-            if num_generated:
-                metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
-            writer.log(step + 1, metrics | memory_metrics())
-            callbacks.logged(metrics, model)
-            folder.saver.check()
+            with clock.phase("log"):
+                if found is not None:
+                    callbacks.evaluated(found, model)
+                # What follows counts in the next step.
+                metrics |= clock.read()
+                metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
+                if num_generated:
+                    metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
+                writer.log(step + 1, metrics | memory_metrics())
+                callbacks.logged(metrics, model)
+                folder.saver.check()
             last = last or control.should_training_stop
             if last or (step + 1) % train.save_steps == 0 or control.should_save:
                 with clock.phase("save"):
                     save()
-                callbacks.call("on_save", model)
+                    callbacks.call("on_save", model)
             signals.release()
             if last:
                 break
         callbacks.call("on_train_end", model)
+        writer.flush()
+        writer.draw()
         algorithm.save_final(folder, policy, tokenizer)
         if (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
@@ -181,8 +197,9 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
     rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer)
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy)
-    groups = [group for each in generations for group in each.groups]
-    metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.shares()
+    with clock.phase("advantage"):
+        groups = [group for each in generations for group in each.groups]
+        metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.shares()
     if order.replay_buffer is not None:
         metrics |= order.replay_buffer.metrics
     if run.train.dynamic_sampling:
@@ -236,24 +253,31 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         chosen = order.take(num_groups)
         generation = rollout.generate(llm, rewards, prompts, chosen, params, *common, writer.status)
         groups = list(generation.groups)
-    order.record(chosen, generation.groups)
+    llm.sleep()
+    with clock.phase("advantage"):
+        order.record(chosen, generation.groups)
+        rollouts = rollouts_of(groups, rewards, order, run, trainer_state, index)
+    return rollouts, [generation]
+
+
+def rollouts_of(groups, rewards, order, run, trainer_state, index):
+    """Give the Samples of groups their advantages: Rollouts of all of them. The other arguments are roll_out's."""
+    train = run.train
     # reward -> advantage
     if train.advantage_estimator != "grpo" or train.length_penalty:
         rollout.set_estimated_advantages(groups, train, order.memory)
     else:
-        rollout.set_advantages(groups, rewards.weights, train.scale_rewards, aggregation)
+        weights, aggregation = rewards.weights, train.multi_objective_aggregation
+        rollout.set_advantages(groups, weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
     seed = rollout.derived_seed(run.seed, trainer_state.global_step, index)
     shuffled = np.random.default_rng(seed).permutation(len(samples))
     if order.replay_buffer is None:
-        rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
-    else:
-        draw = rollout.derived_seed(run.seed, trainer_state.global_step, index, 1)
-        parts = order.replay_buffer.replay(groups, train, trainer_state.global_step, draw)
-        rollouts = rollout.Rollouts.joined(parts).ordered(shuffled.tolist())
-    llm.sleep()
-    return rollouts, [generation]
+        return rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
+    draw = rollout.derived_seed(run.seed, trainer_state.global_step, index, 1)
+    parts = order.replay_buffer.replay(groups, train, trainer_state.global_step, draw)
+    return rollout.Rollouts.joined(parts).ordered(shuffled.tolist())
 
 
 def sampler_is_exact(train):
@@ -423,7 +447,8 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     """
     train = run.train
     with open(path / "completions.jsonl", encoding="utf-8") as file:
-        rows = [row for line in file if (row := json.loads(line))["step"] == 1]
+        # In the order of the steps: the first are not followed by others.
+        rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
     first = rows[: train.rollout_batch_size : train.num_generations][:count]
     chosen = prompt_order(prompts, run).take(train.prompts_per_rollout)
     params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
@@ -519,7 +544,9 @@ class DataState:
         }
         if self.order.replay_buffer is not None:
             state["replay_buffer"] = self.order.replay_buffer.state()
-        return state | ({"memory": copy.deepcopy(self.order.memory)} if self.order.memory else {})
+        # Lists and dicts of numbers, as long as there are prompts.
+        memory = {name: copy.copy(value) for name, value in self.order.memory.items()}
+        return state | ({"memory": memory} if memory else {})
 
     def load_state_dict(self, state, train):
         """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""

@@ -218,23 +218,26 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
     if not samples:
         raise UserError(f"no completion of step {step + 1} has a reward: every reward function gave None")
     # completions -> batch
-    rollouts = rollout.Rollouts.of(samples, False)
+    with clock.phase("advantage"):
+        rollouts = rollout.Rollouts.of(samples, False)
     critic_rate = learning_rate_at(actor.critic_train, step, trainer_state.max_steps)
     # A copy: until the first optimizer step, an interruption keeps the state before this batch.
     moments = replace(actor.score_moments)
     actor.experience = Experience(rollouts, rollout.derived_seed(run.seed, step, index), critic_rate, moments)
     with clock.phase("logprob"):
         evaluate_tokens(actor, rollouts)
-    truncated = np.array([sample.truncated for sample in samples])
-    scores = completion_scores([sample.reward for sample in samples], truncated, moments, train)
-    # score, log-probs, values -> rewards, advantages, returns
-    estimate_advantages(actor.buffer, rollouts, scores, train)
-    advantages = np.split(device.to_host(actor.buffer.advantages), np.cumsum(rollouts.completion_lengths)[:-1])
-    for sample, of_tokens in zip(samples, advantages, strict=True):
-        sample.advantage = float(of_tokens.mean(dtype=np.float64))
-    metrics = objective_metrics(actor.buffer, scores, train)
-    ids = [token for sample in samples for token in sample.completion.token_ids]
-    metrics["val/num_eos_tokens"] = int(np.isin(ids, actor.model.config.eos_token_ids).sum())
+        device.synchronize()
+    with clock.phase("advantage"):
+        truncated = np.array([sample.truncated for sample in samples])
+        scores = completion_scores([sample.reward for sample in samples], truncated, moments, train)
+        # score, log-probs, values -> rewards, advantages, returns
+        estimate_advantages(actor.buffer, rollouts, scores, train)
+        advantages = np.split(device.to_host(actor.buffer.advantages), np.cumsum(rollouts.completion_lengths)[:-1])
+        for sample, of_tokens in zip(samples, advantages, strict=True):
+            sample.advantage = float(of_tokens.mean(dtype=np.float64))
+        metrics = objective_metrics(actor.buffer, scores, train)
+        ids = [token for sample in samples for token in sample.completion.token_ids]
+        metrics["val/num_eos_tokens"] = int(np.isin(ids, actor.model.config.eos_token_ids).sum())
     return rollouts, [generation], metrics
 
 

@@ -45,21 +45,23 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
     llm.wake()
     generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
     llm.sleep()
-    order.record(chosen, generation.groups)
-    # completions -> batch, in another order, so that groups spread over the micro-batches
-    samples = generation.samples
-    shuffled = np.random.default_rng(rollout.derived_seed(run.seed, step, index)).permutation(len(samples))
-    rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
+    with clock.phase("advantage"):
+        order.record(chosen, generation.groups)
+        # completions -> batch, in another order, so that groups spread over the micro-batches
+        samples = generation.samples
+        shuffled = np.random.default_rng(rollout.derived_seed(run.seed, step, index)).permutation(len(samples))
+        rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
     # ids -> log-probs of policy and reference -> KL of each completion
     with clock.phase("logprob"):
         kl = np.empty(len(samples))
         kl[shuffled] = add_logprobs(policy, rollouts)
-    # reward, KL -> advantage
-    own_rewards = completion_rewards([sample.reward for sample in samples], kl, train)
-    advantages = leave_one_out(own_rewards, train)
-    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
-        sample.advantage = advantage
-    rollouts.advantages = advantages[shuffled]
+    with clock.phase("advantage"):
+        # reward, KL -> advantage
+        own_rewards = completion_rewards([sample.reward for sample in samples], kl, train)
+        advantages = leave_one_out(own_rewards, train)
+        for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+            sample.advantage = advantage
+        rollouts.advantages = advantages[shuffled]
     metrics = {"frac_reward_zero_std": rollout.frac_zero_std(own_rewards.reshape(-1, train.num_generations))}
     metrics |= order.shares()
     if policy.reference is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
+from rlnumba.reporting.files import as_json
 from rlnumba.runtime import device
 from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.estimators import advantages_of, penalised
@@ -111,7 +112,8 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
     """The completions of chosen prompts and their rewards: Generation.
 
     prompts: PromptData; indices: of the prompts; params: SamplingParams, its n completions make a group; trainer_state:
-    passed to the rewards; status: called with a line on the progress. Raises RewardError.
+    passed to the rewards; clock: the wait for them is its phase "reward"; status: called with a line on the progress.
+    Raises RewardError.
     """
 
     def progress(finished, total, num_generated):
@@ -125,14 +127,13 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, statu
         group = prompts, indices[position], output.completions
         pending[position] = submit_group(rewards, *group, columns, trainer_state)
 
-    with clock.phase("generate"):
-        token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
-        outputs = llm.generate(token_ids, distinct_params(token_ids, params), progress, submit)
+    token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
+    outputs = llm.generate(token_ids, distinct_params(token_ids, params), progress, submit)
     with clock.phase("reward"):
         scores = rewards.collect(pending)
-    chosen = [prompts.prompts[i] for i in indices]
-    completions = [output.completions for output in outputs]
-    return as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
+        chosen = [prompts.prompts[i] for i in indices]
+        completions = [output.completions for output in outputs]
+        return as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
 
 
 def columns_of(prompts, indices, n):
@@ -157,7 +158,8 @@ def as_generation(chosen, completions, scores, weights, tokenizer):
     for i, (prompt, completion) in enumerate(
         (p, c) for p, group in zip(chosen, completions, strict=True) for c in group
     ):
-        extra = {column: values[i] for column, values in scores.extra.items()}
+        # As it is now: the lines are written later, and the user's objects may change until then.
+        extra = {column: as_json(values[i]) for column, values in scores.extra.items()}
         reward = float(weighted[i])
         samples.append(Sample(prompt, completion, scores.values[i], reward, extra, pad_token_id=pad_token_id))
     groups = [samples[first : first + n] for first in range(0, len(samples), n)]

@@ -6,7 +6,7 @@ optimizer step   gradient_accumulation_steps micro-batches of per_device_train_b
 """
 
 from rlnumba.optim import learning_rate_at
-from rlnumba.runtime import signals
+from rlnumba.runtime import device, signals
 from rlnumba.trainers.core import Schedule, epoch_order
 from rlnumba.trainers.run_folder import Clock, log, memory_metrics
 
@@ -34,46 +34,53 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     complete = folder.step, num_tokens
 
     def save():
+        writer.flush()
         step, tokens = complete
         folder.save(step, policy.model, tokenizer, {"policy": policy.state_dict(), "num_tokens": tokens})
 
-    clock, callbacks, control = Clock(), folder.callbacks, folder.callbacks.control
+    callbacks, control = folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
         if eval_rows and train.eval_on_start and folder.step == 0:
             writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
         callbacks.begin(folder.step, schedule.total_steps, policy.model)
+        clock = Clock()
         for step in range(folder.step, schedule.total_steps):
-            epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
-            order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
-            chosen = [rows[i] for i in order[step_of_epoch * rows_per_step : (step_of_epoch + 1) * rows_per_step]]
             with clock.phase("train"):
+                epoch, step_of_epoch = divmod(step, schedule.steps_per_epoch)
+                order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
+                chosen = [rows[i] for i in order[step_of_epoch * rows_per_step : (step_of_epoch + 1) * rows_per_step]]
                 # Signals are held from the update of the weights on.
                 metrics = train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
                 policy.move_reference_if_due(step + 1)
-            step_tokens = sum(map(count_tokens, chosen))
+                step_tokens = sum(map(count_tokens, chosen))
+                device.synchronize()
             num_tokens += step_tokens
             complete = step + 1, num_tokens
-            metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
             last = step + 1 == schedule.total_steps
-            callbacks.step_end(step + 1, metrics["epoch"], policy.model)
+            with clock.phase("log"):
+                metrics = metrics | {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
+                callbacks.step_end(step + 1, metrics["epoch"], policy.model)
             if eval_rows and callbacks.evaluation_due(step + 1, last):
                 with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
                     found = {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
                 metrics |= found
                 callbacks.evaluated(found, policy.model)
-            metrics |= clock.read()
-            metrics["perf/throughput"] = step_tokens / metrics["time/train"]
-            writer.log(step + 1, metrics | memory_metrics())
-            callbacks.logged(metrics, policy.model)
-            folder.saver.check()
+            with clock.phase("log"):
+                # What follows counts in the next step.
+                metrics |= clock.read()
+                metrics["perf/throughput"] = step_tokens / metrics["time/train"]
+                writer.log(step + 1, metrics | memory_metrics())
+                callbacks.logged(metrics, policy.model)
+                folder.saver.check()
             last = last or control.should_training_stop
             if last or (step + 1) % train.save_steps == 0 or control.should_save:
                 with clock.phase("save"):
                     save()
-                callbacks.call("on_save", policy.model)
+                    callbacks.call("on_save", policy.model)
             signals.release()
             if last:
                 break
         callbacks.call("on_train_end", policy.model)
+        writer.draw()
         folder.finish(policy.model, tokenizer)
     log(f"{folder.path} has the curves (curves.png) and the model (final)")

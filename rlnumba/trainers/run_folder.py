@@ -184,27 +184,38 @@ def log_kernels(dtype):
 
 
 class Clock:
-    """Wall-clock seconds of a step's phases; a phase ends with a synchronisation of the device."""
+    """Wall-clock seconds of a step's phases, each moment counted in one: a phase within another interrupts it.
+
+    Nothing is synchronised: what a phase launches on the device and does not wait for counts where the host waits.
+    """
 
     def __init__(self):
-        self.started = time.perf_counter()
-        self.seconds = defaultdict(float)
+        self.started = self.last = time.perf_counter()
+        self.seconds, self.phases = defaultdict(float), []
 
     @contextmanager
     def phase(self, name):
-        """Add the time of the block to time/<name>."""
-        begin = time.perf_counter()
+        """Add the time of the block, but for the phases within it, to time/<name>."""
+        self._count()
+        self.phases.append(name)
         try:
             yield
         finally:
-            device.synchronize()
-            self.seconds[f"time/{name}"] += time.perf_counter() - begin
+            self._count()
+            self.phases.pop()
+
+    def _count(self):
+        """Add the time since the last call to the innermost phase."""
+        now = time.perf_counter()
+        if self.phases:
+            self.seconds[f"time/{self.phases[-1]}"] += now - self.last
+        self.last = now
 
     def read(self):
         """{"step_time": s, "time/<phase>": s, ...} since the last read, which starts the next step."""
-        now = time.perf_counter()
-        read = {"step_time": now - self.started, **self.seconds}
-        self.started, self.seconds = now, defaultdict(float)
+        self._count()
+        read = {"step_time": self.last - self.started, **self.seconds}
+        self.started, self.seconds = self.last, defaultdict(float)
         return read
 
 

@@ -349,13 +349,14 @@ def test_the_cpu_cache_grows_while_requests_run(model, alone):
     check_idle(engine)
 
 
-def test_sleep_keeps_requests(model, alone):
-    engine, params = make_engine(model), SamplingParams(max_tokens=20, n=2)
+@pytest.mark.parametrize("enable_sleep_mode", [True, None, False])
+def test_sleep_keeps_requests(model, alone, enable_sleep_mode):
+    engine, params = make_engine(model, enable_sleep_mode=enable_sleep_mode), SamplingParams(max_tokens=20, n=2)
     engine.add_request(0, list(range(20)), params)
     for _ in range(5):
         engine.step()
     engine.sleep()
-    assert engine.runner.cache.k is None
+    assert (engine.runner.cache.k is None) == bool(enable_sleep_mode)
     engine.add_request(1, [7], params)
     outputs = run(engine)
     for number, prompt in enumerate([list(range(20)), [7]]):

@@ -558,12 +558,44 @@ def test_new_weights_get_a_new_version():
     assert versions == [[0] * 8, [1] * 8, [5] * 8]
 
 
-def test_sleep_gives_the_cache_back_and_the_text_stays(model):
+def test_sleep_lends_the_cache_and_the_text_stays(model):
+    """Its memory stays until an allocation needs it, and then is given back at every sleep."""
+    llm, prompt, params = LLM(model), [[1, 2, 3] * 10], SamplingParams(max_tokens=8)
+    before, cache = llm.generate(prompt, params), llm.engine.runner.cache
+    k = cache.k
+    # While the engine is awake its cache is its own.
+    memory.reclaim()
+    assert cache.k is k and llm.engine.blocks.block_of_hash
+    llm.sleep()
+    assert cache.k is k and llm.engine.is_asleep and not llm.engine.blocks.block_of_hash
+    llm.wake()
+    assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.k is k
+    assert not memory.reclaim() and cache.k is k
+    llm.sleep()
+    assert memory.reclaim() and cache.k is None and not memory.reclaim()
+    llm.wake()
+    assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.k is not None
+    llm.sleep()
+    assert cache.k is None and cache.was_reclaimed
+    llm.wake()
+    assert drawn(llm.generate(prompt, params)) == drawn(before)
+
+
+def test_a_cache_that_is_never_lent(model):
+    llm = LLM(model, None, EngineConfig(enable_sleep_mode=False))
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+    llm.sleep()
+    memory.reclaim()
+    assert llm.engine.runner.cache.k is not None
+
+
+def test_sleep_mode_gives_the_cache_back_and_the_text_stays(model):
     def held():
         memory.reset_peaks()
         return memory.report()["kv"]
 
-    llm, prompt, params = LLM(model), [[1, 2, 3]], SamplingParams(max_tokens=8)
+    llm, prompt = LLM(model, None, EngineConfig(enable_sleep_mode=True)), [[1, 2, 3]]
+    params = SamplingParams(max_tokens=8)
     before = llm.generate(prompt, params)
     with_cache, cache_bytes = held(), llm.engine.runner.cache.nbytes
     assert cache_bytes == llm.engine.blocks.num_blocks * 2 * 2 * 16 * 2 * 16 * 4
@@ -748,10 +780,11 @@ def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
+def test_cache_takes_its_share_of_the_gpu_and_sleep_mode_gives_it_back():
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=40960)
     free, total = device.memory_info()
-    llm = LLM(model, None, EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=256))
+    engine = EngineConfig(gpu_memory_utilization=0.05, max_num_seqs=256, enable_sleep_mode=True)
+    llm = LLM(model, None, engine)
     llm.wake()
     taken = llm.engine.blocks.num_blocks * llm.engine.runner.block_bytes
     assert 0.04 * total < taken <= 0.05 * total
@@ -759,3 +792,69 @@ def test_cache_takes_its_share_of_the_gpu_and_sleep_gives_it_back():
     assert free - device.memory_info()[0] >= taken - 0.01 * total
     llm.sleep()
     assert free - device.memory_info()[0] < 0.02 * total
+
+
+@pytest.mark.gpu
+def test_an_allocation_that_does_not_fit_takes_a_lent_cache(prompts):
+    """And graphs, which contain the cache's addresses, give the same text after it is mapped again."""
+    model, params = make_model("bfloat16", head_dim=64), SamplingParams(temperature=0.8, max_tokens=60, n=3, seed=2)
+    llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=1 << 18))
+    expected, cache = drawn(llm.generate(prompts, params)), llm.engine.runner.cache
+    assert cache.nbytes > 1 << 30
+    llm.sleep()
+    device.xp().empty(1 << 20, np.uint8)
+    assert cache.k is not None and not cache.was_reclaimed
+    device.xp().get_default_memory_pool().free_all_blocks()
+    large = device.xp().empty(device.memory_info()[0] + cache.nbytes // 2, np.uint8)
+    assert cache.k is None and cache.was_reclaimed
+    large.fill(1)
+    device.synchronize()
+    del large
+    for _ in range(2):
+        llm.wake()
+        assert cache.k is not None and drawn(llm.generate(prompts, params)) == expected
+        llm.sleep()
+        assert cache.k is None
+
+
+@pytest.mark.gpu
+def test_a_lent_cache_leaves_memory_to_the_driver(prompts):
+    model = make_model("bfloat16", head_dim=64)
+    llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=1 << 18))
+    llm.generate(prompts, SamplingParams(max_tokens=4))
+    llm.sleep()
+    device.xp().get_default_memory_pool().free_all_blocks()
+    large = device.xp().empty(device.memory_info()[0] - memory.MARGIN_BYTES // 2, np.uint8)
+    assert llm.engine.runner.cache.k is None
+    assert device.memory_info()[0] > memory.MARGIN_BYTES
+    del large
+
+
+@pytest.mark.gpu
+def test_a_second_engine_gets_memory_that_the_first_has_lent(prompts):
+    """Where there is not enough for both caches."""
+    model, params = make_model("bfloat16", head_dim=64), SamplingParams(max_tokens=4)
+    block_bytes = LLM(model).engine.runner.block_bytes
+    config = EngineConfig(num_gpu_blocks_override=int(0.6 * device.memory_info()[0]) // block_bytes)
+    first, second = LLM(model, None, config), LLM(model, None, config)
+    expected = drawn(first.generate(prompts, params))
+    for _ in range(2):
+        first.sleep()
+        assert drawn(second.generate(prompts, params)) == expected
+        second.sleep()
+        assert drawn(first.generate(prompts, params)) == expected
+
+
+@pytest.mark.gpu
+def test_steps_with_a_lent_cache_allocate_nothing(prompts):
+    """Neither from the driver nor, between generations, by mapping the cache again."""
+    llm, params = LLM(make_model("bfloat16", head_dim=64)), SamplingParams(max_tokens=20, ignore_eos=True)
+    pool = device.xp().get_default_memory_pool()
+    found = []
+    for _ in range(6):
+        llm.wake()
+        llm.generate(prompts, params)
+        llm.sleep()
+        found.append((pool.total_bytes(), llm.engine.runner.cache.k.data.ptr, device.memory_info()[0]))
+    assert len({pool_bytes for pool_bytes, _, _ in found[2:]}) == 1
+    assert len({address for _, address, _ in found}) == 1

@@ -284,6 +284,36 @@ def test_loading_holds_one_tensor_beyond_the_model(tmp_path):
     assert peak < held.flat.nbytes + held.embed_tokens.nbytes + 500_000
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("piece_bytes", [256, 1 << 20])
+def test_pieces_of_all_threads_make_up_the_weights(tmp_path, monkeypatch, dtype, piece_bytes):
+    """Also of a file whose tensors do not begin at multiples of their elements' size."""
+    config = replace(ModelConfig.from_folder(MODELS / "qwen3_untied"), vocab_size=20_000)
+    held = Weights.random(config, "bfloat16")
+    save_weights(held, tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size].rstrip(b" ")
+    header += b" " * (1 - len(header) % 2)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    loaded = load_weights(tmp_path, config, dtype)
+    assert len(header) % 2 and loaded.flat.nbytes > 3 * piece_bytes
+    assert_same_bits(device.to_host(loaded.flat), device.to_host(held.flat).astype(loaded.dtype))
+
+
+def test_a_thread_that_fails_ends_the_loading(tmp_path, monkeypatch):
+    config = ModelConfig.from_folder(MODELS / "qwen3_untied")
+
+    def fails(*arguments):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(weights, "_taken", fails)
+    with pytest.raises(MemoryError, match="no memory"):
+        load_weights(MODELS / "qwen3_untied", config)
+
+
 def test_written_tensors_come_back(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {

@@ -389,7 +389,9 @@ def pretended_generation(monkeypatch, rewards_of, **train):
     run = SimpleNamespace(train=grpo_config(**config), seed=42)
     writer, rewards = SimpleNamespace(status=None), SimpleNamespace(weights=[1.0])
     order = PromptOrder(100, False, 0)
-    rollouts, generations = grpo.roll_out(llm, rewards, None, order, run, grpo.TrainerState(7, 9, 0.5), 3, None, writer)
+    rollouts, generations = grpo.roll_out(
+        llm, rewards, None, order, run, grpo.TrainerState(7, 9, 0.5), 3, grpo.Clock(), writer
+    )
     assert slept == ["wake", "sleep"]
     return rollouts, generations, calls
 

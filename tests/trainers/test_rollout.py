@@ -297,7 +297,7 @@ def test_rewards_are_weighted_sums_without_those_that_have_none():
     assert generation.metrics == {"constant": 2.5} and generation.errors == {}
     assert said[-1] == "4 of 4 completions, 12 tokens" and said[0] == "0 of 4 completions, 4 tokens"
     assert {sample.pad_token_id for sample in generation.samples} == {tokenizer.pad_token_id}
-    assert {"time/generate", "time/reward"} < clock.read().keys()
+    assert "time/reward" in clock.read()
 
 
 def test_equal_prompts_in_a_generation_have_different_noise():

@@ -224,7 +224,7 @@ def test_every_key_of_the_optimizer_reaches_it():
     assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.3, 0.4)
 
 
-def test_a_clock_adds_up_phases_until_it_is_read(monkeypatch):
+def test_a_clock_counts_each_moment_in_one_phase(monkeypatch):
     now = [10.0]
     monkeypatch.setattr(run_folder.time, "perf_counter", lambda: now[0])
     clock = run_folder.Clock()
@@ -238,6 +238,15 @@ def test_a_clock_adds_up_phases_until_it_is_read(monkeypatch):
     assert clock.read() == {"step_time": 16.5, "time/a": 5.0, "time/b": 2.0, "time/fails": 8.0}
     now[0] += 3.0
     assert clock.read() == {"step_time": 3.0}
+    # A phase within another interrupts it, and one that is read in the middle goes on in the next step.
+    with clock.phase("outer"):
+        now[0] += 1.0
+        with clock.phase("inner"):
+            now[0] += 2.0
+        now[0] += 4.0
+        assert clock.read() == {"step_time": 7.0, "time/outer": 5.0, "time/inner": 2.0}
+        now[0] += 8.0
+    assert clock.read() == {"step_time": 8.0, "time/outer": 8.0}
 
 
 def test_lines_for_the_console_name_the_program(capsys):

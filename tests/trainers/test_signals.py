@@ -94,7 +94,7 @@ def whole(request, tmp_path_factory):
 # (phase, how often it has begun, optimizer steps that are then complete, delay in seconds)
 MOMENTS = {
     "sft": [("train", 1, 0, 0), ("train", 4, 3, 0.002), ("eval", 1, 3, 0), ("train", 7, 6, 0.01)],
-    "grpo": [("generate", 1, 0, 0), ("train", 3, 2, 0), ("generate", 3, 4, 0.005), ("eval", 1, 3, 0)],
+    "grpo": [("generate", 1, 0, 0), ("train", 3, 2, 0), ("generate", 2, 4, 0.005), ("eval", 1, 3, 0)],
 }
 
 

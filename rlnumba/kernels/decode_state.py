@@ -145,7 +145,9 @@ def advance_decode_state(token_ids, logprobs, thresholds, block_size, state, res
         advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context)
         return
     arguments = token_ids, logprobs, thresholds, np.int32(block_size), np.int32(keeps_context), *state, results
-    launch(advance_decode_state_kernel, 1, min(THREADS, -(-max(rows, 1) // 32) * 32), *arguments)
+    threads = min(THREADS, -(-max(rows, 1) // 32) * 32)
+    # Attention reads some of the state before its griddepcontrol_wait.
+    launch(advance_decode_state_kernel, 1, threads, *arguments, serialize_next=True)
 
 
 def edit_decode_state(edits, count, state, keeps_context=False):
@@ -165,7 +167,7 @@ def edit_decode_state(edits, count, state, keeps_context=False):
         return
     edited = state.live, state.slot_mapping, state.context_lens, state.block_tables
     numbers = np.int32(count), np.int32(keeps_context)
-    launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, *numbers, *edited)
+    launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, *numbers, *edited, serialize_next=True)
 
 
 def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context=False):

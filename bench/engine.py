@@ -93,7 +93,7 @@ class TimedRunner(Runner):
         self.laps.append((self.num_launched > 1, begin, self.context.stream.record(device.xp().cuda.Event())))
 
     def idle_shares(self):
-        """Shares of time in which the GPU waited: in steady decode, and from the first decode step to the last."""
+        """Shares of time: the GPU waits in steady decode; it computes no decode step from the first to the last one."""
         between = device.xp().cuda.get_elapsed_time
         self.synchronize()
         busy = sum(between(begin, end) for _, begin, end in self.laps)
@@ -192,7 +192,7 @@ def main():
         what += ", steps wait for the host" if arguments.no_async_scheduling else ""
         if arguments.idle:
             steady, whole = llm.engine.runner.idle_shares()
-            row(f"{what}: GPU idle in steady decode, in all", f"{steady:.1%}, {whole:.1%}", "2 %")
+            row(f"{what}: GPU idle in steady decode, and not in a decode step", f"{steady:.1%}, {whole:.1%}", "2 %")
         row(
             f"{what}, {tokens} tokens",
             f"{tokens / median:.0f} tok/s",

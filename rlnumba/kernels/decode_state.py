@@ -63,36 +63,37 @@ def advance_decode_state_kernel(
     griddepcontrol_wait()
     slot = num_steps[0] % results.shape[0]
     for row in range(cuda.threadIdx.x, live.shape[0], cuda.blockDim.x):
-        token = token_ids[row]
+        # All loads before the first store, so that they are in flight together.
+        token, logprob, is_live, p = token_ids[row], logprobs[row], live[row], position[row]
+        ends = p + 1 >= length_limit[row]
+        for i in range(stop_ids.shape[1]):
+            if stop_ids[row, i] == token:
+                ends = True
+        column, next_slot = p // block_size, -1
+        # Beyond the table's end no step follows.
+        if column < block_tables.shape[1]:
+            next_slot = block_tables[row, column] * block_size + p % block_size
+        lifts_ban = banned.shape[1] > 0 and p + 1 >= banned_until[row]
         results[slot, 0, row] = token
-        results[slot, 1, row] = logprobs[row]
+        results[slot, 1, row] = logprob
         if thresholds.shape[0] > 0:
             results[slot, 2, row] = thresholds[row]
-        if live[row] != 0:
-            p = position[row]
-            ends = p + 1 >= length_limit[row]
-            for i in range(stop_ids.shape[1]):
-                if stop_ids[row, i] == token:
-                    ends = True
-            if ends:
-                live[row] = 0
-                slot_mapping[row] = -1
-                if keeps_context == 0:
-                    context_lens[row] = 0
-            else:
-                input_ids[row] = token
-                position_ids[row] = p
-                context_lens[row] = p + 1
-                position[row] = p + 1
-                column = p // block_size
-                # Beyond the table's end no step follows.
-                if column < block_tables.shape[1]:
-                    slot_mapping[row] = block_tables[row, column] * block_size + p % block_size
-                if p < history.shape[1]:
-                    history[row, p] = token
-                if banned.shape[1] > 0 and p + 1 >= banned_until[row]:
-                    for i in range(banned.shape[1]):
-                        banned[row, i] = -1
+        if is_live != 0 and ends:
+            live[row] = 0
+            slot_mapping[row] = -1
+            if keeps_context == 0:
+                context_lens[row] = 0
+        elif is_live != 0:
+            input_ids[row] = token
+            position_ids[row] = p
+            context_lens[row] = p + 1
+            position[row] = p + 1
+            slot_mapping[row] = next_slot
+            if p < history.shape[1]:
+                history[row, p] = token
+            if lifts_ban:
+                for i in range(banned.shape[1]):
+                    banned[row, i] = -1
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         num_steps[0] += 1
@@ -144,7 +145,9 @@ def advance_decode_state(token_ids, logprobs, thresholds, block_size, state, res
         advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context)
         return
     arguments = token_ids, logprobs, thresholds, np.int32(block_size), np.int32(keeps_context), *state, results
-    launch(advance_decode_state_kernel, 1, min(THREADS, -(-max(rows, 1) // 32) * 32), *arguments)
+    threads = min(THREADS, -(-max(rows, 1) // 32) * 32)
+    # Attention reads some of the state before its griddepcontrol_wait.
+    launch(advance_decode_state_kernel, 1, threads, *arguments, serialize_next=True)
 
 
 def edit_decode_state(edits, count, state, keeps_context=False):
@@ -164,7 +167,7 @@ def edit_decode_state(edits, count, state, keeps_context=False):
         return
     edited = state.live, state.slot_mapping, state.context_lens, state.block_tables
     numbers = np.int32(count), np.int32(keeps_context)
-    launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, *numbers, *edited)
+    launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, *numbers, *edited, serialize_next=True)
 
 
 def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context=False):
@@ -183,6 +186,7 @@ def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state,
     state.context_lens[goes_on] = state.position[goes_on] = p + 1
     inside = p // block_size < state.block_tables.shape[1]
     blocks = state.block_tables[goes_on[inside], p[inside] // block_size]
+    state.slot_mapping[goes_on] = -1
     state.slot_mapping[goes_on[inside]] = blocks * block_size + p[inside] % block_size
     inside = p < state.history.shape[1]
     state.history[goes_on[inside], p[inside]] = tokens[inside]

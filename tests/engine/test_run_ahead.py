@@ -310,18 +310,34 @@ def test_blocks_reserved_ahead_are_given_back_to_admit(model):
     check_idle(engine)
 
 
-def test_rows_that_ended_stay_until_they_are_many():
-    """Of 32 rows one may have ended; then the others are put together again."""
-    model = make_model(**TINY)
-    engine = make_engine(model, blocks=200)
+def rows_of_begun_steps(engine):
+    """A list of how many rows each uploaded decode step has."""
+    rows, begin = [], engine.runner.begin
+    engine.runner.begin = lambda step, table: rows.append(len(step.rows)) or begin(step, table)
+    return rows
+
+
+def test_rows_that_ended_stay_until_they_are_many(model):
+    """Without graphs: of 32 rows one may have ended; then the others are put together again."""
+    engine = make_engine(model, blocks=200, enforce_eager=True)
     for number in range(32):
         params = SamplingParams(max_tokens=20 + 10 * (number >= 1) + 10 * (number >= 4), ignore_eos=True)
         engine.add_request(number, [number], params)
-    rows, begin = [], engine.runner.begin
-    engine.runner.begin = lambda step, table: rows.append(len(step.rows)) or begin(step, table)
+    rows = rows_of_begun_steps(engine)
     outputs = run(engine)
     assert [len(outputs[number, 0].token_ids) for number in (0, 1, 31)] == [20, 30, 40]
     assert rows == [32, 28]
+
+
+@pytest.mark.gpu
+def test_rows_that_ended_stay_in_a_graph_until_a_smaller_one_will_do(model):
+    requests = [
+        ([i], SamplingParams(max_tokens=20 + 10 * (i >= 8) + 10 * (i >= 20), ignore_eos=True)) for i in range(32)
+    ]
+    engine = make_engine(model, blocks=200)
+    rows = rows_of_begun_steps(engine)
+    assert run_all(engine, requests) == run_all(make_engine(model, blocks=200, async_scheduling=False), requests)
+    assert rows == [32, 12]
 
 
 def test_an_interrupt_anywhere_leaves_an_engine_that_reset_repairs(model):

@@ -92,6 +92,25 @@ def test_keys_and_values_are_read_from_the_cache(monkeypatch, index, name):
     assert calls == [COPIES * len(IDS), COPIES * PROMPT, COPIES, COPIES, COPIES]
 
 
+def test_queries_may_be_left_out_of_decode(monkeypatch):
+    """As where attention makes them from qkv: what they are wrong in is wrong in its output."""
+    forward = check.PagedAttention.forward
+
+    def without_q(self, *arguments):
+        q, *rest = forward(self, *arguments)
+        return None if self.bounds[0] == 1 else q, *rest
+
+    monkeypatch.setattr(check.PagedAttention, "forward", without_q)
+    model = load_model(MODEL)
+    assert first_difference(model, IDS, PROMPT, COPIES) == AGREES
+
+    def edit(tape, hidden):
+        tape.layers[1][0][8][1, 0, 0] += 1
+
+    change(model, monkeypatch, 2, edit)
+    assert first_difference(model, IDS, PROMPT, COPIES) == "layer 1 attention, at position 18 (decode)"
+
+
 def test_agreement_of_the_golden_model():
     model = load_model(MODEL)
     assert first_difference(model, IDS, PROMPT, COPIES) == AGREES

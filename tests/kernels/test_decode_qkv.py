@@ -43,6 +43,7 @@ class Case:
         self, rng, contexts, heads, kv_heads, head_dim, dtype=BF16, block_size=16, normed=True, common=0,
         group_sizes=None, no_slot=(), segment=64,
     ):  # fmt: skip
+        contexts = [int(context) for context in contexts]
         self.contexts, self.block_size, self.segment, self.scale = contexts, block_size, segment, head_dim**-0.5
         self.heads, kind, count = (dtype, heads, kv_heads, head_dim), device.dtype(dtype), len(contexts)
         self.group_sizes, self.common = group_sizes, [common if n else 0 for n in contexts]
@@ -82,7 +83,8 @@ class Case:
         out = device.xp().full((count, heads, head_dim), np.nan, device.dtype(dtype))
         groups = (None, None, 1)
         if self.group_sizes is not None:
-            groups = *on_device(np.array(self.common, np.int32), np.array(self.group_sizes, np.int32)), 4
+            declared = (np.array(numbers, np.int32) for numbers in (self.common, self.group_sizes))
+            groups = *on_device(*declared), max(4, *self.group_sizes)
         return arrays, (max(max(self.contexts), 1), self.scale), out, groups
 
     def sm90(self, fused, blocks=None, max_leading=None):
@@ -320,11 +322,10 @@ def test_gpu_batches(rng, sequences, context):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize("group_size, heads, kv_heads, head_dim", [(2, 16, 8, 128), (4, 9, 3, 64), (16, 16, 8, 128)])
 @pytest.mark.parametrize("common", [1024, 2064])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (9, 3, 64)])
-def test_gpu_groups(rng, group_size, common, heads, kv_heads, head_dim):
-    contexts = [int(n) for n in common + rng.integers(1, 400, 32 * group_size)]
+def test_gpu_groups(rng, group_size, heads, kv_heads, head_dim, common):
+    contexts = list(common + rng.integers(1, 400, 64))
     sizes = [group_size if b % group_size == 0 else 0 for b in range(len(contexts))]
     case = Case(rng, contexts, heads, kv_heads, head_dim, common=common, group_sizes=sizes, segment=1024)
     expected = case.sm90(False)

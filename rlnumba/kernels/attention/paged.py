@@ -179,8 +179,8 @@ def paged_attention_qkv(
     k_cache, v_cache and out (B, H, E) are written.
 
     Inside pdl_scope the caches' other rows, block_tables, context_lens, position_ids, slot_mapping, weights and tables
-    are read early: no kernel launched inside may write them, unless with serialize_next. Raises ValueError as
-    qkv_split_to_cache and paged_attention do.
+    are read early: no kernel launched inside before this one may write them, unless with serialize_next. Raises
+    ValueError as qkv_split_to_cache and paged_attention do.
     """
     op = "paged_attention_qkv"
     sequences, heads, head_dim = check(op, "out", out, (None, None, None), FLOATS)

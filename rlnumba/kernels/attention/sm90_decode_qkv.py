@@ -214,7 +214,8 @@ def preparer_function(config, shape, normed):
             start, group_size = items[slot, scheduler.START], items[slot, scheduler.GROUP_SIZE]
             working, cache_row = tiles >= 0, i32(-1)
             if tiles > 0:
-                if group_size == 0 and i32(first_key + tiles * TILE_KEYS) >= items[slot, scheduler.CONTEXT_LEN]:
+                # A group's item never ends with the last key: its prefix is shorter than each context.
+                if i32(first_key + tiles * TILE_KEYS) >= items[slot, scheduler.CONTEXT_LEN]:
                     cache_row = source.slot_mapping[np.uint64(start)]
                 queries = i32(max(group_size, i32(1)) * batch.gqa_ratio)
                 target = Address(base + layout.q + slot * q_bytes)

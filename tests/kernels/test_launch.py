@@ -12,7 +12,7 @@ import pytest
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel
 from rlnumba.kernels.ptx.warp import griddepcontrol_wait
 from rlnumba.runtime import compile, device, launch
-from rlnumba.runtime.compile import PACKAGE, cache_key, imported_files, sources_digest
+from rlnumba.runtime.cache import PACKAGE, cache_key, imported_files, sources_digest
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import Parameters

@@ -84,7 +84,7 @@ class Compiler:
     def __init__(self, module):
         self.module, self.has_request = module, False
         command = [sys.executable, "-m", "rlnumba.runtime.compile_pool", module]
-        # A session of its own: Ctrl-C reaches this process alone, which then ends that one. Pipes: whoever reads this
+        # A session of its own: Ctrl-C reaches this process alone, which then ends that one. Pipes: a reader of this
         # process's output to its end does not wait for that one.
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process = subprocess.Popen(command, **pipes, start_new_session=True)

@@ -31,7 +31,7 @@ def list_signatures(request, properties):
     """
     kind, run = request
     train = run.train
-    with sampled_rows(max(SAMPLED_ROWS, 8 * train.per_device_train_batch_size, prompts_of(kind, train))):
+    with sampled_rows(max(SAMPLED_ROWS, 8 * train.per_device_train_batch_size, num_prompts(kind, train))):
         planner = plan.Planner(kind, run, True, 64 * GIB)
         step, dtype = plan.step_of(planner, run), train.dtype or planner.config.dtype
         config = planner.config
@@ -57,7 +57,7 @@ def list_signatures(request, properties):
     return [of_engine, of_steps]
 
 
-def prompts_of(kind, train):
+def num_prompts(kind, train):
     """How many prompts a generation has: int, 0 of a trainer on rows."""
     return 0 if kind in plan.ROW_TRAINERS else train.prompts_per_rollout
 

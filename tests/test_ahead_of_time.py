@@ -168,11 +168,20 @@ def test_remembered_operators_change_no_machine_code(tmp_path):
 HASHED = """
 import hashlib
 from rlnumba.runtime import compile
+from rlnumba.runtime.device import cuda
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel, sum_kernel
 
 F1, F2 = "float32[::1]", "float32[:,::1]"
 
-for kernel, types in ((sum_kernel, (F1, "int64", F1)), (group_mean_std_kernel, (F2, F1, F1))):
+@cuda.jit
+def choosing_kernel(x, n):
+    function = max if n > 3 else max
+    for i in range(n):
+        x[i] = function(x[i], x[i + 1]) + x[i] * n
+
+
+kernels = (sum_kernel, (F1, "int64", F1)), (group_mean_std_kernel, (F2, F1, F1)), (choosing_kernel, (F1, "int64"))
+for kernel, types in kernels:
     print(hashlib.sha256(compile.machine_code(kernel, types, (9, 0))[1]).hexdigest())
 """
 

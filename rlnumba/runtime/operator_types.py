@@ -19,6 +19,7 @@ def remember_operators():
     """
     from numba.cuda import types
     from numba.cuda.descriptor import cuda_target
+    from numba.cuda.extending import core_models, register_model
 
     class RememberedFunction(types.Function):
         """A function of Numba's with the signatures that were found."""
@@ -38,6 +39,8 @@ def remember_operators():
                 self.found[args] = super().get_call_type(context, args, kws)
             return self.found[args]
 
+    # As types.Function: a variable that holds a function, as `largest = max` does, has no value at run time.
+    register_model(RememberedFunction)(core_models.OpaqueModel)
     context = cuda_target.typing_context
     # Otherwise rules that are loaded later would replace what is registered here.
     context.refresh()

@@ -84,6 +84,10 @@ def test_a_process_is_prepared_where_no_list_was_compiled(cache_folder, tmp_path
     assert ahead_of_time._compiler is None
     monkeypatch.setattr(ahead_of_time, "DRIVER_FILES", (str(tmp_path),))
     ahead_of_time.prepare("tests.small_kernels")
+    assert ahead_of_time._compiler is None, "on the cpu device"
+    monkeypatch.setattr(device, "_chosen", None)
+    monkeypatch.setenv("RLNUMBA_DEVICE", "auto")
+    ahead_of_time.prepare("tests.small_kernels")
     prepared = ahead_of_time._compiler
     assert not prepared.has_request
     ahead_of_time.start("tests.small_kernels", "request")

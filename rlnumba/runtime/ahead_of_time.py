@@ -37,7 +37,7 @@ def prepare(module):
     """
     global _compiler
     has_gpu = any(os.path.exists(path) for path in DRIVER_FILES)
-    if _compiler is None and has_gpu and not any(cache.folder().glob("*.list")):
+    if _compiler is None and has_gpu and device.may_be_cuda() and not any(cache.folder().glob("*.list")):
         _compiler = Compiler(module)
 
 

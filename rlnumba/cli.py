@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import ahead_of_time, cache, device, signals
 
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -255,6 +255,7 @@ def generate(model, base, prompts, output, dtype, **options):
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
+    ahead_of_time.prepare("rlnumba.engine.kernel_list")
     _log_device()
     names = {f.name for f in dataclasses.fields(EngineConfig)} & set(options)
     engine = EngineConfig(**{name: options.pop(name) for name in names})
@@ -262,7 +263,7 @@ def generate(model, base, prompts, output, dtype, **options):
     with replacing(output) as file:
         rows = _read_rows(prompts, "prompt_token_ids")
         from rlnumba.engine.core import PromptError, longest_sequence
-        from rlnumba.engine.llm import LLM
+        from rlnumba.engine.llm import LLM, compile_ahead
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
@@ -272,6 +273,8 @@ def generate(model, base, prompts, output, dtype, **options):
             return encode_prompt(tokenizer, row["prompt"])
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
+        if base is None:
+            compile_ahead(config, dtype or config.dtype, None, engine, list(map(len, ids)), [params])
         llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
         progress = _Progress()
         try:
@@ -300,14 +303,17 @@ def score(model, base, source, output, dtype, temperature):
     reward` trained, or another for sequence classification, it writes {"token_ids", "score"}; EOS is then appended to
     a text that lacks it, as in training.
     """
+    from rlnumba.config import EngineConfig
     from rlnumba.data import encode_pair, encode_scored
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
+    ahead_of_time.prepare("rlnumba.engine.kernel_list")
     _log_device()
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     with replacing(output) as file:
         rows = _read_rows(source, "token_ids", completion=True)
+        from rlnumba.engine.llm import compile_ahead
         from rlnumba.model.config import LM_HEAD, SCORE_HEAD
         from rlnumba.model.transformer import load_model
 
@@ -323,6 +329,8 @@ def score(model, base, source, output, dtype, temperature):
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
+        if base is None:
+            compile_ahead(config, dtype or config.dtype, None, EngineConfig(), (), (), list(map(len, sequences)))
         transformer = load_model(folder, dtype, SCORE_HEAD if classifies else LM_HEAD, base=base)
         progress = _Progress()
         if classifies:
@@ -386,6 +394,8 @@ def _trainer(kind, purpose, files):
         if dry_run:
             click.echo(to_toml(run), nl=False)
             return
+        if run.gemm != "cublas":
+            ahead_of_time.prepare("rlnumba.trainers.kernel_list")
         _log_device()
         from rlnumba.trainers.plan import advise
 
@@ -473,6 +483,7 @@ def check(model, base, dtype, temperature, max_tokens, seed):
 
     The exit code is 1 if they differ where they must be equal bit for bit: everywhere except with --gemm cublas.
     """
+    ahead_of_time.prepare("rlnumba.engine.kernel_list")
     _log_device()
     from rlnumba.engine.check import check_agreement
     from rlnumba.kernels.gemm import ops as gemm
@@ -538,16 +549,22 @@ def compile_kernels(config, trainer, gpu, overrides):
     properties = device.properties() if gpu is None else device.GPUS[gpu]
     if properties.capability is None:
         raise UserError("compile: this machine has no GPU; name the one to compile for by --gpu")
-    from rlnumba.runtime.compile_pool import Pool, missing_of
+    progress = _Progress()
+    from rlnumba.runtime import compile_pool
     from rlnumba.trainers.kernel_list import list_signatures
 
-    progress = _Progress()
-    with Pool() as pool:
-        kind, signatures, others = first_readable(runs, lambda *request: list_signatures(request, properties))
-        missing = missing_of(signatures, properties.capability)
-        for done, _ in enumerate(pool.compile(missing, properties.capability), start=1):
-            progress(f"{done}/{len(missing)} kernels")
-    seconds, found = time.monotonic() - progress.started, len(signatures) - len(missing)
+    def listed(kind, run):
+        return run, list_signatures((kind, run), properties)
+
+    kind, (run, stages), others = first_readable(runs, listed)
+    missing = compile_pool.missing_of(stages, properties.capability)
+    if missing:
+        compile_pool.warm_up()
+    for done, _ in enumerate(compile_pool.compile_all(missing, properties.capability), start=1):
+        progress(f"{done}/{len(missing)} kernels")
+    cache.note_list_compiled(cache.list_path("rlnumba.trainers.kernel_list", (kind, run), properties))
+    seconds = time.monotonic() - progress.started
+    found = len({signature for stage in stages for signature in stage}) - len(missing)
     progress.end(f"{kind}{others}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache")
 
 

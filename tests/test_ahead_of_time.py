@@ -1,5 +1,6 @@
 """Kernels compiled in other processes before they are launched: the list, the files, and the end of the processes."""
 
+import gc
 import json
 import os
 import pathlib
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from rlnumba.runtime import ahead_of_time, compile, device
+from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
 from rlnumba.runtime.launch import find_kernel
 from tests import small_kernels
 
@@ -22,7 +23,7 @@ if device.name() != "cpu":
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache_folder(tmp_path, monkeypatch):
     """The folder of an empty cache of machine code, in a process that takes itself to be on an H200."""
     pytest.importorskip("cuda.bindings.nvjitlink")
     monkeypatch.setenv("RLNUMBA_CACHE_DIR", str(tmp_path / "cache"))
@@ -30,48 +31,88 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "properties", lambda: H200)
     monkeypatch.setattr(ahead_of_time, "_request", None)
     monkeypatch.setattr(ahead_of_time, "_compiler", None)
-    return tmp_path / "cache"
+    yield tmp_path / "cache"
+    if ahead_of_time._compiler is not None:
+        ahead_of_time._compiler.stop()
 
 
-def paths_of(signatures):
-    return [compile.cache_path(find_kernel(*found[:3]), found[3], H200.capability) for found in signatures]
+def paths_of(stages):
+    signatures = [signature for stage in stages for signature in stage]
+    return [cache.cache_path(find_kernel(*found[:3]), found[3], H200.capability) for found in signatures]
 
 
-def test_a_launch_waits_for_its_kernel_and_for_no_other(cache, capfd):
+def test_a_launch_waits_for_its_kernel_and_for_no_other(cache_folder, capfd):
     first, second, broken = paths_of(small_kernels.list_signatures("request", H200))
-    assert not ahead_of_time.started_for(first)
+    assert not ahead_of_time.wait_for(first)
     ahead_of_time.start("tests.small_kernels", "request")
-    assert not ahead_of_time.started_for(cache / "of no kernel")
+    assert not ahead_of_time.wait_for(cache_folder / "of no kernel")
     compiler = ahead_of_time._compiler
-    while not compiler.total:
-        time.sleep(0.05)
-    assert compiler.missing <= {first.name, second.name, broken.name}
+    assert compiler.listed == {first.name, second.name, broken.name}
     for path in (first, second):
-        assert ahead_of_time.started_for(path) or path.exists()
-        entry, code = compile.read_cache(path)
+        assert ahead_of_time.wait_for(path)
+        entry, code = cache.read(path)
         assert code.startswith(b"\x7fELF") and entry in code
-    ahead_of_time.started_for(broken)
+    assert ahead_of_time.wait_for(broken)
     assert not broken.exists()
     assert compiler.process.wait(30) == 0
-    assert not ahead_of_time.started_for(second)
-    lines = [line for line in capfd.readouterr().err.splitlines() if "compiled when it is launched" in line]
-    assert len(lines) == 1 and lines[0].startswith("rlnumba: elementwise_kernel is") and len(lines[0]) < 300
+    compiler.errors.join(30)
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if line.startswith("compiling kernels: ")]) == 1
+    (line,) = [line for line in lines if "compiled when it is launched" in line]
+    assert line.startswith("rlnumba: elementwise_kernel is") and len(line) < 300
 
 
-def test_a_list_that_fails_costs_a_line_alone(cache, capfd):
+def test_a_list_is_compiled_at_once_and_again_only_where_a_kernel_is_missing(cache_folder):
+    first, second, _ = paths_of(small_kernels.list_signatures("request", H200))
+    ahead_of_time.start("tests.small_kernels", "request")
+    before = ahead_of_time._compiler
+    assert before.process.wait(60) == 0 and first.exists() and second.exists()
+    ahead_of_time.start("tests.small_kernels", "request")
+    assert ahead_of_time._compiler is before
+    ahead_of_time._request = ahead_of_time._compiler = None
+    ahead_of_time.start("tests.small_kernels", "request")
+    assert ahead_of_time._compiler is None
+    second.unlink()
+    assert ahead_of_time.wait_for(second) and second.exists()
+    ahead_of_time.start("tests.small_kernels", "another request")
+    assert ahead_of_time._compiler is not None
+
+
+def test_a_process_is_prepared_where_no_list_was_compiled(cache_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead_of_time, "DRIVER_FILES", (str(tmp_path / "no driver"),))
+    ahead_of_time.prepare("tests.small_kernels")
+    assert ahead_of_time._compiler is None
+    monkeypatch.setattr(ahead_of_time, "DRIVER_FILES", (str(tmp_path),))
+    ahead_of_time.prepare("tests.small_kernels")
+    assert ahead_of_time._compiler is None, "on the cpu device"
+    monkeypatch.setattr(device, "_chosen", None)
+    monkeypatch.setenv("RLNUMBA_DEVICE", "auto")
+    ahead_of_time.prepare("tests.small_kernels")
+    prepared = ahead_of_time._compiler
+    assert not prepared.has_request
+    ahead_of_time.start("tests.small_kernels", "request")
+    assert ahead_of_time._compiler is prepared and prepared.process.wait(60) == 0
+    ahead_of_time._request = ahead_of_time._compiler = None
+    ahead_of_time.prepare("tests.small_kernels")
+    assert ahead_of_time._compiler is None
+
+
+def test_a_list_that_fails_costs_a_line_alone(cache_folder, capfd):
     ahead_of_time.start("tests.small_kernels", "no such request")
-    assert not ahead_of_time.started_for(cache / "of no kernel")
+    assert not ahead_of_time.wait_for(cache_folder / "of no kernel")
     assert ahead_of_time._compiler.process.wait(30) == 0
-    assert not ahead_of_time.started_for(cache / "of no kernel")
+    assert not ahead_of_time.wait_for(cache_folder / "of no kernel")
+    ahead_of_time._compiler.errors.join(30)
     assert "rlnumba: kernels are compiled one by one: ValueError: 'no such request'" in capfd.readouterr().err
+    assert not list(cache_folder.glob("*.list"))
 
 
-def test_the_process_ends_with_the_one_that_started_it(cache):
+def test_the_process_ends_with_the_one_that_started_it(cache_folder):
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.small_kernels"],
+        [sys.executable, "-m", "rlnumba.runtime.compile_pool", "tests.small_kernels"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
-    pickle.dump(("request", H200), process.stdin)
+    pickle.dump(("request", H200, cache_folder / "a.list"), process.stdin)
     process.stdin.flush()
     process.stdin.close()
     assert process.wait(30) != 0
@@ -81,15 +122,83 @@ def test_the_process_ends_with_the_one_that_started_it(cache):
             time.sleep(0.1)
 
 
+ENDING = """
+import os, sys, time
+from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
+
+device.properties = lambda: device.GPUS["h200"]
+ahead_of_time.start("tests.small_kernels", "request")
+print("started", file=sys.stderr, flush=True)
+os._exit(130)
+"""
+
+
+def test_the_process_holds_no_output_of_the_one_that_started_it(cache_folder):
+    """As at a second signal: who reads stderr to its end need not wait until the process has noticed."""
+    process = subprocess.Popen([sys.executable, "-c", ENDING], stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stderr.readline() == b"started\n"
+    begin = time.monotonic()
+    assert process.stderr.read() == b"" and time.monotonic() - begin < 0.5
+    assert process.wait() == 130
+
+
+def test_kernels_go_to_processes_that_may_end(cache_folder, capfd, monkeypatch):
+    """A process that dies costs its kernel alone; the others, and what comes after them, are compiled."""
+    stages = small_kernels.list_signatures("request", H200)
+    monkeypatch.setattr(compile, "compile_to_cache", dies_of_elementwise)
+    missing = compile_pool.missing_of([stages[0][:2], stages[0][:2]], H200.capability)
+    assert len(missing) == 2
+    assert sorted(compile_pool.compile_all(missing, H200.capability, processes=1)) == sorted(missing)
+    gc.unfreeze()
+    assert "elementwise_kernel is compiled when it is launched: its process has ended" in capfd.readouterr().err
+
+
+def dies_of_elementwise(kernel, type_names, capability):
+    if kernel.py_func.__name__ == "elementwise_kernel":
+        os._exit(1)
+
+
+def test_remembered_operators_change_no_machine_code(tmp_path):
+    """Nor do they remember what they did not find: one process remembers, one does not."""
+    pytest.importorskip("cuda.bindings.nvjitlink")
+    forget = "import rlnumba.runtime.compile as compile; compile.remember_operators = lambda: None\n"
+    hashes = [
+        subprocess.run([sys.executable, "-c", before + HASHED], capture_output=True, text=True, cwd=ROOT, check=True)
+        for before in ("", forget)
+    ]
+    assert hashes[0].stdout == hashes[1].stdout != ""
+
+
+HASHED = """
+import hashlib
+from rlnumba.runtime import compile
+from rlnumba.runtime.device import cuda
+from rlnumba.kernels.nn.reduce import group_mean_std_kernel, sum_kernel
+
+F1, F2 = "float32[::1]", "float32[:,::1]"
+
+@cuda.jit
+def choosing_kernel(x, n):
+    function = max if n > 3 else max
+    for i in range(n):
+        x[i] = function(x[i], x[i + 1]) + x[i] * n
+
+
+kernels = (sum_kernel, (F1, "int64", F1)), (group_mean_std_kernel, (F2, F1, F1)), (choosing_kernel, (F1, "int64"))
+for kernel, types in kernels:
+    print(hashlib.sha256(compile.machine_code(kernel, types, (9, 0))[1]).hexdigest())
+"""
+
+
 def test_what_is_not_used_leaves_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RLNUMBA_CACHE_DIR", str(tmp_path))
     now = time.time()
     for name, days in (("old", 61), ("used", 59), ("new", 0)):
         (tmp_path / f"{name}.cubin").write_bytes(b"entry\0code")
         os.utime(tmp_path / f"{name}.cubin", (now - days * 86400,) * 2)
-    assert compile.read_cache(tmp_path / "used.cubin") == [b"entry", b"code"]
+    assert cache.read(tmp_path / "used.cubin") == [b"entry", b"code"]
     assert (tmp_path / "used.cubin").stat().st_mtime == pytest.approx(now, abs=60)
-    compile.prune_cache()
+    cache.prune()
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["new", "used"]
 
 
@@ -101,7 +210,8 @@ from rlnumba.trainers.kernel_list import list_signatures
 
 for kind, path in json.loads(sys.argv[1]):
     run = load_run(kind, path, [("train.dtype", "bfloat16")])
-    print(json.dumps(sorted({name for _, name, _, _ in list_signatures((kind, run), GPUS["h200"])})))
+    stages = list_signatures((kind, run), GPUS["h200"])
+    print(json.dumps(sorted({name for stage in stages for _, name, _, _ in stage})))
 """
 RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "reward": "reward.toml"}
 OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "embedding_backward_kernel"}

@@ -7,6 +7,7 @@ import csv
 import fnmatch
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from rlnumba.data.gym import arguments_of, gym_rows, is_gym
 from rlnumba.errors import ConfigError, UserError
 
 KINDS = (".jsonl", ".parquet", ".csv")
+
+# Of sampled_rows.
+_most_rows = None
 
 
 def read_dataset(path, data, for_eval=None):
@@ -42,14 +46,29 @@ def read_dataset(path, data, for_eval=None):
                 f"{len(data.train_weights)}"
             )
         parts = [_weighted(rows, weight) for rows, weight in zip(parts, data.train_weights, strict=True)]
-    return [row for rows in parts for row in rows]
+    rows = [row for rows in parts for row in rows]
+    return rows if _most_rows is None or len(rows) <= _most_rows else _evenly_taken(rows, _most_rows)
 
 
 def _weighted(rows, weight):
     if weight <= 0:
         raise ConfigError(f"data.train_weights must be above 0, got {weight}")
-    count = max(1, round(weight * len(rows)))
+    return _evenly_taken(rows, max(1, round(weight * len(rows))))
+
+
+def _evenly_taken(rows, count):
     return [rows[i * len(rows) // count] for i in range(count)]
+
+
+@contextmanager
+def sampled_rows(count):
+    """Inside, read_dataset returns at most `count` rows, evenly taken: for what needs no more than an idea of them."""
+    global _most_rows
+    before, _most_rows = _most_rows, count
+    try:
+        yield
+    finally:
+        _most_rows = before
 
 
 def read_rows(path, name=None, split="train"):

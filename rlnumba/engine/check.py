@@ -43,6 +43,8 @@ def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, 
     lengths = [max(1, min(length, limit - max_tokens)) for length in PROMPT_LENGTHS]
     prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed, n=2)
+    scored = [length + max_tokens for length in lengths for _ in range(params.n)]
+    llm.compile_ahead(lengths, [params], scored)
     outputs = llm.generate(prompts, params, progress)
     pairs = [(output.prompt_token_ids, c) for output in outputs for c in output.completions]
     batch = pack([prompt + c.token_ids for prompt, c in pairs])

@@ -1,12 +1,10 @@
 """Which kernels an engine is going to launch: its steps of all sizes, run without memory (runtime/shapes.py).
 
-    python -m rlnumba.engine.kernel_list        the process that compiles them (runtime/ahead_of_time.py)
-
 Prefill is listed in steps as large as the engine's, decode in every bucket of rows, since the GEMM's configuration
-follows from the number of rows. Penalties and batches of several adapters are not listed: their kernels are compiled
-when they are first launched.
+follows from the number of rows. runtime/ahead_of_time.py compiles what is listed.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,61 +15,119 @@ from rlnumba.engine.runner import BUCKET_STEP, SMALL_BUCKETS, Runner, bucket_of,
 from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
-from rlnumba.model.config import ModelConfig
-from rlnumba.model.lora import Adapter
-from rlnumba.model.transformer import Transformer
+from rlnumba.model.config import SCORE_HEAD, ModelConfig
+from rlnumba.model.lora import Adapter, AdapterStack, resolve_targets
+from rlnumba.model.sequence_score import score_sequences
+from rlnumba.model.transformer import Transformer, pack, score, whole_sequences
 from rlnumba.model.weights import Weights
-from rlnumba.runtime import compile_pool
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.shapes import launches_only
 
+# Layers are alike, so that some stand for all of them, but for a kernel that computes a whole step of so many rows.
+SOME_LAYERS, FEW_ROWS = 3, 16
+# Tokens of a forward that scores, as transformer.score's.
+SCORED_TOKENS = 8192
+
 
 class Request(NamedTuple):
-    """An engine and what it is given at once.
+    """An engine and what it is given at once; or sequences that are scored.
 
-    model, dtype: of the weights, with an adapter of the settings lora, or None. prompt_lengths: tokens of each prompt;
-    n: completions of each; max_tokens: of a completion; replay: whether the smallest logits that filters kept are
-    wanted.
+    model, dtype: of the weights, with an adapter of the settings lora, a tuple of them for batches of several adapters,
+    or None. prompt_lengths: tokens of each prompt, () where nothing is generated; n: completions of each; max_tokens:
+    of a completion; extras: the names of extras_of. scored: tokens of sequences whose log-probs the training forward
+    computes, or their scores where the model has no other head.
     """
 
     model: ModelConfig
     dtype: str
-    lora: LoraConfig | None
+    lora: LoraConfig | tuple | None
     engine: EngineConfig
     prompt_lengths: tuple
-    n: int
-    max_tokens: int
-    replay: bool = False
+    n: int = 1
+    max_tokens: int = 1
+    extras: tuple = ()
+    scored: tuple = ()
+
+
+def extras_of(all_params):
+    """What some of these SamplingParams ask for beside tokens and their log-probs: tuple of names."""
+    found = {
+        "replay": any(params.logit_thresholds for params in all_params),
+        "repetition": any(params.repetition_penalty != 1 for params in all_params),
+        "output": any(params.presence_penalty or params.frequency_penalty for params in all_params),
+        "banned": any(params.min_tokens for params in all_params),
+    }
+    return tuple(name for name, is_asked in found.items() if is_asked)
 
 
 def list_signatures(request, properties):
-    """The signatures of the kernels that a Request needs on a GPU of these device.Properties: list."""
+    """The kernels that a Request needs on a GPU of these device.Properties: two lists of signatures, those of the
+    engine and those that score."""
     request = Request(*request)
-    with launches_only(properties) as signatures:
-        model = Transformer(request.model, Weights(request.model, request.dtype))
-        if request.lora is not None:
-            model.adapter = Adapter(request.model, request.lora, request.dtype)
-        launch_steps(model, request)
-    return signatures
+    with launches_only(properties) as of_engine:
+        if request.prompt_lengths:
+            launch_steps(request)
+    with launches_only(properties) as of_scores:
+        if request.scored:
+            launch_scores(request)
+    return [of_engine, of_scores]
 
 
-def launch_steps(model, request):
+def short(config):
+    """A ModelConfig of fewer layers, whose kernels are those of all."""
+    return replace(config, num_hidden_layers=min(SOME_LAYERS, config.num_hidden_layers))
+
+
+def model_of(request, config):
+    """A Request's Transformer without memory, inside launches_only, config: its own or a shortened one."""
+    model, lora = Transformer(config, Weights(config, request.dtype)), request.lora
+    loras = lora if isinstance(lora, tuple) else () if lora is None else (lora,)
+    adapters = [Adapter(config, of_all_layers(each, request.model), request.dtype) for each in loras]
+    if adapters:
+        model.adapter = AdapterStack(adapters) if isinstance(lora, tuple) else adapters[0]
+    return model
+
+
+def of_all_layers(lora, config):
+    """A LoraConfig with its modules by their names alone: it may name layers that a shortened model does not have."""
+    return replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
+
+
+def launch_scores(request):
+    """Score sequences of a Request's lengths, of many the first ones and the last, inside launches_only."""
+    model = model_of(request, short(request.model))
+    parts = list(whole_sequences(request.scored, SCORED_TOKENS))
+    for part in [*parts[:3], parts[-1]]:
+        sequences = [np.zeros(length, np.int32) for length in request.scored[part]]
+        if request.model.heads == SCORE_HEAD:
+            score_sequences(model, sequences)
+        else:
+            score(model, pack(sequences))
+
+
+def launch_steps(request):
     """Run the steps of all sizes that a Request leads to, inside launches_only."""
     engine = request.engine
-    limit = longest_sequence(model.config, engine)
+    limit = longest_sequence(request.model, engine)
     lengths = [min(length, limit) for length in request.prompt_lengths]
     longest = min(max(lengths) + request.max_tokens, limit)
     most_rows = min(len(lengths) * request.n, engine.max_num_seqs, engine.max_num_batched_tokens)
     seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-    runner = Runner(model, Context(), BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit, eager=True)
-    runner.reserve_activations()
-    runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
+    runners = []
+    for config in (request.model, short(request.model)):
+        sizes = BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit
+        runner = Runner(model_of(request, config), Context(), *sizes, eager=True)
+        runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
+        runners.append(runner)
+    whole, shortened = runners
+    shortened.reserve_activations()
     for rows, count in prefill_sizes(lengths, engine.max_num_batched_tokens, most_rows):
-        runner.compute(step_arrays_of(rows, count, longest, request.replay), rows, count, longest, 1)
-    group_sizes = [1, *(size for size in sharing(*runner.heads).sizes if size <= max(request.n, 2))]
+        shortened.compute(step_arrays_of(rows, count, longest, request), rows, count, longest, 1)
+    group_sizes = [1, *(size for size in sharing(*whole.heads).sizes if size <= max(request.n, 2))]
     for rows in decode_buckets(most_rows):
+        runner = whole if rows <= FEW_ROWS else shortened
         for max_group_size in group_sizes:
-            arrays = step_arrays_of(rows, 1, longest, request.replay, max_group_size)
+            arrays = step_arrays_of(rows, 1, longest, request, max_group_size)
             runner.compute(arrays, rows, 1, context_bucket_of(longest), max_group_size)
     edit_decode_state(runner.edits[1][0], 1, decode_state(arrays))
 
@@ -95,8 +151,9 @@ def decode_buckets(most_rows):
     return found + list(range(BUCKET_STEP, bucket_of(most_rows) + 1, BUCKET_STEP))
 
 
-def step_arrays_of(sequences, count, context, replay, max_group_size=1):
-    """The arrays of a step, as the runner's, zeros: `count` tokens of each of the sequences, of them the last sampled.
+def step_arrays_of(sequences, count, context, request, max_group_size=1):
+    """The arrays of a step, as the runner's, zeros: `count` tokens of each of the sequences, of them the last sampled,
+    with what a Request has of adapters and extras.
 
     With a count of 1 they are those of decode.
     """
@@ -107,6 +164,8 @@ def step_arrays_of(sequences, count, context, replay, max_group_size=1):
     arrays = {name: zeros(sequences * count) for name in ("input_ids", "position_ids", "slot_mapping")}
     arrays["block_tables"] = zeros(sequences, -(-context_bucket_of(context) // BLOCK_SIZE))
     arrays |= {"cu_seqlens": zeros(sequences + 1), "context_lens": zeros(sequences)}
+    if isinstance(request.lora, tuple):
+        arrays["adapter_ids"] = zeros(sequences * count)
     arrays |= {name: np.ones(sequences, np.float32) for name in ("temperature", "top_p", "min_p")}
     arrays |= {name: zeros(sequences) for name in ("top_k", "position", "sample_index")}
     arrays["philox_key"] = np.zeros((sequences, 2), np.uint32)
@@ -115,12 +174,17 @@ def step_arrays_of(sequences, count, context, replay, max_group_size=1):
     else:
         arrays |= {name: zeros(sequences) for name in ("live", "length_limit", "banned_until")}
         arrays |= {"stop_ids": zeros(sequences, 1), "num_steps": zeros(1)}
-    if replay:
+    if "replay" in request.extras:
         arrays["replay"] = zeros(sequences)
+    if "repetition" in request.extras:
+        arrays["penalty"] = np.ones(sequences, np.float32)
+    if "output" in request.extras:
+        arrays |= {name: np.ones(sequences, np.float32) for name in ("presence", "frequency")}
+        arrays["starts"] = zeros(sequences)
+    if {"repetition", "output"} & {*request.extras}:
+        arrays["history"] = zeros(sequences, context)
+    if "banned" in request.extras:
+        arrays["banned"] = zeros(sequences, 1)
     if max_group_size > 1:
         arrays |= {"shared_prefix_lens": zeros(sequences), "group_sizes": zeros(sequences)}
     return arrays
-
-
-if __name__ == "__main__":
-    compile_pool.compile_listed(list_signatures)

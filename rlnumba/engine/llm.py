@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from rlnumba.engine.core import Engine
+from rlnumba.engine.kernel_list import extras_of
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
-from rlnumba.model.lora import Adapter
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.lora import AdapterStack
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_base, load_model, with_adapters
 from rlnumba.runtime import ahead_of_time, device
@@ -67,7 +69,8 @@ class LLM:
         if len(adapters) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
         adapter_ids = [-1 if name is None else self._adapter_id(name) for name in adapters]
-        self._compile_ahead(prompts, params)
+        lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
+        self.compile_ahead(lengths, params)
         total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
         try:
             outputs = [
@@ -89,21 +92,28 @@ class LLM:
             raise
         return outputs
 
-    def _compile_ahead(self, prompts, params):
-        """Have the kernels of the first call compiled on all cores, unless a trainer has done so, with its own."""
-        if device.name() != "cuda" or ahead_of_time.is_started() or not prompts:
-            return
+    def compile_ahead(self, lengths, params, scored=()):
+        """Have the kernels of a first call of generate compiled on all cores: see compile_ahead below."""
         model, adapter = self.model, self.model.adapter
-        if adapter is not None and not isinstance(adapter, Adapter):
-            return
-        lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
-        sizes = {name: max(getattr(p, name) for p in params) for name in ("n", "max_tokens", "logit_thresholds")}
-        lora = None if adapter is None else adapter.lora
-        request = model.config, model.dtype.name, lora, self.engine.config, tuple(lengths), *sizes.values()
-        ahead_of_time.start("rlnumba.engine.kernel_list", request)
+        lora = adapter.loras if isinstance(adapter, AdapterStack) else adapter and adapter.lora
+        compile_ahead(model.config, model.dtype.name, lora, self.engine.config, lengths, params, scored)
 
     def _adapter_id(self, name):
         if name not in self.adapter_ids:
             known = ", ".join(self.adapter_ids) or "none"
             raise ConfigError(f"generate: no adapter {name!r}; the LLM was made with {known}")
         return self.adapter_ids[name]
+
+
+def compile_ahead(config, dtype, lora, engine, lengths, params, scored=()):
+    """Have the kernels of what a process does first compiled on all cores, before its weights are read.
+
+    config, dtype: of the model; lora: a LoraConfig, a tuple of them for several adapters, or None; engine:
+    EngineConfig; lengths: tokens of each prompt that is completed with `params`, SamplingParams of each; scored: tokens
+    of each sequence that is scored. Does nothing in a process of which a trainer has done it, with its own kernels.
+    """
+    is_useful = device.name() == "cuda" and gemm.backend() == "native" and (lengths or scored)
+    if is_useful and not ahead_of_time.is_started():
+        n, max_tokens = (max([getattr(p, name) for p in params], default=1) for name in ("n", "max_tokens"))
+        request = config, dtype, lora, engine, tuple(lengths), n, max_tokens, extras_of(params), tuple(scored)
+        ahead_of_time.start("rlnumba.engine.kernel_list", request)

@@ -258,7 +258,8 @@ class AdapterStack:
     """Several adapters of one base side by side, for batches whose rows have different ones; copies, not for training.
 
     adapters: of one config and dtype, without score heads. Rows of A and columns of B of a projection are those of
-    adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: as an Adapter's.
+    adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: as an Adapter's. loras:
+    the LoraConfig of each.
     """
 
     embed_tokens = norm = lm_head = score = None
@@ -266,6 +267,7 @@ class AdapterStack:
     def __init__(self, adapters):
         config, xp = adapters[0].config, device.xp()
         self.dtype, self.nbytes = adapters[0].dtype, 0
+        self.loras = tuple(adapter.lora for adapter in adapters)
         self.scales = device.asarray(np.float32([adapter.lora.scaling for adapter in adapters]))
         self.layers = [
             LayerAdapter(*(self._stacked(xp, [getattr(a.layers[i], name) for a in adapters]) for name in PROJECTIONS))

@@ -74,6 +74,12 @@ def select(requested="auto"):
     return _chosen
 
 
+def may_be_cuda():
+    """Whether this process runs on a GPU, or has chosen no device yet and is not asked for another one: bool."""
+    asked = _chosen or os.environ.get("RLNUMBA_DEVICE") or "auto"
+    return asked in ("auto", "cuda") and not _simulator_enabled()
+
+
 def _gpu_problem():
     """None if there is a usable GPU, else one line: what is missing, and the remedy."""
     if _simulator_enabled():

@@ -1,18 +1,17 @@
 """Which kernels a run is going to launch: its steps, run without memory (runtime/shapes.py).
 
-    python -m rlnumba.trainers.kernel_list        the process that compiles them (runtime/ahead_of_time.py)
-
 A trainer on rows takes a step on the rows of its largest micro-batch, by its own train_step; one on prompts takes steps
 on invented completions of several lengths, after the engine's steps of all sizes (engine/kernel_list.py).
+runtime/ahead_of_time.py compiles what is listed.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
+from rlnumba.data.files import sampled_rows
 from rlnumba.engine import kernel_list
-from rlnumba.model.lora import Adapter, lora_of_run
-from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
-from rlnumba.runtime import compile_pool
+from rlnumba.model.lora import lora_of_run
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
 
@@ -20,44 +19,61 @@ from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
 # of a micro-batch.
 SHORTER = (1, 2, 4, 8)
 GIB = 1 << 30
+# Rows of the data whose lengths decide, if a step has no more. Tokenizing all of GSM8K takes five seconds.
+SAMPLED_ROWS = 256
 
 
 def list_signatures(request, properties):
-    """The signatures of the kernels that a run needs on a GPU of these device.Properties: list.
+    """The kernels that a run needs on a GPU of these device.Properties: two lists of signatures, those of the engine
+    and those of the optimizer steps.
 
     request: (trainer's name, Run). Raises UserError for a model or data that the run could not read.
     """
     kind, run = request
-    planner = plan.Planner(kind, run, True, 64 * GIB)
-    step, dtype = plan.step_of(planner, run), run.train.dtype or planner.config.dtype
-    with launches_only(properties) as signatures:
-        if step.prompts:
-            launch_engine(planner, run, dtype, step.prompts)
-        policy, critic = plan.make_policies(planner.config, dtype, run, step)
-        with policy.context.use():
-            if kind in plan.ROW_TRAINERS:
-                step.run(policy, critic)
-            else:
-                launch_prompt_trainer(kind, run, policy, critic, step.prompts)
-    return signatures
-
-
-def launch_engine(planner, run, dtype, prompt_lengths):
-    """The steps of the engine that generates for a run on prompts."""
     train = run.train
-    model = Transformer(planner.config, Weights(planner.config, dtype))
-    lora = None if run.lora is None else lora_of_run(run.lora, planner.config)
-    if lora is not None:
-        model.adapter = Adapter(planner.config, lora, dtype)
-    n, longest = train.rollout_batch_size // train.prompts_per_rollout, train.max_completion_length
-    workload = tuple(prompt_lengths), n, longest, train.sampling_mask_replay
-    kernel_list.launch_steps(model, kernel_list.Request(planner.config, dtype, lora, run.engine, *workload))
+    with sampled_rows(max(SAMPLED_ROWS, 8 * train.per_device_train_batch_size, num_prompts(kind, train))):
+        planner = plan.Planner(kind, run, True, 64 * GIB)
+        step, dtype = plan.step_of(planner, run), train.dtype or planner.config.dtype
+        config = planner.config
+        if run.lora is not None:
+            lora = replace(lora_of_run(run.lora, config), init=None)
+            run = replace(run, lora=kernel_list.of_all_layers(lora, config))
+        with launches_only(properties) as of_engine:
+            if step.prompts:
+                kernel_list.launch_steps(engine_request(config, run, dtype, step.prompts))
+        with launches_only(properties) as of_steps:
+            policy, critic = plan.make_policies(config, dtype, run, step)
+            with policy.context.use():
+                if kind in plan.ROW_TRAINERS:
+                    step.run(policy, critic)
+                else:
+                    launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[:1])
+            if kind not in plan.ROW_TRAINERS:
+                # Of a run that recomputes the first layers alone, some layers do not stand for all.
+                some = config if train.recompute_num_layers else kernel_list.short(config)
+                policy, critic = plan.make_policies(some, dtype, run, step)
+                with policy.context.use():
+                    launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[1:])
+    return [of_engine, of_steps]
 
 
-def launch_prompt_trainer(kind, run, policy, critic, prompt_lengths):
-    """Optimizer steps of a trainer on prompts, on completions of several lengths."""
+def num_prompts(kind, train):
+    """How many prompts a generation has: int, 0 of a trainer on rows."""
+    return 0 if kind in plan.ROW_TRAINERS else train.prompts_per_rollout
+
+
+def engine_request(config, run, dtype, prompt_lengths):
+    """The engine's Request of a run on prompts."""
     train = run.train
-    for divisor in SHORTER:
+    params = grpo.sampling_params(train, 0, train.rollout_batch_size // train.prompts_per_rollout)
+    workload = tuple(prompt_lengths), params.n, params.max_tokens, kernel_list.extras_of([params])
+    return kernel_list.Request(config, dtype, run.lora, run.engine, *workload)
+
+
+def launch_prompt_trainer(kind, run, policy, critic, prompt_lengths, divisors):
+    """Optimizer steps of a trainer on prompts, on completions of its longest length divided by each of the divisors."""
+    train = run.train
+    for divisor in divisors:
         rollouts = invented_rollouts(train, prompt_lengths, max(train.max_completion_length // divisor, 1))
         if kind == "ppo":
             launch_ppo(run, policy, critic, rollouts)
@@ -106,7 +122,3 @@ def invented_rollouts(train, prompt_lengths, completion_length):
         ref_logprobs=none,
         thresholds=zeros if train.sampling_mask_replay else none,
     )
-
-
-if __name__ == "__main__":
-    compile_pool.compile_listed(list_signatures)

@@ -28,7 +28,7 @@ RUN_FILES = (
 
 
 def begin_run(trainer, run, resume):
-    """The RunFolder of a run that begins now; its kernels are compiled on all cores once the first one is missing."""
+    """The RunFolder of a run that begins now; what the cache lacks of its kernels is compiled on all cores."""
     gemm.set_backend(run.gemm)
     if device.name() == "cuda" and gemm.backend() == "native":
         ahead_of_time.start("rlnumba.trainers.kernel_list", (trainer, run))

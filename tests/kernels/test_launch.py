@@ -11,8 +11,8 @@ import pytest
 
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel
 from rlnumba.kernels.ptx.warp import griddepcontrol_wait
-from rlnumba.runtime import compile, device, launch
-from rlnumba.runtime.compile import PACKAGE, cache_key, imported_files, sources_digest
+from rlnumba.runtime import cache, device, launch
+from rlnumba.runtime.cache import PACKAGE, cache_key, imported_files, sources_digest
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import Parameters
@@ -91,7 +91,7 @@ def test_a_helper_of_helpers_is_part_of_the_key(tmp_path, monkeypatch, edited, c
         for name, text in TREE.items():
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).write_text(text + ("\n# edited" if (version, name) == ("second", edited) else ""))
-        monkeypatch.setattr(compile, "PACKAGE", package)
+        monkeypatch.setattr(cache, "PACKAGE", package)
         digests.append(sources_digest(str(package / "kernels" / "softmax" / "ops.py")))
     assert (digests[0] != digests[1]) == changes
 

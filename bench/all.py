@@ -49,6 +49,7 @@ BENCHES = (
     Bench("sampling", "bench/kernels/sampling.py", 60),
     Bench("memory", "bench/kernels/memory.py", 90),
     Bench("launch", "bench/kernels/launch.py", 30),
+    Bench("decoder", "bench/kernels/decoder.py", 60),
     Bench("engine", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120),
     Bench("train", "bench/train.py", 90),
     Bench("ppo", "bench/ppo.py", 150),

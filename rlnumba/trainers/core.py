@@ -10,6 +10,7 @@ policy.step(learning_rate)                                     gradients -> weig
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -247,19 +248,21 @@ class Policy:
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):
-        """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
+        """One optimizer step: LateMetrics of grad_norm, learning_rate and, if there are any, skipped_steps.
 
-        With optimizer_in_backward the backward has taken it, and it ends here. It may return before the weights are
+        With optimizer_in_backward the backward has taken it, and it ends here. It returns before the weights are
         written: a reader on another stream, as the engine, waits for this one. From here on a signal waits until the
         trainer's loop calls signals.release, when the step is complete.
         """
         signals.hold()
         in_backward = self.train.optimizer_in_backward
-        grad_norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
-        metrics = {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        if self.optimizer.skipped_steps:
-            metrics["skipped_steps"] = self.optimizer.skipped_steps
-        return metrics
+        norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
+
+        def read():
+            metrics = {"grad_norm": float(norm), "learning_rate": learning_rate}
+            return metrics | ({"skipped_steps": norm.skipped_steps} if norm.skipped_steps else {})
+
+        return LateMetrics(read)
 
     def state_dict(self):
         """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`."""
@@ -291,6 +294,30 @@ class Policy:
             scale(self.model.weights.flat, alpha, part)
             scale(flat, 1.0 - alpha, flat)
             add(part, flat, flat)
+
+
+class LateMetrics(Mapping):
+    """Metrics by name that are still on their way from the device: the first look at them waits for it.
+
+    So the host goes on to what comes after a step while the device is still at it. read(): dict.
+    """
+
+    def __init__(self, read):
+        self._read, self._metrics = read, None
+
+    def _found(self):
+        if self._metrics is None:
+            self._metrics = self._read()
+        return self._metrics
+
+    def __getitem__(self, name):
+        return self._found()[name]
+
+    def __iter__(self):
+        return iter(self._found())
+
+    def __len__(self):
+        return len(self._found())
 
 
 @lru_cache(maxsize=4)

@@ -35,7 +35,8 @@ from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, kto, ppo, reward, sft
-from rlnumba.trainers.core import Policy, Schedule, TargetBatch, epoch_order
+from rlnumba.trainers.core import Policy, Schedule, epoch_order
+from rlnumba.trainers.micro_batch import TargetBatch
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.

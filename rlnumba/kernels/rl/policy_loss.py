@@ -406,6 +406,9 @@ def policy_loss_kernel(terms):
             if correct_sequence:
                 corrected = ONE
                 correction_sum = correction_max = correction_min = sequence_correction
+            if begin == end:
+                ratios = corrected = correction_sum = clipped_low = clipped_high = ZERO
+                correction_max, correction_min = -NOTHING, NOTHING
             stats = sequence_stats[sequence]
             stats[LOSS], stats[TOKENS], stats[RATIOS], stats[KL] = loss, tokens, ratios, kl_sum
             stats[CLIPPED_LOW], stats[CLIPPED_HIGH] = clipped_low, clipped_high
@@ -442,11 +445,11 @@ def policy_loss(
     logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
     float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,) float32; loss_mask (N,)
     float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale (1,)
-    float32: policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to; dlogprobs
-    (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima
-    that policy_metrics turns into named numbers, for each sequence and for the micro-batch. Tokens from cu_seqlens[B]
-    on are padding: their dlogprobs are 0. Raises ValueError for other arrays, and where config needs those that are
-    None.
+    float32: policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to;
+    dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and
+    minima that policy_metrics turns into named numbers, for each sequence and for the micro-batch. Tokens from
+    cu_seqlens[B] on are padding: their dlogprobs are 0; a sequence without any tokens is padding, which counts nowhere.
+    Raises ValueError for other arrays, and where config needs those that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
@@ -627,4 +630,6 @@ def policy_loss_ref(
         stats[:, CORRECTION_MAX], stats[:, CORRECTION_MIN] = -NOTHING, NOTHING
         np.maximum.at(stats[:, CORRECTION_MAX], owner[active], correction[active])
         np.minimum.at(stats[:, CORRECTION_MIN], owner[active], correction[active])
+    empty = np.diff(cu_seqlens) == 0
+    stats[empty], stats[empty, SUMS:EXTREMES], stats[empty, EXTREMES:] = 0, -NOTHING, NOTHING
     return stats[:, LOSS].sum(), dlogprobs, stats

@@ -291,15 +291,20 @@ def test_kernels_are_shared_where_the_terms_are():
 
 @pytest.mark.sim
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_tokens_after_the_last_sequence_are_padding(rng, level):
-    arrays, config = batch(rng, [3, 130]), loss_config("grpo", level, beta=0.1)
+def test_tokens_and_sequences_of_padding_count_nowhere(rng, level):
+    correction = {"importance_sampling_correction": f"{level}_mask", "importance_sampling_clip_max": 1.5}
+    arrays, config = batch(rng, [3, 130]), loss_config("grpo", level, beta=0.1, **correction)
     plain = run(arrays, config, 0.5)
     padding = np.full(140, np.nan)
     padded = [np.concatenate([array, padding]) for array in arrays[:4]]
-    padded += [arrays[4], np.concatenate([arrays[5], np.zeros(140)]), arrays[6]]
+    padded += [
+        np.append(arrays[4], 0.0),
+        np.concatenate([arrays[5], np.zeros(140)]),
+        np.append(arrays[6], arrays[6][-1:]),
+    ]
     loss, dlogprobs, stats, metrics = run(padded, config, 0.5)
     assert not dlogprobs[133:].any()
-    for got, expected in zip((loss, dlogprobs[:133], stats, metrics), plain, strict=True):
+    for got, expected in zip((loss, dlogprobs[:133], stats[:2], metrics), plain, strict=True):
         assert_same_bits(got, expected)
 
 

@@ -60,8 +60,8 @@ def linear_logp_backward(
     hidden, weight, ids, temperature, thresholds as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden
     (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp
     wrote it and dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient of the
-    logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0; unless every_row they are left out, which
-    changes the last bits of dweight. Raises ValueError as linear_logp.
+    logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0; unless every_row they are left out,
+    which changes the last bits of dweight. Raises ValueError as linear_logp.
     """
     rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)

@@ -99,14 +99,15 @@ def _no_operator(*arguments, **options):
 
 
 @contextmanager
-def shapes_only():
+def shapes_only(properties=None):
     """Inside, nothing is allocated or computed; yields a dict that has the peaks of memory.track's regions after it.
 
-    No reference to what is made inside may outlive the block.
+    properties: device.Properties of a GPU that would compute, where there is one. No reference to what is made inside
+    may outlive the block.
     """
     peaks, replaced = {}, list(_operators())
     before = device.name()
-    device.replace("shapes", _Namespace())
+    device.replace("shapes", _Namespace(), properties)
     for module, name, _ in replaced:
         setattr(module, name, _no_operator)
     try:

@@ -36,7 +36,7 @@ from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
-from rlnumba.trainers.micro_batch import TargetBatch
+from rlnumba.trainers.micro_batch import MicroBatch
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.
@@ -92,7 +92,8 @@ class Planner:
         run = run or self.run
         dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
         step = step_of(self, run)
-        with shapes_only() as peaks:
+        # Any GPU: micro-batches are padded there.
+        with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
             trained = take_step(self.config, dtype, run, step)
             if step.prompts:
                 _generate(self, dtype, run, step.prompts)
@@ -323,18 +324,23 @@ def _group_step(planner, run):
     ends = np.cumsum(lengths)
     completions = np.concatenate([np.arange(end - length + prompt, end) for end in ends])
 
+    batch = MicroBatch.of(np.zeros(ends[-1], np.int32), lengths, completions)
+
     def run_step(policy, critic):
-        batch, empty = TargetBatch.of(np.zeros(ends[-1], np.int32), lengths, completions), policy.arena.empty
         for at_once in (True, False):
             policy.zero_grad(0.0)
-            with policy.scope():
-                logprobs, dlogprobs, entropy = (empty(batch.rows.shape, np.float32) for _ in range(3))
-                if at_once:
-                    policy.forward_backward(batch, dlogprobs, logprobs, entropy)
-                else:
-                    policy.backward(policy.forward(batch, logprobs, entropy), dlogprobs)
+            policy.run(_forward_backward, batch, {"entropy": (None, np.float32)}, at_once)
 
     return Step(run_step, int(ends[-1]), LM_HEAD, run.train.beta > 0, prompts)
+
+
+def _forward_backward(policy, batch, results, at_once):
+    """Forward and backward of a DeviceBatch, at once or apart."""
+    logprobs, dlogprobs = (policy.arena.empty(batch.targets.rows.shape, np.float32) for _ in range(2))
+    if at_once:
+        policy.forward_backward(batch.targets, dlogprobs, logprobs, results["entropy"])
+    else:
+        policy.backward(policy.forward(batch.targets, logprobs, results["entropy"]), dlogprobs)
 
 
 def _ppo_step(planner, run):

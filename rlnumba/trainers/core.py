@@ -294,7 +294,8 @@ class LateMetrics(Mapping):
 
     def _found(self):
         if self._metrics is None:
-            self._metrics = self._read()
+            # What it reads from is not needed any more.
+            self._metrics, self._read = self._read(), None
         return self._metrics
 
     def __getitem__(self, name):

@@ -316,11 +316,13 @@ def forward_parts(rollouts, train):
 
 def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
-    found = []
-    for part in parts:
-        found.append(device.xp().empty(len(part.loss_mask), np.float32))
-        policy.logprobs(part.to_device().targets, found[-1], model=model)
-    return np.concatenate([device.to_host(logprobs) for logprobs in found])
+    readings = [policy.run(score, part.micro_batch(), {"logprobs": (None, np.float32)}, model) for part in parts]
+    return np.concatenate([read()["logprobs"] for read in readings])
+
+
+def score(policy, batch, results, model):
+    """A model's log-probs of the targets of a DeviceBatch."""
+    policy.logprobs(batch.targets, results["logprobs"], model=model)
 
 
 def cut_by_tokens(train, micro_batches):

@@ -1,6 +1,7 @@
 """Micro-batches of a bucket's shape: padding changes no bit of a log-prob, and graphs no bit of a run."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -221,6 +222,62 @@ def random_rollouts(seed, count, vocab=48):
     )
 
 
+class Recorded:
+    """In place of a CUDA graph: launch() calls the function of the first micro-batch again, on what was sent last."""
+
+    def __init__(self, policy, bucket, compute):
+        self.launch, bucket.graph = compute, self
+        # As a capture does, which runs the function's Python code.
+        policy.state_of_gradients = False
+
+
+def sft_steps(policy, kind):
+    return sft.train_step(policy, [[each] for each in sequences(12 + 4 * (kind % 2), kind)], 1e-3)
+
+
+def grpo_steps(on_policy):
+    def train_step(policy, kind):
+        rollouts = random_rollouts(kind, 16 + 8 * (kind % 2))
+        if policy.train.beta:
+            rollouts.ref_logprobs = grpo.host_logprobs(policy, policy.model, rollouts.parts(8))
+        return grpo.train_step(policy, rollouts.parts(8, on_policy), 1e-3)
+
+    return train_step
+
+
+def grpo_policy(dtype=None, **options):
+    train = grpo_config(**{"max_completion_length": 32, "per_device_train_batch_size": 8} | options)
+    return Policy(load_model(MODEL, dtype), train, None, train.temperature)
+
+
+@pytest.mark.parametrize(
+    ("make_policy", "train_step"),
+    [
+        (sft_policy, sft_steps),
+        (lambda: sft_policy(loss_type="dft", gradient_checkpointing=True), sft_steps),
+        (lambda: sft_policy(lora=True), sft_steps),
+        (grpo_policy, grpo_steps(True)),
+        (lambda: grpo_policy(loss_type="bnpo", beta=0.1), grpo_steps(False)),
+        (lambda: grpo_policy(use_adaptive_entropy=True, entropy_target=9.0), grpo_steps(True)),
+        (lambda: grpo_policy(top_entropy_quantile=0.5), grpo_steps(True)),
+        (lambda: grpo_policy(max_tokens_per_micro_batch=100), grpo_steps(True)),
+    ],
+)
+def test_what_is_replayed_reads_only_what_is_sent(monkeypatch, make_policy, train_step):
+    """A step must not depend on anything that its first micro-batch of a bucket left in the function that is kept."""
+    monkeypatch.setattr(graphs.MicroBatchGraphs, "_capture", lambda self, *arguments: Recorded(*arguments) and None)
+    found = []
+    for captures in (False, True):
+        policy = make_policy()
+        policy.graphs.pads, policy.graphs.captures = True, captures
+        metrics = [dict(train_step(policy, step)) for step in range(6)]
+        found.append((metrics, device.to_host(policy.model.trained.flat).copy()))
+        counts = policy.graphs.counts
+        assert (counts["captured"] > 0) == (counts["replayed"] > 0) == captures, counts
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[0][1], found[1][1])
+
+
 def trained(make_policy, train_step, cuda_graphs, steps=20):
     """(weights, metrics) after steps of micro-batches of several buckets, each of which comes more than once."""
     policy = make_policy(cuda_graphs=cuda_graphs)
@@ -284,14 +341,8 @@ def test_graphs_have_the_bits_of_their_kernels_in_sft(dtype, options):
     ids=str,
 )
 def test_graphs_have_the_bits_of_their_kernels_in_grpo(dtype, on_policy, options):
-    def make_policy(**keys):
-        train = grpo_config(**{"max_completion_length": 32, "per_device_train_batch_size": 8} | options | keys)
-        return Policy(load_model(MODEL, dtype), train, None, train.temperature)
-
-    def train_step(policy, kind):
-        return grpo.train_step(policy, random_rollouts(kind, 16).parts(8, on_policy), 1e-3)
-
-    assert_graphs_change_nothing(make_policy, train_step)
+    make_policy = functools.partial(grpo_policy, dtype=dtype, **options)
+    assert_graphs_change_nothing(make_policy, grpo_steps(on_policy))
 
 
 @pytest.mark.gpu

@@ -111,10 +111,11 @@ def shapes_only(properties=None):
     for module, name, _ in replaced:
         setattr(module, name, _no_operator)
     try:
+        # What is garbage now is to leave the report of the process, what is made inside the separate one.
+        gc.collect()
         with memory.separate_report() as regions:
             yield peaks
             peaks.update({region: peak for region, (_, peak) in regions.items()})
-            # What has been made inside is to leave the separate report, not that of the process.
             gc.collect()
     finally:
         for module, name, value in replaced:

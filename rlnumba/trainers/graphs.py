@@ -37,6 +37,11 @@ POOL_BYTES = 2 << 30
 TENSOR_MAPS = 1 << 13
 
 
+def has_graphs(train, lora):
+    """Whether a run with these sections, lora being None or a LoraConfig, has graphs of its micro-batches on a GPU."""
+    return train.cuda_graphs and not train.optimizer_in_backward and (lora is None or not lora.lora_dropout)
+
+
 class Bucket:
     """Micro-batches of one shape: their buffers on the device and, once it is captured, their graph."""
 

@@ -34,7 +34,7 @@ from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import dpo, kto, ppo, reward, sft
+from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.micro_batch import MicroBatch
 
@@ -51,6 +51,8 @@ WITHOUT_EFFECT_ON_ROWS = {
     "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
 }  # fmt: skip
+# Trainers whose micro-batches become CUDA graphs.
+GRAPHED = ("sft", "grpo", "rloo")
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005
 
@@ -121,6 +123,9 @@ class Planner:
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
+            if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= graphs.MAX_TOKENS:
+                extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
+                notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}

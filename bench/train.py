@@ -5,9 +5,10 @@
 
 Random tokens, all of which are trained on. The phases are timed separately, with a synchronisation after each and
 without CUDA graphs; `step` is `trainers.sft.train_step` as it runs in training, with them where a micro-batch has at
-most 8,192 tokens, and `host` is how long its call takes, before which the next one cannot begin. Medians of --repeat after three warm-ups, of which
-the first one's time (with compilation) is `first s`. `floor`: 6 FLOP a parameter a token and causal attention (its backward 2.5 times its forward)
-at the GEMM rate of engine.py, without recomputation; printed for a GPU only.
+most 8,192 tokens, and `host` is how long its call takes, before which the next one cannot begin. Medians of --repeat
+after three warm-ups, of which the first one's time (with compilation) is `first s`. `floor`: 6 FLOP a parameter a token
+and causal attention (its backward 2.5 times its forward) at the GEMM rate of engine.py, without recomputation; printed
+for a GPU only.
 """
 
 import argparse

@@ -270,7 +270,7 @@ class Optimizer:
 
 
 class NormReading:
-    """The Euclidean norm of a step's gradient, on its way to the host: whoever looks at it waits for the device.
+    """The Euclidean norm of a step's gradient, on its way to the host: reading it waits for the device.
 
     read: of Staged, with the sum of squares; skipped_before: how many steps had been skipped before this one.
     """

@@ -175,7 +175,7 @@ class MicroBatchGraphs:
         release_tensor_maps(bucket.tensor_maps)
         bucket.graph, bucket.tensor_maps = None, ()
 
-    def release(self):
+    def reclaim(self):
         """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""
         for bucket in self.buckets.values():
             self._drop(bucket)

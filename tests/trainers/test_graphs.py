@@ -382,7 +382,7 @@ def test_a_skipped_step_changes_nothing_in_graphs():
 
 
 @pytest.mark.gpu
-def test_released_graphs_are_captured_again():
+def test_reclaimed_graphs_are_captured_again():
     policy, rows = sft_policy(), [[each] for each in sequences(8)]
     other = sft_policy(cuda_graphs=False)
     for step in range(6):
@@ -390,7 +390,7 @@ def test_released_graphs_are_captured_again():
             with each.context.use():
                 sft.train_step(each, rows, 1e-3)
         if step == 3:
-            policy.graphs.release()
+            policy.graphs.reclaim()
             assert policy.graphs.pool.total_bytes() == 0
     assert policy.graphs.counts["captured"] >= 2
     assert_same_bits(policy.model.weights.flat, other.model.weights.flat)

@@ -194,6 +194,7 @@ def main():
     )
     difference = metrics["sampling/sampling_logp_difference/max"]
     print(f"{'sampler difference':20} {difference:8.2g} nats at most")
+    print(f"{'micro-batches':20} {policy.graphs.counts}")
     result = f"{phases(medians)}; sampler difference {difference:.2g} nats"
     row(f"GRPO step, {work_of(arguments)}", result, "1.3 s" if on_gpu else "")
     print_memory()

@@ -3,10 +3,12 @@
     python bench/train.py                                  Qwen3-0.6B's shape on a GPU, a 15M model elsewhere
     python bench/train.py --model FOLDER --batch 8 --length 2048 --activations selective
 
-Random tokens, all of which are trained on. The phases are timed separately, with a synchronisation after each; `step`
-is `trainers.sft.train_step` as it runs in training. Medians of --repeat after one warm-up, whose time (with
-compilation) is `first s`. `floor`: 6 FLOP a parameter a token and causal attention (its backward 2.5 times its forward)
-at the GEMM rate of engine.py, without recomputation; printed for a GPU only.
+Random tokens, all of which are trained on. The phases are timed separately, with a synchronisation after each and
+without CUDA graphs; `step` is `trainers.sft.train_step` as it runs in training, with them where a micro-batch has at
+most 8,192 tokens, and `host` is how long its call takes, before which the next one cannot begin. Medians of --repeat
+after three warm-ups, of which the first one's time (with compilation) is `first s`. `floor`: 6 FLOP a parameter a token
+and causal attention (its backward 2.5 times its forward) at the GEMM rate of engine.py, without recomputation; printed
+for a GPU only.
 """
 
 import argparse
@@ -40,26 +42,33 @@ def timed(seconds, name, work):
     return result
 
 
+def timed_on_host(seconds, work):
+    """work(); the time of the call alone becomes seconds["host"]."""
+    started = time.perf_counter()
+    work()
+    seconds["host"] = time.perf_counter() - started
+
+
 def phases(policy, sequences):
     """{phase: seconds} of one training step, written out so that each phase can be timed."""
     seconds, model, grads, arena = {}, policy.model, policy.grads, policy.arena
-    sums = sft.TargetSums([sequences])
     with policy.scope():
         batch = timed(seconds, "batch", lambda: sft.target_batch(sequences))
+        xp, count = device.xp(), batch.rows.shape[0]
+        outputs = xp.empty(count, np.float32), xp.empty(count, np.float32), xp.empty(count, np.int32)
         tape, attention = policy.new_tape(), packed_attention(model, batch, arena)
         hidden = timed(
             seconds,
             "forward",
             lambda: model.forward(batch.input_ids, batch.position_ids, attention, tape, arena),
         )
-        outputs = sums.next(batch.target_ids)
         head = timed(
             seconds,
             "head",
             lambda: lm_head_forward(model, hidden, batch.rows, batch.target_ids, 1.0, arena, *outputs),
         )
         dlogprobs = arena.empty(outputs[0].shape, np.float32)
-        fill(-1.0 / sums.count, dlogprobs)
+        fill(-1.0 / count, dlogprobs)
         dhidden = timed(
             seconds,
             "head backward",
@@ -101,6 +110,7 @@ def main():
     parser.add_argument("--length", type=int, help="tokens of each; default 2048 on a GPU, else 128")
     parser.add_argument("--activations", choices=("full", "selective", "minimal"), default="full", help="that are kept")
     parser.add_argument("--recompute", default="norm,rope,swiglu", help="of selective: recompute_modules")
+    parser.add_argument("--no-graphs", dest="cuda_graphs", action="store_false", help="launch kernels one by one")
     parser.add_argument("--in-backward", action="store_true", help="take the optimizer step inside the backward")
     parser.add_argument("--lora", type=int, help="rank of an adapter on all linear layers, which alone is trained")
     parser.add_argument("--optim", default="adamw_torch")
@@ -124,7 +134,7 @@ def main():
         per_device_train_batch_size=batch, learning_rate=1e-6, activation_memory=arguments.activations,
         optim=arguments.optim, offload_optimizer=arguments.offload, master_weights=arguments.master_weights,
         recompute_modules=arguments.recompute.split(","), optimizer_in_backward=arguments.in_backward,
-        max_grad_norm=0.0 if arguments.in_backward else 1.0,
+        max_grad_norm=0.0 if arguments.in_backward else 1.0, cuda_graphs=arguments.cuda_graphs,
     )  # fmt: skip
     if arguments.lora:
         model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
@@ -135,10 +145,12 @@ def main():
 
     first = {}
     timed(first, "first", lambda: phases(policy, sequences))
-    timed(first, "step", step)
+    # The second of a shape is captured.
+    for _ in range(3):
+        timed(first, "step", step)
     measured = [phases(policy, sequences) for _ in range(arguments.repeat)]
     for seconds in measured:
-        timed(seconds, "step", step)
+        timed(seconds, "step", lambda seconds=seconds: timed_on_host(seconds, step))
     tokens = batch * length
     num_parameters = sum(p.size for p in model.weights.parameters)
     recomputed = {"selective": arguments.recompute, "minimal": "layers"}.get(arguments.activations)
@@ -150,7 +162,7 @@ def main():
     options += "" if arguments.master_weights else ", no master"
     shape = f"{num_parameters / 1e6:.0f}M parameters, {model.dtype.name}; {batch} x {length} tokens{options}"
     print(f"{device.describe()}; {shape}")
-    print(f"first s {first['first']:.1f}")
+    print(f"first s {first['first']:.1f}; micro-batches of steps: {policy.graphs.counts}")
     for name in measured[0]:
         median = statistics.median(seconds[name] for seconds in measured)
         print(f"{name:20} {median * 1e3:10.2f} ms {tokens / median:12.0f} tok/s")

@@ -1,8 +1,9 @@
 """AdamW over a model's flat buffers, gradient clipping, and learning rate schedules.
 
-An optimizer step is one reduction (the gradient's norm), one number read back by the host, and one AdamW kernel over
-all parameters. A 16-bit model has float32 master weights here; its own weights are these, rounded. A step whose
-gradient is not finite is skipped and counted.
+An optimizer step is one reduction (the gradient's norm), one thread that derives the clipping from it, and one AdamW
+kernel over all parameters, for none of which the host waits. A 16-bit model has float32 master weights here; its own
+weights are these, rounded. A step whose gradient is not finite is skipped and counted: the next step begins by waiting
+for that count, which its bias corrections need, at a time when the device has long been busy with its backward.
 
 Bytes of state for each parameter of a bfloat16 model:
 
@@ -31,13 +32,14 @@ import weakref
 import numpy as np
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.adamw import adamw, adamw_scalars
+from rlnumba.kernels.adamw import adamw, adamw_scalars, clip
 from rlnumba.kernels.adamw_8bit import BLOCK, ZERO_CODES, adamw_8bit
 from rlnumba.kernels.nn.elementwise import cast, fill
 from rlnumba.kernels.nn.reduce import sum_of_squares
 from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import Context, current
+from rlnumba.runtime.staging import Staged
 
 F32, BF16, U8 = np.dtype(np.float32), device.DTYPES["bfloat16"], np.dtype(np.uint8)
 # [train] optim: {array of the state: (dtype, parameters for each of its elements)}.
@@ -62,8 +64,8 @@ class Optimizer:
     optim, master_weights, offload: see the table above; without a master bfloat16 weights are rounded stochastically,
     which a float32 model does not need; ConfigError for float16. seed: of that rounding, and of bfloat16 moments'.
 
-    steps counts the steps taken, skipped_steps those left out because the gradient was not finite. state: {name: array}
-    of m, v and what else there is, on the device or, with offload, on the host.
+    steps counts the steps taken, skipped_steps those left out because the gradient was not finite; reading them waits
+    for the device. state: {name: array} of m, v and what else there is, on the device or, with offload, on the host.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Optimizer:
         self.weights, self.grads = weights, grads
         self.betas, self.epsilon, self.weight_decay = (beta1, beta2), epsilon, weight_decay
         self.max_grad_norm, self.optim, self.offload, self.seed = max_grad_norm, optim, offload, seed
-        self.steps = self.skipped_steps = 0
+        self._steps = self._skipped_steps = 0
+        # The NormReading of the last step, until it is counted.
+        self._last = None
         dtype, self.layout = weights.flat.dtype, dict(MOMENTS[optim])
         if dtype != F32 and master_weights:
             self.layout["master"] = (F32, 1)
@@ -98,7 +102,9 @@ class Optimizer:
             count = -(-size // each)
             with memory.allocating(region, count * kind.itemsize):
                 self.state[name] = empty(count, kind)
-        self._sum = device.xp().zeros(1, np.float32)
+        self._step = Staged({"scalars": ((9,), F32), "noise": ((3,), np.dtype(np.uint32))})
+        self._scalars, self._noise = self._step.arrays["scalars"], None
+        self._norm = Staged({"sum": ((1,), F32)})
         _track(self, region, self.state)
         self._lanes = []
         if offload and device.name() == "cuda":
@@ -117,27 +123,45 @@ class Optimizer:
         """Set the gradients to zero."""
         fill(0.0, self.grads.flat)
 
+    @property
+    def steps(self):
+        self._count_last()
+        return self._steps
+
+    @property
+    def skipped_steps(self):
+        self._count_last()
+        return self._skipped_steps
+
+    def _count_last(self):
+        """Count the last step as taken or skipped."""
+        if self._last is not None:
+            self._steps += self._last.is_finite
+            self._skipped_steps = self._last.skipped_steps
+            self._last = None
+
     def step(self, learning_rate):
-        """Update the weights from the gradients, which are left as they are; return their Euclidean norm: float.
+        """Update the weights from the gradients, which are left as they are; return the NormReading of these.
 
         The gradient is multiplied by min(1, max_grad_norm / (norm + 1e-6)), as torch's clip_grad_norm_.
         If the norm is not finite, the step is skipped: weights, moments and `steps` stay as they were.
         """
-        sum_of_squares(self.grads.flat, self._sum)
-        grad_norm = math.sqrt(float(device.to_host(self._sum)[0]))
-        if not math.isfinite(grad_norm):
-            self.skipped_steps += 1
-            return grad_norm
-        grad_scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
-        self._prepare(learning_rate, grad_scale)
-        self.steps += 1
+        total = self._norm.arrays["sum"]
+        sum_of_squares(self.grads.flat, total)
+        self._prepare(learning_rate)
+        clip(total, self.max_grad_norm or 0.0, self._scalars)
         self._for_each_part(lambda part, state: self._adamw(part, state, self.grads.flat[part]))
         self._join()
-        return grad_norm
+        return self._end_step()
+
+    def _end_step(self):
+        """The NormReading of a step all of whose kernels are launched."""
+        self._last = NormReading(self._norm.read(), self._skipped_steps)
+        return self._last
 
     def begin(self, learning_rate):
         """Begin a step that is taken part by part, without clipping."""
-        self._prepare(learning_rate, 1.0)
+        self._prepare(learning_rate)
 
     def update(self, start, grads):
         """Update elements start, start + 1, ... from their gradients (n,), float32 or of the weights' dtype.
@@ -153,24 +177,22 @@ class Optimizer:
         self._for_each_part(update, start, start + grads.shape[0])
 
     def finish(self):
-        """End the step that `begin` began; return the Euclidean norm of all parts' gradients: float.
+        """End the step that `begin` began; return the NormReading of all parts' gradients.
 
         If it is not finite, the step counts as skipped.
         """
         self._join()
-        squares = float(device.to_host(self._scalars)[8])
-        if math.isfinite(squares):
-            self.steps += 1
-        else:
-            self.skipped_steps += 1
-        return math.sqrt(squares)
+        self._norm.arrays["sum"][...] = self._scalars[8:9]
+        return self._end_step()
 
-    def _prepare(self, learning_rate, grad_scale):
+    def _prepare(self, learning_rate):
         """Copy to the device what the kernels of the next step read."""
         step = self.steps + 1
-        scalars = adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, step, grad_scale)
-        self._scalars = device.asarray(scalars)
-        self._noise = device.asarray(rounding_noise(self.seed, step)) if self.is_rounded_at_random else None
+        arrays = {"scalars": adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, step)}
+        if self.is_rounded_at_random:
+            arrays["noise"] = rounding_noise(self.seed, step)
+            self._noise = self._step.arrays["noise"]
+        self._step.send(arrays)
 
     def _adamw(self, part, state, grads):
         """One step of a slice of the parameters from its gradients."""
@@ -243,8 +265,30 @@ class Optimizer:
         if "master" in arrays:
             self._for_each_part(lambda part, state: cast(state["master"], self.weights.flat[part]))
             self._join()
-        self.steps = int(state["steps"])
-        self.skipped_steps = int(state["skipped_steps"])
+        self._last = None
+        self._steps, self._skipped_steps = int(state["steps"]), int(state["skipped_steps"])
+
+
+class NormReading:
+    """The Euclidean norm of a step's gradient, on its way to the host: reading it waits for the device.
+
+    read: of Staged, with the sum of squares; skipped_before: how many steps had been skipped before this one.
+    """
+
+    def __init__(self, read, skipped_before):
+        self._read, self._skipped_before = read, skipped_before
+
+    def __float__(self):
+        return math.sqrt(self._read()["sum"][0])
+
+    @property
+    def is_finite(self):
+        return math.isfinite(float(self))
+
+    @property
+    def skipped_steps(self):
+        """How many steps have been skipped up to this one."""
+        return self._skipped_before + (not self.is_finite)
 
 
 class _Lane:

@@ -214,7 +214,7 @@ for kind, path in json.loads(sys.argv[1]):
     print(json.dumps(sorted({name for stage in stages for _, name, _, _ in stage})))
 """
 RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "reward": "reward.toml"}
-OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "embedding_backward_kernel"}
+OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "clip_kernel", "embedding_backward_kernel"}
 OF_PROMPTS = {"draw_kernel", "scan_kernel", "logp_backward_kernel"}
 OF_PROMPTS |= {"paged_attention_sm90_kernel", "paged_attention_qkv_sm90_kernel"}
 OF_PROMPTS |= {"advance_decode_state_kernel", "edit_decode_state_kernel"}

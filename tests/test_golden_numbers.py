@@ -76,7 +76,7 @@ def test_policy_losses_of_the_operator(options, expected):
     loss, dlogprobs = xp.zeros(1, np.float32), xp.zeros(6, np.float32)
     stats, metrics = xp.zeros((2, METRICS), np.float32), xp.zeros(METRICS, np.float32)
     inputs = [device.asarray(a.astype(np.float32)) for a in (LOGPROBS, OLD, REF, ROLLOUT, ADVANTAGES, MASK)]
-    scale = policy_loss_scale(config, 2, 5, 5, 1)
+    scale = device.asarray(np.float32([policy_loss_scale(config, 2, 5, 5, 1)]))
     policy_loss(*inputs, device.asarray(CU_SEQLENS), config, scale, loss, dlogprobs, stats, metrics)
     close(device.to_host(loss), [expected], 6)
 

@@ -40,7 +40,7 @@ def run(weights, grads, optimizer, steps):
     norms = []
     for step in steps:
         grads.flat[...] = device.asarray(gradient(step))
-        norms.append(optimizer.step(0.05 * step))
+        norms.append(float(optimizer.step(0.05 * step)))
     return norms
 
 
@@ -74,7 +74,7 @@ def test_clipping_divides_by_a_little_more_than_the_norm():
     _, grads, optimizer = problem(max_grad_norm=1e-6)
     grads.flat[:] = 0
     grads.flat[4] = 3e-6
-    norm = optimizer.step(0.1)
+    norm = float(optimizer.step(0.1))
     assert_close(np.float32(norm), 3e-6, terms=10)
     assert_close(device.to_host(optimizer.state["m"])[4:5], [(1 - 0.9) * 3e-6 / 4], terms=4)
     _, grads, optimizer = problem(max_grad_norm=1.0)
@@ -116,8 +116,7 @@ def test_non_finite_gradient_changes_nothing():
     before = optimizer.state_dict(), device.to_host(weights.flat).copy()
     for bad in (np.nan, np.inf, 3e38):
         grads.flat[3] = bad
-        norm = optimizer.step(0.1)
-        assert not np.isfinite(norm)
+        assert not optimizer.step(0.1).is_finite
     after = optimizer.state_dict()
     for name in ("m", "v"):
         assert_same_bits(after[name], before[0][name], name)

@@ -163,6 +163,11 @@ class TrainConfig(Section):
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
+    cuda_graphs: bool = key(
+        True,
+        "Run micro-batches of at most 8,192 tokens as CUDA graphs (docs/training-graphs.md); false: launch their "
+        "kernels one by one, with the same results. Not TRL.",
+    )
     max_steps: int = key(-1, "Optimizer steps of the run; -1: as many as num_train_epochs make.", minimum=-1)
     num_train_epochs: float = key(3.0, "Passes over the data when max_steps is -1.", above=0)
     dtype: str | None = key(

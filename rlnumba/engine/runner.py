@@ -482,7 +482,7 @@ class Runner:
 
     def _addresses(self):
         """What changes with the buffers that graphs read and write; the cache's addresses never do."""
-        return self.upload.generation, [chunk.data.ptr for chunk in self.arena.chunks]
+        return self.upload.generation, self.arena.addresses
 
     def compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
         """Compute a step from its arrays, on the device, and sample its last tokens if there are any to be sampled.

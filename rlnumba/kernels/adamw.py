@@ -26,6 +26,8 @@ from rlnumba.runtime.launch import launch, specialize
 
 # Threads of a block, and elements of each: 16 bytes of float32.
 THREADS, VECTOR = 256, 4
+# Added to the norm that the gradient is divided by, as in torch.
+CLIP_EPSILON = np.float32(1e-6)
 
 
 BF16 = (device.DTYPES["bfloat16"],)
@@ -118,6 +120,32 @@ def _adamw_cpu(master, grads, m, v, scalars, decay_end):
     """adamw_kernel on the cpu device, where NumPy would take fifteen passes over memory."""
     for i in numba.prange(master.shape[0]):
         m[i], v[i], master[i] = update_on_cpu(grads[i], m[i], v[i], master[i], i < decay_end, scalars)
+
+
+@cuda.jit
+def clip_kernel(total, max_norm, scalars):
+    """One thread."""
+    scale = np.float32(1.0)
+    if max_norm > np.float32(0.0):
+        scale = min(scale, max_norm / (math.sqrt(total[0]) + CLIP_EPSILON))
+    scalars[7] = scale
+    scalars[8] = total[0]
+
+
+def clip(total, max_norm, scalars):
+    """Let the AdamW step that reads `scalars` clip the gradient, or write nothing if it is not finite.
+
+    total (1,) float32: the gradient's sum of squares; scalars (9,) float32 of adamw_scalars, of which the last two are
+    written: min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_, and total. max_norm 0: no clipping. Raises
+    ValueError for other arrays.
+    """
+    check("clip", "total", total, (1,), F32)
+    check("clip", "scalars", scalars, (9,), F32)
+    if device.name() == "cpu":
+        norm = math.sqrt(float(total[0]))
+        scalars[7:] = min(1.0, max_norm / (norm + float(CLIP_EPSILON))) if max_norm else 1.0, total[0]
+        return
+    launch(clip_kernel, 1, 1, total, float(max_norm), scalars)
 
 
 def adamw_scalars(learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale=1.0):

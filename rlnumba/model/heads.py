@@ -29,21 +29,24 @@ class SavedHead:
     num_tokens: int
     entropy: object = None
     thresholds: object = None
+    every_row: bool = False
 
 
 def lm_head_forward(
-    model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None, thresholds=None
+    model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None, thresholds=None,
+    every_row=False,
 ):  # fmt: skip
     """Log-probs of target_ids (T,) i32 from rows (T,) i32 of hidden (N, D): the SavedHead for lm_head_backward.
 
     logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written. thresholds (T,) f32: the smallest logit
-    that each prediction has, or None for all.
+    that each prediction has, or None for all. every_row: compute rows without a gradient, too, as a captured graph has
+    to, which cannot look for them.
     """
     gathered = arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
     lse = arena.empty((rows.shape[0],), np.float32)
     gather_rows(hidden, rows, gathered)
-    linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1, thresholds)
-    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy, thresholds)
+    linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1, thresholds, every_row)
+    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy, thresholds, every_row)
 
 
 def lm_head_backward(model, saved, dlogprobs, grads, arena, dentropy=None):
@@ -54,14 +57,14 @@ def lm_head_backward(model, saved, dlogprobs, grads, arena, dentropy=None):
     dgathered = arena.empty(saved.hidden.shape, saved.hidden.dtype)
     linear_logp_backward(
         saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered,
-        grads.lm_head, None if dentropy is None else saved.entropy, dentropy, saved.thresholds,
+        grads.lm_head, None if dentropy is None else saved.entropy, dentropy, saved.thresholds, saved.every_row,
     )  # fmt: skip
     return _scattered(dgathered, saved.rows, saved.num_tokens, arena)
 
 
 def lm_head_forward_backward(
     model, hidden, rows, target_ids, temperature, dlogprobs, grads, arena, logprobs,
-    entropy=None, top1=None, accumulate=True, thresholds=None,
+    entropy=None, top1=None, accumulate=True, thresholds=None, every_row=False,
 ):  # fmt: skip
     """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
 
@@ -72,7 +75,7 @@ def lm_head_forward_backward(
     gather_rows(hidden, rows, gathered)
     linear_logp_with_gradient(
         gathered, model.lm_head, target_ids, temperature, dlogprobs, logprobs, lse, dgathered, grads.lm_head,
-        entropy, top1, accumulate, thresholds,
+        entropy, top1, accumulate, thresholds, every_row,
     )  # fmt: skip
     return _scattered(dgathered, rows, hidden.shape[0], arena)
 

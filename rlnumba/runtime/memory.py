@@ -166,6 +166,16 @@ class Arena:
         self.chunk = self.offset = 0
         self.used = self.peak = self.depth = 0
 
+    @property
+    def addresses(self):
+        """Where its memory is: as long as these stay the same, the same steps get the same arrays."""
+        return [chunk.data.ptr for chunk in self.chunks]
+
+    @property
+    def nbytes(self):
+        """Bytes that it has on the GPU."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
     def empty(self, shape, dtype):
         """An array of the device with undefined content, to be used inside the innermost open scope."""
         if not self.depth:

@@ -99,21 +99,23 @@ def _no_operator(*arguments, **options):
 
 
 @contextmanager
-def shapes_only():
+def shapes_only(properties=None):
     """Inside, nothing is allocated or computed; yields a dict that has the peaks of memory.track's regions after it.
 
-    No reference to what is made inside may outlive the block.
+    properties: device.Properties of a GPU that would compute, where there is one. No reference to what is made inside
+    may outlive the block.
     """
     peaks, replaced = {}, list(_operators())
     before = device.name()
-    device.replace("shapes", _Namespace())
+    device.replace("shapes", _Namespace(), properties)
     for module, name, _ in replaced:
         setattr(module, name, _no_operator)
     try:
+        # What is garbage now is to leave the report of the process, what is made inside the separate one.
+        gc.collect()
         with memory.separate_report() as regions:
             yield peaks
             peaks.update({region: peak for region, (_, peak) in regions.items()})
-            # What has been made inside is to leave the separate report, not that of the process.
             gc.collect()
     finally:
         for module, name, value in replaced:

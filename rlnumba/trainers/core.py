@@ -10,8 +10,8 @@ policy.step(learning_rate)                                     gradients -> weig
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -27,47 +27,12 @@ from rlnumba.model.heads import (
 )
 from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
 from rlnumba.model.lora import Dropout
-from rlnumba.model.transformer import Tape, packed_attention, packed_positions
+from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
-
-
-@dataclass(frozen=True)
-class TargetBatch:
-    """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
-
-    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
-    whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
-    of the prediction of each, or None for all logits.
-    """
-
-    input_ids: object
-    position_ids: object
-    cu_seqlens: object
-    max_seqlen: int
-    rows: object
-    target_ids: object
-    thresholds: object = None
-
-    @staticmethod
-    def of(token_ids, lengths, targets, thresholds=None):
-        """From the host: token_ids (N,) i32 of sequences end to end, their lengths (B,), targets (T,) positions.
-
-        No target may be the first token of its sequence. Raises ValueError for an empty sequence.
-        """
-        rows, target_ids = (targets - 1).astype(np.int32), token_ids[targets]
-        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
-        targets = [device.asarray(array) for array in (rows, target_ids)]
-        thresholds = None if thresholds is None else device.asarray(thresholds)
-        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), *targets, thresholds)
-
-    @staticmethod
-    def of_values(token_ids, lengths, rows):
-        """As `of`, for the values of positions `rows` (T,) i32 and no log-probs."""
-        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
-        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), device.asarray(rows), None)
+from rlnumba.trainers.graphs import MicroBatchGraphs
 
 
 class Policy:
@@ -91,6 +56,7 @@ class Policy:
         self.arena = Arena("activations")
         self.context = Context()
         self._head_grad_is_zero, self._is_training = False, True
+        self.graphs = MicroBatchGraphs(train, self.has_dropout)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
@@ -112,6 +78,26 @@ class Policy:
             device.synchronize()  # copies to host memory that the optimizer began
             master[...] = adapter.master if self.train.offload_optimizer else device.asarray(adapter.master)
         adapter.master = master
+
+    def run(self, function, micro_batch, outputs, *constants):
+        """Call function(policy, batch, results, *constants) for a MicroBatch, as a graph where that pays.
+
+        See graphs.MicroBatchGraphs.run. To be called outside of `scope`: the function runs inside it.
+        """
+        return self.graphs.run(self, function, micro_batch, outputs, constants)
+
+    def run_unpadded(self, function, micro_batch, outputs, *constants):
+        """As `run`, never as a graph, for a function that reads from the device."""
+        return self.graphs.run(self, function, micro_batch, outputs, constants, pads=False)
+
+    @property
+    def state_of_gradients(self):
+        """What a backward launches depends on it: whether the head's gradient is still zero, to be written at once."""
+        return self._head_grad_is_zero
+
+    @state_of_gradients.setter
+    def state_of_gradients(self, state):
+        self._head_grad_is_zero = state
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -162,7 +148,8 @@ class Policy:
         head = batch.rows, batch.target_ids, self.temperature
         # The thresholds are of this model's logits: another one has all of its own.
         thresholds = batch.thresholds if model is self.model else None
-        return lm_head_forward(model, hidden, *head, self.arena, *outputs, thresholds=thresholds)
+        options = {"thresholds": thresholds, "every_row": batch.every_row}
+        return lm_head_forward(model, hidden, *head, self.arena, *outputs, **options)
 
     def backward(self, forward, dlogprobs, dentropy=None):
         """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
@@ -181,6 +168,7 @@ class Policy:
         dhidden = lm_head_forward_backward(
             self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
             logprobs, entropy, top1, accumulate=not self._head_grad_is_zero, thresholds=batch.thresholds,
+            every_row=batch.every_row,
         )  # fmt: skip
         self._head_grad_is_zero = False
         self._backward(dhidden, tape)
@@ -247,19 +235,21 @@ class Policy:
         self._head_grad_is_zero = True
 
     def step(self, learning_rate):
-        """One optimizer step: {"grad_norm": ..., "learning_rate": ..., "skipped_steps": ... if there are any}.
+        """One optimizer step: LateMetrics of grad_norm, learning_rate and, if there are any, skipped_steps.
 
-        With optimizer_in_backward the backward has taken it, and it ends here. It may return before the weights are
+        With optimizer_in_backward the backward has taken it, and it ends here. It returns before the weights are
         written: a reader on another stream, as the engine, waits for this one. From here on a signal waits until the
         trainer's loop calls signals.release, when the step is complete.
         """
         signals.hold()
         in_backward = self.train.optimizer_in_backward
-        grad_norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
-        metrics = {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        if self.optimizer.skipped_steps:
-            metrics["skipped_steps"] = self.optimizer.skipped_steps
-        return metrics
+        norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
+
+        def read():
+            metrics = {"grad_norm": float(norm), "learning_rate": learning_rate}
+            return metrics | ({"skipped_steps": norm.skipped_steps} if norm.skipped_steps else {})
+
+        return LateMetrics(read)
 
     def state_dict(self):
         """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`."""
@@ -291,6 +281,37 @@ class Policy:
             scale(self.model.weights.flat, alpha, part)
             scale(flat, 1.0 - alpha, flat)
             add(part, flat, flat)
+
+
+class LateMetrics(Mapping):
+    """Metrics by name that are still on their way from the device: the first look at them waits for it.
+
+    So the host goes on to what comes after a step while the device is still at it. read(): dict.
+    """
+
+    def __init__(self, read):
+        self._read, self._metrics = read, None
+
+    def _found(self):
+        if self._metrics is None:
+            # What it reads from is not needed any more.
+            self._metrics, self._read = self._read(), None
+        return self._metrics
+
+    def __getitem__(self, name):
+        return self._found()[name]
+
+    def __iter__(self):
+        return iter(self._found())
+
+    def __len__(self):
+        return len(self._found())
+
+    def __or__(self, other):
+        return self._found() | dict(other)
+
+    def __ror__(self, other):
+        return other | self._found()
 
 
 @lru_cache(maxsize=4)

@@ -96,7 +96,7 @@ def pair_batch(pairs):
 
 
 def train_step(policy, pairs, learning_rate):
-    """One optimizer step on `pairs`: metrics by name. Writes the gradients, the weights and the optimizer's state."""
+    """One optimizer step on `pairs`: LateMetrics. Writes the gradients, the weights and the optimizer's state."""
     return optimizer_step(StepLoss(policy, pairs), learning_rate)
 
 

@@ -16,8 +16,6 @@ tokens); He et al. 2025 (arXiv 2505.22312, Skywork-OR1, adaptive entropy control
 
 import numpy as np
 
-from rlnumba.runtime import device
-
 
 def has_bonus(train):
     """Whether the loss has an entropy bonus, though its coefficient may be 0 in a step."""
@@ -49,12 +47,13 @@ def update(train, state, mean_entropy):
 
 def entropies_of(policy, micro_batches):
     """(T,) float32 on the host: the entropies of all tokens of a list of Rollouts, from forwards without a tape."""
-    found = []
-    for part in micro_batches:
-        logprobs, entropy = (device.xp().empty(len(part.loss_mask), np.float32) for _ in range(2))
-        policy.logprobs(part.to_device().targets, logprobs, entropy)
-        found.append(device.to_host(entropy))
-    return np.concatenate(found)
+    outputs = {"logprobs": (None, np.float32), "entropy": (None, np.float32)}
+    readings = [policy.run(_score, part.micro_batch(), outputs) for part in micro_batches]
+    return np.concatenate([read()["entropy"] for read in readings])
+
+
+def _score(policy, batch, results):
+    policy.logprobs(batch.targets, results["logprobs"], results["entropy"])
 
 
 def high_entropy_mask(entropy, loss_mask, top_entropy_quantile):

@@ -27,6 +27,7 @@ from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
@@ -34,7 +35,7 @@ from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, signals
 from rlnumba.trainers import dynamic_sampling, evaluation, rollout
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers.core import Schedule
+from rlnumba.trainers.core import LateMetrics, Schedule
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
 from rlnumba.trainers.rejection import normalize_corrections, reject
@@ -64,7 +65,7 @@ class Algorithm(NamedTuple):
     load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
     run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
     are roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
-    metrics by name. save_final(folder, policy, tokenizer): writes what a run ends with.
+    LateMetrics, or a dict. save_final(folder, policy, tokenizer): writes what a run ends with.
     """
 
     name: str
@@ -315,11 +316,13 @@ def forward_parts(rollouts, train):
 
 def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
-    found = []
-    for part in parts:
-        found.append(device.xp().empty(len(part.loss_mask), np.float32))
-        policy.logprobs(part.to_device().targets, found[-1], model=model)
-    return np.concatenate([device.to_host(logprobs) for logprobs in found])
+    readings = [policy.run(score, part.micro_batch(), {"logprobs": (None, np.float32)}, model) for part in parts]
+    return np.concatenate([read()["logprobs"] for read in readings])
+
+
+def score(policy, batch, results, model):
+    """A model's log-probs of the targets of a DeviceBatch."""
+    policy.logprobs(batch.targets, results["logprobs"], model=model)
 
 
 def cut_by_tokens(train, micro_batches):
@@ -339,9 +342,13 @@ def cut_by_tokens(train, micro_batches):
     return [piece for piece, _ in pieces], [whole for _, whole in pieces]
 
 
+# Of a micro-batch, on the device: see MicroBatchGraphs.run.
+OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (METRICS, np.float32)}
+
+
 def train_step(policy, micro_batches, learning_rate):
-    """One optimizer step on a list of Rollouts: metrics by name. Writes gradients, weights and optimizer state."""
-    train, arena, xp = policy.train, policy.arena, device.xp()
+    """One optimizer step on a list of Rollouts: LateMetrics. Writes gradients, weights and optimizer state."""
+    train = policy.train
     num_means = len(micro_batches)
     micro_batches, wholes = cut_by_tokens(train, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
@@ -349,72 +356,115 @@ def train_step(policy, micro_batches, learning_rate):
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
     selects, has_bonus = train.top_entropy_quantile < 1, entropies.has_bonus(train)
     _, coef = entropies.coefficient(train, policy.loss_state)
-    mask = np.concatenate([part.loss_mask for part in micro_batches])
-    # Tokens that the surrogate and the bonus have: of one micro-batch the forward's entropies choose them.
-    kept, num_kept = None, num_tokens
+    choice = TokenChoice(train, np.concatenate([part.loss_mask for part in micro_batches]), coef)
     if selects and len(micro_batches) > 1:
-        of_all = entropies.entropies_of(policy, micro_batches)
-        kept = entropies.high_entropy_mask(of_all, mask, train.top_entropy_quantile)
-        num_kept = int(kept.sum())
+        choice.choose(entropies.entropies_of(policy, micro_batches))
     gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
-    # On the device until the step is done, so that no micro-batch waits for the host.
-    loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
-    entropy = xp.empty(int(ends[-1]), np.float32)
-    stats = xp.empty((len(micro_batches), METRICS), np.float32)
+    readings = []
     policy.zero_grad(learning_rate)
     for i, part in enumerate(micro_batches):
-        with policy.scope():
-            batch = part.to_device()
-            logprobs, dlogprobs = (arena.empty((len(part.loss_mask),), np.float32) for _ in range(2))
-            tokens = slice(ends[i] - len(part.loss_mask), ends[i])
-            part_entropy = entropy[tokens]
-            scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
-            if part.on_policy and gradient_is_known:
-                # The forward will compute the sampler's log-probs, so the gradient is known before it. The loss is
-                # computed again after it, for metrics that show a difference if there is one.
-                sampled = batch.rollout_logprobs
-                ignored_stats = arena.empty((METRICS,), np.float32)
-                loss_backward(policy, batch, sampled, sampled, scale, ignored_loss, dlogprobs, ignored_stats)
-                policy.forward_backward(batch.targets, dlogprobs, logprobs, part_entropy)
-                loss_backward(policy, batch, logprobs, logprobs, scale, loss, dlogprobs, stats[i])
-                continue
-            # ids -> logprobs
-            forward = policy.forward(batch.targets, logprobs, part_entropy)
-            # logprobs -> loss
-            if part.on_policy:
-                old_logprobs = logprobs
-            else:
-                old_logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-            if selects and kept is None:
-                kept = entropies.high_entropy_mask(device.to_host(part_entropy), mask, train.top_entropy_quantile)
-                num_kept = int(kept.sum())
-            entropy_mask = device.asarray(kept[tokens]) if selects else None
-            loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats[i], entropy_mask)
-            dentropy = None
-            if coef:
-                counted = part.loss_mask if kept is None else kept[tokens]
-                dentropy = device.asarray(counted * np.float32(-coef / max(num_kept, 1)))
-            # loss -> grads
-            policy.backward(forward, dlogprobs, dentropy)
+        scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
+        batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
+        tokens = slice(ends[i] - len(part.loss_mask), ends[i])
+        if part.on_policy and gradient_is_known:
+            readings.append(policy.run(known_gradient_step, batch, OUTPUTS))
+        elif selects and not choice.is_made:
+            # Of one micro-batch the forward's entropies choose them.
+            readings.append(policy.run_unpadded(general_step, batch, OUTPUTS, part.on_policy, choice))
+        else:
+            batch = batch.with_arrays(targets=choice.arrays(tokens))
+            readings.append(policy.run(general_step, batch, OUTPUTS, part.on_policy))
     # grads -> step
     info = policy.step(learning_rate)
-    entropy = device.to_host(entropy)
-    metrics = {"loss": float(device.to_host(loss)[0]), **info}
-    metrics["entropy"] = float(np.dot(entropy, mask) / max(num_tokens, 1))
-    if has_bonus:
-        mean_entropy = metrics["entropy"] if kept is None else float(np.dot(entropy, kept) / max(num_kept, 1))
-        metrics["policy_loss"] = metrics["loss"]
-        metrics["loss"] -= coef * mean_entropy
-        metrics["entropy_coef"] = entropies.update(train, policy.loss_state, mean_entropy)
-    return metrics | policy_metrics(device.to_host(stats), train, rollout=True)
+
+    def read():
+        results = [reading() for reading in readings]
+        loss, entropy = np.float32(0.0), np.concatenate([found["entropy"] for found in results])
+        for found in results:
+            loss += found["loss"][0]
+        metrics = {"loss": float(loss), **info}
+        metrics["entropy"] = float(np.dot(entropy, choice.loss_mask) / max(num_tokens, 1))
+        if has_bonus:
+            mean_entropy = metrics["entropy"]
+            if choice.kept is not None:
+                mean_entropy = float(np.dot(entropy, choice.kept) / max(choice.num_kept, 1))
+            metrics["policy_loss"] = metrics["loss"]
+            metrics["loss"] -= coef * mean_entropy
+            metrics["entropy_coef"] = entropies.update(train, policy.loss_state, mean_entropy)
+        return metrics | policy_metrics(np.stack([found["stats"] for found in results]), train, rollout=True)
+
+    # The next step's coefficient follows from this one's entropy.
+    return LateMetrics(read) if not has_bonus else read()
 
 
-def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats, entropy_mask=None):
-    """policy_loss of a RolloutBatch: loss is added to, dlogprobs and stats (METRICS,) are written."""
-    of_batch = (batch.ref_logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
-    of_sequences = policy.arena.empty((batch.advantages.shape[0], METRICS), np.float32)
-    outputs = loss, dlogprobs, of_sequences, stats
-    policy_loss(logprobs, old_logprobs, *of_batch, policy.train, scale, *outputs, entropy_mask)
+class TokenChoice:
+    """The tokens of an optimizer step that the surrogate and the entropy bonus have.
+
+    loss_mask (T,) f32; coef: of the bonus. kept (T,) f32, 0 or 1, once it is made, else None; num_kept: their number.
+    """
+
+    def __init__(self, train, loss_mask, coef):
+        self.quantile, self.loss_mask, self.coef = train.top_entropy_quantile, loss_mask, coef
+        self.kept, self.num_kept = None, int(loss_mask.sum(dtype=np.float64))
+
+    @property
+    def is_made(self):
+        return self.kept is not None
+
+    def choose(self, entropy):
+        """Keep the tokens of the highest entropy (T,)."""
+        self.kept = entropies.high_entropy_mask(entropy, self.loss_mask, self.quantile)
+        self.num_kept = int(self.kept.sum())
+
+    def arrays(self, tokens):
+        """What the loss reads of these tokens, a slice: entropy_mask and dentropy, as far as the loss has them."""
+        found = {} if self.kept is None else {"entropy_mask": self.kept[tokens]}
+        if self.coef:
+            counted = (self.loss_mask if self.kept is None else self.kept)[tokens]
+            found["dentropy"] = counted * np.float32(-self.coef / max(self.num_kept, 1))
+        return found
+
+
+def known_gradient_step(policy, batch, results):
+    """Forward, loss and backward where the forward will compute the sampler's log-probs, bit for bit.
+
+    So the gradient is known before it. The loss is computed again after it, for metrics that show a difference if there
+    is one.
+    """
+    sampled = batch.arrays["rollout_logprobs"]
+    logprobs, dlogprobs = (policy.arena.empty(sampled.shape, np.float32) for _ in range(2))
+    ignored = {"loss": policy.arena.empty((1,), np.float32), "stats": policy.arena.empty((METRICS,), np.float32)}
+    loss_backward(policy, batch, sampled, sampled, dlogprobs, ignored)
+    policy.forward_backward(batch.targets, dlogprobs, logprobs, results["entropy"])
+    loss_backward(policy, batch, logprobs, logprobs, dlogprobs, results)
+
+
+def general_step(policy, batch, results, on_policy, choice=None):
+    """Forward, loss and backward. choice: a TokenChoice that the forward's entropies are to make, on the host."""
+    # ids -> logprobs
+    logprobs, dlogprobs = (policy.arena.empty(batch.targets.rows.shape, np.float32) for _ in range(2))
+    forward, chosen = policy.forward(batch.targets, logprobs, results["entropy"]), batch.arrays
+    if choice is not None:
+        choice.choose(device.to_host(results["entropy"]))
+        chosen = {name: device.asarray(array) for name, array in choice.arrays(slice(None)).items()}
+    # logprobs -> loss
+    old_logprobs = logprobs
+    if not on_policy:
+        old_logprobs = batch.arrays.get("old_logprobs", batch.arrays["rollout_logprobs"])
+    loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, chosen.get("entropy_mask"))
+    # loss -> grads
+    policy.backward(forward, dlogprobs, chosen.get("dentropy"))
+
+
+def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, entropy_mask=None):
+    """policy_loss of a DeviceBatch of Rollouts: dlogprobs, and loss and stats (METRICS,) of `results`, are written."""
+    arrays, empty = batch.arrays, policy.arena.empty
+    of_tokens = arrays.get("ref_logprobs"), arrays["rollout_logprobs"]
+    of_batch = arrays["advantages"], arrays["loss_mask"], arrays["completion_bounds"]
+    of_sequences = empty((arrays["advantages"].shape[0], METRICS), np.float32)
+    outputs = results["loss"], dlogprobs, of_sequences, results["stats"]
+    fill(0.0, results["loss"])
+    policy_loss(logprobs, old_logprobs, *of_tokens, *of_batch, policy.train, arrays["scale"], *outputs, entropy_mask)
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):

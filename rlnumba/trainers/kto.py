@@ -117,7 +117,7 @@ def all_sequences(completions):
 
 
 def train_step(policy, completions, learning_rate):
-    """One optimizer step on `completions`: metrics by name. Writes gradients, weights and the optimizer's state."""
+    """One optimizer step on `completions`: LateMetrics. Writes gradients, weights and the optimizer's state."""
     return optimizer_step(StepLoss(policy, completions), learning_rate)
 
 

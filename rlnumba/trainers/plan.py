@@ -34,8 +34,9 @@ from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import dpo, kto, ppo, reward, sft
-from rlnumba.trainers.core import Policy, Schedule, TargetBatch, epoch_order
+from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
+from rlnumba.trainers.core import Policy, Schedule, epoch_order
+from rlnumba.trainers.micro_batch import MicroBatch
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.
@@ -50,6 +51,8 @@ WITHOUT_EFFECT_ON_ROWS = {
     "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
 }  # fmt: skip
+# Trainers whose micro-batches become CUDA graphs.
+GRAPHED = ("sft", "grpo", "rloo")
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005
 
@@ -91,7 +94,8 @@ class Planner:
         run = run or self.run
         dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
         step = step_of(self, run)
-        with shapes_only() as peaks:
+        # Any GPU: micro-batches are padded there.
+        with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
             trained = take_step(self.config, dtype, run, step)
             if step.prompts:
                 _generate(self, dtype, run, step.prompts)
@@ -119,6 +123,9 @@ class Planner:
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
+            if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= graphs.MAX_TOKENS:
+                extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
+                notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}
@@ -322,18 +329,23 @@ def _group_step(planner, run):
     ends = np.cumsum(lengths)
     completions = np.concatenate([np.arange(end - length + prompt, end) for end in ends])
 
+    batch = MicroBatch.of(np.zeros(ends[-1], np.int32), lengths, completions)
+
     def run_step(policy, critic):
-        batch, empty = TargetBatch.of(np.zeros(ends[-1], np.int32), lengths, completions), policy.arena.empty
         for at_once in (True, False):
             policy.zero_grad(0.0)
-            with policy.scope():
-                logprobs, dlogprobs, entropy = (empty(batch.rows.shape, np.float32) for _ in range(3))
-                if at_once:
-                    policy.forward_backward(batch, dlogprobs, logprobs, entropy)
-                else:
-                    policy.backward(policy.forward(batch, logprobs, entropy), dlogprobs)
+            policy.run(_forward_backward, batch, {"entropy": (None, np.float32)}, at_once)
 
     return Step(run_step, int(ends[-1]), LM_HEAD, run.train.beta > 0, prompts)
+
+
+def _forward_backward(policy, batch, results, at_once):
+    """Forward and backward of a DeviceBatch, at once or apart."""
+    logprobs, dlogprobs = (policy.arena.empty(batch.targets.rows.shape, np.float32) for _ in range(2))
+    if at_once:
+        policy.forward_backward(batch.targets, dlogprobs, logprobs, results["entropy"])
+    else:
+        policy.backward(policy.forward(batch.targets, logprobs, results["entropy"]), dlogprobs)
 
 
 def _ppo_step(planner, run):

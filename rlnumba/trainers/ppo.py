@@ -32,9 +32,10 @@ from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import rollout
-from rlnumba.trainers.core import Policy, TargetBatch, epoch_order
+from rlnumba.trainers.core import LateMetrics, Policy, epoch_order
 from rlnumba.trainers.grpo import Algorithm, sampler_is_exact, sampling_params, train_on_prompts
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.micro_batch import TargetBatch
 
 
 def run_ppo(run, resume=False, reward_funcs=()):
@@ -116,12 +117,12 @@ class ActorCritic:
             self.critic.zero_grad(critic_learning_rate)
 
     def step(self, learning_rate, critic_learning_rate):
-        """One optimizer step of both: Policy.step's dict, and critic/grad_norm, critic/learning_rate."""
-        metrics = self.policy.step(learning_rate)
-        if self.critic is not None:
-            info = self.critic.step(critic_learning_rate)
-            metrics |= {f"critic/{name}": value for name, value in info.items()}
-        return metrics
+        """One optimizer step of both: LateMetrics, Policy.step's, and critic/grad_norm, critic/learning_rate."""
+        info = self.policy.step(learning_rate)
+        if self.critic is None:
+            return info
+        critic_info = self.critic.step(critic_learning_rate)
+        return LateMetrics(lambda: info | {f"critic/{name}": value for name, value in critic_info.items()})
 
     def move_reference_if_due(self, step):
         """The reference stands still."""
@@ -303,7 +304,7 @@ def objective_metrics(buffer, scores, train):
 
 
 def train_step(actor, micro_batches, learning_rate):
-    """The optimizer steps on the batch that the ActorCritic holds: metrics by name, means over the steps."""
+    """The optimizer steps on the batch that the ActorCritic holds: LateMetrics, means over the steps."""
     train, experience = actor.train, actor.experience
     # On the device until all steps are done, so that no micro-batch waits for the host.
     partials, tokens, infos = [], [], []
@@ -322,12 +323,16 @@ def train_step(actor, micro_batches, learning_rate):
                     forward_backward(actor, chosen, 1.0 / (tokens[-1] * len(parts)), partials[-1][-1])
             infos.append(actor.step(learning_rate, experience.critic_learning_rate))
     actor.score_moments = experience.score_moments
-    sums = [device.to_host(device.xp().concatenate(part)).sum(axis=0, dtype=np.float64) for part in partials]
-    metrics = ppo_metrics(sums, tokens)
-    loss = metrics["loss/policy_avg"] + train.vf_coef * metrics["loss/value_avg"]
-    metrics["loss"] = loss - train.entropy_coef * metrics["policy/entropy_avg"]
-    norms = [name for name in infos[-1] if name.endswith("grad_norm")]
-    return metrics | infos[-1] | {name: float(np.mean([info[name] for info in infos])) for name in norms}
+
+    def read():
+        sums = [device.to_host(device.xp().concatenate(part)).sum(axis=0, dtype=np.float64) for part in partials]
+        metrics = ppo_metrics(sums, tokens)
+        loss = metrics["loss/policy_avg"] + train.vf_coef * metrics["loss/value_avg"]
+        metrics["loss"] = loss - train.entropy_coef * metrics["policy/entropy_avg"]
+        norms = [name for name in infos[-1] if name.endswith("grad_norm")]
+        return metrics | infos[-1] | {name: float(np.mean([info[name] for info in infos])) for name in norms}
+
+    return LateMetrics(read)
 
 
 def parts_of_tokens(rollouts, chosen, train):

@@ -12,7 +12,8 @@ from rlnumba.kernels.nn.reduce import column_sums
 from rlnumba.kernels.rl.preference_loss import sequence_logps
 from rlnumba.reporting.files import replacing
 from rlnumba.runtime import device
-from rlnumba.trainers.core import TargetBatch
+from rlnumba.trainers.core import LateMetrics
+from rlnumba.trainers.micro_batch import TargetBatch
 from rlnumba.trainers.run_folder import log
 from rlnumba.trainers.sft import target_batch
 
@@ -52,7 +53,7 @@ class CompletionBatch:
 
 
 def optimizer_step(loss, learning_rate):
-    """One optimizer step on the rows of a StepLoss, dpo's or kto's: metrics by name."""
+    """One optimizer step on the rows of a StepLoss, dpo's or kto's: LateMetrics."""
     policy = loss.policy
     policy.zero_grad(learning_rate)
     for part in loss.micro_batches():
@@ -61,7 +62,7 @@ def optimizer_step(loss, learning_rate):
             forward, dlogprobs = loss.forward(part)
             policy.backward(forward, dlogprobs)
     info = policy.step(learning_rate)
-    return loss.metrics() | info
+    return LateMetrics(lambda: loss.metrics() | info)
 
 
 def evaluation(loss):

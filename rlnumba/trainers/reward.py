@@ -16,8 +16,9 @@ from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.sequence_score import score_rows
 from rlnumba.runtime import device
-from rlnumba.trainers.core import TargetBatch
+from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.micro_batch import TargetBatch
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
@@ -57,7 +58,7 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
 
 
 def train_step(policy, rows, learning_rate):
-    """One optimizer step on PreferencePairs: metrics by name. Writes gradients, weights and optimizer state."""
+    """One optimizer step on PreferencePairs: LateMetrics. Writes gradients, weights and optimizer state."""
     scores = PairScores(rows, policy.train.center_rewards_coefficient)
     policy.zero_grad(learning_rate)
     for pairs in micro_batches_of(rows, policy.train):
@@ -67,7 +68,7 @@ def train_step(policy, rows, learning_rate):
             scores.loss(rewards, drewards)
             policy.backward_values(forward, drewards)
     info = policy.step(learning_rate)
-    return scores.metrics() | info
+    return LateMetrics(lambda: scores.metrics() | info)
 
 
 def evaluate(policy, rows):

@@ -12,10 +12,12 @@ Sources: Ahmadian et al. 2024 (arXiv 2402.14740); TRL 1.16's RLOOTrainer, whose 
 
 import numpy as np
 
+from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.rl.advantage import rloo_advantages
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
+from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.grpo import (
     Algorithm,
     cut_by_tokens,
@@ -110,51 +112,67 @@ def leave_one_out(rewards, train):
     return np.where(known, scaled, 0.0).astype(np.float32)
 
 
+# Of a micro-batch, on the device: see MicroBatchGraphs.run.
+OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (METRICS, np.float32)}
+
+
 def train_step(policy, micro_batches, learning_rate):
-    """One optimizer step on a list of Rollouts: metrics by name. Writes gradients, weights and optimizer state."""
-    arena, xp, config = policy.arena, device.xp(), policy.train.policy_loss
+    """One optimizer step on a list of Rollouts: LateMetrics. Writes gradients, weights and optimizer state."""
+    config = policy.train.policy_loss
     micro_batches, _ = cut_by_tokens(policy.train, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
-    ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
-    exact = sampler_is_exact(policy.train)
-    # On the device until the step is done, so that no micro-batch waits for the host.
-    loss, ignored_loss = xp.zeros(1, np.float32), xp.zeros(1, np.float32)
-    entropy = xp.empty(int(ends[-1]), np.float32)
-    stats = xp.empty((len(micro_batches), METRICS), np.float32)
+    exact, readings = sampler_is_exact(policy.train), []
     policy.zero_grad(learning_rate)
-    for i, part in enumerate(micro_batches):
+    for part in micro_batches:
         scale = policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches))
-        with policy.scope():
-            batch = part.to_device()
-            logprobs, dlogprobs = (arena.empty((len(part.loss_mask),), np.float32) for _ in range(2))
-            part_entropy = entropy[ends[i] - len(part.loss_mask) : ends[i]]
-            sampled = batch.rollout_logprobs
-            if part.on_policy and exact and not policy.has_dropout:
-                # The forward will compute the sampler's log-probs, so the gradient is known before it.
-                ignored_stats = arena.empty((METRICS,), np.float32)
-                loss_backward(policy, batch, sampled, sampled, scale, ignored_loss, dlogprobs, ignored_stats)
-                policy.forward_backward(batch.targets, dlogprobs, logprobs, part_entropy)
-                loss_backward(policy, batch, logprobs, sampled, scale, loss, dlogprobs, stats[i])
-                continue
-            # ids -> logprobs -> loss -> grads
-            forward = policy.forward(batch.targets, logprobs, part_entropy)
-            old_logprobs = sampled if batch.old_logprobs is None else batch.old_logprobs
-            if part.on_policy and policy.has_dropout:
-                old_logprobs = logprobs
-            loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats[i])
-            policy.backward(forward, dlogprobs)
+        batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
+        if part.on_policy and exact and not policy.has_dropout:
+            readings.append(policy.run(known_gradient_step, batch, OUTPUTS))
+        else:
+            readings.append(policy.run(general_step, batch, OUTPUTS, part.on_policy and policy.has_dropout))
     # grads -> step
     info = policy.step(learning_rate)
     mask = np.concatenate([part.loss_mask for part in micro_batches])
-    metrics = {"loss": float(device.to_host(loss)[0]), **info}
-    metrics["entropy"] = float(np.dot(device.to_host(entropy), mask) / max(num_tokens, 1))
-    return metrics | policy_metrics(device.to_host(stats), config, rollout=True)
+
+    def read():
+        results = [reading() for reading in readings]
+        loss, entropy = np.float32(0.0), np.concatenate([found["entropy"] for found in results])
+        for found in results:
+            loss += found["loss"][0]
+        metrics = {"loss": float(loss), **info, "entropy": float(np.dot(entropy, mask) / max(num_tokens, 1))}
+        return metrics | policy_metrics(np.stack([found["stats"] for found in results]), config, rollout=True)
+
+    return LateMetrics(read)
 
 
-def loss_backward(policy, batch, logprobs, old_logprobs, scale, loss, dlogprobs, stats):
-    """policy_loss of a RolloutBatch: loss is added to, dlogprobs and stats (METRICS,) are written."""
-    of_batch = None, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens
-    of_sequences = policy.arena.empty((batch.advantages.shape[0], METRICS), np.float32)
-    config = policy.train.policy_loss
-    policy_loss(logprobs, old_logprobs, *of_batch, config, scale, loss, dlogprobs, of_sequences, stats)
+def known_gradient_step(policy, batch, results):
+    """Forward, loss and backward where the forward will compute the sampler's log-probs, so the gradient is known."""
+    sampled = batch.arrays["rollout_logprobs"]
+    logprobs, dlogprobs = (policy.arena.empty(sampled.shape, np.float32) for _ in range(2))
+    ignored = {"loss": policy.arena.empty((1,), np.float32), "stats": policy.arena.empty((METRICS,), np.float32)}
+    loss_backward(policy, batch, sampled, sampled, dlogprobs, ignored)
+    policy.forward_backward(batch.targets, dlogprobs, logprobs, results["entropy"])
+    loss_backward(policy, batch, logprobs, sampled, dlogprobs, results)
+
+
+def general_step(policy, batch, results, forward_is_old):
+    """Forward, loss and backward. forward_is_old: whether the log-probs of this forward are the old policy's."""
+    # ids -> logprobs -> loss -> grads
+    logprobs, dlogprobs = (policy.arena.empty(batch.targets.rows.shape, np.float32) for _ in range(2))
+    forward = policy.forward(batch.targets, logprobs, results["entropy"])
+    old_logprobs = logprobs
+    if not forward_is_old:
+        old_logprobs = batch.arrays.get("old_logprobs", batch.arrays["rollout_logprobs"])
+    loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results)
+    policy.backward(forward, dlogprobs)
+
+
+def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results):
+    """policy_loss of a DeviceBatch of Rollouts: dlogprobs, and loss and stats (METRICS,) of `results`, are written."""
+    arrays, config = batch.arrays, policy.train.policy_loss
+    of_batch = arrays["rollout_logprobs"], arrays["advantages"], arrays["loss_mask"], arrays["completion_bounds"]
+    of_sequences = policy.arena.empty((arrays["advantages"].shape[0], METRICS), np.float32)
+    outputs = results["loss"], dlogprobs, of_sequences, results["stats"]
+    fill(0.0, results["loss"])
+    policy_loss(logprobs, old_logprobs, None, *of_batch, config, arrays["scale"], *outputs)

@@ -19,8 +19,8 @@ from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.reporting.files import as_json
 from rlnumba.runtime import device
-from rlnumba.trainers.core import TargetBatch
 from rlnumba.trainers.estimators import advantages_of, penalised
+from rlnumba.trainers.micro_batch import MicroBatch
 
 
 def derived_seed(seed, *counters):
@@ -358,31 +358,23 @@ class Rollouts:
         """Tokens whose loss mask is 1: int."""
         return int(self.loss_mask.sum(dtype=np.float64))
 
-    def to_device(self):
-        """All sequences on the device: RolloutBatch."""
-        lengths = self.prompt_lengths + self.completion_lengths
-        cu_seqlens = np.concatenate([[0], np.cumsum(self.completion_lengths)]).astype(np.int32)
+    def micro_batch(self):
+        """All sequences as a MicroBatch, with what the loss reads.
+
+        Of the targets: loss_mask, rollout_logprobs, and old_logprobs and ref_logprobs where there are any; of the
+        sequences: advantages, and completion_bounds (B + 1,) i32, which cut what is of the targets into completions.
+        """
+        bounds = np.zeros(len(self.completion_lengths) + 1, np.int32)
+        np.cumsum(self.completion_lengths, out=bounds[1:])
         # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
         thresholds = self.thresholds if len(self.thresholds) else None
-        targets = TargetBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(cu_seqlens[-1]), thresholds)
-        names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
-        arrays = {name: getattr(self, name) for name in names}
-        arrays = {name: device.asarray(array) if len(array) else None for name, array in arrays.items()}
-        return RolloutBatch(targets, device.asarray(cu_seqlens), **arrays)
+        lengths = self.prompt_lengths + self.completion_lengths
+        batch = MicroBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(bounds[-1]), thresholds)
+        names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+        of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
+        return batch.with_arrays(of_targets, {"completion_bounds": bounds, "advantages": self.advantages})
 
-
-@dataclass
-class RolloutBatch:
-    """Rollouts on the device: `targets` for the policy, the rest for the loss.
-
-    cu_seqlens (B + 1,) i32 cuts every (T,) array into completions. old_logprobs, ref_logprobs: None without them.
-    """
-
-    targets: TargetBatch
-    cu_seqlens: object
-    loss_mask: object
-    rollout_logprobs: object
-    old_logprobs: object
-    ref_logprobs: object
-    advantages: object
+    def to_device(self):
+        """All sequences on the device: DeviceBatch."""
+        return self.micro_batch().to_device()

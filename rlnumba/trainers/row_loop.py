@@ -21,7 +21,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     """Train from where the RunFolder's checkpoint ends to the run's last step; writes the run's folder.
 
     rows, eval_rows: lists, the latter empty or None without data.eval. train_step(policy, rows, learning_rate):
-    metrics of one optimizer step on these rows, by name. evaluate(policy, eval_rows): metrics by name.
+    LateMetrics of one optimizer step on these rows. evaluate(policy, eval_rows): metrics by name.
     count_tokens(row): int.
     """
     run, train = folder.run, folder.run.train

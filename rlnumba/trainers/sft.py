@@ -10,10 +10,10 @@ padding: sequences do not attend to one another, so packing changes which tokens
 import numpy as np
 
 from rlnumba.data import load_sft
-from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.runtime import device
-from rlnumba.trainers.core import TargetBatch
+from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.micro_batch import MicroBatch
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
@@ -45,37 +45,69 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
     return data.rows
 
 
+# Of a micro-batch, on the device: see MicroBatchGraphs.run.
+OUTPUTS = {"logprobs": (None, np.float32), "entropy": (None, np.float32), "top1": (None, np.int32)}
+
+
 def train_step(policy, rows, learning_rate):
-    """One optimizer step on `rows`: metrics by name. Writes the gradients, the weights and the optimizer's state.
+    """One optimizer step on `rows`: LateMetrics. Writes the gradients, the weights and the optimizer's state.
 
     rows: lists of TokenSequence, per_device_train_batch_size of them a micro-batch, the last one shorter.
     """
-    sums = TargetSums(rows)
+    loss_type, batches = policy.train.loss_type, micro_batches(policy, rows)
+    count = sum(batch.num_targets for batch in batches)
+    readings = []
     policy.zero_grad(learning_rate)
-    for part in micro_batches_of(rows, policy.train):
-        with policy.scope():
-            batch = target_batch(sequences_of(part))
-            outputs = logprobs, _, _ = sums.next(batch.target_ids)
-            dlogprobs = policy.arena.empty(logprobs.shape, np.float32)
-            if policy.train.loss_type == "dft":
-                forward = policy.forward(batch, *outputs)
-                device.xp().exp(logprobs, out=dlogprobs)
-                dlogprobs *= np.float32(-1.0 / sums.count)
-                policy.backward(forward, dlogprobs)
-            else:
-                fill(-1.0 / sums.count, dlogprobs)
-                policy.forward_backward(batch, dlogprobs, *outputs)
+    for batch in batches:
+        weighted = batch.with_arrays(targets={"weights": np.full(batch.num_targets, -1.0 / count, np.float32)})
+        readings.append(policy.run(step, weighted, OUTPUTS, loss_type == "dft"))
     info = policy.step(learning_rate)
-    return sums.means(policy.train.loss_type) | info
+    return LateMetrics(lambda: means(batches, [read() for read in readings], loss_type) | info)
+
+
+def step(policy, batch, results, is_dft):
+    """Forward and backward of a DeviceBatch, whose `weights` (T,) f32 are the derivatives by the log-probs, or by the
+    probabilities."""
+    logprobs, weights = results["logprobs"], batch.arrays["weights"]
+    outputs = logprobs, results["entropy"], results["top1"]
+    if not is_dft:
+        policy.forward_backward(batch.targets, weights, *outputs)
+        return
+    forward = policy.forward(batch.targets, *outputs)
+    dlogprobs = policy.arena.empty(logprobs.shape, np.float32)
+    device.xp().exp(logprobs, out=dlogprobs)
+    dlogprobs *= weights
+    policy.backward(forward, dlogprobs)
 
 
 def evaluate(policy, rows):
     """Metrics of held-out rows: {"loss": ..., "mean_token_accuracy": ..., ...}."""
-    sums = TargetSums(rows)
-    for part in micro_batches_of(rows, policy.train):
-        batch = target_batch(sequences_of(part))
-        policy.logprobs(batch, *sums.next(batch.target_ids))
-    return sums.means(policy.train.loss_type)
+    batches = micro_batches(policy, rows)
+    readings = [policy.run(score, batch, OUTPUTS) for batch in batches]
+    return means(batches, [read() for read in readings], policy.train.loss_type)
+
+
+def score(policy, batch, results):
+    """The forward of a DeviceBatch alone."""
+    policy.logprobs(batch.targets, results["logprobs"], results["entropy"], results["top1"])
+
+
+def means(batches, results, loss_type):
+    """{"loss": ..., "entropy": ..., "mean_token_accuracy": ...} over all targets of MicroBatches and their results."""
+    target_ids = np.concatenate([batch.targets["target_ids"] for batch in batches])
+    logprobs, entropy, top1 = (np.concatenate([found[name] for found in results]) for name in OUTPUTS)
+    logprobs = logprobs.astype(np.float64)
+    weights = np.exp(logprobs) if loss_type == "dft" else 1.0
+    return {
+        "loss": float(-(weights * logprobs).mean()),
+        "entropy": float(entropy.mean(dtype=np.float64)),
+        "mean_token_accuracy": float((top1 == target_ids).mean()),
+    }
+
+
+def micro_batches(policy, rows):
+    """The MicroBatches of an optimizer step, or of an evaluation."""
+    return [micro_batch(sequences_of(part)) for part in micro_batches_of(rows, policy.train)]
 
 
 def sequences_of(rows):
@@ -83,38 +115,16 @@ def sequences_of(rows):
     return [sequence for row in rows for sequence in row]
 
 
-def target_batch(sequences):
-    """The TargetBatch of TokenSequences: every trained token but the first of a sequence, which nothing predicts."""
+def micro_batch(sequences):
+    """The MicroBatch of TokenSequences: targets are the trained tokens but the first of a sequence, which nothing
+    predicts."""
     lengths = [len(sequence) for sequence in sequences]
     token_ids = np.concatenate([sequence.input_ids for sequence in sequences])
     trained = np.concatenate([sequence.loss_mask for sequence in sequences])
     trained[np.cumsum([0] + lengths[:-1])] = False
-    return TargetBatch.of(token_ids, lengths, np.flatnonzero(trained))
+    return MicroBatch.of(token_ids, lengths, np.flatnonzero(trained))
 
 
-class TargetSums:
-    """Log-probs, entropies and top-1 ids of all targets of the rows, kept on the device until the step is done."""
-
-    def __init__(self, rows):
-        self.count = sum(sequence.num_trained for row in rows for sequence in row)
-        self.logprobs, self.entropy = device.xp().empty((2, self.count), np.float32)
-        self.top1, self.target_ids = device.xp().empty((2, self.count), np.int32)
-        self.used = 0
-
-    def next(self, target_ids):
-        """The outputs of the next micro-batch's targets (T,) i32, to be written: logprobs, entropy, top1."""
-        part = slice(self.used, self.used + target_ids.shape[0])
-        self.used = part.stop
-        self.target_ids[part] = target_ids
-        return self.logprobs[part], self.entropy[part], self.top1[part]
-
-    def means(self, loss_type):
-        """{"loss": ..., "entropy": ..., "mean_token_accuracy": ...} over all targets; synchronises with the device."""
-        logprobs = device.to_host(self.logprobs).astype(np.float64)
-        weights = np.exp(logprobs) if loss_type == "dft" else 1.0
-        hits = device.to_host(self.top1) == device.to_host(self.target_ids)
-        return {
-            "loss": float(-(weights * logprobs).mean()),
-            "entropy": float(device.to_host(self.entropy).mean(dtype=np.float64)),
-            "mean_token_accuracy": float(hits.mean()),
-        }
+def target_batch(sequences):
+    """The TargetBatch of TokenSequences."""
+    return micro_batch(sequences).to_device().targets

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars
+from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars, clip
 from rlnumba.kernels.nn.stochastic_rounding import round_on_cpu, rounding_noise, stochastic_bfloat16_ref
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.runtime import device
@@ -36,6 +36,34 @@ def run_steps(rng, size, dtype, steps=3):
 def test_simulator(rng, dtype):
     for size in SIZES if dtype == "float32" else [1024, 72]:
         run_steps(rng, size, dtype)
+
+
+def clipped(total, max_norm):
+    """The scalars that `clip` writes."""
+    scalars = device.asarray(np.zeros(9, np.float32))
+    clip(device.asarray(np.float32([total])), max_norm, scalars)
+    return device.to_host(scalars)[7:]
+
+
+def check_clip():
+    for total in (0.0, 1e-13, 0.25, 7.3, 3e38):
+        for max_norm in (0.1, 1.0, 1e-6):
+            expected = min(1.0, max_norm / (float(np.float32(total)) ** 0.5 + 1e-6))
+            scale, squares = clipped(total, max_norm)
+            assert_close(scale, expected, terms=4, what=f"{total} {max_norm}")
+            assert squares == np.float32(total)
+        assert_same_bits(clipped(total, 0.0), np.float32([1, total]))
+    for total in (np.inf, np.nan):
+        assert_same_bits(clipped(total, 1.0)[1:], np.float32([total]))
+
+
+@pytest.mark.sim
+def test_clip_in_the_simulator():
+    check_clip()
+
+
+def test_clip():
+    check_clip()
 
 
 @pytest.mark.parametrize("weights", ["uint16[::1]", None])

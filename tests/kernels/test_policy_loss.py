@@ -82,7 +82,7 @@ def run(arrays, config, scale, mask_dtype=np.float32, entropy_mask=None):
     outputs = loss, dlogprobs, stats, metrics
     masks = device.asarray(mask.astype(mask_dtype)), device.asarray(cu_seqlens)
     selected = None if entropy_mask is None else device.asarray(entropy_mask)
-    policy_loss(*single, *masks, config, scale, *outputs, selected)
+    policy_loss(*single, *masks, config, device.asarray(np.float32([scale])), *outputs, selected)
     return [device.to_host(a) for a in outputs]
 
 
@@ -277,8 +277,7 @@ def test_entropy_mask(rng, level):
 def test_machine_code(compile_offline, config, selects_tokens):
     """No float64, no spills, whatever the kernel is specialised for."""
     kernel = policy_loss_kernel(loss_terms(loss_config(**config) if config else SequenceLossConfig(), selects_tokens))
-    arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", "float32[::1]", "float32", "float32[::1]"]
-    arrays.append("float32[:,::1]")
+    arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", *["float32[::1]"] * 3, "float32[:,::1]"]
     assert not compile_offline(kernel, tuple(arrays), (9, 0))
 
 
@@ -288,6 +287,25 @@ def test_kernels_are_shared_where_the_terms_are():
     for same in ({"loss_type": "dr_grpo"}, {"vespo_k_pos": 1.0}, {"max_completion_length": 9}, {"epsilon_high": 0.2}):
         assert policy_loss_kernel(loss_terms(loss_config(**same))) is kernel, same
     assert policy_loss_kernel(loss_terms(loss_config("grpo"))) is not kernel
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_tokens_and_sequences_of_padding_count_nowhere(rng, level):
+    correction = {"importance_sampling_correction": f"{level}_mask", "importance_sampling_clip_max": 1.5}
+    arrays, config = batch(rng, [3, 130]), loss_config("grpo", level, beta=0.1, **correction)
+    plain = run(arrays, config, 0.5)
+    padding = np.full(140, np.nan)
+    padded = [np.concatenate([array, padding]) for array in arrays[:4]]
+    padded += [
+        np.append(arrays[4], 0.0),
+        np.concatenate([arrays[5], np.zeros(140)]),
+        np.append(arrays[6], arrays[6][-1:]),
+    ]
+    loss, dlogprobs, stats, metrics = run(padded, config, 0.5)
+    assert not dlogprobs[133:].any()
+    for got, expected in zip((loss, dlogprobs[:133], stats[:2], metrics), plain, strict=True):
+        assert_same_bits(got, expected)
 
 
 @pytest.mark.sim
@@ -372,20 +390,20 @@ def test_missing_log_probs_and_wrong_values_are_named(rng):
     outputs = xp.zeros(1, np.float32), xp.zeros(5, np.float32), xp.zeros((2, METRICS), np.float32)
     outputs = (*outputs, xp.zeros(METRICS, np.float32))
     lp, old, _, _, advantages, mask = (device.asarray(a) for a in single)
-    cu_seqlens = device.asarray(arrays[6])
+    cu_seqlens, one = device.asarray(arrays[6]), device.asarray(np.ones(1, np.float32))
     with pytest.raises(ValueError, match=r"policy_loss: beta 0.1 needs ref_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config(beta=0.1), 1.0, *outputs)
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config(beta=0.1), one, *outputs)
     config = loss_config(importance_sampling_correction="token_mask")
     with pytest.raises(ValueError, match=r"policy_loss: token_mask needs rollout_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, config, 1.0, *outputs)
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, config, one, *outputs)
     with pytest.raises(ValueError, match=r"policy_loss: old_logprobs must be \(5\) float32, got \(4,\) float32"):
-        policy_loss(lp, old[:4], None, None, advantages, mask, cu_seqlens, loss_config(), 1.0, *outputs)
+        policy_loss(lp, old[:4], None, None, advantages, mask, cu_seqlens, loss_config(), one, *outputs)
     with pytest.raises(ConfigError, match=r"train.loss_type must be one of grpo, .*, got 'ppo'"):
         loss_config("ppo")
     with pytest.raises(ConfigError, match=r"train.max_completion_length must be at least 1, got 0"):
         loss_config("dr_grpo", max_completion_length=0)
     with pytest.raises(ValueError, match=r"policy_loss: dppo needs rollout_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config("dppo"), 1.0, *outputs)
+        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config("dppo"), one, *outputs)
     with pytest.raises(ConfigError, match="train.loss_type dppo has a ratio a token"):
         loss_config("dppo", "sequence")
     for value in ("x", "0", "2_1", "1_2_3", "-1_2"):

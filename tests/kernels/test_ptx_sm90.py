@@ -34,6 +34,8 @@ from rlnumba.kernels.ptx.tensor_map import (
     DeviceTensorMaps,
     acquire_tensor_maps_kernel,
     keep_tensor_maps,
+    release_tensor_maps,
+    reserve_tensor_maps,
     tensor_map,
 )
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack
@@ -250,6 +252,36 @@ def test_slots_are_used_again(monkeypatch):
             assert tensor_map(array, 8, 1, 64).data.ptr == source.data.ptr
     # Three slots of one array and four of the other one, beside the kept one.
     assert len(addresses) == 8 and kept.data.ptr in addresses
+
+
+@pytest.mark.gpu
+def test_released_maps_give_their_slots_back(monkeypatch):
+    monkeypatch.setattr(DeviceTensorMaps, "SLOTS", 2)
+    arrays = [box_of(value) for value in range(20)]
+    with Context().use():
+        for first in range(0, 20, 2):
+            with keep_tensor_maps() as kept:
+                for value in (first, first + 1):
+                    assert (copy_box(tensor_map(arrays[value], 8, 1, 64)) == value).all()
+            assert len(kept) == 2
+            release_tensor_maps(kept)
+
+
+@pytest.mark.gpu
+def test_a_map_may_be_made_while_a_graph_is_captured():
+    copy_box(tensor_map(box_of(1), 8, 1, 64))
+    array, out = box_of(7), device.xp().zeros((32, 4), np.int32)
+    device.synchronize()
+    stream = device.xp().cuda.Stream(non_blocking=True)
+    with Context(stream).use(), keep_tensor_maps():
+        tensor_map(box_of(2), 8, 1, 64)
+        reserve_tensor_maps(8)
+        stream.begin_capture()
+        launch(copy_box_kernel, 1, 32, tensor_map(array, 8, 1, 64), out, shared=8 * LINE + 1024 + 8)
+        graph = stream.end_capture()
+        assert not device.to_host(out).any()
+        graph.launch()
+        assert (device.to_host(out).view(np.float16) == 7).all()
 
 
 @pytest.mark.gpu

@@ -215,16 +215,16 @@ def test_rows_on_the_device_are_those_that_predict():
     assert batch.targets.cu_seqlens.tolist() == [0, 3, 7] and batch.targets.max_seqlen == 4
     assert batch.targets.rows.tolist() == [0, 1, 5]
     assert batch.targets.target_ids.tolist() == [8, 9, 3]
-    assert batch.cu_seqlens.tolist() == [0, 2, 3]
-    assert batch.ref_logprobs is None and batch.old_logprobs is None
-    assert {batch.targets.rows.dtype, batch.targets.target_ids.dtype, batch.cu_seqlens.dtype} == {np.dtype(np.int32)}
-    assert batch.loss_mask.tolist() == [1, 1, 1] and batch.rollout_logprobs.tolist() == [-0.5] * 3
+    bounds, arrays = batch.arrays["completion_bounds"], batch.arrays
+    assert bounds.tolist() == [0, 2, 3] and not {"ref_logprobs", "old_logprobs"} & set(arrays)
+    assert {batch.targets.rows.dtype, batch.targets.target_ids.dtype, bounds.dtype} == {np.dtype(np.int32)}
+    assert arrays["loss_mask"].tolist() == [1, 1, 1] and arrays["rollout_logprobs"].tolist() == [-0.5] * 3
     rollouts = Rollouts.of(samples, False)
     rollouts.advantages[:] = 2, 3
     rollouts.old_logprobs, rollouts.ref_logprobs = np.float32([1, 2, 3]), np.float32([4, 5, 6])
-    batch = rollouts.to_device()
-    assert batch.old_logprobs.tolist() == [1, 2, 3] and batch.ref_logprobs.tolist() == [4, 5, 6]
-    assert batch.advantages.tolist() == [2, 3]
+    arrays = rollouts.to_device().arrays
+    assert arrays["old_logprobs"].tolist() == [1, 2, 3] and arrays["ref_logprobs"].tolist() == [4, 5, 6]
+    assert arrays["advantages"].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])

@@ -8,7 +8,8 @@
 With thresholds, logits below their row's count as -inf: the distribution of a sampler that keeps s >= a threshold, as
 top-k, top-p and min-p do. An id below it has log-prob -inf.
 
-A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient.
+A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient. Finding the rows that have one, and
+a gradient, waits for the device, unless the caller wants every row computed: then no id may be IGNORED.
 
 A log-prob has the same bits where a token is drawn (kernels/sampling) and where it is scored: both add up a row in the
 order of nn/row_sum.py. Two implementations: sm90.py, whose logits never leave the registers, and chunked.py, for all
@@ -26,14 +27,16 @@ from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import DEBUG
 
 
-def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None):
+def linear_logp(
+    hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, every_row=False
+):  # fmt: skip
     """Log-probability of ids under softmax(hidden weight^T / temperature), without an (N, V) array.
 
     hidden (N, D), weight (V, D) of one floating dtype; ids (N,) int32, IGNORED or in [0, V); temperature > 0;
     thresholds (N,) float32, of the logits before the temperature, or None for all logits.
     Written: logp, lse, entropy (N,) float32 (entropy in nats), top1 (N,) int32, the lowest index of the largest
-    logit. Logits are float32. Raises ValueError for other shapes or dtypes, and for another id (on a GPU only with
-    RLNUMBA_DEBUG set: else NaN).
+    logit. Logits are float32. every_row: compute all rows, without a look at the ids. Raises ValueError for other
+    shapes or dtypes, and for another id (on a GPU only with RLNUMBA_DEBUG set: else NaN).
     """
     rows, vocabulary = _check_linear("linear_logp", hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
@@ -44,19 +47,21 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
     def run(hidden, ids, thresholds, *outputs):
         implementation.linear_logp(hidden, weight, ids, temperature, *outputs, thresholds=thresholds)
 
-    selected = ids != IGNORED if _selects_rows(implementation) else None
+    selected = ids != IGNORED if not every_row and _selects_rows(implementation) else None
     _run_on_rows(run, selected, (hidden, ids, thresholds), outputs, implementation.forward_rows(vocabulary))
 
 
 def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
+    every_row=False,
 ):  # fmt: skip
     """The gradient of linear_logp: dhidden =, dweight +=. The logits are computed again.
 
     hidden, weight, ids, temperature, thresholds as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden
     (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp
     wrote it and dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient of the
-    logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0. Raises ValueError as linear_logp.
+    logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0; unless every_row they are left out,
+    which changes the last bits of dweight. Raises ValueError as linear_logp.
     """
     rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
@@ -65,17 +70,18 @@ def linear_logp_backward(
     both = dentropy is not None and thresholds is not None
     implementation = chunked if both else _implementation(hidden, weight)
     _check_thresholds("linear_logp_backward", rows, thresholds)
-    has_gradient = dlogp != 0
     if dentropy is not None:
         for name, array in (("entropy", entropy), ("dentropy", dentropy)):
             check("linear_logp_backward", name, array, (rows,), F32)
-        has_gradient = has_gradient | (dentropy != 0)
 
     def run(hidden, ids, lse, dlogp, entropy, dentropy, thresholds, dhidden):
         gradients = dlogp, dhidden, dweight, entropy, dentropy, thresholds
         implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, *gradients)
 
-    selected = (ids != IGNORED) & has_gradient if _selects_rows(implementation) else None
+    selected = None
+    if not every_row and _selects_rows(implementation):
+        has_gradient = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
+        selected = (ids != IGNORED) & has_gradient
     inputs = hidden, ids, lse, dlogp, entropy, dentropy, thresholds
     rows_at_once = implementation.backward_rows(hidden.shape[1])
     _run_on_rows(run, selected, inputs, (dhidden,), rows_at_once)
@@ -83,17 +89,17 @@ def linear_logp_backward(
 
 def linear_logp_with_gradient(
     hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
-    thresholds=None,
+    thresholds=None, every_row=False,
 ):  # fmt: skip
     """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
 
     Arguments and errors as theirs. logp, lse, entropy and top1 have linear_logp's bits. accumulate: whether dweight is
     added to; else it is written, which is faster.
 
-    On sm90 a row takes three GEMMs instead of four, or one if its dlogp is 0, and probabilities are rounded to hidden's
-    dtype once more. Beside the arguments it needs at most EXTRA_BYTES, 256 MiB (252 where D is 1,024 and V 151,936),
-    and some numbers a row. Elsewhere, and with thresholds, this is linear_logp, then linear_logp_backward, with their
-    bits and their memory.
+    On sm90 a row takes three GEMMs instead of four, or one if its dlogp is 0 and not every_row, and probabilities are
+    rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES, 256 MiB (252 where D is
+    1,024 and V 151,936), and some numbers a row. Elsewhere, and with thresholds, this is linear_logp, then
+    linear_logp_backward, with their bits and their memory.
     """
     op = "linear_logp_with_gradient"
     rows, vocabulary = _check_linear(op, hidden, weight, ids, temperature)
@@ -102,11 +108,13 @@ def linear_logp_with_gradient(
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
     _check_thresholds(op, rows, thresholds)
     if _implementation(hidden, weight) is chunked or thresholds is not None:
-        linear_logp(hidden, weight, ids, temperature, *outputs, thresholds)
+        linear_logp(hidden, weight, ids, temperature, *outputs, thresholds, every_row)
         if not accumulate and dweight is not None:
             fill(0.0, dweight)
         gradients = lse, dlogp, dhidden, dweight
-        linear_logp_backward(hidden, weight, ids, temperature, *gradients, thresholds=thresholds)
+        linear_logp_backward(
+            hidden, weight, ids, temperature, *gradients, thresholds=thresholds, every_row=every_row
+        )  # fmt: skip
         return
 
     def forward(hidden, ids, *outputs):
@@ -119,6 +127,9 @@ def linear_logp_with_gradient(
         )
         accumulate = True
 
+    if every_row and rows:
+        one_pass(hidden, ids, dlogp, *outputs, dhidden)
+        return
     has_id, has_gradient = ids != IGNORED, dlogp != 0
     # The form that allocates more runs first, so that the pool can reuse its memory for the other.
     rows_at_once, _ = logprob_sm90.one_pass_shape(hidden.shape[1], vocabulary)

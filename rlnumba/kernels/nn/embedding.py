@@ -432,6 +432,8 @@ def list_tokens(input_ids, shape, padding_idx=None):
 
     stream = current().own(_list_stream)
     stream.wait_event(cupy.cuda.get_current_stream().record())
+    # griddepcontrol_wait covers kernels of one stream alone, here and where the other stream waits for this one.
+    current().serialize_next = True
     return _list(input_ids, shape, padding_idx, stream)._replace(ready=stream.record())
 
 
@@ -483,6 +485,7 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(listed.ready)
+        current().serialize_next = True
     parts = device.xp().empty((-(-tokens // PART), 2, columns), np.float32)
     kernel = embedding_backward_kernel(access_length(columns, dout, dweight), columns % (THREADS * VECTOR) != 0)
     grid = tokens, -(-columns // (THREADS * VECTOR))

@@ -7,6 +7,7 @@ Source: CUDA driver API, cuTensorMapEncodeTiled.
 
 import contextlib
 import ctypes
+from collections import Counter
 
 import numpy as np
 
@@ -72,8 +73,9 @@ class DeviceTensorMaps:
     SWIZZLE_128, PROMOTE_L2_256 = 3, 3
 
     def __init__(self):
-        # {(address, shape, strides, dtype, box): the view of the map's slot}, and the keys of maps that stay.
-        self.found, self.kept, self.keeping = {}, set(), False
+        # {(address, shape, strides, dtype, box): the view of the map's slot}, the keys of maps that stay and how often
+        # each is kept, and those that are kept inside the present keep_tensor_maps.
+        self.found, self.kept, self.keeping = {}, Counter(), None
         # Both arrays, each (SLOTS, 128), None until it is needed; which one is in use; its free slots.
         self.arrays, self.current, self.free = [None, None], 0, []
 
@@ -83,8 +85,9 @@ class DeviceTensorMaps:
         view = self.found.get(key)
         if view is None:
             view = self._make(key)
-        if self.keeping:
-            self.kept.add(key)
+        if self.keeping is not None and key not in self.keeping:
+            self.keeping[key] = None
+            self.kept[key] += 1
         return view
 
     def _first_array(self):
@@ -104,8 +107,19 @@ class DeviceTensorMaps:
         start = -raw.data.ptr % LINE
         return raw[start : start + self.SLOTS * LINE].reshape(self.SLOTS, LINE)
 
+    def reserve(self, count):
+        """Have `count` free slots, so that so many maps can be made while a graph is captured."""
+        if self.arrays[0] is not None and len(self.free) < count:
+            self._change_arrays()
+
+    def release(self, keys):
+        """End one keep_tensor_maps for maps of these keys: no captured graph reads them any more."""
+        self.kept -= Counter(list(keys))
+
     def _change_arrays(self):
         """Go on in the other array, in the slots of it that no captured graph reads."""
+        if self.cupy.cuda.get_current_stream().is_capturing():
+            raise DeviceError(f"more than {self.SLOTS} tensor maps, while a graph is captured")
         self.found = {key: self.found[key] for key in self.kept}
         self.current = 1 - self.current
         array = self.arrays[self.current]
@@ -127,9 +141,6 @@ class DeviceTensorMaps:
         if self.arrays[0] is None:
             self._first_array()
         pointer, shape, strides, dtype, box = key
-        if self.cupy.cuda.get_current_stream().is_capturing():
-            # Its bytes would reach the device at a replay only.
-            raise DeviceError(f"a tensor map of a {shape} {dtype} array was first asked for while a graph is captured")
         if not self.free:
             self._change_arrays()
         slot = self.free.pop()
@@ -149,6 +160,7 @@ class DeviceTensorMaps:
             self.free.append(slot)
             raise DeviceError(f"tensor map of a {shape} {dtype} array, box {box}: driver error {status}")
         view = self.arrays[self.current][slot]
+        # At once, even if the current stream captures a graph: this one does not.
         view.data.copy_from_host_async(ctypes.c_void_p(self.host.ctypes.data), LINE, self.upload_stream)
         # Kernels on any stream may read the map from here on.
         self.upload_stream.synchronize()
@@ -170,13 +182,27 @@ def tensor_map(array, *box):
 
 @contextlib.contextmanager
 def keep_tensor_maps():
-    """The current context's maps that are asked for inside stay as they are for good, as a captured graph demands."""
+    """The current context's maps that are asked for inside stay as they are, as a captured graph demands.
+
+    Yields what release_tensor_maps takes, complete at the end; without it they stay for good.
+    """
     if device.name() != "cuda":
-        yield
+        yield {}
         return
     maps = current().own(DeviceTensorMaps)
-    maps.keeping = True
+    maps.keeping = {}
     try:
-        yield
+        yield maps.keeping
     finally:
-        maps.keeping = False
+        maps.keeping = None
+
+
+def release_tensor_maps(kept):
+    """End one keep_tensor_maps, whose graph is not replayed any more."""
+    if kept:
+        current().own(DeviceTensorMaps).release(kept)
+
+
+def reserve_tensor_maps(count):
+    """Let the current context have slots for `count` more maps, before a graph is captured that may ask for them."""
+    current().own(DeviceTensorMaps).reserve(count)

@@ -329,7 +329,7 @@ def policy_loss_kernel(terms):
 
         Pass 1 sums over the sequence (tokens, log-ratios); pass 2 computes each token's loss and the part of its
         gradient that depends on itself alone; at sequence level pass 3 adds the gradient through the common ratio to
-        every token. Sums: a thread's tokens in order, then block_sum.
+        every token. Sums: a thread's tokens in order, then block_sum. The last block clears what follows its sequence.
         """
         scratch = cuda.shared.array(32, np.float32)
         sequence, thread = cuda.blockIdx.x, cuda.threadIdx.x
@@ -339,7 +339,7 @@ def policy_loss_kernel(terms):
             logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch
         )
         divisor = max(tokens, ONE)
-        weight = scale / divisor if per_sequence_mean else scale
+        weight = scale[0] / divisor if per_sequence_mean else scale[0]
         loss = shared_slope = clipped_low = clipped_high = kl_sum = difference_sum = correction_sum = ZERO
         difference_max = correction_max = -NOTHING
         correction_min = NOTHING
@@ -383,6 +383,9 @@ def policy_loss_kernel(terms):
                 mask = np.float32(loss_mask[n])
                 if mask != ZERO:
                     dlogprobs[n] += mask * shared_slope
+        if sequence == cuda.gridDim.x - 1:
+            for n in range(end + thread, dlogprobs.shape[0], THREADS):
+                dlogprobs[n] = ZERO
 
         loss = block_sum(loss, scratch)
         clipped_low = block_sum(clipped_low, scratch)
@@ -403,6 +406,9 @@ def policy_loss_kernel(terms):
             if correct_sequence:
                 corrected = ONE
                 correction_sum = correction_max = correction_min = sequence_correction
+            if begin == end:
+                ratios = corrected = correction_sum = clipped_low = clipped_high = ZERO
+                correction_max, correction_min = -NOTHING, NOTHING
             stats = sequence_stats[sequence]
             stats[LOSS], stats[TOKENS], stats[RATIOS], stats[KL] = loss, tokens, ratios, kl_sum
             stats[CLIPPED_LOW], stats[CLIPPED_HIGH] = clipped_low, clipped_high
@@ -438,11 +444,12 @@ def policy_loss(
 
     logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
     float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,) float32; loss_mask (N,)
-    float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale from
-    policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to; dlogprobs
-    (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and minima
-    that policy_metrics turns into named numbers, for each sequence and for the micro-batch. Raises ValueError for other
-    arrays, and where config needs those that are None.
+    float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale (1,)
+    float32: policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to;
+    dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and
+    minima that policy_metrics turns into named numbers, for each sequence and for the micro-batch. Tokens from
+    cu_seqlens[B] on are padding: their dlogprobs are 0; a sequence without any tokens is padding, which counts nowhere.
+    Raises ValueError for other arrays, and where config needs those that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
@@ -460,20 +467,25 @@ def policy_loss(
     check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout_logprobs, dlogprobs=dlogprobs)
     check("policy_loss", "loss_mask", loss_mask, (tokens,), MASKS)
     check("policy_loss", "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
-    check("policy_loss", "loss", loss, (1,), F32)
+    check_all("policy_loss", (1,), F32, scale=scale, loss=loss)
     check("policy_loss", "sequence_stats", sequence_stats, (sequences, METRICS), F32)
     check("policy_loss", "metrics", metrics, (METRICS,), F32)
     if entropy_mask is not None:
         check("policy_loss", "entropy_mask", entropy_mask, (tokens,), F32)
     arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
     if device.name() == "cpu":
-        total, dlogprobs[...], sequence_stats[...] = policy_loss_ref(*arrays, config, scale, entropy_mask)
+        end = int(cu_seqlens[-1])
+        of_tokens = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, loss_mask, entropy_mask
+        *before, loss_mask, entropy_mask = (None if array is None else array[:end] for array in of_tokens)
+        arrays = *before, advantages, loss_mask, cu_seqlens, config, float(scale[0]), entropy_mask
+        total, dlogprobs[:end], sequence_stats[...] = policy_loss_ref(*arrays)
+        dlogprobs[end:] = 0
         loss += np.float32(total)
         metrics[...] = reduce_stats(sequence_stats)
         return
     kernel = policy_loss_kernel(loss_terms(config, entropy_mask is not None))
     selected = logprobs[:0] if entropy_mask is None else entropy_mask
-    launch(kernel, sequences, THREADS, *arrays, selected, float(scale), dlogprobs, sequence_stats)
+    launch(kernel, sequences, THREADS, *arrays, selected, scale, dlogprobs, sequence_stats)
     launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
 
 
@@ -618,4 +630,6 @@ def policy_loss_ref(
         stats[:, CORRECTION_MAX], stats[:, CORRECTION_MIN] = -NOTHING, NOTHING
         np.maximum.at(stats[:, CORRECTION_MAX], owner[active], correction[active])
         np.minimum.at(stats[:, CORRECTION_MIN], owner[active], correction[active])
+    empty = np.diff(cu_seqlens) == 0
+    stats[empty], stats[empty, SUMS:EXTREMES], stats[empty, EXTREMES:] = 0, -NOTHING, NOTHING
     return stats[:, LOSS].sum(), dlogprobs, stats

@@ -1,0 +1,185 @@
+"""Micro-batches as CUDA graphs: forward, loss and backward are one launch, which takes the host microseconds.
+
+    read = policy.run(function, micro_batch, {"loss": (1, np.float32), "entropy": (None, np.float32)})
+    ...
+    read()["loss"]                                        waits for this micro-batch alone
+
+Some 900 kernels of a micro-batch take the host 30 ms to launch, and below some 4,000 tokens the GPU less to compute.
+So a micro-batch of at most MAX_TOKENS tokens is padded to the shape of a bucket (micro_batch.py) and, from the second
+of a bucket on, runs as a graph. The first one runs as it is, which compiles kernels and sizes the arena; a run whose
+every micro-batch has another shape therefore captures nothing. Without graphs, train.cuda_graphs = false, the same
+kernels run on the same padded arrays: the bits are equal. Larger micro-batches, those of optimizer_in_backward, which
+update weights, and of dropout, whose masks the host numbers, are neither padded nor captured.
+
+What a graph reads and writes stays where it is: inputs and outputs have buffers of the bucket, activations are at the
+beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the graphs
+alone. All graphs share both: they run one after the other on one stream.
+"""
+
+from collections import OrderedDict
+from contextlib import suppress
+
+import numpy as np
+
+from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
+from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.launch import DEBUG
+from rlnumba.runtime.staging import Staged
+from rlnumba.trainers.micro_batch import DeviceBatch
+
+# Above it the GPU takes longer than the host, and padding would cost time.
+MAX_TOKENS = 8192
+# Buckets that are kept, a graph of some MiB each; those of the longest disuse go first.
+MAX_BUCKETS = 32
+# Of the operators' own arrays, all graphs together; what needs more runs without a graph.
+POOL_BYTES = 2 << 30
+# More tensor maps than one micro-batch asks for.
+TENSOR_MAPS = 1 << 13
+
+
+def has_graphs(train, lora):
+    """Whether a run with these sections, lora being None or a LoraConfig, has graphs of its micro-batches on a GPU."""
+    return train.cuda_graphs and not train.optimizer_in_backward and (lora is None or not lora.lora_dropout)
+
+
+class Bucket:
+    """Micro-batches of one shape: their buffers on the device and, once it is captured, their graph."""
+
+    def __init__(self, inputs, outputs):
+        self.inputs, self.outputs = Staged(inputs), Staged(outputs)
+        # Bytes of the arena with which one has run without a graph, None before; whether one could not be captured for
+        # lack of memory.
+        self.arena_bytes, self.is_too_large = None, False
+        # The chunks of the arena that the graph was captured with; the tensor maps that it reads; the state of the
+        # policy that the function leaves.
+        self.graph, self.chunks, self.tensor_maps, self.after = None, [], (), None
+
+
+class MicroBatchGraphs:
+    """The graphs of one policy. train: its [train] section; has_dropout: whether its training forward has dropout.
+
+    pads: whether micro-batches get the shape of a bucket; captures: whether these become graphs.
+    """
+
+    def __init__(self, train, has_dropout):
+        is_gpu = device.name() == "cuda" or device.properties().capability is not None
+        self.pads = is_gpu and not train.optimizer_in_backward and not has_dropout
+        self.captures = train.cuda_graphs and device.name() == "cuda" and not DEBUG
+        self.buckets = OrderedDict()
+        self.stream = self.pool = None
+        # Of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.
+        self.counts = {"replayed": 0, "captured": 0, "eager": 0}
+
+    def run(self, policy, function, micro_batch, outputs, constants, pads=True):
+        """Call function(policy, batch, results, *constants), or replay what it launched for a batch of this bucket.
+
+        function: of a module, launches kernels and reads nothing back; batch: the DeviceBatch of the MicroBatch;
+        results: {name: array} on the device, of `outputs`, {name: (length, dtype)}, length None for one of each target.
+        constants: a tuple, hashable; pads: False for a function that does read from the device, which is then neither
+        padded nor captured. Returns a function that waits for the results: {name: NumPy array}, without padding.
+        """
+        if pads and self.pads and 0 < micro_batch.num_tokens <= MAX_TOKENS:
+            micro_batch = micro_batch.padded()
+        arrays = micro_batch.arrays
+        num_rows = len(micro_batch.targets["rows"])
+        layouts = (
+            {name: (array.shape, array.dtype) for name, array in arrays.items()},
+            {name: ((num_rows if n is None else n,), np.dtype(dtype)) for name, (n, dtype) in outputs.items()},
+        )
+        if micro_batch.is_padded:
+            shapes = *(tuple(layout.items()) for layout in layouts), micro_batch.max_seqlen
+            bucket = self._bucket((function, constants, shapes, policy.state_of_gradients), layouts)
+        else:
+            bucket = Bucket(*layouts)
+        bucket.inputs.send(arrays)
+        batch = DeviceBatch.of(micro_batch, bucket.inputs.arrays)
+
+        def compute():
+            with policy.scope():
+                function(policy, batch, bucket.outputs.arrays, *constants)
+
+        if not (micro_batch.is_padded and self.captures and self._replay(policy, bucket, compute)):
+            compute()
+            bucket.arena_bytes = policy.arena.nbytes
+            self.counts["eager"] += 1
+        read, count = bucket.outputs.read(), micro_batch.num_targets
+        of_targets = [name for name, (length, _) in outputs.items() if length is None]
+
+        def results():
+            found = read()
+            return found | {name: found[name][:count] for name in of_targets}
+
+        return results
+
+    def _bucket(self, key, layouts):
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            bucket = self.buckets[key] = Bucket(*layouts)
+            if len(self.buckets) > MAX_BUCKETS:
+                _, oldest = self.buckets.popitem(last=False)
+                release_tensor_maps(oldest.tensor_maps)
+        self.buckets.move_to_end(key)
+        return bucket
+
+    def _replay(self, policy, bucket, compute):
+        """Launch the bucket's graph, captured if it has none; False if it must run without one."""
+        chunks = policy.arena.addresses
+        if bucket.graph is None or bucket.chunks != chunks:
+            self._drop(bucket)
+            # The arena must not grow during a capture.
+            is_warm = bucket.arena_bytes is not None and policy.arena.nbytes >= bucket.arena_bytes
+            if not is_warm or bucket.is_too_large:
+                return False
+            state = policy.state_of_gradients
+            self._capture(policy, bucket, compute)
+            if bucket.graph is None or policy.arena.addresses != chunks:
+                self._drop(bucket)
+                policy.state_of_gradients = state
+                return False
+            bucket.chunks, bucket.after = chunks, policy.state_of_gradients
+            self.counts["captured"] += 1
+        else:
+            self.counts["replayed"] += 1
+        bucket.graph.launch()
+        policy.state_of_gradients = bucket.after
+        return True
+
+    def _capture(self, policy, bucket, compute):
+        """Record what compute() launches as the bucket's graph; without memory for it, there is none."""
+        import cupy
+
+        if self.stream is None:
+            # The default stream cannot be captured. A graph is launched on whichever stream is current.
+            self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+            self.pool.set_limit(size=POOL_BYTES)
+        before = self.pool.total_bytes()
+        reserve_tensor_maps(TENSOR_MAPS)
+        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
+        with signals.held(), self.stream, cupy.cuda.using_allocator(self.pool.malloc), keep_tensor_maps() as maps:
+            self.stream.begin_capture()
+            try:
+                compute()
+            except BaseException as error:
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):
+                    self.stream.end_capture()
+                release_tensor_maps(maps)
+                if not isinstance(error, MemoryError):
+                    raise
+                bucket.is_too_large = True
+            else:
+                bucket.graph, bucket.tensor_maps = self.stream.end_capture(), maps
+        memory.track("graphs", self.pool.total_bytes() - before)
+
+    def _drop(self, bucket):
+        """Forget a bucket's graph."""
+        release_tensor_maps(bucket.tensor_maps)
+        bucket.graph, bucket.tensor_maps = None, ()
+
+    def reclaim(self):
+        """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""
+        for bucket in self.buckets.values():
+            self._drop(bucket)
+        if self.pool is not None:
+            before = self.pool.total_bytes()
+            self.pool.free_all_blocks()
+            memory.track("graphs", self.pool.total_bytes() - before)

@@ -1,0 +1,165 @@
+"""Micro-batches: packed sequences, the targets in them and what a loss reads, on the host and on the device.
+
+    micro_batch = MicroBatch.of(token_ids, lengths, targets)       NumPy arrays
+    micro_batch.padded()                                           of a bucket's shape, for a CUDA graph
+    batch = DeviceBatch.of(micro_batch, arrays)                    the same arrays on the device
+
+Padding comes last: short sequences of token 0 without a target, then sequences without tokens; targets that a loss
+gives no weight, predicted by the last token of the last real sequence, which predicts no other. So no position of a
+real token or target changes, its log-prob has the same bits, and padding adds zeros to the gradients.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlnumba.model.transformer import packed_positions
+from rlnumba.runtime import device
+
+# Tokens of a padding sequence at most, the smallest step between buckets of tokens: rows of a GEMM's tile.
+TILE = 128
+# The smallest step between buckets of sequences.
+SEQUENCES = 8
+# What a padding target has where that is not 0: all logits.
+PADDING = {"thresholds": -np.inf}
+# Arrays that delimit sequences, (B + 1,).
+BOUNDS = ("cu_seqlens", "completion_bounds")
+
+
+def bucket_step(count, smallest=TILE):
+    """The distance of the buckets around `count`: a sixteenth of the next power of two, at least `smallest`."""
+    return max(smallest, (1 << max(count - 1, 0).bit_length()) // 16)
+
+
+def bucket_of(count, smallest=TILE):
+    """The smallest bucket that holds `count`: a multiple of bucket_step."""
+    step = bucket_step(count, smallest)
+    return -(-max(count, 1) // step) * step
+
+
+def seqlen_bucket_of(length):
+    """The smallest power of two, at least TILE, that holds a sequence of this length."""
+    return max(TILE, 1 << (length - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Packed sequences on the device, and the T of their tokens whose log-probs are computed.
+
+    input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
+    whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
+    of the prediction of each, or None for all logits. every_row: compute targets without a gradient, too.
+    """
+
+    input_ids: object
+    position_ids: object
+    cu_seqlens: object
+    max_seqlen: int
+    rows: object
+    target_ids: object
+    thresholds: object = None
+    every_row: bool = False
+
+    @staticmethod
+    def of(token_ids, lengths, targets, thresholds=None):
+        """From the host: token_ids (N,) i32 of sequences end to end, their lengths (B,), targets (T,) positions.
+
+        No target may be the first token of its sequence. Raises ValueError for an empty sequence.
+        """
+        return MicroBatch.of(token_ids, lengths, targets, thresholds).to_device().targets
+
+    @staticmethod
+    def of_values(token_ids, lengths, rows):
+        """As `of`, for the values of positions `rows` (T,) i32 and no log-probs."""
+        sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
+        return TargetBatch(*sequences, int(np.max(lengths, initial=0)), device.asarray(rows), None)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch on the host: arrays of four-byte elements by name.
+
+    tokens: input_ids, position_ids (N,). targets: rows, target_ids and what else there is of each target, (T,).
+    sequences: cu_seqlens (B + 1,), other bounds (B + 1,), and what there is of each sequence, (B,). others: arrays of
+    any shape. max_seqlen: at least the longest sequence's length. num_targets: those that are not padding.
+    """
+
+    tokens: dict
+    targets: dict
+    sequences: dict
+    max_seqlen: int
+    num_targets: int
+    others: dict = field(default_factory=dict)
+    is_padded: bool = False
+
+    @staticmethod
+    def of(token_ids, lengths, targets, thresholds=None):
+        """The arguments are TargetBatch.of's."""
+        position_ids, cu_seqlens = packed_positions(lengths)
+        of_targets = {"rows": (targets - 1).astype(np.int32), "target_ids": token_ids[targets]}
+        if thresholds is not None:
+            of_targets["thresholds"] = thresholds
+        tokens = {"input_ids": token_ids, "position_ids": position_ids}
+        longest = int(np.max(lengths, initial=0))
+        return MicroBatch(tokens, of_targets, {"cu_seqlens": cu_seqlens}, longest, len(targets))
+
+    def with_arrays(self, targets=None, sequences=None, others=None):
+        """This one and further arrays."""
+        added = {"targets": self.targets | (targets or {}), "sequences": self.sequences | (sequences or {})}
+        return replace(self, **added, others=self.others | (others or {}))
+
+    @property
+    def arrays(self):
+        """All arrays by name."""
+        return self.tokens | self.targets | self.sequences | self.others
+
+    @property
+    def num_tokens(self):
+        return len(self.tokens["input_ids"])
+
+    def padded(self):
+        """This one with padding, so that all its shapes are those of a bucket: MicroBatch."""
+        if not self.num_tokens:
+            raise ValueError("MicroBatch.padded: no sequence")
+        num_tokens, num_targets = bucket_of(self.num_tokens), bucket_of(self.num_targets)
+        # Of TILE tokens each, they hold the most padding that the bucket can have.
+        num_padding = bucket_step(num_tokens) // TILE
+        num_sequences = bucket_of(len(self.sequences["cu_seqlens"]) - 1 + num_padding, SEQUENCES)
+        targets = {name: _extended(array, num_targets, PADDING.get(name, 0)) for name, array in self.targets.items()}
+        targets["rows"][self.num_targets :] = self.num_tokens - 1
+        sequences = {}
+        for name, array in self.sequences.items():
+            is_bounds = name in BOUNDS
+            sequences[name] = _extended(array, num_sequences + is_bounds, array[-1] if is_bounds else 0)
+        ends = sequences["cu_seqlens"][len(self.sequences["cu_seqlens"]) :]
+        ends[:] = np.minimum(self.num_tokens + TILE * np.arange(1, len(ends) + 1), num_tokens)
+        tokens = {name: _extended(array, num_tokens, 0) for name, array in self.tokens.items()}
+        arrays = {"tokens": tokens, "targets": targets, "sequences": sequences}
+        return replace(self, **arrays, max_seqlen=seqlen_bucket_of(self.max_seqlen), is_padded=True)
+
+    def to_device(self):
+        """A DeviceBatch of new arrays."""
+        return DeviceBatch.of(self, {name: device.asarray(array) for name, array in self.arrays.items()})
+
+
+def _extended(array, length, value):
+    """A copy of an array (n, ...) with n = length, what is new being `value`."""
+    extended = np.full((length, *array.shape[1:]), value, array.dtype)
+    extended[: len(array)] = array
+    return extended
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch on the device: the TargetBatch for the policy, and all arrays by name, for the loss."""
+
+    targets: TargetBatch
+    arrays: dict
+
+    @staticmethod
+    def of(micro_batch, arrays):
+        """A MicroBatch whose arrays are `arrays` on the device."""
+        names = ("input_ids", "position_ids", "cu_seqlens", "rows", "target_ids")
+        of_policy = {name: arrays[name] for name in names} | {"thresholds": arrays.get("thresholds")}
+        targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)
+        return DeviceBatch(targets, arrays)

@@ -23,6 +23,7 @@ import numpy as np
 
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import DEBUG
 from rlnumba.runtime.staging import Staged
 from rlnumba.trainers.micro_batch import DeviceBatch
@@ -50,9 +51,17 @@ class Bucket:
         # Bytes of the arena with which one has run without a graph, None before; whether one could not be captured for
         # lack of memory.
         self.arena_bytes, self.is_too_large = None, False
-        # The chunks of the arena that the graph was captured with; the tensor maps that it reads; the state of the
-        # policy that the function leaves.
-        self.graph, self.chunks, self.tensor_maps, self.after = None, [], (), None
+        # The chunks of the arena that the graph was captured with; the tensor maps that it reads, and the Context that
+        # has them; the state of the policy that the function leaves.
+        self.graph, self.chunks, self.tensor_maps, self.context, self.after = None, [], (), None, None
+
+    def drop_graph(self):
+        """Forget the graph."""
+        if self.graph is not None:
+            # Another context may be the current one where memory is reclaimed.
+            with self.context.use():
+                release_tensor_maps(self.tensor_maps)
+        self.graph, self.tensor_maps = None, ()
 
 
 class MicroBatchGraphs:
@@ -117,7 +126,7 @@ class MicroBatchGraphs:
             bucket = self.buckets[key] = Bucket(*layouts)
             if len(self.buckets) > MAX_BUCKETS:
                 _, oldest = self.buckets.popitem(last=False)
-                release_tensor_maps(oldest.tensor_maps)
+                oldest.drop_graph()
         self.buckets.move_to_end(key)
         return bucket
 
@@ -125,7 +134,7 @@ class MicroBatchGraphs:
         """Launch the bucket's graph, captured if it has none; False if it must run without one."""
         chunks = policy.arena.addresses
         if bucket.graph is None or bucket.chunks != chunks:
-            self._drop(bucket)
+            bucket.drop_graph()
             # The arena must not grow during a capture.
             is_warm = bucket.arena_bytes is not None and policy.arena.nbytes >= bucket.arena_bytes
             if not is_warm or bucket.is_too_large:
@@ -133,7 +142,7 @@ class MicroBatchGraphs:
             state = policy.state_of_gradients
             self._capture(policy, bucket, compute)
             if bucket.graph is None or policy.arena.addresses != chunks:
-                self._drop(bucket)
+                bucket.drop_graph()
                 policy.state_of_gradients = state
                 return False
             bucket.chunks, bucket.after = chunks, policy.state_of_gradients
@@ -165,20 +174,19 @@ class MicroBatchGraphs:
                 release_tensor_maps(maps)
                 if not isinstance(error, MemoryError):
                     raise
-                bucket.is_too_large = True
+                # What others have lent may be enough when the next one comes.
+                memory.take_back(self)
+                bucket.is_too_large = not memory.reclaim()
             else:
-                bucket.graph, bucket.tensor_maps = self.stream.end_capture(), maps
+                bucket.graph, bucket.tensor_maps, bucket.context = self.stream.end_capture(), maps, current()
         memory.track("graphs", self.pool.total_bytes() - before)
-
-    def _drop(self, bucket):
-        """Forget a bucket's graph."""
-        release_tensor_maps(bucket.tensor_maps)
-        bucket.graph, bucket.tensor_maps = None, ()
+        # An engine that wakes may need the memory.
+        memory.lend(self)
 
     def reclaim(self):
         """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""
         for bucket in self.buckets.values():
-            self._drop(bucket)
+            bucket.drop_graph()
         if self.pool is not None:
             before = self.pool.total_bytes()
             self.pool.free_all_blocks()

@@ -226,7 +226,7 @@ class Recorded:
     """In place of a CUDA graph: launch() calls the function of the first micro-batch again, on what was sent last."""
 
     def __init__(self, policy, bucket, compute):
-        self.launch, bucket.graph = compute, self
+        self.launch, bucket.graph, bucket.context = compute, self, policy.context
         # As a capture does, which runs the function's Python code.
         policy.state_of_gradients = False
 

@@ -147,7 +147,8 @@ def rmsnorm_kernel(layout, few_rows):
         if not few_rows:
             for chunk in range(chunks):
                 load(weight, first + chunk * threads * vector, weights, chunk * vector)
-        squares = warp_sum(square_sum(values, 0))
+        squares = square_sum(values, 0)
+        squares = warp_sum(squares)
         if warps > 1:
             if cuda.threadIdx.x % 32 == 0:
                 sums[cuda.threadIdx.x // 32] = squares

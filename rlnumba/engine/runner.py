@@ -19,6 +19,7 @@ import numpy as np
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
+from rlnumba.engine.speculation import MAX_NUM_SEQS
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
     paged_attention,
@@ -104,19 +105,24 @@ def step_arrays(step, table, block_size, with_adapters=False):
     sampled = step.sampled_rows
     if not len(sampled):
         return arrays
+    # Tokens before the sampled one.
+    lengths = positions + 1 if step.has_drafts else table.length[sampled]
     for name in TABLE_COLUMNS:
         arrays[name] = getattr(table, name)[sampled]
-    arrays["position"] = table.length[sampled].astype(np.int32)
+    arrays["position"] = lengths.astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
     if (replay := table.logit_thresholds[sampled]).any():
         arrays["replay"] = replay.astype(np.int32)
-    return arrays | penalty_arrays(table, sampled)
+    return arrays | penalty_arrays(table, sampled, lengths)
 
 
-def penalty_arrays(table, sampled):
-    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict."""
-    arrays, lengths, starts = {}, table.length[sampled], table.prompt_length[sampled]
+def penalty_arrays(table, sampled, lengths):
+    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict.
+
+    lengths (D,): tokens before each of the sampled ones.
+    """
+    arrays, starts = {}, table.prompt_length[sampled]
     penalty = table.repetition_penalty[sampled]
     presence, frequency = table.presence_penalty[sampled], table.frequency_penalty[sampled]
     if (penalty != 1).any():
@@ -291,10 +297,13 @@ class Runner:
     """The model with its KV cache; computes the steps of the scheduler.
 
     context: the Context that all its device work runs in; max_num_batched_tokens, max_num_seqs, max_model_len: the
-    largest step; eager: never capture graphs.
+    largest step; eager: never capture graphs. longest_verified: most tokens of a sequence in a step with drafts, of
+    which there are none if it is 0.
     """
 
-    def __init__(self, model, context, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager):
+    def __init__(
+        self, model, context, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager, longest_verified=0
+    ):
         self.model, self.context, self.block_size = model, context, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_model_len = max_model_len
@@ -304,8 +313,10 @@ class Runner:
         self.cache = None
         self.upload = Upload()
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
+        self.longest_verified = longest_verified
         rows = max(bucket_of(max_num_seqs), max_num_seqs)
-        self.results = device.xp().empty((3, rows), np.int32)
+        self.max_verified = bucket_of(min(max_num_seqs, MAX_NUM_SEQS)) * longest_verified
+        self.results = device.xp().empty((3, max(rows, self.max_verified)), np.int32)
         # Of decode steps the same, in turn; and what the host changes before a step (edit_decode_state).
         self.published = memory.shared_with_host((MAX_IN_FLIGHT, 3, rows), np.int32)
         self.edits = memory.shared_with_host((MAX_IN_FLIGHT, rows * (RESERVED_TOKENS // block_size + 3), 3), np.int32)
@@ -355,7 +366,7 @@ class Runner:
         zeros = device.asarray(np.zeros(self.max_num_batched_tokens, np.int32))
         with self.context.use(), self.arena.scope():
             hidden = self.model.forward(zeros, zeros, NullAttention(), arena=self.arena)
-            rows = np.arange(self.max_num_seqs, dtype=np.int32)
+            rows = np.arange(max(self.max_num_seqs, self.max_verified), dtype=np.int32)
             ones, none = np.ones(len(rows), np.float32), np.zeros(len(rows), np.int32)
             inputs = {
                 "temperature": ones, "top_k": none, "top_p": ones, "min_p": 0 * ones, "position": none,

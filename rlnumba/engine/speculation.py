@@ -1,0 +1,222 @@
+"""Speculative decoding: which drafts steps verify, and when that is faster than decode.
+
+A step with drafts computes, of each sequence, the last token and up to k drafts of those after it, and samples at all
+of these positions. Noise depends on the position alone, and the bits of a row on the tokens before it alone: where a
+draft equals the token sampled before it, the next sample is the one that decode would have drawn. So the text is the
+same, log-probs included, and a sequence gets 1 to k + 1 tokens from a step.
+
+Such a step takes longer than one of decode, and the host must read its results before the next one. Whether it pays
+depends on the text, and is measured: the seconds of a step of each kind, and the tokens that a sequence gets from a
+step with drafts. The latter are counted while nothing is speculated, too: drafts are proposed and compared with the
+tokens that decode samples.
+"""
+
+from rlnumba.engine.ngram import NgramIndex
+
+# In larger batches a step with drafts computes too many tokens to be as fast as one of decode.
+MAX_NUM_SEQS = 8
+# Tokens that enter the indexes in a step: half a millisecond of the host, when a large batch has become small.
+TOKENS_AT_ONCE = 256
+# Weight of the latest value in exponential means.
+LATEST = 1 / 8
+# Speculation begins where it should be this much faster, and ends where it is no faster than this.
+START, STOP = 1.1, 1.03
+# Seconds of a step with drafts, in those of decode, until some were measured.
+FIRST_GUESS = 1.5
+# Steps of decode after which a measurement is not trusted any more, and of the next one: a trial is shorter than 1 % of
+# them. Their number doubles with each trial after which speculation ended at once.
+RETRY_STEPS, TRIAL_STEPS = 1024, 8
+
+
+def longest_verified(config):
+    """The most tokens that a step with drafts computes of a sequence, by an EngineConfig; 0 without such steps."""
+    return 0 if config.speculative_method == "none" else 1 + config.num_speculative_tokens
+
+
+class SequenceDrafts:
+    """The drafts of one sequence. num_indexed: tokens of the completion that are in the index of its request.
+
+    drafts: under comparison with what is sampled, None while num_indexed lags behind; num_compared: tokens sampled
+    since they were proposed. tokens_per_step: exponential mean of what it gets, or would get, from a step with drafts.
+    """
+
+    def __init__(self, tokens_per_step):
+        self.num_indexed = self.num_compared = 0
+        self.drafts = None
+        self.tokens_per_step = tokens_per_step
+
+    def compare(self, token):
+        """Compare the next sampled token with its draft; the first one without an equal draft is a step's last."""
+        self.num_compared += 1
+        if self.drafts[self.num_compared - 1 : self.num_compared] != [token]:
+            self.tokens_per_step += LATEST * (self.num_compared - self.tokens_per_step)
+            self.drafts = None
+
+
+class RequestDrafts:
+    """The drafts of one request's sequences, by completion, and the NgramIndex that they share."""
+
+    def __init__(self, index):
+        self.index, self.sequences = index, {}
+
+
+class Speculator:
+    """Proposes drafts for the running sequences of an engine, and says when.
+
+    config: EngineConfig. is_on: whether the next step should verify drafts, which `record` decides after each step.
+    """
+
+    def __init__(self, config):
+        self.is_enabled, self.is_forced = config.speculative_method != "none", config.speculative_method == "ngram"
+        self.num_drafts = config.num_speculative_tokens
+        self.ngrams = config.prompt_lookup_min, config.prompt_lookup_max
+        self.policy, self.is_on = SpeculationPolicy(), False
+        self.requests = {}
+        # (completion, its token ids) of sequences that have finished, by request: they enter the index when the others
+        # of the request are few.
+        self.finished = {}
+        # Mean over the sequences that were last looked at.
+        self.tokens_per_step = 1.0
+
+    def record(self, table, running, size, seconds):
+        """Take in a step after which the sequences in the rows `running` of a table run, and set is_on.
+
+        size: what the time of a step depends on; seconds: since the last step, or None if it was of another kind.
+        """
+        if not self.is_enabled or not 0 < len(running) <= MAX_NUM_SEQS:
+            self.is_on = False
+            return
+        self._look_at(table, running.tolist())
+        if seconds is not None:
+            self.policy.record(size, self.is_on, seconds)
+        self.is_on = self.is_forced or self.policy.decide(size, self.tokens_per_step)
+
+    def verifies(self, num_seqs):
+        """Whether a step of decode of so many sequences should have drafts: bool."""
+        return self.is_on and num_seqs <= MAX_NUM_SEQS
+
+    def drafts(self, table, rows):
+        """The drafts of the sequences in these rows, to follow their last tokens: list of lists, empty without any."""
+        found = []
+        for row in rows.tolist():
+            sequence = table.sequences[row]
+            request, own = self._find(sequence)
+            if own.num_compared and own.drafts is not None:
+                self._propose(sequence, request, own)
+            found.append(own.drafts or [])
+        return found
+
+    def finish(self, sequence):
+        """Keep a finished sequence for the drafts of the others of its request, until that is forgotten."""
+        if self.is_enabled:
+            self.finished.setdefault(sequence.request_id, []).append((sequence.index, sequence.completion_ids))
+
+    def forget(self, request_id):
+        """Drop a request, which has no unfinished sequence any more."""
+        self.requests.pop(request_id, None)
+        self.finished.pop(request_id, None)
+
+    def _look_at(self, table, rows):
+        """Compare and enter the tokens that the sequences in these rows have sampled since they were last looked at."""
+        budget, total = TOKENS_AT_ONCE, 0.0
+        for row in rows:
+            sequence, length = table.sequences[row], int(table.length[row])
+            request, own = self._find(sequence)
+            first = len(sequence.prompt) + own.num_indexed
+            new = table.token_ids[row, first : min(length, first + budget)].tolist()
+            request.index.extend(sequence.index, new)
+            own.num_indexed += len(new)
+            for token in new:
+                if own.drafts is not None:
+                    own.compare(token)
+            if own.drafts is None and first + len(new) == length:
+                self._propose(sequence, request, own)
+            budget = self._enter_finished(sequence.request_id, request, budget - len(new))
+            total += own.tokens_per_step
+        self.tokens_per_step = total / len(rows)
+
+    def _find(self, sequence):
+        """(RequestDrafts, SequenceDrafts) of a sequence, made when it is first met."""
+        request = self.requests.get(sequence.request_id)
+        if request is None:
+            request = RequestDrafts(NgramIndex(sequence.prompt.tolist(), *self.ngrams))
+            self.requests[sequence.request_id] = request
+        own = request.sequences.get(sequence.index)
+        if own is None:
+            own = request.sequences[sequence.index] = SequenceDrafts(self.tokens_per_step)
+        return request, own
+
+    def _propose(self, sequence, request, own):
+        own.drafts, own.num_compared = request.index.propose(sequence.index, self.num_drafts), 0
+
+    def _enter_finished(self, request_id, request, budget):
+        """Enter up to `budget` tokens of a request's finished completions in its index; returns what is left of it."""
+        finished = self.finished.get(request_id, [])
+        while finished and budget > 0:
+            completion, token_ids = finished[-1]
+            own = request.sequences.setdefault(completion, SequenceDrafts(self.tokens_per_step))
+            new = token_ids[own.num_indexed : own.num_indexed + budget].tolist()
+            request.index.extend(completion, new)
+            own.num_indexed += len(new)
+            budget -= len(new)
+            if own.num_indexed == len(token_ids):
+                finished.pop()
+        return budget
+
+
+class Mean:
+    """An exponential mean of seconds, which a single outlier (a compilation, a pause of the caller) hardly moves."""
+
+    def __init__(self):
+        self.value = None
+
+    def add(self, seconds):
+        if self.value is None or seconds < self.value / 2:
+            self.value = seconds
+        else:
+            self.value += LATEST * (min(seconds, 2 * self.value) - self.value)
+
+
+class SpeculationPolicy:
+    """Whether speculation pays, from the seconds of steps with and without drafts of each size.
+
+    Its decisions change when tokens are computed, never which.
+    """
+
+    def __init__(self):
+        self.decode, self.verify = {}, {}
+        self.speculates = False
+        # Steps of decode since the last one with drafts, and how many of them until a trial.
+        self.num_decode, self.retry_steps, self.num_verify = 0, RETRY_STEPS, 0
+
+    def record(self, size, verified, seconds):
+        """Take in how long a step took, the time between two steps included. verified: whether it was to have drafts."""
+        (self.verify if verified else self.decode).setdefault(size, Mean()).add(seconds)
+        if verified:
+            self.num_verify += 1
+        else:
+            self.num_decode += 1
+
+    def decide(self, size, tokens_per_step):
+        """Whether the next step of this size should have drafts: bool.
+
+        tokens_per_step: what a sequence gets from a step with drafts.
+        """
+        decode, verify = self.decode.get(size), self.verify.get(size)
+        if decode is None:
+            return self._switch(False)
+        slowdown = FIRST_GUESS if verify is None else verify.value / decode.value
+        if self.speculates:
+            in_trial = self.num_verify < TRIAL_STEPS
+            return self._switch(in_trial or tokens_per_step > STOP * slowdown)
+        if self.num_decode >= self.retry_steps:
+            slowdown = min(slowdown, FIRST_GUESS)
+        return self._switch(tokens_per_step > START * slowdown)
+
+    def _switch(self, speculates):
+        if speculates != self.speculates:
+            if not speculates:
+                self.retry_steps = 2 * self.retry_steps if self.num_verify <= TRIAL_STEPS else RETRY_STEPS
+            self.num_decode = self.num_verify = 0
+        self.speculates = speculates
+        return speculates

@@ -172,6 +172,7 @@ class Engine:
             self.runner = Runner(
                 model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
             )
+        self.speculator = Speculator(self.config)
         self.is_asleep = True
         self._start(BlockManager(0, BLOCK_SIZE), policy_version=0)
 
@@ -195,7 +196,7 @@ class Engine:
         self.run_ahead = RunAhead(self.scheduler, self.runner, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
-        self.speculator = Speculator(self.config)
+        self.speculator.reset()
         # Of the last step: (whether it was to have drafts, its size), and when it was recorded.
         self.last_step = None, 0.0
 
@@ -262,6 +263,8 @@ class Engine:
         run_ahead, speculator = self.run_ahead, self.speculator
         if speculator.is_on:
             run_ahead.end()
+        # Steps that decode had ahead when speculation began are of neither kind.
+        is_timed = not (speculator.is_on and run_ahead.in_flight)
         run_ahead.launch()
         computed = run_ahead.next()
         if computed is None:
@@ -276,7 +279,10 @@ class Engine:
                 computed = run_ahead.next()
             else:
                 computed = step, *self.runner.run(step, scheduler.table)
+        step, num_seqs = computed[0], len(computed[0].rows)
+        kind = (speculator.is_on, bucket_of(num_seqs)) if is_timed and (step.is_decode or step.has_drafts) else None
         output = self._record(*computed)
+        self._time(kind)
         if not self.requests:
             run_ahead.discard()
         return output
@@ -336,9 +342,7 @@ class Engine:
 
     def _record(self, step, token_ids, logprobs, thresholds):
         """The StepOutput of a computed step, once its results are in the scheduler's table."""
-        scheduler, kind = self.scheduler, None
-        if step.is_decode or step.has_drafts:
-            kind = self.speculator.is_on, bucket_of(len(step.rows))
+        scheduler = self.scheduler
         if step.has_drafts:
             step, kept = scheduler.accept(step, token_ids)
             token_ids, logprobs = token_ids[kept], logprobs[kept]
@@ -346,11 +350,18 @@ class Engine:
         check_finite(logprobs)
         sequences = scheduler.table.sequences[step.sampled_rows]
         finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
-        now = time.perf_counter()
-        seconds = now - self.last_step[1] if kind is not None and kind == self.last_step[0] else None
-        self.last_step = kind, now
-        self.speculator.record(scheduler.table, scheduler.running, bucket_of(len(scheduler.running)), seconds)
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
+
+    def _time(self, kind):
+        """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.
+
+        kind: (whether it was to have drafts, its size), None for steps that are not compared.
+        """
+        (last_kind, last), now = self.last_step, time.perf_counter()
+        self.last_step = kind, now
+        running = self.scheduler.running
+        seconds = now - last if kind is not None and kind == last_kind else None
+        self.speculator.record(self.scheduler.table, running, bucket_of(len(running)), kind, seconds)
 
     def _prompt_ids(self, request_id, prompt):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""

@@ -65,6 +65,24 @@ def context_bucket_of(length):
     return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
 
 
+def pad_verified(arrays, rows, tokens, max_context_len, block_size):
+    """The arrays of a step with drafts for `rows` sequences of `tokens` tokens, and contexts up to max_context_len.
+
+    Sequences that are added have a token and no context; those tokens, and the ones after them, have no slot.
+    """
+    sequences, ends = len(arrays["context_lens"]), arrays["cu_seqlens"][-1]
+    added = np.arange(1, rows - sequences + 1, dtype=np.int32)
+    padded = {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], ends + added])}
+    widths = {"block_tables": max_context_len // block_size, "history": max_context_len}
+    for name, array in arrays.items():
+        if name not in padded:
+            count = rows if name in ("block_tables", "context_lens") else rows * tokens
+            shape = (count, widths[name]) if name in widths else (count, *array.shape[1:])
+            padded[name] = np.full(shape, PADDING.get(name, 0), array.dtype)
+            padded[name][tuple(map(slice, array.shape))] = array
+    return padded
+
+
 def max_group_size_of(step):
     """The bound of the sizes of a step's prefix groups, 1 without any."""
     return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
@@ -284,6 +302,12 @@ class GraphKey(NamedTuple):
     arrays: tuple
 
 
+def graph_key(rows, max_context_len, max_group_size, arrays):
+    """The GraphKey of a step with these padded arrays."""
+    widths = tuple((name, *array.shape[1:]) for name, array in arrays.items())
+    return GraphKey(rows, max_context_len, max_group_size, widths)
+
+
 class Decode(NamedTuple):
     """The decode steps that `begin` began: the number of sequences, the arrays on the device, and how these are run."""
 
@@ -381,8 +405,11 @@ class Runner:
         cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
         """
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
-        rows = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs)
-        calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context_bucket_of(longest))]
+        rows, context = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
+        calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
+        if self.longest_verified:
+            rows = bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
+            calls.append((rows, self.max_verified, self.longest_verified, context))
         with self.context.use():
             nbytes = reserve_workspace(*self.heads, calls)
         added, self.workspace_bytes = nbytes - self.workspace_bytes, nbytes
@@ -400,10 +427,22 @@ class Runner:
         arrays = self._step_arrays(step, table)
         sampled, longest = len(step.sampled_rows), int(arrays["context_lens"].max())
         with self.context.use():
-            sent = self.upload.send(arrays)
-            self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
+            if step.has_drafts and not self.eager:
+                self._replay_verified(arrays, len(step.rows), longest)
+            else:
+                sent = self.upload.send(arrays)
+                self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
             results = device.to_host(self.results)
         return self._results(results, sampled, "replay" in arrays)
+
+    def _replay_verified(self, arrays, sequences, longest):
+        """Compute a step with drafts as a graph. All of them have as many tokens for a sequence as any may have."""
+        rows, longest = bucket_of(sequences), context_bucket_of(longest)
+        padded = pad_verified(arrays, rows, self.longest_verified, longest, self.block_size)
+        sent = self.upload.send(padded)
+        self._drop_stale_graphs()
+        tokens = rows * self.longest_verified
+        self._replay(graph_key(rows, longest, 1, padded), sent, tokens, self.longest_verified, longest, 1)
 
     def begin(self, step, table):
         """Launch a decode step, the first of several with the same rows; returns its number, for `wait`.
@@ -416,12 +455,10 @@ class Runner:
         sequences = len(step.rows)
         rows = sequences if self.eager else bucket_of(sequences)
         arrays = pad_decode(arrays, rows, longest, self.block_size)
-        widths = tuple((name, *array.shape[1:]) for name, array in arrays.items())
-        key = GraphKey(rows, longest, max_group_size_of(step), widths)
+        key = graph_key(rows, longest, max_group_size_of(step), arrays)
         with self.context.use():
             sent = self.upload.send(arrays)
-        if self._addresses() != self.graph_addresses:
-            self.graphs.clear()
+        self._drop_stale_graphs()
         self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), key), 0
         return self.repeat()
 
@@ -469,27 +506,36 @@ class Runner:
         return results[0, :sampled].copy(), logprobs.copy(), thresholds.copy() if with_thresholds else None
 
     def launch(self):
-        """Launch the current decode step, as a graph, which is captured when a step of its size is first seen."""
+        """Launch the current decode step."""
         _, arrays, _, key = self.decode
         compute = arrays, key.rows, 1, key.max_context_len, key.max_group_size
-        if self.eager:
-            with self.context.use():
-                self.compute(*compute)
+        if not self.eager:
+            self._replay(key, *compute)
             return
+        with self.context.use():
+            self.compute(*compute)
+
+    def _replay(self, key, *arguments):
+        """Do what `compute` does with these arguments as a graph, which is captured when its key is first seen."""
         graph, stream = self.graphs.get(key), self.context.stream
         if graph is not None:
             graph.launch(stream)
             return
         with self.context.use():
             # This run computes the step. It also compiles what is missing, which is not possible during a capture.
-            self.compute(*compute)
+            self.compute(*arguments)
             # Nothing can be copied from the device while a stream captures, not even a checkpoint.
             with signals.held():
                 stream.begin_capture()
                 with keep_tensor_maps(), pdl_scope():
-                    self.compute(*compute)
+                    self.compute(*arguments)
                 self.graphs[key] = stream.end_capture()
         self.graph_addresses = self._addresses()
+
+    def _drop_stale_graphs(self):
+        """Forget graphs whose buffers are not where they were when the graphs were captured."""
+        if self._addresses() != self.graph_addresses:
+            self.graphs.clear()
 
     def _addresses(self):
         """What changes with the buffers that graphs read and write; the cache's addresses never do."""

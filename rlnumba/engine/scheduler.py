@@ -175,7 +175,7 @@ class Scheduler:
         return SchedulerOutput(step.rows, step.starts, counts, step.samples, has_drafts=True)
 
     def accept(self, step, token_ids):
-        """What is left of a computed step with drafts: (the step with the accepted drafts alone, indices of its samples).
+        """(A computed step with its accepted drafts alone, the indices of its samples among those of the whole one).
 
         token_ids (D,) int32: what was sampled. A draft is accepted if it is the token sampled before it, all drafts
         before it are accepted, and the sequence has not ended by then.

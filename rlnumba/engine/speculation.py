@@ -11,6 +11,8 @@ step with drafts. The latter are counted while nothing is speculated, too: draft
 tokens that decode samples.
 """
 
+from collections import defaultdict
+
 from rlnumba.engine.ngram import NgramIndex
 
 # In larger batches a step with drafts computes too many tokens to be as fast as one of decode.
@@ -23,8 +25,8 @@ LATEST = 1 / 8
 START, STOP = 1.1, 1.03
 # Seconds of a step with drafts, in those of decode, until some were measured.
 FIRST_GUESS = 1.5
-# Steps of decode after which a measurement is not trusted any more, and of the next one: a trial is shorter than 1 % of
-# them. Their number doubles with each trial after which speculation ended at once.
+# After so many steps of decode what was measured may be out of date, and steps with drafts are tried again, where their
+# drafts are good enough for FIRST_GUESS. The number doubles with each trial after which speculation ended at once.
 RETRY_STEPS, TRIAL_STEPS = 1024, 8
 
 
@@ -70,25 +72,30 @@ class Speculator:
         self.is_enabled, self.is_forced = config.speculative_method != "none", config.speculative_method == "ngram"
         self.num_drafts = config.num_speculative_tokens
         self.ngrams = config.prompt_lookup_min, config.prompt_lookup_max
-        self.policy, self.is_on = SpeculationPolicy(), False
-        self.requests = {}
+        self.policy = SpeculationPolicy()
+        # Mean over the sequences that were last looked at.
+        self.tokens_per_step = 1.0
+        self.reset()
+
+    def reset(self):
+        """Drop all requests; what was measured stays."""
+        self.is_on, self.requests = False, {}
         # (completion, its token ids) of sequences that have finished, by request: they enter the index when the others
         # of the request are few.
         self.finished = {}
-        # Mean over the sequences that were last looked at.
-        self.tokens_per_step = 1.0
 
-    def record(self, table, running, size, seconds):
+    def record(self, table, running, size, kind, seconds):
         """Take in a step after which the sequences in the rows `running` of a table run, and set is_on.
 
-        size: what the time of a step depends on; seconds: since the last step, or None if it was of another kind.
+        size: what the time of the next step depends on. kind: (is_on, size) of the recorded step; seconds: since the
+        last step, None if that was of another kind.
         """
         if not self.is_enabled or not 0 < len(running) <= MAX_NUM_SEQS:
             self.is_on = False
             return
         self._look_at(table, running.tolist())
         if seconds is not None:
-            self.policy.record(size, self.is_on, seconds)
+            self.policy.record(kind[1], kind[0], seconds)
         self.is_on = self.is_forced or self.policy.decide(size, self.tokens_per_step)
 
     def verifies(self, num_seqs):
@@ -165,16 +172,21 @@ class Speculator:
 
 
 class Mean:
-    """An exponential mean of seconds, which a single outlier (a compilation, a pause of the caller) hardly moves."""
+    """An exponential mean of seconds. Outliers, such as a compilation or a pause of the caller, hardly move it.
+
+    value: None before three were added, then their median.
+    """
 
     def __init__(self):
-        self.value = None
+        self.first, self.value = [], None
 
     def add(self, seconds):
-        if self.value is None or seconds < self.value / 2:
-            self.value = seconds
+        if self.value is None:
+            self.first.append(seconds)
+            if len(self.first) == 3:
+                self.value = sorted(self.first)[1]
         else:
-            self.value += LATEST * (min(seconds, 2 * self.value) - self.value)
+            self.value += LATEST * (min(max(seconds, self.value / 2), 2 * self.value) - self.value)
 
 
 class SpeculationPolicy:
@@ -184,17 +196,18 @@ class SpeculationPolicy:
     """
 
     def __init__(self):
-        self.decode, self.verify = {}, {}
+        self.decode, self.verify = defaultdict(Mean), defaultdict(Mean)
         self.speculates = False
-        # Steps of decode since the last one with drafts, and how many of them until a trial.
-        self.num_decode, self.retry_steps, self.num_verify = 0, RETRY_STEPS, 0
+        # Steps of each kind since the last time that speculation ended and began, and how many of decode until a trial.
+        self.num_decode, self.num_verify, self.retry_steps = 0, 0, RETRY_STEPS
 
     def record(self, size, verified, seconds):
-        """Take in how long a step took, the time between two steps included. verified: whether it was to have drafts."""
-        (self.verify if verified else self.decode).setdefault(size, Mean()).add(seconds)
+        """Take in how long a step took, with the time until the next one. verified: whether it was to have drafts."""
         if verified:
+            self.verify[size].add(seconds)
             self.num_verify += 1
         else:
+            self.decode[size].add(seconds)
             self.num_decode += 1
 
     def decide(self, size, tokens_per_step):
@@ -202,21 +215,18 @@ class SpeculationPolicy:
 
         tokens_per_step: what a sequence gets from a step with drafts.
         """
-        decode, verify = self.decode.get(size), self.verify.get(size)
+        decode, verify = self.decode[size].value, self.verify[size].value
         if decode is None:
-            return self._switch(False)
-        slowdown = FIRST_GUESS if verify is None else verify.value / decode.value
+            self.speculates = False
+            return False
+        slowdown = FIRST_GUESS if verify is None else verify / decode
         if self.speculates:
-            in_trial = self.num_verify < TRIAL_STEPS
-            return self._switch(in_trial or tokens_per_step > STOP * slowdown)
-        if self.num_decode >= self.retry_steps:
-            slowdown = min(slowdown, FIRST_GUESS)
-        return self._switch(tokens_per_step > START * slowdown)
-
-    def _switch(self, speculates):
-        if speculates != self.speculates:
-            if not speculates:
-                self.retry_steps = 2 * self.retry_steps if self.num_verify <= TRIAL_STEPS else RETRY_STEPS
-            self.num_decode = self.num_verify = 0
-        self.speculates = speculates
-        return speculates
+            if self.num_verify >= TRIAL_STEPS and tokens_per_step <= STOP * slowdown:
+                self.speculates, self.num_decode = False, 0
+                self.retry_steps = 2 * self.retry_steps if self.num_verify == TRIAL_STEPS else RETRY_STEPS
+        else:
+            if self.num_decode >= self.retry_steps:
+                slowdown = min(slowdown, FIRST_GUESS)
+            if tokens_per_step > START * slowdown:
+                self.speculates, self.num_verify = True, 0
+        return self.speculates

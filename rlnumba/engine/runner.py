@@ -68,7 +68,8 @@ def context_bucket_of(length):
 def pad_verified(arrays, rows, tokens, max_context_len, block_size):
     """The arrays of a step with drafts for `rows` sequences of `tokens` tokens, and contexts up to max_context_len.
 
-    Sequences that are added have a token and no context; those tokens, and the ones after them, have no slot.
+    Sequences that are added have a token and no context. The tokens after them are of no sequence: for those attention
+    writes nothing, and what memory holds there goes through the model, row by row, without a slot, and is not read.
     """
     sequences, ends = len(arrays["context_lens"]), arrays["cu_seqlens"][-1]
     added = np.arange(1, rows - sequences + 1, dtype=np.int32)

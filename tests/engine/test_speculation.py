@@ -278,6 +278,37 @@ def test_finished_completions_enter_the_index_bit_by_bit(model, monkeypatch):
     assert sum(len(ids) == len(outputs[index].token_ids) for index, ids in last.items()) > 8
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 128), (9, 3, 64), (8, 1, 64)])
+def test_graphs_of_steps_with_drafts_give_the_text_of_decode(heads, kv_heads, head_dim):
+    """One to eight sequences in bfloat16, contexts over the end of a segment, and no memory after the first time."""
+    model = make_model(
+        "bfloat16", hidden_size=heads * head_dim, intermediate_size=1024, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=2048,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    pool = device.xp().get_default_memory_pool()
+    plain = Engine(model, None, EngineConfig(num_gpu_blocks_override=1100, speculative_method="none"))
+    engine = Engine(model, None, EngineConfig(num_gpu_blocks_override=1100, speculative_method="ngram"))
+    for sequences in (1, 2, 3, 5, 8):
+        requests = []
+        for number in range(sequences):
+            prompt = rng.integers(0, 97, (1000, 20, 3)[number % 3]).tolist()
+            filters = {"top_k": 20} if number % 2 else {"temperature": 0.5, "logit_thresholds": number == 2}
+            requests.append((prompt, SamplingParams(max_tokens=60, ignore_eos=True, seed=number, **filters)))
+        expected = run_all(plain, requests)
+        with pytest.MonkeyPatch.context() as patch:
+            accepted = use_known_texts(patch, expected, rng)
+            assert run_all(engine, requests) == expected
+            assert sum(accepted) > 20 * sequences
+            used = pool.used_bytes(), pool.total_bytes()
+            assert run_all(engine, requests) == expected
+            assert (pool.used_bytes(), pool.total_bytes()) == used
+    rows = {key.rows for key in engine.runner.graphs if "live" not in {name for name, *_ in key.arrays}}
+    assert rows == {1, 2, 4, 8}
+    check_idle(engine)
+
+
 def stage(policy, size, decode_s, verify_s, tokens_per_step, num_tokens):
     """Seconds of a policy for num_tokens of a sequence, when steps take so long and give so many."""
     seconds = tokens = 0.0

@@ -12,16 +12,22 @@ class NgramIndex:
     """The prompt and the completions of one request, and where each of their n-grams occurred last.
 
     prompt: token ids (list of int). shortest, longest: lengths of the n-grams, the longest one that is found counts.
-    Looking up takes as many steps as there are lengths, whatever the texts' lengths are.
+    Looking up takes as many steps as there are lengths, whatever the texts' lengths are. num_entered: tokens of the
+    prompt whose n-grams are known.
     """
 
     def __init__(self, prompt, shortest, longest):
-        self.prompt = prompt
+        self.prompt, self.num_entered = prompt, 0
         # By completion: prompt and completion.
         self.texts = {}
         # By length, the longest first: {n-gram: (a text in which it occurred, the index of the token that followed)}.
         self.followers = {length: {} for length in range(longest, shortest - 1, -1)}
-        self._record(prompt, 1)
+
+    def enter_prompt(self, count):
+        """Enter the n-grams of up to `count` more tokens of the prompt; returns how many there were."""
+        first, self.num_entered = self.num_entered, min(self.num_entered + count, len(self.prompt))
+        self._enter(self.prompt, first, self.num_entered)
+        return self.num_entered - first
 
     def extend(self, completion, token_ids):
         """Append token ids (list of int) to the text of a completion, which is new where it has none yet."""
@@ -30,7 +36,7 @@ class NgramIndex:
             text = self.texts[completion] = self.prompt.copy()
         first = len(text)
         text += token_ids
-        self._record(text, first)
+        self._enter(text, first, len(text))
 
     def propose(self, completion, count):
         """Up to `count` drafts that continue a completion which `extend` was called for; [] where nothing matches."""
@@ -50,8 +56,8 @@ class NgramIndex:
                 drafts.append(drafts[len(drafts) - period])
         return drafts
 
-    def _record(self, text, first):
-        """Enter the n-grams of a text that end before its tokens [first, end): each such token has followed them."""
+    def _enter(self, text, first, end):
+        """Enter the n-grams of a text that its tokens [first, end) followed."""
         for length, followers in self.followers.items():
-            for index in range(max(first, length), len(text)):
+            for index in range(max(first, length), end):
                 followers[tuple(text[index - length : index])] = text, index

@@ -17,8 +17,9 @@ from rlnumba.engine.ngram import NgramIndex
 
 # In larger batches a step with drafts computes too many tokens to be as fast as one of decode.
 MAX_NUM_SEQS = 8
-# Tokens that enter the indexes in a step: half a millisecond of the host, when a large batch has become small.
-TOKENS_AT_ONCE = 256
+# Tokens that enter the indexes in a step, when a large batch has become small: less than 0.1 ms of the host, in which
+# the device computes a step.
+TOKENS_AT_ONCE = 64
 # Weight of the latest value in exponential means.
 LATEST = 1 / 8
 # Speculation begins where it should be this much faster, and ends where it is no faster than this.
@@ -138,9 +139,12 @@ class Speculator:
                     own.compare(token)
             if own.drafts is None and first + len(new) == length:
                 self._propose(sequence, request, own)
-            budget = self._enter_finished(sequence.request_id, request, budget - len(new))
+            budget -= len(new)
             total += own.tokens_per_step
         self.tokens_per_step = total / len(rows)
+        for request_id in {table.sequences[row].request_id for row in rows}:
+            budget -= self.requests[request_id].index.enter_prompt(budget)
+            budget = self._enter_finished(request_id, self.requests[request_id], budget)
 
     def _find(self, sequence):
         """(RequestDrafts, SequenceDrafts) of a sequence, made when it is first met."""

@@ -6,8 +6,14 @@ import pytest
 from rlnumba.engine.ngram import NgramIndex
 
 
+def index_of(prompt, shortest, longest):
+    index = NgramIndex(prompt, shortest, longest)
+    assert index.enter_prompt(len(prompt) + 1) == len(prompt)
+    return index
+
+
 def test_what_followed_the_last_tokens_is_proposed():
-    index = NgramIndex([1, 2, 3, 4, 5], 2, 3)
+    index = index_of([1, 2, 3, 4, 5], 2, 3)
     index.extend(0, [9, 2, 3])
     assert index.propose(0, 2) == [4, 5]
     # The prompt ends there: no draft beyond what followed.
@@ -17,7 +23,7 @@ def test_what_followed_the_last_tokens_is_proposed():
 
 
 def test_the_longest_ngram_counts_then_the_latest():
-    index = NgramIndex([1, 2, 3, 10, 8, 2, 3, 11], 2, 3)
+    index = index_of([1, 2, 3, 10, 8, 2, 3, 11], 2, 3)
     index.extend(0, [1, 2, 3])
     assert index.propose(0, 1) == [10]
     index.extend(0, [12, 2, 3])
@@ -26,7 +32,7 @@ def test_the_longest_ngram_counts_then_the_latest():
 
 
 def test_other_completions_of_the_request_are_looked_up():
-    index = NgramIndex([1, 2], 2, 4)
+    index = index_of([1, 2], 2, 4)
     index.extend(0, [5, 6, 7, 8])
     index.extend(1, [])
     assert index.propose(1, 3) == [5, 6, 7]
@@ -38,17 +44,24 @@ def test_other_completions_of_the_request_are_looked_up():
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
 def test_a_text_with_a_period_goes_on_with_it(period):
     text = (list(range(period)) * 12)[:14]
-    index = NgramIndex(text[:3], 2, 4)
+    index = index_of(text[:3], 2, 4)
     index.extend(0, text[3:])
     assert index.propose(0, 9) == [i % period for i in range(14, 23)]
 
 
 def test_a_prompt_shorter_than_an_ngram():
-    index = NgramIndex([1], 2, 4)
+    index = index_of([1], 2, 4)
     index.extend(0, [])
     assert index.propose(0, 4) == []
     index.extend(0, [1, 1])
     assert index.propose(0, 2) == [1, 1]
+
+
+def test_a_prompt_is_entered_in_parts():
+    prompt = list(range(10)) * 2
+    index = NgramIndex(prompt, 2, 4)
+    assert [index.enter_prompt(count) for count in (1, 3, 0, 9, 20, 20)] == [1, 3, 0, 9, 7, 0]
+    assert index.followers == index_of(prompt, 2, 4).followers
 
 
 def searched(texts, own, shortest, longest):
@@ -73,7 +86,7 @@ def test_drafts_are_those_of_a_search_through_all_texts():
         prompt = rng.integers(0, 5, rng.integers(1, 12)).tolist()
         shortest = int(rng.integers(1, 3))
         longest = shortest + int(rng.integers(0, 3))
-        index, texts = NgramIndex(list(prompt), shortest, longest), [list(prompt) for _ in range(3)]
+        index, texts = index_of(list(prompt), shortest, longest), [list(prompt) for _ in range(3)]
         for completion in range(3):
             index.extend(completion, [])
         for _ in range(20):

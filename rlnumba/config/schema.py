@@ -119,8 +119,8 @@ class EngineConfig(Section):
     speculative_method: str = key(
         "auto",
         "Drafts of coming tokens, verified several at once; the text stays the same, bit for bit. `ngram`: what "
-        "followed the last tokens in the prompt or a completion of it; `auto`: that, while it is measured to be faster "
-        "than decode; `none`.",
+        "followed the last tokens in the prompt or a completion of it; `auto`: that, on a GPU, while it is measured to "
+        "be faster than decode; `none`. docs/speculation.md.",
         choices=("auto", "ngram", "none"),
     )
     num_speculative_tokens: int = key(7, "Most drafts of a sequence in a step.", minimum=1, maximum=31)

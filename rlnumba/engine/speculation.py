@@ -14,6 +14,7 @@ tokens that decode samples.
 from collections import defaultdict
 
 from rlnumba.engine.ngram import NgramIndex
+from rlnumba.runtime import device
 
 # In larger batches a step with drafts computes too many tokens to be as fast as one of decode.
 MAX_NUM_SEQS = 8
@@ -70,7 +71,9 @@ class Speculator:
     """
 
     def __init__(self, config):
-        self.is_enabled, self.is_forced = config.speculative_method != "none", config.speculative_method == "ngram"
+        self.is_forced = config.speculative_method == "ngram"
+        # On cpu and sim the steps of a run are to be the same every time, not to depend on how long they take.
+        self.is_enabled = self.is_forced or (config.speculative_method == "auto" and device.name() == "cuda")
         self.num_drafts = config.num_speculative_tokens
         self.ngrams = config.prompt_lookup_min, config.prompt_lookup_max
         self.policy = SpeculationPolicy()

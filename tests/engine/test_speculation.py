@@ -97,6 +97,7 @@ def test_speculation_that_begins_and_ends_at_any_time_changes_no_text(model, mon
     use_known_texts(monkeypatch, expected, rng)
     monkeypatch.setattr(SpeculationPolicy, "decide", lambda *_: bool(rng.random() < 0.5))
     engine = engine_of(model, speculative_method="auto", max_num_seqs=8)
+    engine.speculator.is_enabled = True
     for _ in range(3):
         assert run_all(engine, requests) == expected
         check_idle(engine)
@@ -354,6 +355,7 @@ def test_a_pause_of_the_caller_is_no_reason():
 def test_drafts_are_compared_while_nothing_is_speculated(model):
     """tokens_per_step of texts that repeat a prompt, without a step with drafts."""
     engine = engine_of(model, speculative_method="auto")
+    engine.speculator.is_enabled = True
     policy = engine.speculator.policy
     policy.decide = lambda *_: False
     # One token alone: its text repeats itself from the start.

@@ -427,12 +427,13 @@ class Runner:
         """
         arrays = self._step_arrays(step, table)
         sampled, longest = len(step.sampled_rows), int(arrays["context_lens"].max())
-        with self.context.use():
-            if step.has_drafts and not self.eager:
-                self._replay_verified(arrays, len(step.rows), longest)
-            else:
+        if step.has_drafts and not self.eager:
+            self._replay_verified(arrays, len(step.rows), longest)
+        else:
+            with self.context.use():
                 sent = self.upload.send(arrays)
                 self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
+        with self.context.use():
             results = device.to_host(self.results)
         return self._results(results, sampled, "replay" in arrays)
 
@@ -440,7 +441,8 @@ class Runner:
         """Compute a step with drafts as a graph. All of them have as many tokens for a sequence as any may have."""
         rows, longest = bucket_of(sequences), context_bucket_of(longest)
         padded = pad_verified(arrays, rows, self.longest_verified, longest, self.block_size)
-        sent = self.upload.send(padded)
+        with self.context.use():
+            sent = self.upload.send(padded)
         self._drop_stale_graphs()
         tokens = rows * self.longest_verified
         self._replay(graph_key(rows, longest, 1, padded), sent, tokens, self.longest_verified, longest, 1)

@@ -302,9 +302,11 @@ def test_graphs_of_steps_with_drafts_give_the_text_of_decode(heads, kv_heads, he
             accepted = use_known_texts(patch, expected, rng)
             assert run_all(engine, requests) == expected
             assert sum(accepted) > 20 * sequences
+        # The first time prompts are not in the cache, and graphs are captured.
+        for _ in range(3):
             used = pool.used_bytes(), pool.total_bytes()
             assert run_all(engine, requests) == expected
-            assert (pool.used_bytes(), pool.total_bytes()) == used
+        assert (pool.used_bytes(), pool.total_bytes()) == used
     rows = {key.rows for key in engine.runner.graphs if "live" not in {name for name, *_ in key.arrays}}
     assert rows == {1, 2, 4, 8}
     check_idle(engine)

@@ -116,6 +116,16 @@ class EngineConfig(Section):
     max_model_len: int | None = key(None, "Longest prompt + completion; None: max_position_embeddings.", minimum=2)
     enforce_eager: bool = key(False, "Never capture decode steps as CUDA graphs.")
     async_scheduling: bool = key(True, "Launch decode steps before the results of the one before them are read.")
+    speculative_method: str = key(
+        "auto",
+        "Drafts of coming tokens, verified several at once; the text stays the same, bit for bit. `ngram`: what "
+        "followed the last tokens in the prompt or a completion of it; `auto`: that, on a GPU, while it is measured to "
+        "be faster than decode; `none`. docs/speculation.md.",
+        choices=("auto", "ngram", "none"),
+    )
+    num_speculative_tokens: int = key(7, "Most drafts of a sequence in a step.", minimum=1, maximum=31)
+    prompt_lookup_max: int = key(4, "Tokens of the longest n-gram that is looked up.", minimum=1)
+    prompt_lookup_min: int = key(2, "Tokens of the shortest one.", minimum=1)
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
     enable_sleep_mode: bool | None = key(
@@ -123,6 +133,14 @@ class EngineConfig(Section):
         "Free the KV cache's memory while the model trains: true, at each step; false, never; None: once training "
         "needs it, and then at each step.",
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"engine.prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
 
 
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")

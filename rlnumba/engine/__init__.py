@@ -8,6 +8,8 @@ block_manager.py  allocation of the KV cache's blocks, and lookup of cached pref
 cache.py          the memory of the KV cache
 sequence.py       sampling parameters, sequences, the table of the running ones
 run_ahead.py      decode steps launched before the results of the last ones are read
+speculation.py    which drafts steps verify, and when that is faster than decode
+ngram.py          drafts by n-gram lookup in a request's prompt and completions
 runner.py         the arrays of one step, the model over the paged cache, CUDA graphs
 sampler.py        hidden states -> logits -> sampled tokens and their log-probs
 check.py          do rollout and training agree, bit by bit

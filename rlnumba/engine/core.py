@@ -20,6 +20,7 @@ context: call them in the one that wrote the weights.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Hashable
 from functools import partial
@@ -30,9 +31,10 @@ import numpy as np
 from rlnumba.config import EngineConfig
 from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.run_ahead import RunAhead
-from rlnumba.engine.runner import Runner
+from rlnumba.engine.runner import Runner, bucket_of
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
+from rlnumba.engine.speculation import Speculator, longest_verified
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key
@@ -78,8 +80,8 @@ class FinishedCompletion(NamedTuple):
 class StepOutput(NamedTuple):
     """What a step sampled: the completions that ended, and the tokens of all, these included.
 
-    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: of the D sequences that sampled a token, from
-    the weights of policy_version.
+    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: of the D tokens that were sampled, from the
+    weights of policy_version. Where drafts were accepted a sequence has several, one after the other.
     """
 
     finished: list[FinishedCompletion]
@@ -167,7 +169,10 @@ class Engine:
         self.context = Context(device.xp().cuda.Stream() if device.name() == "cuda" else None)
         sizes = self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len
         with self.context.use():
-            self.runner = Runner(model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager)
+            self.runner = Runner(
+                model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
+            )
+        self.speculator = Speculator(self.config)
         self.is_asleep = True
         self._start(BlockManager(0, BLOCK_SIZE), policy_version=0)
 
@@ -191,6 +196,9 @@ class Engine:
         self.run_ahead = RunAhead(self.scheduler, self.runner, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
+        self.speculator.reset()
+        # Of the last step: (whether it was to have drafts, its size), and when it was recorded.
+        self.last_step = None, 0.0
 
     @property
     def policy_version(self):
@@ -252,18 +260,29 @@ class Engine:
             return StepOutput([], np.full(0, None), *nothing, self.policy_version)
         if self.is_asleep or self.blocks.num_blocks < self._blocks_to_have():
             self._take_cache()
-        run_ahead = self.run_ahead
+        run_ahead, speculator = self.run_ahead, self.speculator
+        if speculator.is_on:
+            run_ahead.end()
+        # Steps that decode had ahead when speculation began are of neither kind.
+        is_timed = not (speculator.is_on and run_ahead.in_flight)
         run_ahead.launch()
         computed = run_ahead.next()
         if computed is None:
-            step = self.scheduler.schedule()
+            scheduler = self.scheduler
+            step = scheduler.schedule()
+            if step.is_decode and speculator.verifies(len(step.rows)):
+                step = scheduler.add_drafts(step, speculator.drafts(scheduler.table, step.rows))
             if step.is_decode:
                 run_ahead.begin(step)
-                run_ahead.launch()
+                if not speculator.is_on:
+                    run_ahead.launch()
                 computed = run_ahead.next()
             else:
-                computed = step, *self.runner.run(step, self.scheduler.table)
+                computed = step, *self.runner.run(step, scheduler.table)
+        step, num_seqs = computed[0], len(computed[0].rows)
+        kind = (speculator.is_on, bucket_of(num_seqs)) if is_timed and (step.is_decode or step.has_drafts) else None
         output = self._record(*computed)
+        self._time(kind)
         if not self.requests:
             run_ahead.discard()
         return output
@@ -323,11 +342,26 @@ class Engine:
 
     def _record(self, step, token_ids, logprobs, thresholds):
         """The StepOutput of a computed step, once its results are in the scheduler's table."""
-        check_finite(logprobs)
         scheduler = self.scheduler
+        if step.has_drafts:
+            step, kept = scheduler.accept(step, token_ids)
+            token_ids, logprobs = token_ids[kept], logprobs[kept]
+            thresholds = None if thresholds is None else thresholds[kept]
+        check_finite(logprobs)
         sequences = scheduler.table.sequences[step.sampled_rows]
         finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
+
+    def _time(self, kind):
+        """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.
+
+        kind: (whether it was to have drafts, its size), None for steps that are not compared.
+        """
+        (last_kind, last), now = self.last_step, time.perf_counter()
+        self.last_step = kind, now
+        running = self.scheduler.running
+        seconds = now - last if kind is not None and kind == last_kind else None
+        self.speculator.record(self.scheduler.table, running, bucket_of(len(running)), kind, seconds)
 
     def _prompt_ids(self, request_id, prompt):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""
@@ -348,6 +382,7 @@ class Engine:
 
     def _finish(self, sequence):
         """The FinishedCompletion of a sequence that the scheduler has finished."""
+        self.speculator.finish(sequence)
         self._forget(sequence)
         token_ids = sequence.completion_ids.tolist()
         logprobs = sequence.completion_logprobs.tolist() if sequence.params.logprobs else []
@@ -361,6 +396,7 @@ class Engine:
         del unfinished[sequence.index]
         if not unfinished:
             del self.requests[sequence.request_id]
+            self.speculator.forget(sequence.request_id)
         self.blocks_wanted -= blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1
 
     def _capacity(self):

@@ -1,7 +1,7 @@
 """Which kernels an engine is going to launch: its steps of all sizes, run without memory (runtime/shapes.py).
 
-Prefill is listed in steps as large as the engine's, decode in every bucket of rows, since the GEMM's configuration
-follows from the number of rows. runtime/ahead_of_time.py compiles what is listed.
+Prefill is listed in steps as large as the engine's, decode and steps with drafts in every bucket of rows, since the
+GEMM's configuration follows from the number of rows. runtime/ahead_of_time.py compiles what is listed.
 """
 
 from dataclasses import replace
@@ -13,6 +13,7 @@ from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
 from rlnumba.engine.runner import BUCKET_STEP, SMALL_BUCKETS, Runner, bucket_of, context_bucket_of, decode_state
 from rlnumba.engine.scheduler import blocks_needed
+from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
@@ -116,7 +117,7 @@ def launch_steps(request):
     runners = []
     for config in (request.model, short(request.model)):
         sizes = BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit
-        runner = Runner(model_of(request, config), Context(), *sizes, eager=True)
+        runner = Runner(model_of(request, config), Context(), *sizes, True, longest_verified(engine))
         runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
         runners.append(runner)
     whole, shortened = runners
@@ -130,6 +131,10 @@ def launch_steps(request):
             arrays = step_arrays_of(rows, 1, longest, request, max_group_size)
             runner.compute(arrays, rows, 1, context_bucket_of(longest), max_group_size)
     edit_decode_state(runner.edits[1][0], 1, decode_state(arrays))
+    if (tokens := longest_verified(engine)) > 0:
+        for rows in decode_buckets(min(most_rows, MAX_NUM_SEQS)):
+            arrays = step_arrays_of(rows, tokens, longest, request, all_sampled=True)
+            shortened.compute(arrays, rows * tokens, tokens, context_bucket_of(longest), 1)
 
 
 def prefill_sizes(lengths, max_tokens, most_rows):
@@ -151,12 +156,13 @@ def decode_buckets(most_rows):
     return found + list(range(BUCKET_STEP, bucket_of(most_rows) + 1, BUCKET_STEP))
 
 
-def step_arrays_of(sequences, count, context, request, max_group_size=1):
+def step_arrays_of(sequences, count, context, request, max_group_size=1, all_sampled=False):
     """The arrays of a step, as the runner's, zeros: `count` tokens of each of the sequences, of them the last sampled,
     with what a Request has of adapters and extras.
 
-    With a count of 1 they are those of decode.
+    With a count of 1 they are those of decode. all_sampled: a token is sampled after each, as in a step with drafts.
     """
+    sampled = sequences * count if all_sampled else sequences
 
     def zeros(*shape):
         return np.zeros(shape, np.int32)
@@ -166,25 +172,25 @@ def step_arrays_of(sequences, count, context, request, max_group_size=1):
     arrays |= {"cu_seqlens": zeros(sequences + 1), "context_lens": zeros(sequences)}
     if isinstance(request.lora, tuple):
         arrays["adapter_ids"] = zeros(sequences * count)
-    arrays |= {name: np.ones(sequences, np.float32) for name in ("temperature", "top_p", "min_p")}
-    arrays |= {name: zeros(sequences) for name in ("top_k", "position", "sample_index")}
-    arrays["philox_key"] = np.zeros((sequences, 2), np.uint32)
-    if count > 1:
+    arrays |= {name: np.ones(sampled, np.float32) for name in ("temperature", "top_p", "min_p")}
+    arrays |= {name: zeros(sampled) for name in ("top_k", "position", "sample_index")}
+    arrays["philox_key"] = np.zeros((sampled, 2), np.uint32)
+    if count > 1 and not all_sampled:
         arrays["rows"] = zeros(sequences)
-    else:
+    elif count == 1:
         arrays |= {name: zeros(sequences) for name in ("live", "length_limit", "banned_until")}
         arrays |= {"stop_ids": zeros(sequences, 1), "num_steps": zeros(1)}
     if "replay" in request.extras:
-        arrays["replay"] = zeros(sequences)
+        arrays["replay"] = zeros(sampled)
     if "repetition" in request.extras:
-        arrays["penalty"] = np.ones(sequences, np.float32)
+        arrays["penalty"] = np.ones(sampled, np.float32)
     if "output" in request.extras:
-        arrays |= {name: np.ones(sequences, np.float32) for name in ("presence", "frequency")}
-        arrays["starts"] = zeros(sequences)
+        arrays |= {name: np.ones(sampled, np.float32) for name in ("presence", "frequency")}
+        arrays["starts"] = zeros(sampled)
     if {"repetition", "output"} & {*request.extras}:
-        arrays["history"] = zeros(sequences, context)
+        arrays["history"] = zeros(sampled, context)
     if "banned" in request.extras:
-        arrays["banned"] = zeros(sequences, 1)
+        arrays["banned"] = zeros(sampled, 1)
     if max_group_size > 1:
         arrays |= {"shared_prefix_lens": zeros(sequences), "group_sizes": zeros(sequences)}
     return arrays

@@ -73,6 +73,10 @@ class RunAhead:
             self.in_flight.append(self.runner.repeat(np.concatenate(edits) if edits else None))
             self.launches_left -= 1
 
+    def end(self):
+        """Launch no more steps after those in flight, until `begin`."""
+        self.has_ended = True
+
     def next(self):
         """The oldest step in flight: (SchedulerOutput, token_ids, logprobs, thresholds), of the rows that still run.
 

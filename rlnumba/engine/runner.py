@@ -19,6 +19,7 @@ import numpy as np
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
+from rlnumba.engine.speculation import MAX_NUM_SEQS
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
     paged_attention,
@@ -64,6 +65,25 @@ def context_bucket_of(length):
     return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
 
 
+def pad_verified(arrays, rows, tokens, max_context_len, block_size):
+    """The arrays of a step with drafts for `rows` sequences of `tokens` tokens, and contexts up to max_context_len.
+
+    Sequences that are added have a token and no context. The tokens after them are of no sequence: for those attention
+    writes nothing, and what memory holds there goes through the model, row by row, without a slot, and is not read.
+    """
+    sequences, ends = len(arrays["context_lens"]), arrays["cu_seqlens"][-1]
+    added = np.arange(1, rows - sequences + 1, dtype=np.int32)
+    padded = {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], ends + added])}
+    widths = {"block_tables": max_context_len // block_size, "history": max_context_len}
+    for name, array in arrays.items():
+        if name not in padded:
+            count = rows if name in ("block_tables", "context_lens") else rows * tokens
+            shape = (count, widths[name]) if name in widths else (count, *array.shape[1:])
+            padded[name] = np.full(shape, PADDING.get(name, 0), array.dtype)
+            padded[name][tuple(map(slice, array.shape))] = array
+    return padded
+
+
 def max_group_size_of(step):
     """The bound of the sizes of a step's prefix groups, 1 without any."""
     return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
@@ -104,19 +124,24 @@ def step_arrays(step, table, block_size, with_adapters=False):
     sampled = step.sampled_rows
     if not len(sampled):
         return arrays
+    # Tokens before the sampled one.
+    lengths = positions + 1 if step.has_drafts else table.length[sampled]
     for name in TABLE_COLUMNS:
         arrays[name] = getattr(table, name)[sampled]
-    arrays["position"] = table.length[sampled].astype(np.int32)
+    arrays["position"] = lengths.astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
     if (replay := table.logit_thresholds[sampled]).any():
         arrays["replay"] = replay.astype(np.int32)
-    return arrays | penalty_arrays(table, sampled)
+    return arrays | penalty_arrays(table, sampled, lengths)
 
 
-def penalty_arrays(table, sampled):
-    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict."""
-    arrays, lengths, starts = {}, table.length[sampled], table.prompt_length[sampled]
+def penalty_arrays(table, sampled, lengths):
+    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict.
+
+    lengths (D,): tokens before each of the sampled ones.
+    """
+    arrays, starts = {}, table.prompt_length[sampled]
     penalty = table.repetition_penalty[sampled]
     presence, frequency = table.presence_penalty[sampled], table.frequency_penalty[sampled]
     if (penalty != 1).any():
@@ -278,6 +303,12 @@ class GraphKey(NamedTuple):
     arrays: tuple
 
 
+def graph_key(rows, max_context_len, max_group_size, arrays):
+    """The GraphKey of a step with these padded arrays."""
+    widths = tuple((name, *array.shape[1:]) for name, array in arrays.items())
+    return GraphKey(rows, max_context_len, max_group_size, widths)
+
+
 class Decode(NamedTuple):
     """The decode steps that `begin` began: the number of sequences, the arrays on the device, and how these are run."""
 
@@ -291,10 +322,13 @@ class Runner:
     """The model with its KV cache; computes the steps of the scheduler.
 
     context: the Context that all its device work runs in; max_num_batched_tokens, max_num_seqs, max_model_len: the
-    largest step; eager: never capture graphs.
+    largest step; eager: never capture graphs. longest_verified: most tokens of a sequence in a step with drafts, of
+    which there are none if it is 0.
     """
 
-    def __init__(self, model, context, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager):
+    def __init__(
+        self, model, context, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, eager, longest_verified=0
+    ):
         self.model, self.context, self.block_size = model, context, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_model_len = max_model_len
@@ -304,8 +338,10 @@ class Runner:
         self.cache = None
         self.upload = Upload()
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
+        self.longest_verified = longest_verified
         rows = max(bucket_of(max_num_seqs), max_num_seqs)
-        self.results = device.xp().empty((3, rows), np.int32)
+        self.max_verified = bucket_of(min(max_num_seqs, MAX_NUM_SEQS)) * longest_verified
+        self.results = device.xp().empty((3, max(rows, self.max_verified)), np.int32)
         # Of decode steps the same, in turn; and what the host changes before a step (edit_decode_state).
         self.published = memory.shared_with_host((MAX_IN_FLIGHT, 3, rows), np.int32)
         self.edits = memory.shared_with_host((MAX_IN_FLIGHT, rows * (RESERVED_TOKENS // block_size + 3), 3), np.int32)
@@ -355,7 +391,7 @@ class Runner:
         zeros = device.asarray(np.zeros(self.max_num_batched_tokens, np.int32))
         with self.context.use(), self.arena.scope():
             hidden = self.model.forward(zeros, zeros, NullAttention(), arena=self.arena)
-            rows = np.arange(self.max_num_seqs, dtype=np.int32)
+            rows = np.arange(max(self.max_num_seqs, self.max_verified), dtype=np.int32)
             ones, none = np.ones(len(rows), np.float32), np.zeros(len(rows), np.int32)
             inputs = {
                 "temperature": ones, "top_k": none, "top_p": ones, "min_p": 0 * ones, "position": none,
@@ -370,8 +406,11 @@ class Runner:
         cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
         """
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
-        rows = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs)
-        calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context_bucket_of(longest))]
+        rows, context = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
+        calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
+        if self.longest_verified:
+            rows = bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
+            calls.append((rows, self.max_verified, self.longest_verified, context))
         with self.context.use():
             nbytes = reserve_workspace(*self.heads, calls)
         added, self.workspace_bytes = nbytes - self.workspace_bytes, nbytes
@@ -388,11 +427,25 @@ class Runner:
         """
         arrays = self._step_arrays(step, table)
         sampled, longest = len(step.sampled_rows), int(arrays["context_lens"].max())
+        if step.has_drafts and not self.eager:
+            self._replay_verified(arrays, len(step.rows), longest)
+        else:
+            with self.context.use():
+                sent = self.upload.send(arrays)
+                self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
         with self.context.use():
-            sent = self.upload.send(arrays)
-            self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
             results = device.to_host(self.results)
         return self._results(results, sampled, "replay" in arrays)
+
+    def _replay_verified(self, arrays, sequences, longest):
+        """Compute a step with drafts as a graph. All of them have as many tokens for a sequence as any may have."""
+        rows, longest = bucket_of(sequences), context_bucket_of(longest)
+        padded = pad_verified(arrays, rows, self.longest_verified, longest, self.block_size)
+        with self.context.use():
+            sent = self.upload.send(padded)
+        self._drop_stale_graphs()
+        tokens = rows * self.longest_verified
+        self._replay(graph_key(rows, longest, 1, padded), sent, tokens, self.longest_verified, longest, 1)
 
     def begin(self, step, table):
         """Launch a decode step, the first of several with the same rows; returns its number, for `wait`.
@@ -405,12 +458,10 @@ class Runner:
         sequences = len(step.rows)
         rows = sequences if self.eager else bucket_of(sequences)
         arrays = pad_decode(arrays, rows, longest, self.block_size)
-        widths = tuple((name, *array.shape[1:]) for name, array in arrays.items())
-        key = GraphKey(rows, longest, max_group_size_of(step), widths)
+        key = graph_key(rows, longest, max_group_size_of(step), arrays)
         with self.context.use():
             sent = self.upload.send(arrays)
-        if self._addresses() != self.graph_addresses:
-            self.graphs.clear()
+        self._drop_stale_graphs()
         self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), key), 0
         return self.repeat()
 
@@ -458,27 +509,36 @@ class Runner:
         return results[0, :sampled].copy(), logprobs.copy(), thresholds.copy() if with_thresholds else None
 
     def launch(self):
-        """Launch the current decode step, as a graph, which is captured when a step of its size is first seen."""
+        """Launch the current decode step."""
         _, arrays, _, key = self.decode
         compute = arrays, key.rows, 1, key.max_context_len, key.max_group_size
-        if self.eager:
-            with self.context.use():
-                self.compute(*compute)
+        if not self.eager:
+            self._replay(key, *compute)
             return
+        with self.context.use():
+            self.compute(*compute)
+
+    def _replay(self, key, *arguments):
+        """Do what `compute` does with these arguments as a graph, which is captured when its key is first seen."""
         graph, stream = self.graphs.get(key), self.context.stream
         if graph is not None:
             graph.launch(stream)
             return
         with self.context.use():
             # This run computes the step. It also compiles what is missing, which is not possible during a capture.
-            self.compute(*compute)
+            self.compute(*arguments)
             # Nothing can be copied from the device while a stream captures, not even a checkpoint.
             with signals.held():
                 stream.begin_capture()
                 with keep_tensor_maps(), pdl_scope():
-                    self.compute(*compute)
+                    self.compute(*arguments)
                 self.graphs[key] = stream.end_capture()
         self.graph_addresses = self._addresses()
+
+    def _drop_stale_graphs(self):
+        """Forget graphs whose buffers are not where they were when the graphs were captured."""
+        if self._addresses() != self.graph_addresses:
+            self.graphs.clear()
 
     def _addresses(self):
         """What changes with the buffers that graphs read and write; the cache's addresses never do."""

@@ -50,6 +50,8 @@ class SchedulerOutput:
     samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of
     the sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
     end_conditions: of the sampled rows, where several steps of the same rows have them in common.
+    has_drafts: all tokens of a sequence but the first are drafts, and a token is sampled after each of its tokens:
+    sampled_rows has its row once for each.
     """
 
     rows: np.ndarray
@@ -58,6 +60,7 @@ class SchedulerOutput:
     samples: np.ndarray
     prefix_groups: PrefixGroups | None = None
     end_conditions: EndConditions | None = None
+    has_drafts: bool = False
 
     @cached_property
     def num_tokens(self):
@@ -66,7 +69,7 @@ class SchedulerOutput:
     @cached_property
     def sampled_rows(self):
         """Table rows of the sequences that a token is sampled for."""
-        return self.rows[self.samples]
+        return np.repeat(self.rows, self.counts) if self.has_drafts else self.rows[self.samples]
 
     @property
     def is_decode(self):
@@ -145,11 +148,63 @@ class Scheduler:
         starts = table.num_computed[rows]
         return SchedulerOutput(rows, starts, counts, starts + counts == table.length[rows], groups)
 
-    def update(self, step, token_ids, logprobs, thresholds=None):
-        """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D rows that sample.
+    def add_drafts(self, step, drafts):
+        """A decode step that also computes drafts, a list of token ids for each of its sequences; else the step itself.
 
-        thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them.
-        Returns the sequences that end with it.
+        They are cut to the free blocks, the token budget, and one token less than the sequence may still get. What is
+        computed for a draft that is not accepted is overwritten: the next tokens have its positions.
+        """
+        table, size = self.table, self.blocks.block_size
+        counts, num_free = step.counts.copy(), self.blocks.num_free
+        budget = self.max_num_batched_tokens - step.num_tokens
+        for i, (row, ids) in enumerate(zip(step.rows.tolist(), drafts, strict=True)):
+            length, num_blocks = int(table.length[row]), int(table.num_blocks[row])
+            has_room = (num_blocks + num_free) * size
+            count = min(len(ids), budget, int(table.length_limit[row]) - length - 1, has_room - length)
+            if count <= 0:
+                continue
+            more = max(-(-(length + count) // size) - num_blocks, 0)
+            table.block_tables[row, num_blocks : num_blocks + more] = self.blocks.allocate(more)
+            table.num_blocks[row] += more
+            num_free -= more
+            table.token_ids[row, length : length + count] = ids[:count]
+            counts[i] += count
+            budget -= count
+        if counts.max() == 1:
+            return step
+        return SchedulerOutput(step.rows, step.starts, counts, step.samples, has_drafts=True)
+
+    def accept(self, step, token_ids):
+        """(A computed step with its accepted drafts alone, the indices of its samples among those of the whole one).
+
+        token_ids (D,) int32: what was sampled. A draft is accepted if it is the token sampled before it, all drafts
+        before it are accepted, and the sequence has not ended by then.
+        """
+        table, rows, counts = self.table, step.rows, step.counts
+        first = np.cumsum(counts) - counts
+        offsets = np.arange(counts.max())
+        sampled = token_ids[first[:, None] + np.minimum(offsets, counts[:, None] - 1)]
+        # Columns beyond a row's drafts may lie beyond the table, and are not read.
+        columns = np.minimum(step.starts[:, None] + 1 + offsets, table.token_ids.shape[1] - 1)
+        accepted = (sampled == table.token_ids[rows[:, None], columns]) & (offsets < counts[:, None] - 1)
+        accepted &= ~(table.stop_ids[rows][:, None, :] == sampled[:, :, None]).any(axis=2)
+        counts = 1 + np.cumprod(accepted, axis=1).sum(axis=1)
+        for i in np.flatnonzero(table.has_stop_strings[rows] & (counts > 1)).tolist():
+            row = rows[i]
+            # What was sampled before an accepted draft is in the table, as that draft.
+            ids = table.token_ids[row, table.prompt_length[row] : table.length[row] + counts[i] - 1]
+            for end in range(len(ids) - counts[i] + 2, len(ids) + 1):
+                if self.has_stop_string(table.sequences[row], ids[:end]):
+                    counts[i] -= len(ids) + 1 - end
+                    break
+        kept = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        return SchedulerOutput(rows, step.starts, counts, step.samples, has_drafts=True), kept
+
+    def update(self, step, token_ids, logprobs, thresholds=None):
+        """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D tokens that it samples.
+
+        thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them. Of a step with
+        drafts, what `accept` left. Returns the sequences that end with it.
         """
         table, size = self.table, self.blocks.block_size
         computed = step.starts + step.counts
@@ -165,10 +220,15 @@ class Scheduler:
 
         # All tokens of these are computed, so this is the position of the next one.
         rows, position = step.sampled_rows, computed[step.samples]
+        if step.has_drafts:
+            last = np.cumsum(step.counts) - 1
+            position = np.repeat(computed - last, step.counts) + np.arange(len(rows))
         table.token_ids[rows, position] = token_ids
         table.logprobs[rows, position] = logprobs
         if thresholds is not None:
             table.thresholds[rows, position] = thresholds
+        if step.has_drafts:
+            rows, position, token_ids = step.rows, position[last], token_ids[last]
         table.length[rows] = position + 1
 
         stop_ids, length_limit, with_stop_strings = step.end_conditions or EndConditions.of(table, rows)

@@ -22,6 +22,7 @@ from rlnumba.config.lora import LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
+from rlnumba.engine.speculation import longest_verified
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
@@ -266,7 +267,9 @@ def _generate(planner, dtype, run, prompts):
         seqs = min(seqs, run.train.num_generations * len(prompts))
         tokens = min(tokens, sum(prompts))
     limit = longest_sequence(config, engine)
-    Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True).reserve_activations()
+    # With "auto" other devices have no steps with drafts.
+    verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
+    Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True, verified).reserve_activations()
 
 
 def operator_bytes(tokens, config):

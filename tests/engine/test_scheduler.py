@@ -46,8 +46,9 @@ class FakeModel:
             for position in range(start, start + count):
                 self.cache[slots[position]] = fingerprint(ids[: position + 1])
             assert [self.cache[slot] for slot in slots] == [fingerprint(ids[: p + 1]) for p in range(start + count)]
-            if samples:
-                sampled.append(next_token(ids[: start + count], table.sample_index[row]))
+            first = start + 1 if step.has_drafts else start + count
+            for length in range(first, start + count + 1) if samples else ():
+                sampled.append(next_token(ids[:length], table.sample_index[row]))
         self.num_tokens += step.num_tokens
         sampled = np.array(sampled, np.int32)
         return sampled, (-0.5 * sampled).astype(np.float32)
@@ -81,13 +82,20 @@ def run(sequences, rows=8, budget=16, num_blocks=64, **options):
     table = SequenceTable(rows, BLOCK)
     blocks = options.pop("blocks", None) or BlockManager(num_blocks, BLOCK)
     model = options.pop("model", None) or FakeModel(num_blocks)
+    drafts = options.pop("drafts", None)
     scheduler = Scheduler(table, blocks, budget, **options)
     for sequence in sequences:
         scheduler.add(sequence)
     results, steps = {}, 0
     while (step := scheduler.schedule()) is not None:
+        if drafts is not None and step.is_decode:
+            step = scheduler.add_drafts(step, [drafts(table.sequences[row], table.length[row]) for row in step.rows])
         assert 0 < step.num_tokens <= budget
-        for s in scheduler.update(step, *model.run(step, table)):
+        sampled, logprobs = model.run(step, table)
+        if step.has_drafts:
+            step, kept = scheduler.accept(step, sampled)
+            sampled, logprobs = sampled[kept], logprobs[kept]
+        for s in scheduler.update(step, sampled, logprobs):
             results[s.request_id, s.index] = (s.completion_ids.tolist(), s.finish_reason)
             assert s.completion_logprobs.tolist() == [-0.5 * t for t in s.completion_ids]
         steps += 1
@@ -116,6 +124,25 @@ requests = st.lists(
     min_size=1,
     max_size=6,
 )
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests, st.integers(1, 6), st.integers(1, 20), st.integers(0, 12), st.booleans(), st.integers(0, 2**32 - 1))
+def test_drafts_change_no_text_and_keep_no_block(requests, rows, extra_budget, spare_blocks, caching, seed):
+    """Right drafts, wrong ones after right ones, more than a sequence may have; a wrong one's cache is never read."""
+    rng = np.random.default_rng(seed)
+    make = lambda: sequences_of(requests, eos=(1, 7, 23))  # noqa: E731
+    wanted = expected(make())
+    num_blocks = max(blocks_needed(s.length_limit, BLOCK) for s in make()) + spare_blocks
+
+    def drafts(sequence, length):
+        ids, _ = wanted[sequence.request_id, sequence.index]
+        right = ids[length - len(sequence.prompt) :][: rng.integers(0, 9)]
+        return right + rng.integers(0, 50, rng.integers(0, 4)).tolist()
+
+    budget = rows + extra_budget - 1
+    results, _, _ = run(make(), rows, budget, num_blocks, prefix_caching=caching, drafts=drafts)
+    assert results == wanted
 
 
 @settings(max_examples=150, deadline=None)

@@ -117,22 +117,26 @@ class Cache:
         return np.concatenate(spans)
 
     def paged(
-        self, order, begins, ends, max_context=None, common=None, group_sizes=None, blocks=None, max_leading=None
-    ):
-        """(out, lse), on the host, of positions begins[i] .. ends[i] of sequence order[i]; ends 0: one without keys."""
-        tokens = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
-        rows = self.rows(order, begins, np.add(begins, tokens))
+        self, order, begins, ends, max_context=None, common=None, group_sizes=None, blocks=None, max_leading=None,
+        tokens=1,
+    ):  # fmt: skip
+        """(out, lse), on the host, of positions begins[i] .. ends[i] of sequence order[i]; ends 0: one without keys.
+
+        tokens: of a sequence in one work item.
+        """
+        lengths = [max(end - begin, 1) for begin, end in zip(begins, ends, strict=True)]
+        rows = self.rows(order, begins, np.add(begins, lengths))
         head_dim, most = self.q.shape[2], max(group_sizes or [1])
-        config = decode_config(head_dim, self.element, self.group, self.box, most)
+        config = decode_config(head_dim, self.element, self.group, self.box, most, tokens)
         prefill = attention_config(head_dim, self.element, self.group, True, self.box)
         q, *arrays = (
-            device.asarray(x) for x in (self.q[rows], self.tables[order], bounds(tokens), np.array(ends, np.int32))
+            device.asarray(x) for x in (self.q[rows], self.tables[order], bounds(lengths), np.array(ends, np.int32))
         )
         common, group_sizes = (x and device.asarray(np.array(x, np.int32)) for x in (common, group_sizes))
         out = device.xp().full(q.shape, np.nan, q.dtype)
         lse = device.xp().zeros((q.shape[1], len(rows)), np.float32)
         paged_attention_sm90(
-            q, *self.caches, *arrays, max(tokens), max_context or max(ends), self.scale, out,
+            q, *self.caches, *arrays, max(lengths), max_context or max(ends), self.scale, out,
             common, group_sizes, most, None, lse,
             config._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, max_leading,
         )  # fmt: skip
@@ -201,6 +205,18 @@ def test_paged_bits_in_the_simulator(rng):
     cache = Cache(rng, [100, 20], 2, 1, 16, F16, segment=64, flat=70)
     cache.compare([0, 1, 0, 0], [98, 19, 5, 60], [100, 20, 0, 64], blocks=2)
     cache.compare([1, 0], [19, 59], [20, 100], max_context=112)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("heads, tokens", [(3, 8), (2, 8), (4, 8)])
+def test_wide_work_items_in_the_simulator(rng, heads, tokens):
+    """Several query tokens of a sequence in one work item, as in a step with drafts, some sequences with fewer."""
+    if device.name() == "cpu":
+        pytest.skip("needs the kernels")
+    cache = Cache(rng, [150, 70, 9], heads, 1, 16, BF16, segment=64, flat=100)
+    config = decode_config(16, BF16, heads, 16, 1, tokens)
+    assert config.rows == -(-heads * tokens // 8) * 8
+    cache.compare([0, 1, 2, 1], [142, 65, 8, 60], [150, 70, 9, 0], blocks=2, tokens=tokens)
 
 
 @pytest.mark.sim
@@ -300,11 +316,13 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
     assert not troubles, "\n".join(troubles)
 
 
-@pytest.mark.parametrize("head_dim, group, group_sizes", [(128, 2, 1), (128, 4, 8), (256, 8, 1)])
-def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes):
+@pytest.mark.parametrize(
+    "head_dim, group, group_sizes, tokens", [(128, 2, 1, 1), (128, 4, 8, 1), (256, 8, 1, 1), (64, 3, 1, 8)]
+)
+def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes, tokens):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = decode_config(head_dim, BF16, group, 16, group_sizes)
+    config = decode_config(head_dim, BF16, group, 16, group_sizes, tokens)
     assert config.layout.nbytes * config.blocks <= 227 * 1024
     troubles = compile_offline(paged_attention_sm90_kernel(config), DECODE, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)

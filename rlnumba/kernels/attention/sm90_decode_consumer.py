@@ -89,9 +89,12 @@ class DecodeConfig(NamedTuple):
         )  # fmt: skip
 
 
-def decode_config(head_dim, element, gqa_ratio, box, group_size=1):
-    """The DecodeConfig for heads of this size, gqa_ratio query heads of a key head, groups of up to group_size."""
-    rows = -(-gqa_ratio * group_size // 8) * 8
+def decode_config(head_dim, element, gqa_ratio, box, group_size=1, tokens=1):
+    """The DecodeConfig for heads of this size, gqa_ratio query heads of a key head, groups of up to group_size.
+
+    tokens: query tokens of a sequence that fill a work item; more than 1 without groups alone.
+    """
+    rows = -(-gqa_ratio * max(group_size, tokens) // 8) * 8
     # Both forms have the stages of the one that takes more memory.
     config = DecodeConfig(head_dim, element, rows, box, 2, grouped=group_size > 1, fused_qkv=True)
     for blocks in (2, 1):

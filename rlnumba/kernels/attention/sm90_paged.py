@@ -25,6 +25,14 @@ from rlnumba.runtime.launch import launch
 
 # Query tokens of the longest chunks whose consumers take neighbouring tokens.
 SHORT_CHUNK = 512
+# Sequences of a step whose query tokens, if there are several, all go to the decode kernel. Where there are more, as in
+# the prefill of a group's last tokens, only those that fit the rows of decode do, and no wider kernel is compiled.
+FEW_SEQUENCES = 8
+
+
+def item_tokens_of(gqa_ratio, sequences, max_seqlen_q):
+    """Query tokens of a sequence that decode's work items hold at least: all, in steps of few sequences, or 1."""
+    return max_seqlen_q if sequences <= FEW_SEQUENCES and max_seqlen_q * gqa_ratio <= MAX_DECODE_ROWS else 1
 
 
 def chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q):
@@ -49,8 +57,13 @@ def partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_cont
 
 def reserve(element, kv_heads, gqa_ratio, head_dim, box, calls):
     """As paged.reserve_workspace, which calls this. Declared groups need no more. box: of decode_config."""
-    config, floats, counters, items = decode_config(head_dim, element, gqa_ratio, box), 0, 0, 0
-    for sequences, max_seqlen_q, max_context_len in calls:
+    # A call with fewer sequences and shorter queries may have wider work items.
+    widest = MAX_DECODE_ROWS // gqa_ratio
+    few = [(min(sequences, FEW_SEQUENCES), min(longest, widest), context) for sequences, longest, context in calls]
+    floats = counters = items = 0
+    for sequences, max_seqlen_q, max_context_len in [*calls, *few]:
+        item_tokens = item_tokens_of(gqa_ratio, sequences, max_seqlen_q)
+        config = decode_config(head_dim, element, gqa_ratio, box, 1, item_tokens)
         splits, slots, rows = partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len)
         floats = max(floats, slots * rows * (head_dim + 2))
         counters = max(counters, 2 + sequences * kv_heads)
@@ -90,7 +103,10 @@ def plan_decode(
         )
     shape = (element, heads, kv_heads, head_dim, block_size, sequences)
     made_for = (*shape, max_seqlen_q, max_context_len, max_group_size)
-    config = config or decode_config(head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size)
+    item_tokens = item_tokens_of(gqa_ratio, sequences, max_seqlen_q)
+    config = config or decode_config(
+        head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size, item_tokens
+    )
     grid = blocks or device.sm_count() * config.blocks
     # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
     max_leading = min(max_leading or max(sequences * kv_heads // grid, 1), config.max_leading)

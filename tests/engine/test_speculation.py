@@ -291,6 +291,7 @@ def test_graphs_of_steps_with_drafts_give_the_text_of_decode(heads, kv_heads, he
     pool = device.xp().get_default_memory_pool()
     plain = Engine(model, None, EngineConfig(num_gpu_blocks_override=1100, speculative_method="none"))
     engine = Engine(model, None, EngineConfig(num_gpu_blocks_override=1100, speculative_method="ngram"))
+    rows = set()
     for sequences in (1, 2, 3, 5, 8):
         requests = []
         for number in range(sequences):
@@ -307,7 +308,8 @@ def test_graphs_of_steps_with_drafts_give_the_text_of_decode(heads, kv_heads, he
             used = pool.used_bytes(), pool.total_bytes()
             assert run_all(engine, requests) == expected
         assert (pool.used_bytes(), pool.total_bytes()) == used
-    rows = {key.rows for key in engine.runner.graphs if "live" not in {name for name, *_ in key.arrays}}
+        # A larger batch may move the buffers, and then all graphs are captured again.
+        rows |= {key.rows for key in engine.runner.graphs if "live" not in {name for name, *_ in key.arrays}}
     assert rows == {1, 2, 4, 8}
     check_idle(engine)
 

@@ -98,6 +98,50 @@ def test_equals_separate_kernels(context_lens):
         assert_equal_bits(model_of(), context_lens, blocks=2)
 
 
+@pytest.mark.sim
+def test_sets_of_the_exchange_are_used_in_turn():
+    with dispatch.forced("sm90"):
+        assert_equal_bits(model_of(num_hidden_layers=1), [2], blocks=2, launches=3)
+
+
+@pytest.mark.sim
+def test_heads_without_norm_three_to_a_key_head():
+    shape = {"num_attention_heads": 3, "hidden_size": 192, "num_hidden_layers": 1, "qk_norm": False}
+    with dispatch.forced("sm90"):
+        assert_equal_bits(model_of(**shape), [17], blocks=2)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "settings, what",
+    [
+        ({"attention_bias": True}, "weights"),
+        ({"head_dim": 32}, "config"),
+        ({"num_attention_heads": 16}, "config"),
+        ({"intermediate_size": 96}, "config"),
+        ({"hidden_size": 4096}, "config"),
+    ],
+)
+def test_other_shapes_are_left_to_the_separate_kernels(settings, what):
+    model = model_of(num_hidden_layers=1, **settings)
+    weights, config = model.weights, model.config
+    with dispatch.forced("sm90"):
+        packed = decoder_weights(weights.flat, weights.embed_tokens, weights.layers, weights.norm)
+        assert (packed is None) == (what == "weights")
+        if packed is not None:
+            heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            assert decoder_config(packed, *heads, 1, BLOCK_SIZE, 2) is None
+
+
+@pytest.mark.sim
+def test_wrong_arrays_are_refused():
+    model = model_of(num_hidden_layers=1)
+    arrays, cache = step_of(model, [3])
+    arrays["slot_mapping"] = np.zeros(2, np.int32)
+    with dispatch.forced("sm90"), pytest.raises(ValueError, match="decoder_forward: slot_mapping must be"):
+        by_decoder(model, arrays, cache, blocks=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("context_lens", [[1], [129], [700, 64], [1, 65, 0, 1024], [128] * 8, list(range(60, 68))])

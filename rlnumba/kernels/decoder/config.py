@@ -62,10 +62,11 @@ class Phase(NamedTuple):
 
 def phase_of(n, k, blocks, halves=1):
     """The Phase of n columns (of gate and of up: halves = 2) whose tiles about fill so many blocks, or None."""
-    tile_columns = -(-n // (8 * blocks)) * 8
+    # A panel of all rows of W that a tile reads fits into a stage.
+    tile_columns = min(-(-n // (8 * blocks)) * 8, STAGE_BYTES // LINE // halves)
     columns, panels = tile_columns * halves, k // STEPS
     most = min(STAGE_BYTES // (columns * LINE), MOST_STAGE_PANELS)
-    if n % 8 or k % STEPS or most < 1:
+    if n % 8 or k % STEPS:
         return None
     stage_panels = max(d for d in range(1, most + 1) if panels % d == 0)
     return Phase(n, tile_columns, columns, panels, stage_panels, blocks)

@@ -79,16 +79,16 @@ def _offset(flat, view):
 
 
 def _step(flat, views):
-    """Elements from each view to the next, None where they differ."""
+    """Elements from each view to the next, None where they differ; 0 of a single view."""
     offsets = [_offset(flat, view) for view in views]
-    steps = {after - before for before, after in zip(offsets, offsets[1:], strict=False)} or {views[0].size}
+    steps = {after - before for before, after in zip(offsets, offsets[1:], strict=False)} or {0}
     return steps.pop() if len(steps) == 1 else None
 
 
 def _stacked(views, step):
     """(layers, n, k): the views as one array."""
     first, itemsize = views[0], views[0].dtype.itemsize
-    strides = step * itemsize, first.shape[1] * itemsize, itemsize
+    strides = (step or first.size) * itemsize, first.shape[1] * itemsize, itemsize
     as_strided = device.xp().lib.stride_tricks.as_strided
     return as_strided(first, (len(views), *first.shape), strides)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rlnumba.config import PolicyLossConfig
+from rlnumba.kernels import decode_state
 from rlnumba.kernels.adamw import adamw, adamw_scalars
 from rlnumba.kernels.adamw_8bit import adamw_8bit
 from rlnumba.kernels.attention import ops as attention
@@ -55,6 +56,13 @@ def qkv_gradients():
         "dq": f32(N, H, E), "dk": f32(N, HK, E), "dv": f32(N, HK, E), **arrays,
         "dqkv": f32(N, (H + 2 * HK) * E), "dq_weight": f32(E), "dk_weight": f32(E),
     }  # fmt: skip
+
+
+def state():
+    """A DecodeState of B rows with blocks of 4 tokens, one each."""
+    rows = {name: np.ones(B, np.int32) for name in decode_state.DecodeState._fields}
+    wide = {"block_tables": ids(B, 2), "stop_ids": ids(B, 1), "history": ids(B, 8), "banned": ids(B, 1)}
+    return decode_state.DecodeState(**rows | wide | {"num_steps": np.zeros(1, np.int32)})
 
 
 def heads():
@@ -122,10 +130,15 @@ OPERATORS = {
     sampling.apply_repetition_penalty: lambda: {
         "logits": f32(B, V), "penalty": np.ones(B, np.float32), "history": ids(B, 3),
     },
+    decode_state.advance_decode_state: lambda: {
+        "token_ids": ids(B), "logprobs": ids(B), "thresholds": ids(B), "block_size": 4, "state": state(),
+        "results": np.zeros((2, 3, B), np.int32),
+    },
+    decode_state.edit_decode_state: lambda: {"edits": ids(2, 3, below=1), "count": 1, "state": state()},
     policy_loss.policy_loss: lambda: {
         "logprobs": -(f32(N) ** 2), "old_logprobs": -(f32(N) ** 2), "ref_logprobs": -(f32(N) ** 2),
         "rollout_logprobs": -(f32(N) ** 2), "advantages": f32(B), "loss_mask": np.ones(N, np.float32),
-        "cu_seqlens": STARTS, "config": PolicyLossConfig(vllm_importance_sampling_correction=False), "scale": 1.0,
+        "cu_seqlens": STARTS, "config": PolicyLossConfig(vllm_importance_sampling_correction=False), "scale": f32(1),
         "loss": f32(1), "dlogprobs": f32(N),
         "sequence_stats": f32(B, METRICS), "metrics": f32(METRICS),
     },
@@ -159,6 +172,7 @@ OPERATORS = {
 
 # (operator, argument, axis) that may be longer than the other arguments say; of any length at all.
 FREE = {
+    ("advance_decode_state", "results", 0), ("advance_decode_state", "results", 2), ("edit_decode_state", "edits", 0),
     ("embedding", "weight", 0),
     ("embedding_backward", "dweight", 0),
     ("bias_backward", "dout", 0),

@@ -234,7 +234,8 @@ def preparer_function(config, shape, normed):
 @specialize
 def paged_attention_qkv_sm90_kernel(config, shape, normed):
     """The kernel of a DecodeConfig with fused_qkv for heads of a HeadShape, with or without norm."""
-    blocks = config.blocks
+    # Narrow accesses to heads need more registers for addresses.
+    blocks = shape.blocks_of_sm(config.blocks)
     # As in paged_attention_sm90_kernel.
     moves_registers = blocks > 1 and config.rows > 8
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)

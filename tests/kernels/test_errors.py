@@ -172,7 +172,9 @@ OPERATORS = {
 
 # (operator, argument, axis) that may be longer than the other arguments say; of any length at all.
 FREE = {
-    ("advance_decode_state", "results", 0), ("advance_decode_state", "results", 2), ("edit_decode_state", "edits", 0),
+    ("advance_decode_state", "results", 0),
+    ("advance_decode_state", "results", 2),
+    ("edit_decode_state", "edits", 0),
     ("embedding", "weight", 0),
     ("embedding_backward", "dweight", 0),
     ("bias_backward", "dout", 0),

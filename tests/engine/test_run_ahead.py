@@ -380,6 +380,7 @@ def test_eager_decode_runs_ahead_too(model):
     assert max(flight) == 2 < MAX_IN_FLIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_kernels_run_ahead():
     """The kernels that advance a step and change it, in an engine of which a request is aborted."""

@@ -151,6 +151,7 @@ def test_copies_that_arrive_before_the_token(rng, monkeypatch):
     Case(rng, [5, 70], 2, 1, 16).compare(blocks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 @pytest.mark.sm90
 @pytest.mark.parametrize("max_leading", [2, 4])

@@ -101,7 +101,7 @@ def test_equals_separate_kernels(context_lens):
 @pytest.mark.sim
 def test_sets_of_the_exchange_are_used_in_turn():
     with dispatch.forced("sm90"):
-        assert_equal_bits(model_of(num_hidden_layers=1), [2], blocks=2, launches=3)
+        assert_equal_bits(model_of(), [2], blocks=2, launches=3)
 
 
 @pytest.mark.sim

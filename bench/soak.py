@@ -35,8 +35,8 @@ ABORTS = 1 / 1000
 PERIOD = 400
 
 
-class Letters:
-    """Stands for a tokenizer where a model has none: a letter a token."""
+class CharacterTokenizer:
+    """The tokenizer where a model has none: a character a token."""
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(ord("a") + i % 26) for i in ids)
@@ -195,9 +195,9 @@ def main():
     count = arguments.requests or (20_000 if on_gpu else 1_000)
     if arguments.model:
         model = load_model(arguments.model, arguments.dtype)
-        tokenizer = Tokenizer.from_folder(arguments.model) or Letters()
+        tokenizer = Tokenizer.from_folder(arguments.model) or CharacterTokenizer()
     else:
-        model, tokenizer = random_model(dtype=arguments.dtype), Letters()
+        model, tokenizer = random_model(dtype=arguments.dtype), CharacterTokenizer()
     longest = min(arguments.longest, model.config.max_position_embeddings)
     vocab_size = model.config.vocab_size
     requests = Requests(vocab_size, longest, stop_strings(model, tokenizer, vocab_size, longest))

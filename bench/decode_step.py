@@ -41,7 +41,7 @@ class TimedRunner(Runner):
         number = super().begin(step, table)
         self.num_replays += 1
         if self.num_replays == REPLAYED:
-            graph, live = self.graphs[self.decode.key], self.decode.arrays["live"]
+            graph, live = self.decode.graph.graph, self.decode.arrays["live"]
             # Rows that are not live compute the same again. Their contexts are as long, because nothing has ended them.
             with self.context.use():
                 live.fill(0)

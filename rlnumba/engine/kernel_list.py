@@ -1,7 +1,8 @@
 """Which kernels an engine is going to launch: its steps of all sizes, run without memory (runtime/shapes.py).
 
-Prefill is listed in steps as large as the engine's, decode and steps with drafts in every bucket of rows, since the
-GEMM's configuration follows from the number of rows. runtime/ahead_of_time.py compiles what is listed.
+Prefill is listed in steps as large as the engine's, padded as these are, decode and steps with drafts in every bucket
+of rows, since the GEMM's configuration follows from the number of rows. What is listed is compiled by
+runtime/ahead_of_time.py.
 """
 
 from dataclasses import replace
@@ -11,7 +12,16 @@ import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
-from rlnumba.engine.runner import BUCKET_STEP, SMALL_BUCKETS, Runner, bucket_of, context_bucket_of, decode_state
+from rlnumba.engine.runner import (
+    BUCKET_STEP,
+    SMALL_BUCKETS,
+    Runner,
+    StepShape,
+    bucket_of,
+    context_bucket_of,
+    decode_state,
+    prefill_bucket,
+)
 from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.kernels.attention.paged import sharing
@@ -123,18 +133,21 @@ def launch_steps(request):
     whole, shortened = runners
     shortened.reserve_activations()
     for rows, count in prefill_sizes(lengths, engine.max_num_batched_tokens, most_rows):
-        shortened.compute(step_arrays_of(rows, count, longest, request), rows, count, longest, 1)
+        shape = StepShape(rows, rows * count, rows, count, longest)
+        bucket = None if engine.enforce_eager else prefill_bucket(shape, shortened.max_prefill_tokens)
+        shortened.compute(step_arrays_of(bucket or shape, request), bucket or shape)
     group_sizes = [1, *(size for size in sharing(*whole.heads).sizes if size <= max(request.n, 2))]
     for rows in decode_buckets(most_rows):
         runner = whole if rows <= FEW_ROWS else shortened
         for max_group_size in group_sizes:
-            arrays = step_arrays_of(rows, 1, longest, request, max_group_size)
-            runner.compute(arrays, rows, 1, context_bucket_of(longest), max_group_size)
+            shape = StepShape(rows, rows, rows, 1, longest, max_group_size).of_decode()
+            arrays = step_arrays_of(shape, request)
+            runner.compute(arrays, shape)
     edit_decode_state(runner.edits[1][0], 1, decode_state(arrays))
     if (tokens := longest_verified(engine)) > 0:
         for rows in decode_buckets(min(most_rows, MAX_NUM_SEQS)):
-            arrays = step_arrays_of(rows, tokens, longest, request, all_sampled=True)
-            shortened.compute(arrays, rows * tokens, tokens, context_bucket_of(longest), 1)
+            shape = StepShape(rows, rows, rows, tokens, longest).of_drafts(tokens)
+            shortened.compute(step_arrays_of(shape, request), shape)
 
 
 def prefill_sizes(lengths, max_tokens, most_rows):
@@ -156,30 +169,29 @@ def decode_buckets(most_rows):
     return found + list(range(BUCKET_STEP, bucket_of(most_rows) + 1, BUCKET_STEP))
 
 
-def step_arrays_of(sequences, count, context, request, max_group_size=1, all_sampled=False):
-    """The arrays of a step, as the runner's, zeros: `count` tokens of each of the sequences, of them the last sampled,
-    with what a Request has of adapters and extras.
+def step_arrays_of(shape, request):
+    """The arrays of a step of a StepShape, as the runner's, zeros, with what a Request has of adapters and extras.
 
-    With a count of 1 they are those of decode. all_sampled: a token is sampled after each, as in a step with drafts.
+    Those of one token of each sequence are decode's; where all of several are sampled they are a step with drafts.
     """
-    sampled = sequences * count if all_sampled else sequences
+    sampled = shape.sampled
 
     def zeros(*shape):
         return np.zeros(shape, np.int32)
 
-    arrays = {name: zeros(sequences * count) for name in ("input_ids", "position_ids", "slot_mapping")}
-    arrays["block_tables"] = zeros(sequences, -(-context_bucket_of(context) // BLOCK_SIZE))
-    arrays |= {"cu_seqlens": zeros(sequences + 1), "context_lens": zeros(sequences)}
+    arrays = {name: zeros(shape.tokens) for name in ("input_ids", "position_ids", "slot_mapping")}
+    arrays["block_tables"] = zeros(shape.rows, -(-context_bucket_of(shape.max_context_len) // BLOCK_SIZE))
+    arrays |= {"cu_seqlens": zeros(shape.rows + 1), "context_lens": zeros(shape.rows)}
     if isinstance(request.lora, tuple):
-        arrays["adapter_ids"] = zeros(sequences * count)
+        arrays["adapter_ids"] = zeros(shape.tokens)
     arrays |= {name: np.ones(sampled, np.float32) for name in ("temperature", "top_p", "min_p")}
     arrays |= {name: zeros(sampled) for name in ("top_k", "position", "sample_index")}
     arrays["philox_key"] = np.zeros((sampled, 2), np.uint32)
-    if count > 1 and not all_sampled:
-        arrays["rows"] = zeros(sequences)
-    elif count == 1:
-        arrays |= {name: zeros(sequences) for name in ("live", "length_limit", "banned_until")}
-        arrays |= {"stop_ids": zeros(sequences, 1), "num_steps": zeros(1)}
+    if sampled < shape.tokens:
+        arrays["rows"] = zeros(sampled)
+    elif shape.max_seqlen_q == 1:
+        arrays |= {name: zeros(sampled) for name in ("live", "length_limit", "banned_until")}
+        arrays |= {"stop_ids": zeros(sampled, 1), "num_steps": zeros(1)}
     if "replay" in request.extras:
         arrays["replay"] = zeros(sampled)
     if "repetition" in request.extras:
@@ -188,9 +200,9 @@ def step_arrays_of(sequences, count, context, request, max_group_size=1, all_sam
         arrays |= {name: np.ones(sampled, np.float32) for name in ("presence", "frequency")}
         arrays["starts"] = zeros(sampled)
     if {"repetition", "output"} & {*request.extras}:
-        arrays["history"] = zeros(sampled, context)
+        arrays["history"] = zeros(sampled, shape.max_context_len)
     if "banned" in request.extras:
         arrays["banned"] = zeros(sampled, 1)
-    if max_group_size > 1:
-        arrays |= {"shared_prefix_lens": zeros(sequences), "group_sizes": zeros(sequences)}
+    if shape.max_group_size > 1:
+        arrays |= {"shared_prefix_lens": zeros(sampled), "group_sizes": zeros(sampled)}
     return arrays

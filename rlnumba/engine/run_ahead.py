@@ -137,7 +137,7 @@ class RunAhead:
         """Whether so many rows have ended that the others are to be put together again."""
         total, left = len(self.rows), len(self.open)
         # Without graphs there is no padding, and members of prefix groups keep their contexts.
-        if self.runner.eager or self.runner.decode.key.max_group_size > 1:
+        if self.runner.eager or self.runner.decode.shape.max_group_size > 1:
             return total - left > total * MAX_ENDED_SHARE
         return bucket_of(left) < bucket_of(total)
 

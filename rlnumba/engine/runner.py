@@ -6,12 +6,18 @@ ids and their log-probs come back in one (`run`).
 A step in which every sequence lacks one token, decode, ends with a kernel that makes of these arrays those of the next
 step (kernels/decode_state.py) and writes the results to memory of the host. So `begin` launches the first of several
 decode steps, `repeat` each of the others, without an upload and before the results of the one before are read, and
-`wait` returns the results of one. On the GPU they are replayed as a graph: captured once for a number of rows (rounded
-up to a bucket, the padding rows have an empty context), a context length (rounded up to a power of two), a largest size
-of prefix groups (prefix_groups.py) and the arrays that penalties and thresholds add.
+`wait` returns the results of one.
+
+On the GPU steps are replayed as graphs, all but those that compute so many tokens that the host is the faster one.
+Their arrays are padded to a StepShape: the number of sequences is rounded up to a bucket, and so are their tokens; the
+longest context and the longest part of a sequence to powers of two. The first step of a shape, a largest size of prefix
+groups (prefix_groups.py) and the arrays that penalties and thresholds add runs as it is, which compiles kernels and
+allocates what they need; the second is captured, and replayed from then on. Padding changes no bit: a sequence that is
+added has a context of no tokens, a token that is added has no slot in the cache, and what is sampled there is not read.
 """
 
 import weakref
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +36,7 @@ from rlnumba.kernels.attention.paged import (
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
-from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
+from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.model.lora import AdapterStack
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.launch import pdl_scope
@@ -39,6 +45,17 @@ from rlnumba.runtime.launch import pdl_scope
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
 SMALLEST_CONTEXT = 256
+# The smallest step between buckets of tokens, and the smallest bound of a sequence's tokens in a step of several.
+SMALLEST_TOKENS = 16
+# The longest prefill steps that are graphs: of so many tokens, and so long contexts, which bound attention's workspace.
+MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 2048, 4096
+# Tokens times weights of a layer that an H200 multiplies in 0.2 ms, in which the host launches the layer's eight
+# kernels. Beyond, padding costs time, and a graph saves none.
+LAYER_PRODUCTS = 6 * 10**10
+# Graphs that are kept, some MiB each; those of the longest disuse go first.
+MAX_GRAPHS = 128
+# More tensor maps than one step asks for.
+TENSOR_MAPS = 1 << 12
 # Layouts of steps that Upload keeps: those of graphs recur, those of prefill steps hardly ever.
 MAX_LAYOUTS = 512
 # Decode steps whose results the host has not read; the number of slots that they are written to in turn.
@@ -47,8 +64,11 @@ MAX_IN_FLIGHT = 3
 RESERVED_TOKENS = 64
 # The values of padding where they are not 0: no slot, a prefix group of its own, no adapter, no token.
 PADDING = dict.fromkeys(("slot_mapping", "adapter_ids", "history", "banned", "stop_ids"), -1) | {"group_sizes": 1}
-# Arrays of a decode step that are as they are, whatever rows are added.
-UNPADDED = ("cu_seqlens", "num_steps")
+# Arrays of which there is an entry for each token, and for each sequence; those that padding does not lengthen so. The
+# others are of sampled tokens; in decode all of these are as many.
+OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")
+OF_SEQUENCES = ("block_tables", "context_lens")
+OF_STEP = ("cu_seqlens", "num_steps")
 # The arrays of a step that attention reads beside the groups'.
 READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens")
 # The fields of SamplingInputs that are columns of the sequence table under the same name.
@@ -65,21 +85,73 @@ def context_bucket_of(length):
     return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
 
 
-def pad_verified(arrays, rows, tokens, max_context_len, block_size):
-    """The arrays of a step with drafts for `rows` sequences of `tokens` tokens, and contexts up to max_context_len.
+def token_bucket_of(tokens):
+    """The smallest bucket that holds so many tokens of prefill: a multiple of an eighth of the next power of two."""
+    step = max(SMALLEST_TOKENS, (1 << (tokens - 1).bit_length()) // 8)
+    return -(-tokens // step) * step
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step: sequences, tokens of all, tokens that are sampled, and bounds of what its arrays hold.
+
+    max_seqlen_q, max_context_len: tokens of a sequence in this step, and with all before it. max_group_size: of prefix
+    groups, 1 without any.
+    """
+
+    rows: int
+    tokens: int
+    sampled: int
+    max_seqlen_q: int
+    max_context_len: int
+    max_group_size: int = 1
+
+    def of_decode(self):
+        """The bucket of decode: a token of each sequence."""
+        rows = bucket_of(self.rows)
+        return StepShape(rows, rows, rows, 1, context_bucket_of(self.max_context_len), self.max_group_size)
+
+    def of_drafts(self, longest_verified):
+        """The bucket of steps with drafts: of each sequence as many tokens as any may have, and all are sampled."""
+        rows = bucket_of(self.rows)
+        tokens = rows * longest_verified
+        return StepShape(rows, tokens, tokens, longest_verified, context_bucket_of(self.max_context_len))
+
+    def of_prefill(self):
+        """The bucket of other steps, which sample a token of each sequence or none. Each added sequence has a token."""
+        rows = bucket_of(self.rows)
+        tokens = token_bucket_of(self.tokens + rows - self.rows)
+        longest = max(SMALLEST_TOKENS, 1 << (self.max_seqlen_q - 1).bit_length())
+        return StepShape(rows, tokens, rows if self.sampled else 0, longest, context_bucket_of(self.max_context_len))
+
+
+def most_prefill_tokens(config, max_num_batched_tokens):
+    """The most tokens of a prefill step that is a graph, for a ModelConfig."""
+    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    layer_weights = config.hidden_size * (attention + 3 * config.intermediate_size)
+    return min(MAX_PREFILL_TOKENS, LAYER_PRODUCTS // layer_weights, max_num_batched_tokens)
+
+
+def prefill_bucket(shape, max_tokens):
+    """The bucket of a prefill step's StepShape; None for a step that is no graph. max_tokens: most_prefill_tokens."""
+    bucket = shape.of_prefill()
+    return bucket if bucket.tokens <= max_tokens and bucket.max_context_len <= MAX_PREFILL_CONTEXT else None
+
+
+def pad_step(arrays, shape, block_size):
+    """The arrays of a step padded to a StepShape that holds it.
 
     Sequences that are added have a token and no context. The tokens after them are of no sequence: for those attention
-    writes nothing, and what memory holds there goes through the model, row by row, without a slot, and is not read.
+    writes nothing, and what memory holds there goes through the model, row by row, without a slot, and is not read. Nor
+    is what is sampled beside: greedily, or after the first token.
     """
-    sequences, ends = len(arrays["context_lens"]), arrays["cu_seqlens"][-1]
-    added = np.arange(1, rows - sequences + 1, dtype=np.int32)
-    padded = {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], ends + added])}
-    widths = {"block_tables": max_context_len // block_size, "history": max_context_len}
+    added = np.arange(1, shape.rows - len(arrays["context_lens"]) + 1, dtype=np.int32)
+    padded = arrays | {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], arrays["cu_seqlens"][-1] + added])}
+    counts = dict.fromkeys(OF_TOKENS, shape.tokens) | dict.fromkeys(OF_SEQUENCES, shape.rows)
+    widths = {"block_tables": shape.max_context_len // block_size, "history": shape.max_context_len}
     for name, array in arrays.items():
-        if name not in padded:
-            count = rows if name in ("block_tables", "context_lens") else rows * tokens
-            shape = (count, widths[name]) if name in widths else (count, *array.shape[1:])
-            padded[name] = np.full(shape, PADDING.get(name, 0), array.dtype)
+        size = counts.get(name, shape.sampled), *((widths[name],) if name in widths else array.shape[1:])
+        if size != array.shape and name not in OF_STEP:
+            padded[name] = np.full(size, PADDING.get(name, 0), array.dtype)
             padded[name][tuple(map(slice, array.shape))] = array
     return padded
 
@@ -172,23 +244,6 @@ def decode_arrays(step, table, max_blocks):
         "banned_until": (table.prompt_length[rows] + table.min_tokens[rows]).astype(np.int32),
         "num_steps": np.zeros(1, np.int32),
     }
-
-
-def pad_decode(arrays, rows, max_context_len, block_size):
-    """The arrays of a decode step for contexts up to max_context_len, and with padding rows.
-
-    Those have no context and no slot; token 0 is sampled greedily for them and not read.
-    """
-    padded = arrays | {"cu_seqlens": np.arange(rows + 1, dtype=np.int32)}
-    widths = {"block_tables": max_context_len // block_size, "history": max_context_len}
-    for name, array in arrays.items():
-        shape = (rows, *array.shape[1:])
-        if name in widths:
-            shape = rows, widths[name]
-        if shape != array.shape and name not in UNPADDED:
-            padded[name] = np.full(shape, PADDING.get(name, 0), array.dtype)
-            padded[name][tuple(map(slice, array.shape))] = array
-    return padded
 
 
 def decode_state(arrays):
@@ -295,27 +350,38 @@ class Upload:
 
 
 class GraphKey(NamedTuple):
-    """What a captured graph is for: rows and bounds of the step, and the names and widths of its arrays."""
+    """What a captured graph is for: the shape of the step, and the names and widths of its arrays."""
 
-    rows: int
-    max_context_len: int
-    max_group_size: int
+    shape: StepShape
     arrays: tuple
 
 
-def graph_key(rows, max_context_len, max_group_size, arrays):
+def graph_key(shape, arrays):
     """The GraphKey of a step with these padded arrays."""
-    widths = tuple((name, *array.shape[1:]) for name, array in arrays.items())
-    return GraphKey(rows, max_context_len, max_group_size, widths)
+    return GraphKey(shape, tuple((name, *array.shape[1:]) for name, array in arrays.items()))
+
+
+class StepGraph:
+    """The graph of the steps of one GraphKey, captured once one of them has run without it.
+
+    tensor_maps: those that it reads, as release_tensor_maps takes them.
+    """
+
+    def __init__(self):
+        self.has_run, self.graph, self.tensor_maps = False, None, ()
 
 
 class Decode(NamedTuple):
-    """The decode steps that `begin` began: the number of sequences, the arrays on the device, and how these are run."""
+    """The decode steps that `begin` began: the number of sequences, the arrays on the device, and how these are run.
+
+    shape: that of the arrays; graph: a StepGraph, None without graphs.
+    """
 
     sequences: int
     arrays: dict
     state: DecodeState
-    key: GraphKey
+    shape: StepShape
+    graph: StepGraph | None
 
 
 class Runner:
@@ -350,8 +416,11 @@ class Runner:
             self.events = [device.xp().cuda.Event(disable_timing=True) for _ in range(MAX_IN_FLIGHT)]
         # The current decode steps, and how many of them have been launched.
         self.decode, self.num_launched = None, 0
-        # Graphs by GraphKey, and the addresses of the buffers that they were captured with.
-        self.graphs, self.graph_addresses = {}, None
+        # StepGraphs by GraphKey, the latest used last, and the addresses of the buffers that they were captured with.
+        self.graphs, self.graph_addresses = OrderedDict(), None
+        # How often steps ran as they are, were captured, and replayed.
+        self.counts = {"replayed": 0, "captured": 0, "eager": 0}
+        self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
         self.workspace_bytes = 0
 
     @property
@@ -391,7 +460,7 @@ class Runner:
         zeros = device.asarray(np.zeros(self.max_num_batched_tokens, np.int32))
         with self.context.use(), self.arena.scope():
             hidden = self.model.forward(zeros, zeros, NullAttention(), arena=self.arena)
-            rows = np.arange(max(self.max_num_seqs, self.max_verified), dtype=np.int32)
+            rows = np.arange(self.results.shape[1], dtype=np.int32)
             ones, none = np.ones(len(rows), np.float32), np.zeros(len(rows), np.int32)
             inputs = {
                 "temperature": ones, "top_k": none, "top_p": ones, "min_p": 0 * ones, "position": none,
@@ -408,6 +477,9 @@ class Runner:
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
         rows, context = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
         calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
+        if not self.eager:
+            tokens = self.max_prefill_tokens
+            calls.append((rows, tokens, tokens, min(context, MAX_PREFILL_CONTEXT)))
         if self.longest_verified:
             rows = bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
             calls.append((rows, self.max_verified, self.longest_verified, context))
@@ -426,26 +498,30 @@ class Runner:
         has then done all work that it was given.
         """
         arrays = self._step_arrays(step, table)
-        sampled, longest = len(step.sampled_rows), int(arrays["context_lens"].max())
-        if step.has_drafts and not self.eager:
-            self._replay_verified(arrays, len(step.rows), longest)
-        else:
+        shape = self._shape_of(step, arrays)
+        bucket = None if self.eager else self._bucket(step, shape)
+        if bucket is None:
             with self.context.use():
                 sent = self.upload.send(arrays)
-                self.compute(sent, sampled, int(step.counts.max()), longest, max_group_size_of(step))
+            self._compute_eagerly(sent, shape)
+        else:
+            self._replay(*self._send_padded(arrays, bucket), bucket)
         with self.context.use():
             results = device.to_host(self.results)
-        return self._results(results, sampled, "replay" in arrays)
+        return self._results(results, shape.sampled, "replay" in arrays)
 
-    def _replay_verified(self, arrays, sequences, longest):
-        """Compute a step with drafts as a graph. All of them have as many tokens for a sequence as any may have."""
-        rows, longest = bucket_of(sequences), context_bucket_of(longest)
-        padded = pad_verified(arrays, rows, self.longest_verified, longest, self.block_size)
-        with self.context.use():
-            sent = self.upload.send(padded)
-        self._drop_stale_graphs()
-        tokens = rows * self.longest_verified
-        self._replay(graph_key(rows, longest, 1, padded), sent, tokens, self.longest_verified, longest, 1)
+    def _shape_of(self, step, arrays):
+        """The StepShape of a step, without padding."""
+        sizes = len(step.rows), len(arrays["input_ids"]), len(step.sampled_rows)
+        return StepShape(*sizes, int(step.counts.max()), int(arrays["context_lens"].max()), max_group_size_of(step))
+
+    def _bucket(self, step, shape):
+        """The StepShape that a step of this shape is padded to; None if it is to be no graph."""
+        if step.has_drafts:
+            return shape.of_drafts(self.longest_verified)
+        if step.is_decode or step.prefix_groups is not None:
+            return None
+        return prefill_bucket(shape, self.max_prefill_tokens)
 
     def begin(self, step, table):
         """Launch a decode step, the first of several with the same rows; returns its number, for `wait`.
@@ -453,16 +529,13 @@ class Runner:
         No earlier step may be in flight. Its arrays have room for contexts up to context_bucket_of the longest one.
         """
         arrays = self._step_arrays(step, table)
-        longest = context_bucket_of(int(arrays["context_lens"].max()))
-        arrays |= decode_arrays(step, table, longest // self.block_size)
-        sequences = len(step.rows)
-        rows = sequences if self.eager else bucket_of(sequences)
-        arrays = pad_decode(arrays, rows, longest, self.block_size)
-        key = graph_key(rows, longest, max_group_size_of(step), arrays)
-        with self.context.use():
-            sent = self.upload.send(arrays)
-        self._drop_stale_graphs()
-        self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), key), 0
+        shape = self._shape_of(step, arrays)
+        bucket = shape.of_decode()
+        if self.eager:
+            bucket = bucket._replace(rows=shape.rows, tokens=shape.rows, sampled=shape.rows)
+        arrays |= decode_arrays(step, table, bucket.max_context_len // self.block_size)
+        graph, sent = self._send_padded(arrays, bucket)
+        self.decode, self.num_launched = Decode(shape.rows, sent, decode_state(sent), bucket, graph), 0
         return self.repeat()
 
     def repeat(self, edits=None):
@@ -478,7 +551,7 @@ class Runner:
             host, on_device = (array[number % MAX_IN_FLIGHT] for array in self.edits)
             host[: len(edits)] = edits
             with self.context.use():
-                edit_decode_state(on_device, len(edits), self.decode.state, self.decode.key.max_group_size > 1)
+                edit_decode_state(on_device, len(edits), self.decode.state, self.decode.shape.max_group_size > 1)
         self.launch()
         if self.events:
             self.events[number % MAX_IN_FLIGHT].record(self.context.stream)
@@ -487,7 +560,7 @@ class Runner:
     @property
     def max_context_len(self):
         """The longest context that the current decode steps have room for."""
-        return self.decode.key.max_context_len
+        return self.decode.shape.max_context_len
 
     def wait(self, number):
         """The results of a launched decode step, as of `run`, once the device has computed them."""
@@ -510,64 +583,96 @@ class Runner:
 
     def launch(self):
         """Launch the current decode step."""
-        _, arrays, _, key = self.decode
-        compute = arrays, key.rows, 1, key.max_context_len, key.max_group_size
-        if not self.eager:
-            self._replay(key, *compute)
-            return
-        with self.context.use():
-            self.compute(*compute)
+        _, arrays, _, shape, graph = self.decode
+        if self.eager:
+            self._compute_eagerly(arrays, shape)
+        else:
+            self._replay(graph, arrays, shape)
 
-    def _replay(self, key, *arguments):
-        """Do what `compute` does with these arguments as a graph, which is captured when its key is first seen."""
-        graph, stream = self.graphs.get(key), self.context.stream
-        if graph is not None:
-            graph.launch(stream)
-            return
+    def _compute_eagerly(self, arrays, shape):
         with self.context.use():
-            # This run computes the step. It also compiles what is missing, which is not possible during a capture.
-            self.compute(*arguments)
+            self.compute(arrays, shape)
+        self.counts["eager"] += 1
+
+    def _send_padded(self, arrays, shape):
+        """(the StepGraph of a step's arrays padded to a StepShape, or None without graphs, these on the device)."""
+        padded = pad_step(arrays, shape, self.block_size)
+        with self.context.use():
+            sent = self.upload.send(padded)
+        return None if self.eager else self._graph(graph_key(shape, padded)), sent
+
+    def _graph(self, key):
+        """The StepGraph for a GraphKey, new if it is not known, or if buffers are not where they were."""
+        if (addresses := self._addresses()) != self.graph_addresses:
+            while self.graphs:
+                self._drop_oldest_graph()
+            self.graph_addresses = addresses
+        if key not in self.graphs:
+            self.graphs[key] = StepGraph()
+            if len(self.graphs) > MAX_GRAPHS:
+                self._drop_oldest_graph()
+        self.graphs.move_to_end(key)
+        return self.graphs[key]
+
+    def _drop_oldest_graph(self):
+        _, oldest = self.graphs.popitem(last=False)
+        with self.context.use():
+            release_tensor_maps(oldest.tensor_maps)
+
+    def _replay(self, step_graph, arrays, shape):
+        """Do what `compute` does with these arguments as a graph, captured if it has none and one has run without."""
+        if not step_graph.has_run:
+            # Compiles what is missing and allocates what is kept, which is not possible during a capture.
+            self._compute_eagerly(arrays, shape)
+            step_graph.has_run = True
+            return
+        if step_graph.graph is None:
+            self._capture(step_graph, arrays, shape)
+            self.counts["captured"] += 1
+        else:
+            self.counts["replayed"] += 1
+        step_graph.graph.launch(self.context.stream)
+
+    def _capture(self, step_graph, arrays, shape):
+        """Record what `compute` launches as a StepGraph's graph."""
+        stream = self.context.stream
+        with self.context.use():
+            reserve_tensor_maps(TENSOR_MAPS)
             # Nothing can be copied from the device while a stream captures, not even a checkpoint.
             with signals.held():
                 stream.begin_capture()
-                with keep_tensor_maps(), pdl_scope():
-                    self.compute(*arguments)
-                self.graphs[key] = stream.end_capture()
-        self.graph_addresses = self._addresses()
-
-    def _drop_stale_graphs(self):
-        """Forget graphs whose buffers are not where they were when the graphs were captured."""
-        if self._addresses() != self.graph_addresses:
-            self.graphs.clear()
+                with keep_tensor_maps() as tensor_maps, pdl_scope():
+                    self.compute(arrays, shape)
+                step_graph.graph, step_graph.tensor_maps = stream.end_capture(), tensor_maps
 
     def _addresses(self):
         """What changes with the buffers that graphs read and write; the cache's addresses never do."""
         return self.upload.generation, self.arena.addresses
 
-    def compute(self, arrays, sampled, max_seqlen_q, max_context_len, max_group_size):
-        """Compute a step from its arrays, on the device, and sample its last tokens if there are any to be sampled.
+    def compute(self, arrays, shape):
+        """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.
 
         With the arrays of a decode step they are then those of the step after it.
-
-        max_seqlen_q, max_context_len, max_group_size: bounds for paged_attention.
         """
+        sampled = shape.sampled
         with self.arena.scope():
-            hidden = self._hidden(arrays, max_seqlen_q, max_context_len, max_group_size)
+            hidden = self._hidden(arrays, shape)
             if sampled:
                 self._sample(hidden, arrays, sampled)
         if "live" in arrays:
             token_ids, logprobs, thresholds = self.results[:, :sampled]
             drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
-            state, grouped = decode_state(arrays), max_group_size > 1
+            state, grouped = decode_state(arrays), shape.max_group_size > 1
             advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
 
-    def _hidden(self, arrays, max_seqlen_q, max_context_len, max_group_size):
+    def _hidden(self, arrays, shape):
         """The hidden states (N, D) of a step, inside the arena's scope."""
-        if self.few_rows.supports(arrays, max_seqlen_q, max_context_len):
+        bounds = shape.max_seqlen_q, shape.max_context_len
+        if self.few_rows.supports(arrays, *bounds):
             hidden = self.arena.empty((len(arrays["input_ids"]), self.model.config.hidden_size), self.model.dtype)
             self.few_rows.forward(arrays, self.cache, hidden)
             return hidden
-        attention = PagedAttention(self.cache, self.model.config, arrays, max_seqlen_q, max_context_len, max_group_size)
+        attention = PagedAttention(self.cache, self.model.config, arrays, *bounds, shape.max_group_size)
         adapter_ids = {"adapter_ids": arrays["adapter_ids"]} if "adapter_ids" in arrays else {}
         tokens = arrays["input_ids"], arrays["position_ids"]
         return self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids)

@@ -739,7 +739,7 @@ def test_prefix_groups_change_nothing_on_the_gpu():
         expected = generate(model, prompts, params, num_gpu_blocks_override=4000, enable_prefix_caching=False)
         graphs = LLM(model, None, EngineConfig(num_gpu_blocks_override=4000))
         assert drawn(graphs.generate(prompts, params)) == drawn(expected)
-        assert max(key.max_group_size for key in graphs.engine.runner.graphs) == 8
+        assert max(key.shape.max_group_size for key in graphs.engine.runner.graphs) == 8
         eager = generate(model, prompts, params, num_gpu_blocks_override=4000, enforce_eager=True)
         assert drawn(eager) == drawn(expected)
         assert [c.logprobs for o in expected for c in o.completions] == scored(model, expected, 0.8)

@@ -1,8 +1,21 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from rlnumba.engine.prefix_groups import PrefixGroups
-from rlnumba.engine.runner import bucket_of, context_bucket_of, decode_arrays, pad_decode, step_arrays
+from rlnumba.engine.runner import (
+    MAX_PREFILL_CONTEXT,
+    MAX_PREFILL_TOKENS,
+    StepShape,
+    bucket_of,
+    context_bucket_of,
+    decode_arrays,
+    most_prefill_tokens,
+    pad_step,
+    prefill_bucket,
+    step_arrays,
+)
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 
@@ -16,6 +29,10 @@ def make_table():
         table.put(row, Sequence(row, row, ids, params, (row, 40 + row), 20))
         table.block_tables[row, : len(blocks)] = blocks
     return table
+
+
+def decode_shape(rows, context):
+    return StepShape(rows, rows, rows, 1, context)
 
 
 def step_of(rows, starts, counts, table):
@@ -46,7 +63,7 @@ def test_arrays_of_a_decode_step_and_its_padding():
     arrays = step_arrays(step_of([1, 0], [5, 8], [1, 1], table), table, 4)
     assert arrays["input_ids"].tolist() == [105, 8] and arrays["cu_seqlens"].tolist() == [0, 1, 2]
     assert "rows" not in arrays and "penalty" not in arrays
-    padded = pad_decode(arrays, 4, 32, 4)
+    padded = pad_step(arrays, decode_shape(4, 32), 4)
     assert padded["slot_mapping"].tolist() == [33, 20, -1, -1] and padded["context_lens"].tolist() == [6, 9, 0, 0]
     assert padded["cu_seqlens"].tolist() == [0, 1, 2, 3, 4]
     assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][1, :3].tolist() == [7, 3, 5]
@@ -63,13 +80,13 @@ def test_arrays_that_advance_a_decode_step():
     assert arrays["block_tables"].tolist() == [[1, 4, 6, 9, 3], [7, 3, 5, 0, 0]]
     assert arrays["stop_ids"].tolist() == [[7, 9], [-1, -1]] and arrays["length_limit"].tolist() == [20, 20]
     assert arrays["banned"].tolist() == [[7, 9], [-1, -1]] and arrays["banned_until"].tolist() == [15, 9]
-    padded = pad_decode(arrays, 4, 32, 4)
+    padded = pad_step(arrays, decode_shape(4, 32), 4)
     assert padded["live"].tolist() == [1, 1, 0, 0] and padded["num_steps"].tolist() == [0]
     assert padded["stop_ids"].tolist() == padded["banned"].tolist() == [[7, 9], [-1, -1], [-1, -1], [-1, -1]]
     assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][0].tolist() == [1, 4, 6, 9, 3, 0, 0, 0]
     table = make_table()
     arrays = step_arrays(step_of([2], [12], [1], table), table, 4)
-    padded = pad_decode(arrays, 1, 32, 4)
+    padded = pad_step(arrays, decode_shape(1, 32), 4)
     assert padded["history"].tolist() == [[*range(200, 213), *[-1] * 19]]
 
 
@@ -79,10 +96,10 @@ def test_prefix_groups_are_among_the_arrays_and_padding_is_in_none():
     step.prefix_groups = PrefixGroups(np.array([0, 1]), np.array([4, 4], np.int32), np.array([2, 0], np.int32), 8)
     arrays = step_arrays(step, table, 4)
     assert arrays["shared_prefix_lens"].tolist() == [4, 4] and arrays["group_sizes"].tolist() == [2, 0]
-    padded = pad_decode(arrays, 4, 32, 4)
+    padded = pad_step(arrays, decode_shape(4, 32), 4)
     assert padded["shared_prefix_lens"].tolist() == [4, 4, 0, 0] and padded["group_sizes"].tolist() == [2, 0, 1, 1]
     assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
-    same = pad_decode(arrays, 2, 16, 4)
+    same = pad_step(arrays, decode_shape(2, 16), 4)
     assert all(same[name].tolist() == arrays[name].tolist() for name in arrays if name != "block_tables")
 
 
@@ -90,6 +107,57 @@ def test_a_chunk_that_ends_before_the_last_token_samples_nothing():
     table = make_table()
     arrays = step_arrays(step_of([2], [0], [12], table), table, 4)
     assert "temperature" not in arrays and arrays["cu_seqlens"].tolist() == [0, 12]
+
+
+def test_padding_of_a_mixed_step():
+    table = make_table()
+    arrays = step_arrays(step_of([1, 0, 2], [5, 3, 10], [1, 4, 3], table), table, 4)
+    padded = pad_step(arrays, StepShape(4, 16, 4, 16, 32), 4)
+    # The fourth sequence has a token without context; the seven after it are of none.
+    assert padded["cu_seqlens"].tolist() == [0, 1, 5, 8, 9] and padded["context_lens"].tolist() == [6, 7, 13, 0]
+    assert padded["slot_mapping"].tolist() == [33, 31, 12, 13, 14, 26, 27, 36] + [-1] * 8
+    assert padded["input_ids"].tolist() == [105, 3, 4, 5, 6, 210, 211, 212] + [0] * 8
+    assert padded["rows"].tolist() == [0, 7, 0, 0] and padded["temperature"].tolist() == [1.5, 2.5, 0, 0]
+    assert padded["block_tables"].shape == (4, 8) and padded["block_tables"][2].tolist() == [1, 4, 6, 9, 0, 0, 0, 0]
+    assert padded["history"].shape == (4, 32) and padded["history"][1, :13].tolist() == [*range(200, 213)]
+    assert (padded["history"][2:] == -1).all() and (padded["history"][1, 13:] == -1).all()
+    assert {name: array.dtype for name, array in padded.items()} == {n: a.dtype for n, a in arrays.items()}
+
+
+def test_buckets_of_steps_hold_them():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        counts = rng.integers(1, rng.choice([2, 9, 100]), rng.integers(1, 40))
+        shape = StepShape(len(counts), int(counts.sum()), len(counts) - 1, int(counts.max()), int(rng.integers(1, 999)))
+        bucket = shape.of_prefill()
+        assert all(holds >= size for holds, size in zip(bucket, shape, strict=True))
+        # A token for each sequence that is added, so that all sequences have one.
+        assert bucket.tokens - shape.tokens >= bucket.rows - shape.rows
+        tokens = shape.tokens + bucket.rows - shape.rows
+        assert bucket.tokens <= max(1.25 * tokens, tokens + 15)
+        assert bucket.of_prefill() == bucket
+    assert StepShape(1, 700, 0, 700, 700).of_prefill() == StepShape(1, 768, 0, 1024, 1024)
+
+
+def test_large_steps_and_long_contexts_are_no_graphs():
+    shape = StepShape(16, 600, 16, 60, 60)
+    assert prefill_bucket(shape, 640) == shape.of_prefill() and prefill_bucket(shape, 639) is None
+    assert prefill_bucket(shape._replace(max_context_len=MAX_PREFILL_CONTEXT), 2048).max_context_len == 4096
+    assert prefill_bucket(shape._replace(max_context_len=MAX_PREFILL_CONTEXT + 1), 2048) is None
+
+
+def config_of(hidden_size, intermediate_size, heads, kv_heads, head_dim):
+    return SimpleNamespace(
+        hidden_size=hidden_size, intermediate_size=intermediate_size, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim,
+    )  # fmt: skip
+
+
+def test_prefill_graphs_of_large_models_are_small():
+    assert most_prefill_tokens(config_of(576, 1536, 9, 3, 64), 8192) == MAX_PREFILL_TOKENS
+    assert most_prefill_tokens(config_of(1024, 3072, 16, 8, 128), 100) == 100
+    # Qwen3-8B: 193 million weights a layer.
+    assert most_prefill_tokens(config_of(4096, 12288, 32, 8, 128), 8192) == 310
 
 
 @pytest.mark.parametrize("rows, bucket", [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (16, 16), (17, 32), (256, 256)])

@@ -9,7 +9,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, Engine, SamplingParams, speculation
 from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.ngram import NgramIndex
-from rlnumba.engine.runner import bucket_of, pad_verified
+from rlnumba.engine.runner import StepShape, bucket_of, pad_step
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.speculation import MAX_NUM_SEQS, SpeculationPolicy, Speculator
 from rlnumba.errors import ConfigError
@@ -194,11 +194,11 @@ def test_padding_changes_no_bits(model):
     engine, padded = engine_of(model, speculative_method="ngram"), []
     runner = engine.runner
 
-    def replay(key, arrays, sampled, longest_query, *bounds):
-        assert key.rows == bucket_of(3) == 4 and sampled == 4 * longest_query == len(arrays["input_ids"])
-        assert arrays["cu_seqlens"][-1] <= sampled and len(arrays["context_lens"]) == 4
+    def replay(graph, arrays, shape):
+        assert shape.rows == bucket_of(3) == 4 and shape.sampled == 4 * shape.max_seqlen_q == len(arrays["input_ids"])
+        assert arrays["cu_seqlens"][-1] <= shape.sampled and len(arrays["context_lens"]) == 4
         padded.append(arrays["cu_seqlens"][-1])
-        runner.compute(arrays, sampled, longest_query, *bounds)
+        runner.compute(arrays, shape)
 
     run_eagerly, runner._replay = runner.run, replay
 
@@ -226,7 +226,7 @@ def test_steps_with_drafts_of_one_size_have_arrays_of_one_size():
         "context_lens": np.array([9, 3], np.int32),
         "temperature": np.ones(3, np.float32),
     }
-    padded = pad_verified(arrays, 4, 8, 256, BLOCK_SIZE)
+    padded = pad_step(arrays, StepShape(3, 3, 3, 2, 200).of_drafts(8), BLOCK_SIZE)
     assert padded["cu_seqlens"].tolist() == [0, 2, 3, 4, 5]
     assert padded["context_lens"].tolist() == [9, 3, 0, 0]
     assert padded["input_ids"].tolist() == [5, 6, 7] + 29 * [0]
@@ -279,6 +279,10 @@ def test_finished_completions_enter_the_index_bit_by_bit(model, monkeypatch):
     assert sum(len(ids) == len(outputs[index].token_ids) for index, ids in last.items()) > 8
 
 
+def is_of_drafts(shape):
+    return shape.tokens == shape.sampled and shape.max_seqlen_q > 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 128), (9, 3, 64), (8, 1, 64)])
 def test_graphs_of_steps_with_drafts_give_the_text_of_decode(heads, kv_heads, head_dim):
@@ -309,7 +313,7 @@ def test_graphs_of_steps_with_drafts_give_the_text_of_decode(heads, kv_heads, he
             assert run_all(engine, requests) == expected
         assert (pool.used_bytes(), pool.total_bytes()) == used
         # A larger batch may move the buffers, and then all graphs are captured again.
-        rows |= {key.rows for key in engine.runner.graphs if "live" not in {name for name, *_ in key.arrays}}
+        rows |= {key.shape.rows for key in engine.runner.graphs if is_of_drafts(key.shape)}
     assert rows == {1, 2, 4, 8}
     check_idle(engine)
 

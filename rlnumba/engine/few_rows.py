@@ -30,9 +30,11 @@ class FewRowsDecoder:
 
     def supports(self, arrays, max_seqlen_q, max_context_len):
         """Whether it computes a step with these arrays (runner.step_arrays) and bounds."""
-        if max_seqlen_q > 1 or max_context_len > MOST_KEYS:
-            return False
-        return self.config_for(len(arrays["context_lens"])) is not None
+        return max_seqlen_q == 1 and self.decodes(len(arrays["context_lens"]), max_context_len)
+
+    def decodes(self, rows, max_context_len):
+        """Whether it computes decode steps of so many rows."""
+        return max_context_len <= MOST_KEYS and self.config_for(rows) is not None
 
     def forward(self, arrays, cache, hidden):
         """Write the hidden states (B, D) of a step that it supports, and keys and values to the KVCache."""

@@ -11,23 +11,28 @@ sampled for them after that is dropped. A sequence that ended keeps its row, whi
 
 No further step is launched, and those in flight are read, where the scheduler is to choose the rows again:
 - a waiting sequence can be admitted;
-- so many sequences have ended that a smaller graph would do; or, where an ended one has its cost, more than 1/16;
+- so many sequences have ended, so many steps ago, that their rows have cost as much as putting the others together
+  again; or, without graphs, more than 1/16 of them have ended;
 - the longest context outgrows the graph, or there are too few free blocks;
 - no sequence would be live in another step.
 """
 
+import math
 from collections import deque
 
 import numpy as np
 
-from rlnumba.engine.runner import MAX_IN_FLIGHT, RESERVED_TOKENS, bucket_of, context_bucket_of
+from rlnumba.engine.runner import MAX_IN_FLIGHT, RESERVED_TOKENS, context_bucket_of
 from rlnumba.engine.scheduler import EndConditions, SchedulerOutput
 
 # While one step is computed, the host has its time to record the one before. More would be wasted at every end.
 DEPTH = 2
 assert DEPTH <= MAX_IN_FLIGHT
-# Share of the rows that may have ended before the others are put together again, unless they cost nothing in a graph.
+# Without graphs: share of the rows that may have ended before the others are put together again.
 MAX_ENDED_SHARE = 1 / 16
+# With graphs: bytes that an H200 moves in the millisecond for which it waits when rows are put together again. When the
+# sequences left will end is not known; to do it once as much has been wasted costs at most twice the best choice.
+REPACK_BYTES = 4 << 30
 
 
 class RunAhead:
@@ -49,6 +54,8 @@ class RunAhead:
         self.refused = None, None
         # No more steps are launched once it has ended; before, this many without a look at blocks and lengths.
         self.has_ended, self.launches_left = True, 0
+        # Bytes that rows which have ended cost since `begin`, and in each step.
+        self.wasted = self.waste = 0
         # What edit_decode_state is to change before the next step, arrays (E, 3).
         self.edits = []
 
@@ -56,7 +63,7 @@ class RunAhead:
         """Launch a decode step of the scheduler; no other may be in flight."""
         self.rows, self.running = step.rows, None
         self._find_open()
-        self.has_changed = False
+        self.has_changed, self.wasted, self.waste = False, 0, 0
         # The scheduler has just refused what waits.
         self.refused = self._head(), self.running
         self.launches_left = self._count_launches() if self.enabled else 0
@@ -72,6 +79,7 @@ class RunAhead:
             edits, self.edits = self.edits, []
             self.in_flight.append(self.runner.repeat(np.concatenate(edits) if edits else None))
             self.launches_left -= 1
+            self.wasted += self.waste
 
     def end(self):
         """Launch no more steps after those in flight, until `begin`."""
@@ -129,17 +137,23 @@ class RunAhead:
         self._find_open()
         if self.has_changed or not self.launches_left:
             self.has_changed = False
-            self.launches_left = 0 if self._is_thin() else self._count_launches()
+            self.launches_left = self._count_to_repack()
+            if self.launches_left:
+                self.launches_left = min(self.launches_left, self._count_launches())
         self.has_ended = not self.launches_left or self._admits()
         return not self.has_ended
 
-    def _is_thin(self):
-        """Whether so many rows have ended that the others are to be put together again."""
+    def _count_to_repack(self):
+        """How many more steps these rows are to have before those that still run are put together again."""
         total, left = len(self.rows), len(self.open)
-        # Without graphs there is no padding, and members of prefix groups keep their contexts.
-        if self.runner.eager or self.runner.decode.shape.max_group_size > 1:
-            return total - left > total * MAX_ENDED_SHARE
-        return bucket_of(left) < bucket_of(total)
+        if self.runner.eager:
+            return 0 if total - left > total * MAX_ENDED_SHARE else math.inf
+        kept_tokens = 0
+        if self.runner.decode.shape.max_group_size > 1 and left:
+            # Members of prefix groups keep their contexts, taken to be as long as those of the others.
+            kept_tokens = (total - left) * int(self.scheduler.table.length[self.open_rows].mean())
+        self.waste = self.runner.wasted_bytes(left, kept_tokens)
+        return -(-max(REPACK_BYTES - self.wasted, 0) // self.waste) if self.waste else math.inf
 
     def _admits(self):
         """Whether the first waiting sequence can be admitted; asked again only if it or what runs is another."""

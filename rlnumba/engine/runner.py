@@ -52,6 +52,8 @@ MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 2048, 4096
 # Tokens times weights of a layer that an H200 multiplies in 0.2 ms, in which the host launches the layer's eight
 # kernels. Beyond, padding costs time, and a graph saves none.
 LAYER_PRODUCTS = 6 * 10**10
+# Kernels of a layer where each is a launch, and bytes that an H200 moves in the 1.6 us from one kernel to the next.
+LAYER_KERNELS, LAUNCH_BYTES = 7, 7 << 20
 # Graphs that are kept, some MiB each; those of the longest disuse go first.
 MAX_GRAPHS = 128
 # More tensor maps than one step asks for.
@@ -561,6 +563,23 @@ class Runner:
     def max_context_len(self):
         """The longest context that the current decode steps have room for."""
         return self.decode.shape.max_context_len
+
+    def wasted_bytes(self, left, kept_tokens):
+        """What a current decode step costs more than one of the `left` sequences that still run, in bytes moved.
+
+        kept_tokens: of contexts that attention still reads, of sequences that ended.
+        """
+        config, shape = self.model.config, self.decode.shape
+        rows, smaller = shape.rows, bucket_of(left)
+        heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        elements = 4 * config.hidden_size + heads + 3 * config.intermediate_size
+        # Logits and activations, each of them written and read.
+        row_bytes = 8 * config.vocab_size + 2 * config.num_hidden_layers * elements * self.model.dtype.itemsize
+        wasted = (rows - smaller) * row_bytes + kept_tokens * self.block_bytes // self.block_size
+        context = shape.max_context_len
+        if self.few_rows.decodes(smaller, context) and not self.few_rows.decodes(rows, context):
+            wasted += config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
+        return wasted
 
     def wait(self, number):
         """The results of a launched decode step, as of `run`, once the device has computed them."""

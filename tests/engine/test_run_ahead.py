@@ -330,14 +330,18 @@ def test_rows_that_ended_stay_until_they_are_many(model):
 
 
 @pytest.mark.gpu
-def test_rows_that_ended_stay_in_a_graph_until_a_smaller_one_will_do(model):
+def test_rows_that_ended_stay_in_a_graph_until_a_smaller_one_pays(model, monkeypatch):
     requests = [
         ([i], SamplingParams(max_tokens=20 + 10 * (i >= 8) + 10 * (i >= 20), ignore_eos=True)) for i in range(32)
     ]
     engine = make_engine(model, blocks=200)
     rows = rows_of_begun_steps(engine)
-    assert run_all(engine, requests) == run_all(make_engine(model, blocks=200, async_scheduling=False), requests)
-    assert rows == [32, 12]
+    expected = run_all(make_engine(model, blocks=200, async_scheduling=False), requests)
+    assert run_all(engine, requests) == expected and rows == [32]
+    engine.reset()
+    monkeypatch.setattr(run_ahead, "REPACK_BYTES", 0)
+    rows.clear()
+    assert run_all(engine, requests) == expected and rows == [32, 12]
 
 
 def test_an_interrupt_anywhere_leaves_an_engine_that_reset_repairs(model):

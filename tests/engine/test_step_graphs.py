@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig
-from rlnumba.engine import Engine, SamplingParams, runner
+from rlnumba.engine import Engine, SamplingParams, run_ahead, runner
+from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.runtime import device
 from tests.engine.test_core import TINY, check_idle, run
 from tests.engine.test_llm import TwoCharacterTokens, make_model
@@ -73,9 +74,11 @@ def model():
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: ",".join(config) or "default")
-def test_padded_steps_have_the_bits_of_steps_without(model, config, seed):
+def test_padded_steps_have_the_bits_of_steps_without(model, config, seed, monkeypatch):
     if device.name() != "cpu":
         pytest.skip("computes the arrays of graphs without them")
+    if seed == 0:
+        monkeypatch.setattr(run_ahead, "REPACK_BYTES", 0)
     rng = np.random.default_rng(seed)
     requests = random_requests(rng)
     expected = run_all(engine_of(model, async_scheduling=False), requests)
@@ -88,7 +91,7 @@ def test_padded_steps_have_the_bits_of_steps_without(model, config, seed):
     assert results(outputs) == {key: expected[key] for key in outputs}
     check_idle(engine)
     prefill, decode = shapes(engine)
-    assert len(prefill) > 1 and len(decode) > 1, (prefill, decode)
+    assert len(prefill) > 1 and len(decode) > 1 - seed, (prefill, decode)
 
 
 def test_a_shape_runs_is_captured_and_is_replayed(model):
@@ -124,6 +127,45 @@ def test_graphs_of_the_longest_disuse_are_dropped(model, monkeypatch):
     # What moved is captured anew.
     engine.runner.upload.generation += 1
     assert prefill(16) == [16]
+
+
+def test_rows_are_put_together_again_when_those_that_ended_have_cost_as_much(model, monkeypatch):
+    """Of 32 sequences 8 end after 20 tokens, for which no smaller graph would do, and 12 after 30."""
+    if device.name() != "cpu":
+        pytest.skip("has fake graphs")
+    requests = [
+        ([i, 1], SamplingParams(max_tokens=20 + 10 * (i >= 8) + 30 * (i >= 20), ignore_eos=True)) for i in range(32)
+    ]
+    expected = run_all(engine_of(model, async_scheduling=False), requests)
+    # Steps of the 20 that run for 30 tokens more, in rows of 32, until the 12 have 16.
+    for repack, lengths in ((0, [2, 32]), (5, [2, 37]), (27, [2, 59]), (30, [2])):
+        engine = with_fake_graphs(engine_of(model))
+        begun, begin = [], engine.runner.begin
+        engine.runner.begin = lambda step, table, begun=begun, begin=begin: (
+            begun.append(int(step.starts.max())) or begin(step, table)
+        )
+        engine.runner.wasted_bytes = lambda left, kept_tokens: 10 * (32 - runner.bucket_of(left))
+        monkeypatch.setattr(run_ahead, "REPACK_BYTES", repack * 160)
+        with np.errstate(all="ignore"):
+            assert run_all(engine, requests) == expected
+        assert begun == lengths, repack
+
+
+def test_what_ended_rows_cost(model):
+    """A smaller bucket's rows, and the contexts that members of prefix groups keep."""
+    if device.name() != "cpu":
+        pytest.skip("has fake graphs")
+    engine = with_fake_graphs(engine_of(model))
+    for number in range(20):
+        engine.add_request(number, [number], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step(), engine.step()
+    wasted = engine.runner.wasted_bytes
+    assert engine.runner.decode.shape.rows == 32
+    assert wasted(20, 0) == wasted(17, 0) == 0 < wasted(16, 0)
+    assert wasted(8, 0) == 1.5 * wasted(16, 0) > 24 * 8 * VOCABULARY
+    assert wasted(20, BLOCK_SIZE) == engine.runner.block_bytes
+    engine.runner.few_rows.decodes = lambda rows, context: rows <= 8
+    assert wasted(16, 0) == wasted(12, 0) and wasted(8, 0) > 1e7
 
 
 def random_workload(rng, most=40):

@@ -14,7 +14,7 @@ from collections import namedtuple
 import numpy as np
 
 from rlnumba.kernels.decoder.activations import COMPLETE, copy_function
-from rlnumba.kernels.decoder.config import PANEL_BYTES, STAGE_BYTES
+from rlnumba.kernels.decoder.config import LOAD_DELAY, PANEL_BYTES, STAGE_BYTES
 from rlnumba.kernels.decoder.exchange import exchange_store
 from rlnumba.kernels.gemm.epilogue import swiglu_function
 from rlnumba.kernels.gemm.sm90 import main_loop_function
@@ -50,6 +50,7 @@ def produce_function(phase, stages, second_half=0):
             first_row = tile * tile_columns
             for done in range(rounds):
                 sm90.mbarrier_wait(at.empty + stage * MBARRIER_BYTES, parity)
+                sm90.wait_clocks(i32(LOAD_DELAY))
                 barrier = at.full + stage * MBARRIER_BYTES
                 if at.lane == 0:
                     sm90.mbarrier_expect_tx(barrier, i32(stage_bytes))

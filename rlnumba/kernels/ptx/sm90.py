@@ -330,6 +330,15 @@ def setmaxnreg(count, increase):
 setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(40, False), setmaxnreg(232, True)
 
 
+@instruction(
+    "{ .reg .pred early; .reg .b32 begun, now; mov.u32 begun, %clock; AGAIN: mov.u32 now, %clock; "
+    "sub.u32 now, now, begun; setp.lt.u32 early, now, $0; @early bra AGAIN; }",
+    "r",
+)
+def wait_clocks(count):
+    """Let `count` clocks of the SM go by."""
+
+
 @instruction("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "r", "r", memory=False)
 def warp_uniform(value):
     """A value that all lanes of a warp share, so that branches on it need no lane masks."""

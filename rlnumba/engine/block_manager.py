@@ -49,11 +49,16 @@ class BlockManager:
     def match(self, hashes, token_ids):
         """The blocks of the longest cached prefix of full blocks with these hashes; their ref_count does not change."""
         matched, size = [], self.block_size
-        for i, wanted in enumerate(hashes):
+        for wanted in hashes:
             block = self.block_of_hash.get(wanted)
-            if block is None or not np.array_equal(self.token_ids[block], token_ids[i * size : (i + 1) * size]):
+            if block is None:
                 break
             matched.append(block)
+        if matched:
+            wanted = token_ids[: len(matched) * size].reshape(len(matched), size)
+            differs = (self.token_ids[matched] != wanted).any(axis=1)
+            if differs.any():
+                return matched[: int(differs.argmax())]
         return matched
 
     def count_free(self, blocks):

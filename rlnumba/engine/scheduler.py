@@ -108,6 +108,8 @@ class Scheduler:
         self.running = np.zeros(0, np.int64)
         # The array `running` that prefix groups were last searched for, and what was found.
         self.grouped_running, self.prefix_groups = None, None
+        # (token ids, salt, hashes) of the sequence that was last hashed: others of its request have the same array.
+        self.hashed = None, None, []
         self.free_rows = list(range(table.num_rows))[::-1]
         self.num_preemptions = 0
 
@@ -127,18 +129,21 @@ class Scheduler:
         counts = table.length[self.running] - table.num_computed[self.running]
         counts = np.minimum(counts, self.max_num_batched_tokens - len(counts) + 1)
         budget = self.max_num_batched_tokens - int(counts.sum())
+        rows, added = [], []
         # After a preemption nothing is admitted: it would be the sequence that was just preempted.
         while budget and self.waiting and self.free_rows and not preempted:
             sequence = self.waiting[0]
             if sequence.prompt_key in self.waiting_on_prefix and not sequence.is_prefix_leader:
                 self.waiting_on_prefix[sequence.prompt_key].append(self.waiting.popleft())
                 continue
-            row = self._admit()
+            row = self._admit(len(rows))
             if row is None:
                 break
-            count = min(int(table.length[row] - table.num_computed[row]), budget)
-            counts = np.append(counts, count)
-            budget -= count
+            rows.append(row)
+            added.append(min(int(table.length[row] - table.num_computed[row]), budget))
+            budget -= added[-1]
+        if rows:
+            self.running, counts = np.append(self.running, rows), np.append(counts, added)
         if not len(counts):
             return None
         rows, groups = self.running, None
@@ -346,30 +351,37 @@ class Scheduler:
             self.blocks.give_back(table.block_tables[row, first : table.num_blocks[row]].tolist()[::-1])
             table.num_blocks[row] = first
 
-    def _find_blocks(self, sequence, spare=0):
+    def _find_blocks(self, sequence, spare=0, num_admitted=0):
         """(cached blocks of a waiting sequence, their hashes, new blocks needed), or None without enough free blocks.
 
-        spare: blocks that are going to be free beside those that are.
+        spare: blocks that are going to be free beside those that are; num_admitted: sequences that run, too.
         """
         blocks, size, length = self.blocks, self.blocks.block_size, len(sequence.token_ids)
-        num_full = (length - 1) // size if self.prefix_caching else 0
-        hashes = self._hashes(sequence.token_ids, num_full, self._salt(sequence))
+        hashes, salt = [], self._salt(sequence)
+        if self.prefix_caching:
+            if self.hashed[0] is not sequence.token_ids or self.hashed[1] != salt:
+                found = self._hashes(sequence.token_ids, (length - 1) // size, salt)
+                self.hashed = sequence.token_ids, salt, found
+            hashes = self.hashed[2]
         matched = blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
-        reserve = len(self.running)
+        reserve = len(self.running) + num_admitted
         if needed + blocks.count_free(matched) + reserve > blocks.num_free + spare:
             return None
         return matched, hashes, needed
 
-    def _admit(self):
-        """Let the first waiting sequence run. Returns its row, or None without enough free blocks."""
+    def _admit(self, num_admitted):
+        """Give the first waiting sequence a row, and return that, or None without enough free blocks.
+
+        num_admitted: sequences that have got a row before it, and are not yet in `running`.
+        """
         sequence, table, blocks = self.waiting[0], self.table, self.blocks
         size = blocks.block_size
         most = blocks_needed(sequence.length_limit, size)
         if most > blocks.num_blocks:
             raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
-        found = self._find_blocks(sequence)
+        found = self._find_blocks(sequence, 0, num_admitted)
         if found is None:
             return None
         matched, hashes, needed = found
@@ -383,7 +395,6 @@ class Scheduler:
         table.num_registered[row] = len(matched)
         table.last_hash[row] = hashes[len(matched) - 1] if matched else self._salt(sequence)
         table.num_computed[row] = len(matched) * size
-        self.running = np.append(self.running, row)
         # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
         if len(matched) >= (len(sequence.prompt) - 1) // size or not self.prefix_caching:
             self.release_waiters(sequence)

@@ -195,6 +195,9 @@ class SequenceTable:
         for dtype, names in columns.items():
             for name in names.split():
                 setattr(self, name, np.zeros(R, dtype))
+        # The columns that are SamplingParams' under the same name.
+        names = "temperature top_k top_p min_p min_tokens logit_thresholds repetition_penalty presence_penalty"
+        self.of_params = [(name, getattr(self, name)) for name in (*names.split(), "frequency_penalty")]
 
     def _reserve(self, length, num_stop_ids):
         """Widen the arrays to hold rows of `length` tokens and num_stop_ids stop ids."""
@@ -227,9 +230,8 @@ class SequenceTable:
         self.length_limit[row] = sequence.length_limit
         self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
         self.sample_index[row] = params.first_index + sequence.index
-        names = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "logit_thresholds")
-        for name in (*names, "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            getattr(self, name)[row] = getattr(params, name)
+        for name, column in self.of_params:
+            column[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
 
     def take(self, row, policy_version):

@@ -1,6 +1,8 @@
 """Compile kernels for real GPUs without one: NVVM writes PTX, ptxas makes machine code of it and reports."""
 
+import contextlib
 import functools
+import gc
 import os
 import pathlib
 import re
@@ -31,7 +33,8 @@ def troubles_of(kernel, types, architecture):
     """
     target = "sm_" + "".join(str(part) for part in architecture)
     what = f"{target} {kernel.py_func.__name__} {types}"
-    ptx = compile.lower(kernel, tuple(types), (9, 0)).get_asm_str(cc=architecture)
+    with collecting_no_garbage():
+        ptx = compile.lower(kernel, tuple(types), (9, 0)).get_asm_str(cc=architecture)
     troubles = []
     doubles = sorted(set(re.findall(r"\s((?:add|sub|mul|fma|div|sqrt|cvt|setp)\.\S*f64\S*)", ptx)))
     if doubles:
@@ -50,6 +53,18 @@ def troubles_of(kernel, types, architecture):
     if report.returncode or any(in_memory) or "Potential Performance Loss" in report.stderr:
         troubles.append(f"{what}: {report.stderr.strip()[-300:]}")
     return troubles
+
+
+@contextlib.contextmanager
+def collecting_no_garbage():
+    """Inside, no search for cycles: Numba makes many objects, and a fifth of its time would go to looking at them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @pytest.fixture

@@ -105,12 +105,15 @@ def test_an_operator_imports_no_other_operators_kernels():
 
 def test_no_cycles_within_a_package():
     graph = {module: {".".join(target) for _, target in imports_of(path)} for module, path in modules()}
+    without_cycles = set()
 
     def visit(module, trail):
         assert module not in trail, " -> ".join([*trail, module])
-        for target in graph.get(module, ()):
-            if target in graph:
-                visit(target, [*trail, module])
+        if module not in without_cycles:
+            for target in graph.get(module, ()):
+                if target in graph:
+                    visit(target, [*trail, module])
+            without_cycles.add(module)
 
     for module in graph:
         visit(module, [])

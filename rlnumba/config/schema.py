@@ -248,6 +248,11 @@ class TrainConfig(Section):
         """Backward passes in an optimizer step: int."""
         return self.gradient_accumulation_steps
 
+    @property
+    def accumulates_gradients(self):
+        """Whether an optimizer step may have more than one backward pass: bool."""
+        return self.backward_passes > 1
+
     def __post_init__(self):
         super().__post_init__()
         if self.optimizer_in_backward and (self.max_grad_norm or self.backward_passes != 1):

@@ -7,9 +7,14 @@ for each micro-batch:
         ...                                                    the loss: log-probs -> dlogprobs
         policy.backward(forward, dlogprobs)                    dlogprobs -> gradients
 policy.step(learning_rate)                                     gradients -> weights
+
+The gradients of a step are ((g_0 + g_1) + g_2) + ...: that of each micro-batch is completed as if it were alone, then
+added to those before by one float32 addition an element. A step's bits therefore do not depend on which GPU computes
+which micro-batch.
 """
 
 import math
+import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from rlnumba.errors import ConfigError
-from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.kernels.nn.elementwise import accumulate, add, scale
 from rlnumba.model.heads import (
     lm_head_backward,
     lm_head_forward,
@@ -29,10 +34,12 @@ from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
 from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.graphs import MicroBatchGraphs
+
+F32 = np.dtype(np.float32)
 
 
 class Policy:
@@ -55,7 +62,10 @@ class Policy:
             self._share_master(model.adapter)
         self.arena = Arena("activations")
         self.context = Context()
-        self._head_grad_is_zero, self._is_training = False, True
+        self._grads_are_zero, self._is_training = False, True
+        self._head_grad = None
+        if train.accumulates_gradients and self.grads.lm_head is not None:
+            self._own_head_grad()
         self.graphs = MicroBatchGraphs(train, self.has_dropout)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
@@ -92,12 +102,12 @@ class Policy:
 
     @property
     def state_of_gradients(self):
-        """What a backward launches depends on it: whether the head's gradient is still zero, to be written at once."""
-        return self._head_grad_is_zero
+        """What a backward launches depends on it: whether gradients are still zero, so that the head's is written."""
+        return self._grads_are_zero
 
     @state_of_gradients.setter
     def state_of_gradients(self, state):
-        self._head_grad_is_zero = state
+        self._grads_are_zero = state
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -156,22 +166,19 @@ class Policy:
 
         dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
         """
-        tape, head = forward
-        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena, dentropy)
-        self._head_grad_is_zero = False
-        self._backward(dhidden, tape)
+        tape, saved = forward
+        head = self._head_target()
+        self._backward(lm_head_backward(self.model, saved, dlogprobs, head, self.arena, dentropy), tape, head)
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
         tape = self.new_tape()
-        hidden = self._hidden(self.model, batch, tape)
+        hidden, head = self._hidden(self.model, batch, tape), self._head_target()
         dhidden = lm_head_forward_backward(
-            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
-            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero, thresholds=batch.thresholds,
-            every_row=batch.every_row,
+            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, head, self.arena,
+            logprobs, entropy, top1, thresholds=batch.thresholds, every_row=batch.every_row,
         )  # fmt: skip
-        self._head_grad_is_zero = False
-        self._backward(dhidden, tape)
+        self._backward(dhidden, tape, head)
 
     def values(self, batch, values):
         """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
@@ -200,14 +207,43 @@ class Policy:
     def backward_with_values(self, forward, dlogprobs, dvalues, dentropy=None):
         """Add to the gradients what follows from the derivatives by log-probs, values and entropies, (T,) f32."""
         tape, lm_head, value_head = forward
-        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, self.grads, self.arena, dentropy)
-        self._head_grad_is_zero = False
+        head = self._head_target()
+        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, head, self.arena, dentropy)
         value_head_backward(self.model, value_head, dvalues, self.grads, self.arena, dhidden)
-        self._backward(dhidden, tape)
+        self._backward(dhidden, tape, head)
 
-    def _backward(self, dhidden, tape):
+    def _head_target(self):
+        """Where a backward writes the LM head's gradient, None where it is not trained.
+
+        The head's is a sum of several parts, and a tied embedding's is one more. So from the second micro-batch on they
+        are completed in memory of their own.
+        """
+        if self._grads_are_zero or self.grads.lm_head is None:
+            return self.grads.lm_head
+        return self._own_head_grad()
+
+    def _own_head_grad(self):
+        """The head's gradient of one micro-batch, (V, D) f32, allocated by the first call."""
+        if self._head_grad is None:
+            shape = self.grads.lm_head.shape
+            nbytes = math.prod(shape) * F32.itemsize
+            with memory.allocating("grads", nbytes):
+                self._head_grad = device.xp().empty(shape, F32)
+            memory.track("grads", nbytes)
+            weakref.finalize(self, memory.track, "grads", -nbytes)
+        return self._head_grad
+
+    def _backward(self, dhidden, tape, head=None):
+        """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""
+        self._grads_are_zero = False
         if not self.train.optimizer_in_backward:
-            self.model.backward(dhidden, tape, self.grads)
+            grads, embed_grads = self.grads, None
+            is_alone = head is not None and head is not grads.lm_head
+            if is_alone and grads.lm_head is grads.embed_tokens:
+                embed_grads = head
+            self.model.backward(dhidden, tape, grads, embed_grads=embed_grads)
+            if is_alone:
+                accumulate(head, grads.lm_head)
             return
         if self._learning_rate is None:
             raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
@@ -232,7 +268,7 @@ class Policy:
             self.optimizer.zero_grad()
         self._learning_rate = learning_rate
         self.micro_batch = 0
-        self._head_grad_is_zero = True
+        self._grads_are_zero = True
 
     def step(self, learning_rate):
         """One optimizer step: LateMetrics of grad_norm, learning_rate and, if there are any, skipped_steps.

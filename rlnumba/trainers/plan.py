@@ -107,6 +107,8 @@ class Planner:
         itemsize = device.dtype(dtype).itemsize
         notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
         notes["grads"] = "float32"
+        if run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
+            notes["grads"] += ", once more for the head of one micro-batch"
         if run.train.optimizer_in_backward:
             notes["grads"] = f"{dtype} of a layer's matrices, float32 of embedding, heads and norms"
         moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]

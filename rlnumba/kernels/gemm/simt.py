@@ -22,10 +22,11 @@ ROW_LANES = 16
 def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, adds, out):
     """out[i, j] = bias[j] + addend[i, j] + sum over s of a[i a_row + s a_step] b[j b_column + s b_step].
 
-    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left
-    out; addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a thread one. The sum runs in
-    ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each
-    along the direction in which it is contiguous, then every thread multiplies its row by its column.
+    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left out;
+    addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a
+    thread one. The sum runs in ascending s, TILE steps at a time: the block copies a square of a and one of b
+    to shared memory, each along the direction in which it is contiguous, then every thread multiplies its row
+    by its column.
     """
     a_tile = cuda.shared.array((TILE, PADDED), np.float32)
     b_tile = cuda.shared.array((TILE, PADDED), np.float32)

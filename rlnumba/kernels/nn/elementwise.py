@@ -29,7 +29,10 @@ def elementwise_kernel(op, vector, access, bounded):
 
     @cuda.jit
     def elementwise_kernel(x, y, value, out):
-        """out = x + y (accumulate: y is out), x * value, x or value, all arrays with one axis; a thread owns a vector."""
+        """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector.
+
+        To accumulate, y is out.
+        """
         first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
         values, others = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         if not fills:

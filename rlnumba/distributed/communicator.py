@@ -238,9 +238,9 @@ def add_in_place(accumulated, gradient, is_first):
     elif isinstance(accumulated, np.ndarray):
         np.add(accumulated, gradient, out=accumulated)
     else:
-        from rlnumba.kernels.nn.elementwise import add
+        from rlnumba.kernels.nn.elementwise import accumulate
 
-        add(accumulated, gradient, accumulated)
+        accumulate(gradient, accumulated)
 
 
 def as_bytes(array):

@@ -123,14 +123,14 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self):
         """On rank 0 what Optimizer.state_dict returns on one rank, with its bits; None on other ranks."""
         self._join()
-        arrays = {name: self._gathered(name, each) for name, (_, each) in self.layout.items()}
+        arrays = {name: self.gathered(name) for name in self.layout}
         if self.communicator.rank:
             return None
         return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
-    def _gathered(self, name, each):
-        """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time."""
-        own, rank, xp = self.state[name], self.communicator.rank, device.xp()
+    def gathered(self, name):
+        """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time; else None."""
+        own, rank, xp, (_, each) = self.state[name], self.communicator.rank, device.xp(), self.layout[name]
         length = PIECE_SEGMENTS * reduce.SEGMENT // each
         if rank:
             for first in range(0, len(own), length):

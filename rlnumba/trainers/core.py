@@ -21,8 +21,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from rlnumba.distributed.zero import ShardedOptimizer
 from rlnumba.errors import ConfigError
-from rlnumba.kernels.nn.elementwise import accumulate, add, scale
+from rlnumba.kernels.nn.elementwise import accumulate, add, fill, scale
 from rlnumba.model.heads import (
     lm_head_backward,
     lm_head_forward,
@@ -47,24 +48,30 @@ class Policy:
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
     temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
-    adapter trains that alone.
+    adapter trains that alone. communicator: of the ranks that train together, each a part of every step's micro-batches
+    (each_micro_batch), or None: this process alone.
     """
 
-    def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
+    def __init__(self, model, train, reference=None, temperature=1.0, seed=0, communicator=None):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.seed, self.micro_batch = seed, 0
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
-        self.optimizer = Optimizer(model.trained, self.grads, **moments, **limits, **kept, seed=seed)
+        options = {**moments, **limits, **kept, "seed": seed}
+        self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
+        if self.communicator is None:
+            self.optimizer = Optimizer(model.trained, self.grads, **options)
+        else:
+            self.optimizer = ShardedOptimizer(model.trained, communicator, **options)
         if model.adapter is not None:
             self._share_master(model.adapter)
         self.arena = Arena("activations")
         self.context = Context()
         self._grads_are_zero, self._is_training = False, True
         self._head_grad = None
-        if train.accumulates_gradients and self.grads.lm_head is not None:
+        if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
             self._own_head_grad()
         self.graphs = MicroBatchGraphs(train, self.has_dropout)
         # With optimizer_in_backward, of the backward to come.
@@ -86,8 +93,42 @@ class Policy:
         master = self.optimizer.state.get("master")
         if master is not None and adapter.master is not None:
             device.synchronize()  # copies to host memory that the optimizer began
-            master[...] = adapter.master if self.train.offload_optimizer else device.asarray(adapter.master)
-        adapter.master = master
+            start = self.optimizer.first_element
+            own = adapter.master[start : start + len(master)]
+            master[...] = own if self.train.offload_optimizer else device.asarray(own)
+        adapter.master = master if self.communicator is None else None
+
+    def gather_adapter(self):
+        """Give rank 0 the float32 values of a 16-bit adapter, which are saved. Called by all ranks before they save."""
+        if self.communicator is not None and self.model.adapter is not None and "master" in self.optimizer.state:
+            self.model.adapter.master = self.optimizer.gathered("master")
+
+    def each_micro_batch(self, batches):
+        """Iterate over those of a step's micro-batches that this rank computes: of R ranks every R-th.
+
+        batches: all of them, the same on every rank, in the order in which their gradients are added. What the block
+        of the loop adds to the gradients is that of one micro-batch.
+        """
+        if self.communicator is None:
+            yield from batches
+            return
+        rank, world_size = self.communicator.rank, self.communicator.world_size
+        for first in range(0, len(batches), world_size):
+            gradient = None
+            if first + rank < len(batches):
+                if first:
+                    self._zero_grads()
+                self.micro_batch, gradient = first + rank, self.grads.flat
+                yield batches[first + rank]
+            self.optimizer.fold(gradient, min(world_size, len(batches) - first), first == 0)
+
+    def of_all_micro_batches(self, values):
+        """The values, which can be pickled, of each_micro_batch of all ranks, in the order of the step: a list."""
+        if self.communicator is None:
+            return values
+        of_ranks = self.communicator.objects(values)
+        count = sum(map(len, of_ranks))
+        return [of_ranks[k % len(of_ranks)][k // len(of_ranks)] for k in range(count)]
 
     def run(self, function, micro_batch, outputs, *constants):
         """Call function(policy, batch, results, *constants) for a MicroBatch, as a graph where that pays.
@@ -262,12 +303,15 @@ class Policy:
 
         learning_rate: that of `step`, which optimizer_in_backward needs.
         """
+        self._zero_grads()
+        self._learning_rate = learning_rate
+        self.micro_batch = 0
+
+    def _zero_grads(self):
         if self.train.optimizer_in_backward:
             self.grads.zero()
         else:
-            self.optimizer.zero_grad()
-        self._learning_rate = learning_rate
-        self.micro_batch = 0
+            fill(0.0, self.grads.flat)
         self._grads_are_zero = True
 
     def step(self, learning_rate):
@@ -288,7 +332,11 @@ class Policy:
         return LateMetrics(read)
 
     def state_dict(self):
-        """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`."""
+        """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`.
+
+        On several ranks, all of which call this, that on rank 0 is complete.
+        """
+        self.gather_adapter()
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -362,11 +410,13 @@ def epoch_order(count, shuffle, seed, epoch):
 class Schedule:
     """The optimizer steps of a run, as transformers counts them: the last one of an epoch may be shorter.
 
-    micro_steps_per_epoch: forward and backward passes, train.gradient_accumulation_steps of them an optimizer step.
+    micro_steps_per_epoch: forward and backward passes; accumulation: of them an optimizer step, by default
+    train.gradient_accumulation_steps.
     """
 
-    def __init__(self, train, micro_steps_per_epoch):
-        self.accumulation, self.micro_steps_per_epoch = train.gradient_accumulation_steps, micro_steps_per_epoch
+    def __init__(self, train, micro_steps_per_epoch, accumulation=None):
+        self.accumulation = accumulation or train.gradient_accumulation_steps
+        self.micro_steps_per_epoch = micro_steps_per_epoch
         self.steps_per_epoch = -(-micro_steps_per_epoch // self.accumulation)
         epochs = math.ceil(train.num_train_epochs * self.steps_per_epoch)
         self.total_steps = train.max_steps if train.max_steps > 0 else epochs

@@ -38,6 +38,7 @@ from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.micro_batch import MicroBatch
+from rlnumba.trainers.row_loop import micro_batches_of_step
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.
@@ -298,7 +299,7 @@ def _row_step(planner, run):
     trainer, train = ROW_TRAINERS[planner.kind], run.train
     rows = planner.rows(run)
     lengths, size = np.array([trainer.module.num_tokens(row) for row in rows]), train.per_device_train_batch_size
-    schedule = Schedule(train, -(-len(rows) // size))
+    schedule = Schedule(train, -(-len(rows) // size), micro_batches_of_step(run))
     most, chosen, steps_left = -1, (), schedule.total_steps
     for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
         order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)

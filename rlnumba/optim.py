@@ -34,7 +34,7 @@ import numpy as np
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.adamw import adamw, adamw_scalars, clip
 from rlnumba.kernels.adamw_8bit import BLOCK, ZERO_CODES, adamw_8bit
-from rlnumba.kernels.nn.elementwise import cast, fill
+from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.reduce import sum_of_squares
 from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device, memory
@@ -120,10 +120,6 @@ class Optimizer:
             array.fill(ZERO_CODES.get(name, 0) if array.dtype == U8 else 0)
         if "master" in state:
             cast(self.weights.flat[part], state["master"])
-
-    def zero_grad(self):
-        """Set the gradients to zero."""
-        fill(0.0, self.grads.flat)
 
     @property
     def steps(self):

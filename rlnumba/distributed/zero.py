@@ -48,7 +48,8 @@ class Part(NamedTuple):
 
     def of_state(self, each):
         """The slice of an array of the state with an element for each `each` parameters."""
-        return slice(self.start // each, -(-self.stop // each))
+        # The start of an empty part, the model's end, need not be a multiple of `each`.
+        return slice(self.start // each, -(-self.stop // each)) if self.size else slice(0)
 
 
 class _Flat(NamedTuple):

@@ -120,14 +120,14 @@ def test_the_bits_of_one_rank(size, world_size):
 @pytest.mark.parametrize("offload", [False, True])
 def test_every_optimizer(dtype, options, optim, offload):
     """Random bits of rounding follow from an element's place in the model, not in a part."""
-    case = 5 * SEGMENT + 256, dtype, 3, {"optim": optim, "offload": offload, "seed": 7, **options}
+    case = 5 * SEGMENT + 128, dtype, 3, {"optim": optim, "offload": offload, "seed": 7, **options}
     check_same(in_threads.run(on_rank, 2, *case), on_one(*case))
 
 
 @pytest.mark.parametrize("optim", OPTIMS)
 @pytest.mark.parametrize("before, after", [(3, 2), (2, 4), (4, 1)])
 def test_a_state_continues_on_another_number_of_ranks(before, after, optim):
-    case = 5 * SEGMENT + 256, "bfloat16", 3, {"optim": optim}
+    case = 5 * SEGMENT + 128, "bfloat16", 3, {"optim": optim}
     weights, state, _ = in_threads.run(on_rank, before, *case, range(2))[0]
     found = in_threads.run(on_rank, after, *case, range(2, STEPS), (weights, state))
     expected = on_one(*case)
@@ -138,8 +138,13 @@ def test_a_state_continues_on_another_number_of_ranks(before, after, optim):
 
 def test_pieces_of_what_is_moved(monkeypatch):
     monkeypatch.setattr("rlnumba.distributed.zero.PIECE_SEGMENTS", 1)
-    case = 7 * SEGMENT + 256, "bfloat16", 2, {"optim": "adamw_8bit"}
+    case = 7 * SEGMENT + 128, "bfloat16", 2, {"optim": "adamw_8bit"}
     check_same(in_threads.run(on_rank, 2, *case), on_one(*case))
+
+
+def test_empty_parts_have_no_blocks_of_8_bit_moments():
+    case = 2 * SEGMENT + 128, "bfloat16", 2, {"optim": "adamw_8bit"}
+    check_same(in_threads.run(on_rank, 4, *case), on_one(*case))
 
 
 def test_a_state_of_another_size_is_refused():
@@ -154,7 +159,7 @@ def test_a_state_of_another_size_is_refused():
 
 def test_processes():
     """The same over shared memory."""
-    case = 3 * SEGMENT + 256, "bfloat16", 3, {"optim": "adamw_8bit"}
+    case = 3 * SEGMENT + 128, "bfloat16", 3, {"optim": "adamw_8bit"}
     check_same(launch(on_rank, 2, *case, timeout_s=120), on_one(*case))
 
 
@@ -164,6 +169,6 @@ def test_gpu_parts(optim, monkeypatch):
     """Two ranks in turn on one GPU, at the real size of a segment; the second part is shorter."""
     monkeypatch.setattr(reduce, "SEGMENT", 1 << 20)
     for options in ({}, {"offload": True}, {"master_weights": False}):
-        case = (3 << 20) + 256, "bfloat16", 3, {"optim": optim, "seed": 3} | options
+        case = (3 << 20) + 128, "bfloat16", 3, {"optim": optim, "seed": 3} | options
         found = in_threads.run(on_rank, 2, *case, range(STEPS), None, 1 << 20)
         check_same(found, on_one(*case))

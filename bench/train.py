@@ -72,7 +72,7 @@ def phases(policy, sequences):
         dhidden = timed(
             seconds,
             "head backward",
-            lambda: lm_head_backward(model, head, dlogprobs, grads, arena),
+            lambda: lm_head_backward(model, head, dlogprobs, grads.lm_head, arena),
         )
         if policy.train.optimizer_in_backward:
             policy.optimizer.begin(policy.train.learning_rate)

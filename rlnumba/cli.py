@@ -401,7 +401,12 @@ def _trainer(kind, purpose, files):
 
         train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
         with advise(kind, run):
-            train(run, resume_step or resume)
+            if run.num_ranks == 1:
+                train(run, resume_step or resume)
+            else:
+                from rlnumba.trainers.ranks import train_on_ranks
+
+                train_on_ranks(kind, run, resume_step or resume)
 
 
 ON_ROWS = {

@@ -20,3 +20,22 @@ class ConfigError(UserError):
 
 class DeviceError(UserError):
     """A device that is not available, or that fails: exit code 1. The message names the remedy."""
+
+
+class CommunicationError(UserError):
+    """Ranks that do not meet in an operation: one has ended, does not answer, or is in another one: exit code 1.
+
+    rank: of the one that has ended, if that is the reason.
+    """
+
+    def __init__(self, message, rank=None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankError(UserError):
+    """What ended one rank of a run, with that rank's exit code. rank: its number."""
+
+    def __init__(self, rank, message, exit_code=1):
+        super().__init__(f"rank {rank}: {message}")
+        self.rank, self.exit_code = rank, exit_code

@@ -34,7 +34,7 @@ import numpy as np
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.adamw import adamw, adamw_scalars, clip
 from rlnumba.kernels.adamw_8bit import BLOCK, ZERO_CODES, adamw_8bit
-from rlnumba.kernels.nn.elementwise import cast, fill
+from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.reduce import sum_of_squares
 from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device, memory
@@ -63,6 +63,7 @@ class Optimizer:
 
     optim, master_weights, offload: see the table above; without a master bfloat16 weights are rounded stochastically,
     which a float32 model does not need; ConfigError for float16. seed: of that rounding, and of bfloat16 moments'.
+    first_element: the number of weights.flat[0] among a model's parameters, for the same; a multiple of BLOCK.
 
     steps counts the steps taken, skipped_steps those left out because the gradient was not finite; reading them waits
     for the device. state: {name: array} of m, v and what else there is, on the device or, with offload, on the host.
@@ -82,8 +83,9 @@ class Optimizer:
         master_weights=True,
         offload=False,
         seed=0,
+        first_element=0,
     ):
-        self.weights, self.grads = weights, grads
+        self.weights, self.grads, self.first_element = weights, grads, first_element
         self.betas, self.epsilon, self.weight_decay = (beta1, beta2), epsilon, weight_decay
         self.max_grad_norm, self.optim, self.offload, self.seed = max_grad_norm, optim, offload, seed
         self._steps = self._skipped_steps = 0
@@ -119,10 +121,6 @@ class Optimizer:
         if "master" in state:
             cast(self.weights.flat[part], state["master"])
 
-    def zero_grad(self):
-        """Set the gradients to zero."""
-        fill(0.0, self.grads.flat)
-
     @property
     def steps(self):
         self._count_last()
@@ -147,12 +145,16 @@ class Optimizer:
         If the norm is not finite, the step is skipped: weights, moments and `steps` stay as they were.
         """
         total = self._norm.arrays["sum"]
-        sum_of_squares(self.grads.flat, total)
+        self._sum_squares(total)
         self._prepare(learning_rate)
         clip(total, self.max_grad_norm or 0.0, self._scalars)
         self._for_each_part(lambda part, state: self._adamw(part, state, self.grads.flat[part]))
         self._join()
         return self._end_step()
+
+    def _sum_squares(self, total):
+        """total (1,) f32 = the sum of squares of the gradient that `step` reads."""
+        sum_of_squares(self.grads.flat, total)
 
     def _end_step(self):
         """The NormReading of a step all of whose kernels are launched."""
@@ -199,8 +201,8 @@ class Optimizer:
         operator = adamw_8bit if self.optim == "adamw_8bit" else adamw
         decay_end = min(max(self.weights.decay_end - part.start, 0), part.stop - part.start)
         moments = (state[name] for name in MOMENTS[self.optim])
-        weights, master = self.weights.flat[part], state.get("master")
-        operator(weights, master, grads, *moments, self._scalars, decay_end, self._noise, part.start)
+        weights, master, first = self.weights.flat[part], state.get("master"), self.first_element + part.start
+        operator(weights, master, grads, *moments, self._scalars, decay_end, self._noise, first)
 
     def _join(self):
         """Let the current stream, but not the host, wait for what was launched on those of offload."""

@@ -24,6 +24,7 @@ LAYERS = {
     "optim": 3,
     "checkpoint": 3,
     "engine": 4,
+    "distributed": 4,
     "trainers": 5,
     "cli": 6,
     "__main__": 7,
@@ -152,6 +153,7 @@ LIGHT = {
     "config": "from rlnumba.config import load_run; load_run('grpo', 'examples/quickstart.toml')",
     "dry run": "from rlnumba.cli import run;"
     " assert run(['grpo', '--config', 'examples/quickstart.toml', '--dry-run']) == 0",
+    "distributed": "import rlnumba.distributed",
     "data, rewards, reporting": "import rlnumba.data, rlnumba.rewards, rlnumba.reporting.metrics",
 }
 

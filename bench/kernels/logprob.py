@@ -103,7 +103,7 @@ class Problem:
 
     def one_pass(self, top1=True):
         outputs = self.logp, self.lse, self.dhidden, self.dweight, self.entropy, self.top1 if top1 else None
-        linear_logp_with_gradient(*self.inputs, self.dlogp, *outputs, accumulate=False)
+        linear_logp_with_gradient(*self.inputs, self.dlogp, *outputs)
 
     def one_pass_without_argmax(self):
         self.one_pass(top1=False)

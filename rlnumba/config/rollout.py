@@ -48,6 +48,11 @@ class SamplingConfig(TrainConfig):
         minimum=1,
     )
 
+    @property
+    def accumulates_gradients(self):
+        """Whether an optimizer step may have more than one backward pass: bool."""
+        return super().accumulates_gradients or self.max_tokens_per_micro_batch is not None
+
     def __post_init__(self):
         super().__post_init__()
         allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS)

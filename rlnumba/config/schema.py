@@ -143,6 +143,15 @@ class EngineConfig(Section):
             )
 
 
+@dataclass(frozen=True)
+class DeployConfig(Section):
+    """What a run is spread over."""
+
+    section = "deploy"
+    num_train_gpus: int = key(1, "GPUs that train; on the cpu device, processes.", minimum=1)
+    dist_timeout_seconds: float = key(600.0, "How long a rank waits for the others before the run ends.", above=0)
+
+
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -152,6 +161,9 @@ class TrainConfig(Section):
     """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
 
     section = "train"
+    # A key of SFTConfig.
+    global_batch_size = None
+
     learning_rate: float = key(2e-5, "Highest learning rate of AdamW.", minimum=0)
     lr_scheduler_type: str = key(
         "linear",
@@ -248,6 +260,11 @@ class TrainConfig(Section):
         """Backward passes in an optimizer step: int."""
         return self.gradient_accumulation_steps
 
+    @property
+    def accumulates_gradients(self):
+        """Whether an optimizer step may have more than one backward pass: bool."""
+        return self.backward_passes > 1
+
     def __post_init__(self):
         super().__post_init__()
         if self.optimizer_in_backward and (self.max_grad_norm or self.backward_passes != 1):
@@ -284,3 +301,8 @@ class Run:
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     lora: LoraConfig | None = None
+
+    @property
+    def num_ranks(self):
+        """Processes that train together, each with a GPU: int."""
+        return 1

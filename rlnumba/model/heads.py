@@ -49,33 +49,30 @@ def lm_head_forward(
     return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy, thresholds, every_row)
 
 
-def lm_head_backward(model, saved, dlogprobs, grads, arena, dentropy=None):
-    """dhidden (N, D) from dlogprobs (T,) f32; the head's own gradient is added to grads.lm_head.
+def lm_head_backward(model, saved, dlogprobs, dweight, arena, dentropy=None):
+    """dhidden (N, D) from dlogprobs (T,) f32; dweight (V, D) f32, the head's own gradient, is written if not None.
 
     dentropy (T,) f32: the derivative of the loss by each entropy, which the forward must have been asked for.
     """
     dgathered = arena.empty(saved.hidden.shape, saved.hidden.dtype)
     linear_logp_backward(
         saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered,
-        grads.lm_head, None if dentropy is None else saved.entropy, dentropy, saved.thresholds, saved.every_row,
+        dweight, None if dentropy is None else saved.entropy, dentropy, saved.thresholds, saved.every_row,
     )  # fmt: skip
     return _scattered(dgathered, saved.rows, saved.num_tokens, arena)
 
 
 def lm_head_forward_backward(
-    model, hidden, rows, target_ids, temperature, dlogprobs, grads, arena, logprobs,
-    entropy=None, top1=None, accumulate=True, thresholds=None, every_row=False,
+    model, hidden, rows, target_ids, temperature, dlogprobs, dweight, arena, logprobs,
+    entropy=None, top1=None, thresholds=None, every_row=False,
 ):  # fmt: skip
-    """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
-
-    accumulate: whether the head's own gradient is added to grads.lm_head or, where that is zero, written (faster).
-    """
+    """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D)."""
     gathered, dgathered = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
     lse = arena.empty((rows.shape[0],), np.float32)
     gather_rows(hidden, rows, gathered)
     linear_logp_with_gradient(
-        gathered, model.lm_head, target_ids, temperature, dlogprobs, logprobs, lse, dgathered, grads.lm_head,
-        entropy, top1, accumulate, thresholds, every_row,
+        gathered, model.lm_head, target_ids, temperature, dlogprobs, logprobs, lse, dgathered, dweight,
+        entropy, top1, thresholds, every_row,
     )  # fmt: skip
     return _scattered(dgathered, rows, hidden.shape[0], arena)
 

@@ -147,8 +147,12 @@ class Transformer:
         tape.last = x, rstd
         return hidden
 
-    def backward(self, dhidden, tape, grads, on_layer=None):
-        """Add the gradients of all that is trained to `grads`, but for what the head adds (model/heads.py).
+    def backward(self, dhidden, tape, grads, on_layer=None, embed_grads=None):
+        """Add the gradients of all that is trained to `grads`, but for the heads' (model/heads.py).
+
+        Each parameter's is complete before it is added, by one addition an element, so that the sum over micro-batches
+        does not depend on where they are computed. The embedding's is added to embed_grads (V, D) f32, if given: that
+        of a head with the same weights, to which grads.embed_tokens has not been added yet.
 
         dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, emptied here; grads: those
         of `trained` (trained.grads()). Gradients of activations come from forward's arena, in a scope of their own.
@@ -183,7 +187,8 @@ class Transformer:
                 grads.zero_outside_blocks()
             else:
                 # As in transformers: a padding token inside a text has its embedding, which is not trained.
-                embedding_backward(tape.input_ids, dx, grads.embed_tokens, config.pad_token_id, tape.token_list)
+                embed_grads = grads.embed_tokens if embed_grads is None else embed_grads
+                embedding_backward(tape.input_ids, dx, embed_grads, config.pad_token_id, tape.token_list)
         tape.last, tape.token_list = (), None
 
 

@@ -7,17 +7,23 @@ for each micro-batch:
         ...                                                    the loss: log-probs -> dlogprobs
         policy.backward(forward, dlogprobs)                    dlogprobs -> gradients
 policy.step(learning_rate)                                     gradients -> weights
+
+The gradients of a step are ((g_0 + g_1) + g_2) + ...: that of each micro-batch is completed as if it were alone, then
+added to those before by one float32 addition an element. A step's bits therefore do not depend on which GPU computes
+which micro-batch.
 """
 
 import math
+import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 
+from rlnumba.distributed.zero import ShardedOptimizer
 from rlnumba.errors import ConfigError
-from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.kernels.nn.elementwise import accumulate, add, fill, scale
 from rlnumba.model.heads import (
     lm_head_backward,
     lm_head_forward,
@@ -29,10 +35,12 @@ from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
 from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
 from rlnumba.trainers.graphs import MicroBatchGraphs
+
+F32 = np.dtype(np.float32)
 
 
 class Policy:
@@ -40,22 +48,31 @@ class Policy:
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
     temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
-    adapter trains that alone.
+    adapter trains that alone. communicator: of the ranks that train together, each a part of every step's micro-batches
+    (each_micro_batch), or None: this process alone.
     """
 
-    def __init__(self, model, train, reference=None, temperature=1.0, seed=0):
+    def __init__(self, model, train, reference=None, temperature=1.0, seed=0, communicator=None):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.seed, self.micro_batch = seed, 0
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
-        self.optimizer = Optimizer(model.trained, self.grads, **moments, **limits, **kept, seed=seed)
+        options = {**moments, **limits, **kept, "seed": seed}
+        self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
+        if self.communicator is None:
+            self.optimizer = Optimizer(model.trained, self.grads, **options)
+        else:
+            self.optimizer = ShardedOptimizer(model.trained, communicator, **options)
         if model.adapter is not None:
             self._share_master(model.adapter)
         self.arena = Arena("activations")
         self.context = Context()
-        self._head_grad_is_zero, self._is_training = False, True
+        self._grads_are_zero, self._is_training = False, True
+        self._head_grad = None
+        if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
+            self._own_head_grad()
         self.graphs = MicroBatchGraphs(train, self.has_dropout)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
@@ -76,8 +93,42 @@ class Policy:
         master = self.optimizer.state.get("master")
         if master is not None and adapter.master is not None:
             device.synchronize()  # copies to host memory that the optimizer began
-            master[...] = adapter.master if self.train.offload_optimizer else device.asarray(adapter.master)
-        adapter.master = master
+            start = self.optimizer.first_element
+            own = adapter.master[start : start + len(master)]
+            master[...] = own if self.train.offload_optimizer else device.asarray(own)
+        adapter.master = master if self.communicator is None else None
+
+    def gather_adapter(self):
+        """Give rank 0 the float32 values of a 16-bit adapter, which are saved. Called by all ranks before they save."""
+        if self.communicator is not None and self.model.adapter is not None and "master" in self.optimizer.state:
+            self.model.adapter.master = self.optimizer.gathered("master")
+
+    def each_micro_batch(self, batches):
+        """Iterate over those of a step's micro-batches that this rank computes: of R ranks every R-th.
+
+        batches: all of them, the same on every rank, in the order in which their gradients are added. What the block
+        of the loop adds to the gradients is that of one micro-batch.
+        """
+        if self.communicator is None:
+            yield from batches
+            return
+        rank, world_size = self.communicator.rank, self.communicator.world_size
+        for first in range(0, len(batches), world_size):
+            gradient = None
+            if first + rank < len(batches):
+                if first:
+                    self._zero_grads()
+                self.micro_batch, gradient = first + rank, self.grads.flat
+                yield batches[first + rank]
+            self.optimizer.fold(gradient, min(world_size, len(batches) - first), first == 0)
+
+    def of_all_micro_batches(self, values):
+        """The values, which can be pickled, of each_micro_batch of all ranks, in the order of the step: a list."""
+        if self.communicator is None:
+            return values
+        of_ranks = self.communicator.objects(values)
+        count = sum(map(len, of_ranks))
+        return [of_ranks[k % len(of_ranks)][k // len(of_ranks)] for k in range(count)]
 
     def run(self, function, micro_batch, outputs, *constants):
         """Call function(policy, batch, results, *constants) for a MicroBatch, as a graph where that pays.
@@ -92,12 +143,12 @@ class Policy:
 
     @property
     def state_of_gradients(self):
-        """What a backward launches depends on it: whether the head's gradient is still zero, to be written at once."""
-        return self._head_grad_is_zero
+        """What a backward launches depends on it: whether gradients are still zero, so that the head's is written."""
+        return self._grads_are_zero
 
     @state_of_gradients.setter
     def state_of_gradients(self, state):
-        self._head_grad_is_zero = state
+        self._grads_are_zero = state
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -156,22 +207,19 @@ class Policy:
 
         dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
         """
-        tape, head = forward
-        dhidden = lm_head_backward(self.model, head, dlogprobs, self.grads, self.arena, dentropy)
-        self._head_grad_is_zero = False
-        self._backward(dhidden, tape)
+        tape, saved = forward
+        head = self._head_target()
+        self._backward(lm_head_backward(self.model, saved, dlogprobs, head, self.arena, dentropy), tape, head)
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
         tape = self.new_tape()
-        hidden = self._hidden(self.model, batch, tape)
+        hidden, head = self._hidden(self.model, batch, tape), self._head_target()
         dhidden = lm_head_forward_backward(
-            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, self.grads, self.arena,
-            logprobs, entropy, top1, accumulate=not self._head_grad_is_zero, thresholds=batch.thresholds,
-            every_row=batch.every_row,
+            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, head, self.arena,
+            logprobs, entropy, top1, thresholds=batch.thresholds, every_row=batch.every_row,
         )  # fmt: skip
-        self._head_grad_is_zero = False
-        self._backward(dhidden, tape)
+        self._backward(dhidden, tape, head)
 
     def values(self, batch, values):
         """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
@@ -200,14 +248,43 @@ class Policy:
     def backward_with_values(self, forward, dlogprobs, dvalues, dentropy=None):
         """Add to the gradients what follows from the derivatives by log-probs, values and entropies, (T,) f32."""
         tape, lm_head, value_head = forward
-        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, self.grads, self.arena, dentropy)
-        self._head_grad_is_zero = False
+        head = self._head_target()
+        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, head, self.arena, dentropy)
         value_head_backward(self.model, value_head, dvalues, self.grads, self.arena, dhidden)
-        self._backward(dhidden, tape)
+        self._backward(dhidden, tape, head)
 
-    def _backward(self, dhidden, tape):
+    def _head_target(self):
+        """Where a backward writes the LM head's gradient, None where it is not trained.
+
+        The head's is a sum of several parts, and a tied embedding's is one more. So from the second micro-batch on they
+        are completed in memory of their own.
+        """
+        if self._grads_are_zero or self.grads.lm_head is None:
+            return self.grads.lm_head
+        return self._own_head_grad()
+
+    def _own_head_grad(self):
+        """The head's gradient of one micro-batch, (V, D) f32, allocated by the first call."""
+        if self._head_grad is None:
+            shape = self.grads.lm_head.shape
+            nbytes = math.prod(shape) * F32.itemsize
+            with memory.allocating("grads", nbytes):
+                self._head_grad = device.xp().empty(shape, F32)
+            memory.track("grads", nbytes)
+            weakref.finalize(self, memory.track, "grads", -nbytes)
+        return self._head_grad
+
+    def _backward(self, dhidden, tape, head=None):
+        """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""
+        self._grads_are_zero = False
         if not self.train.optimizer_in_backward:
-            self.model.backward(dhidden, tape, self.grads)
+            grads, embed_grads = self.grads, None
+            is_alone = head is not None and head is not grads.lm_head
+            if is_alone and grads.lm_head is grads.embed_tokens:
+                embed_grads = head
+            self.model.backward(dhidden, tape, grads, embed_grads=embed_grads)
+            if is_alone:
+                accumulate(head, grads.lm_head)
             return
         if self._learning_rate is None:
             raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
@@ -226,13 +303,16 @@ class Policy:
 
         learning_rate: that of `step`, which optimizer_in_backward needs.
         """
+        self._zero_grads()
+        self._learning_rate = learning_rate
+        self.micro_batch = 0
+
+    def _zero_grads(self):
         if self.train.optimizer_in_backward:
             self.grads.zero()
         else:
-            self.optimizer.zero_grad()
-        self._learning_rate = learning_rate
-        self.micro_batch = 0
-        self._head_grad_is_zero = True
+            fill(0.0, self.grads.flat)
+        self._grads_are_zero = True
 
     def step(self, learning_rate):
         """One optimizer step: LateMetrics of grad_norm, learning_rate and, if there are any, skipped_steps.
@@ -252,7 +332,11 @@ class Policy:
         return LateMetrics(read)
 
     def state_dict(self):
-        """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`."""
+        """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`.
+
+        On several ranks, all of which call this, that on rank 0 is complete.
+        """
+        self.gather_adapter()
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -326,11 +410,13 @@ def epoch_order(count, shuffle, seed, epoch):
 class Schedule:
     """The optimizer steps of a run, as transformers counts them: the last one of an epoch may be shorter.
 
-    micro_steps_per_epoch: forward and backward passes, train.gradient_accumulation_steps of them an optimizer step.
+    micro_steps_per_epoch: forward and backward passes; accumulation: of them an optimizer step, by default
+    train.gradient_accumulation_steps.
     """
 
-    def __init__(self, train, micro_steps_per_epoch):
-        self.accumulation, self.micro_steps_per_epoch = train.gradient_accumulation_steps, micro_steps_per_epoch
+    def __init__(self, train, micro_steps_per_epoch, accumulation=None):
+        self.accumulation = accumulation or train.gradient_accumulation_steps
+        self.micro_steps_per_epoch = micro_steps_per_epoch
         self.steps_per_epoch = -(-micro_steps_per_epoch // self.accumulation)
         epochs = math.ceil(train.num_train_epochs * self.steps_per_epoch)
         self.total_steps = train.max_steps if train.max_steps > 0 else epochs

@@ -35,7 +35,7 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     before = None
     if reference:
         before = model.without_adapter() if run.lora else load_model(source, model.dtype.name)
-    return Policy(model, train, before, temperature, run.seed), tokenizer
+    return Policy(model, train, before, temperature, run.seed, folder.communicator), tokenizer
 
 
 def _checkpoint(folder, has_adapter):

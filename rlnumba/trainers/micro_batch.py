@@ -113,6 +113,14 @@ class MicroBatch:
         """All arrays by name."""
         return self.tokens | self.targets | self.sequences | self.others
 
+    def cost(self, config):
+        """Multiplications of a layer's forward, about: int. config: of the model."""
+        H, E = config.num_attention_heads, config.head_dim
+        per_token = (2 * H + 2 * config.num_key_value_heads) * E + 3 * config.intermediate_size
+        lengths = np.diff(self.sequences["cu_seqlens"]).astype(np.int64)
+        # Causal: half of the products of queries and keys, and of probabilities and values.
+        return int(self.num_tokens * config.hidden_size * per_token + H * E * (lengths**2).sum())
+
     @property
     def num_tokens(self):
         return len(self.tokens["input_ids"])
@@ -147,6 +155,14 @@ def _extended(array, length, value):
     extended = np.full((length, *array.shape[1:]), value, array.dtype)
     extended[: len(array)] = array
     return extended
+
+
+def costliest_first(batches, config):
+    """MicroBatches in the order in which a step adds their gradients, which does not depend on who computes them.
+
+    So the ranks of a round have about as much to do. config: of the model.
+    """
+    return sorted(batches, key=lambda batch: -batch.cost(config))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.micro_batch import MicroBatch
+from rlnumba.trainers.row_loop import micro_batches_of_step
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.
@@ -107,6 +108,8 @@ class Planner:
         itemsize = device.dtype(dtype).itemsize
         notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
         notes["grads"] = "float32"
+        if run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
+            notes["grads"] += ", once more for the head of one micro-batch"
         if run.train.optimizer_in_backward:
             notes["grads"] = f"{dtype} of a layer's matrices, float32 of embedding, heads and norms"
         moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]
@@ -296,7 +299,7 @@ def _row_step(planner, run):
     trainer, train = ROW_TRAINERS[planner.kind], run.train
     rows = planner.rows(run)
     lengths, size = np.array([trainer.module.num_tokens(row) for row in rows]), train.per_device_train_batch_size
-    schedule = Schedule(train, -(-len(rows) // size))
+    schedule = Schedule(train, -(-len(rows) // size), micro_batches_of_step(run))
     most, chosen, steps_left = -1, (), schedule.total_steps
     for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
         order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)

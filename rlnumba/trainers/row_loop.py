@@ -1,12 +1,15 @@
 """The loop of the trainers whose data is a file of rows: optimizer steps in epochs, evaluation, checkpoints.
 
 epoch            the rows in the file's order, or shuffled from the seed and the epoch
-optimizer step   gradient_accumulation_steps micro-batches of per_device_train_batch_size rows; the last one of an
-                 epoch has what is left
+optimizer step   gradient_accumulation_steps micro-batches on each GPU, or those of global_batch_size rows on all, of
+                 per_device_train_batch_size rows; the last step of an epoch has what is left
+
+On several ranks each has its micro-batches of every step. Rank 0 evaluates, writes the folder and decides when to
+evaluate, save and stop.
 """
 
 from rlnumba.optim import learning_rate_at
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import device
 from rlnumba.trainers.core import Schedule, epoch_order
 from rlnumba.trainers.run_folder import Clock, log, memory_metrics
 
@@ -17,6 +20,12 @@ def micro_batches_of(rows, train):
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
+def micro_batches_of_step(run):
+    """Forward and backward passes of an optimizer step, on all ranks together: int."""
+    train = run.train
+    return train.backward_passes * (run.num_ranks if train.global_batch_size is None else 1)
+
+
 def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):
     """Train from where the RunFolder's checkpoint ends to the run's last step; writes the run's folder.
 
@@ -25,8 +34,8 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     count_tokens(row): int.
     """
     run, train = folder.run, folder.run.train
-    rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps
-    schedule = Schedule(train, -(-len(rows) // train.per_device_train_batch_size))
+    size, accumulation = train.per_device_train_batch_size, micro_batches_of_step(run)
+    rows_per_step, schedule = size * accumulation, Schedule(train, -(-len(rows) // size), accumulation)
     num_tokens = 0
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
@@ -40,7 +49,8 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
 
     callbacks, control = folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
-        if eval_rows and train.eval_on_start and folder.step == 0:
+        folder.hold_signals()
+        if eval_rows and train.eval_on_start and folder.step == 0 and folder.is_first_rank:
             writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
         callbacks.begin(folder.step, schedule.total_steps, policy.model)
         clock = Clock()
@@ -60,8 +70,9 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
             with clock.phase("log"):
                 metrics = metrics | {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
                 callbacks.step_end(step + 1, metrics["epoch"], policy.model)
-            if eval_rows and callbacks.evaluation_due(step + 1, last):
-                with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
+            evaluates = eval_rows and callbacks.evaluation_due(step + 1, last)
+            if evaluates and folder.is_first_rank:
+                with writer.logged_on_interruption(step + 1, metrics), folder.interruptible(), clock.phase("eval"):
                     found = {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
                 metrics |= found
                 callbacks.evaluated(found, policy.model)
@@ -72,15 +83,16 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
                 writer.log(step + 1, metrics | memory_metrics())
                 callbacks.logged(metrics, policy.model)
                 folder.saver.check()
-            last = last or control.should_training_stop
-            if last or (step + 1) % train.save_steps == 0 or control.should_save:
+            last, saves = folder.decided((last or control.should_training_stop, control.should_save))
+            if last or (step + 1) % train.save_steps == 0 or saves:
                 with clock.phase("save"):
                     save()
                     callbacks.call("on_save", policy.model)
-            signals.release()
+            folder.release_signals()
             if last:
                 break
         callbacks.call("on_train_end", policy.model)
         writer.draw()
+        policy.gather_adapter()
         folder.finish(policy.model, tokenizer)
     log(f"{folder.path} has the curves (curves.png) and the model (final)")

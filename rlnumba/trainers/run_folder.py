@@ -5,11 +5,13 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section, sections_of
+from rlnumba.distributed.launch import stop_requested
 from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
@@ -27,12 +29,17 @@ RUN_FILES = (
 )
 
 
-def begin_run(trainer, run, resume):
-    """The RunFolder of a run that begins now; what the cache lacks of its kernels is compiled on all cores."""
+def begin_run(trainer, run, resume, communicator=None):
+    """The RunFolder of a run that begins now; what the cache lacks of its kernels is compiled on all cores.
+
+    communicator: of the ranks that train together, or None.
+    """
     gemm.set_backend(run.gemm)
     if device.name() == "cuda" and gemm.backend() == "native":
         ahead_of_time.start("rlnumba.trainers.kernel_list", (trainer, run))
-    return RunFolder(trainer, run, resume)
+    if communicator is None or communicator.rank == 0:
+        return RunFolder(trainer, run, resume, communicator)
+    return ReadFolder(trainer, run, resume, communicator)
 
 
 class RunFolder:
@@ -40,12 +47,16 @@ class RunFolder:
 
     trainer: "sft", "grpo"; resume: True for the newest readable checkpoint (without any, the run starts afresh and
     logs it), or the step of a checkpoint, an int. model_folder: that checkpoint's folder, or None. state: its trainer
-    state, or None. step: optimizer steps done. Raises UserError if the folder cannot be written to, holds checkpoints
+    state, or None. step: optimizer steps done. communicator: of the ranks that train together, this one the first, or
+    None. Raises UserError if the folder cannot be written to, holds checkpoints
     of which none is readable, not that of the step, or those of another trainer.
     """
 
-    def __init__(self, trainer, run, resume):
-        self.trainer, self.run, self.path = trainer, run, Path(run.output_dir)
+    is_first_rank = True
+
+    def __init__(self, trainer, run, resume, communicator=None):
+        self.trainer, self.run, self.path, self.communicator = trainer, run, Path(run.output_dir), communicator
+        self.is_alone = communicator is None or communicator.world_size == 1
         check_installed(run.train.report_to)
         make_folder(self.path)
         self.model_folder, self.step_chosen = None, resume is not True and bool(resume)
@@ -62,6 +73,26 @@ class RunFolder:
             log(f"{self.path} holds no checkpoint: starting afresh")
         metric = "eval_reward" if "rewards" in sections_of(type(run)) else "eval_loss"
         self.callbacks = Callbacks(run, self.path, metric, (self.state or {}).get("callbacks"))
+
+    def decided(self, value):
+        """What rank 0 has decided, on all ranks, which call this together."""
+        return value if self.is_alone else self.communicator.objects(value)[0]
+
+    def hold_signals(self):
+        """Before the first step: ranks end after the same one, so that signals wait for release_signals."""
+        if not self.is_alone:
+            signals.hold()
+
+    def release_signals(self):
+        """After a step, on all ranks: raises KeyboardInterrupt if a signal has arrived, on one of them."""
+        if self.is_alone:
+            signals.release()
+        elif stop_requested(self.communicator):
+            raise KeyboardInterrupt
+
+    def interruptible(self):
+        """Within a step, a block in which a signal need not wait, as far as other ranks do not wait for this one."""
+        return signals.released() if self.is_alone else nullcontext()
 
     def writer(self, total_steps):
         """The run's MetricsWriter. Called when all input has been read and checked: it changes the folder."""
@@ -124,7 +155,7 @@ class RunFolder:
     def kept_on_interruption(self, save):
         """If a signal or a UserError ends the block, call save(), which saves the last complete step.
 
-        When the block has ended, all checkpoints are on the disk.
+        When the block has ended, all checkpoints are on the disk. With several ranks, an error of one ends all at once.
         """
         with signals.handled():
             try:
@@ -135,7 +166,7 @@ class RunFolder:
             except BaseException as error:
                 # The compiler may turn the exception of a signal into one of its own.
                 interrupted = isinstance(error, KeyboardInterrupt) or signals.received() is not None
-                if not interrupted and not isinstance(error, UserError):
+                if not interrupted and not (self.is_alone and isinstance(error, UserError)):
                     raise
                 with signals.held():
                     save()
@@ -171,9 +202,54 @@ class RunFolder:
             raise UserError(f"{self.path / name}: cannot be written: {error.strerror}") from error
 
 
+class ReadFolder(RunFolder):
+    """The RunFolder of another rank than the first, which reads what the first one does, and writes nothing."""
+
+    is_first_rank = False
+
+    def __init__(self, trainer, run, resume, communicator):
+        global _is_silent
+        _is_silent = True
+        # Callbacks are called once.
+        super().__init__(trainer, replace(run, train=replace(run.train, callbacks=[])), resume, communicator)
+
+    def writer(self, total_steps):
+        """What is used as the MetricsWriter."""
+        return _NoWriter()
+
+    def save(self, step, model, tokenizer, state):
+        """Nothing: rank 0 saves."""
+
+    def finish(self, model, tokenizer, heads=None):
+        """Nothing: rank 0 saves."""
+
+
+class _NoWriter:
+    """In place of a MetricsWriter where nothing is written."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        return None
+
+    def log(self, step, metrics):
+        """Nothing."""
+
+    def flush(self):
+        """Nothing."""
+
+    def draw(self):
+        """Nothing."""
+
+
+_is_silent = False
+
+
 def log(text):
-    """Print a line on stderr."""
-    print(f"rlnumba: {text}", file=sys.stderr, flush=True)
+    """Print a line on stderr, of several ranks on the first alone."""
+    if not _is_silent:
+        print(f"rlnumba: {text}", file=sys.stderr, flush=True)
 
 
 def log_kernels(dtype):

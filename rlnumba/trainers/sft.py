@@ -13,17 +13,18 @@ from rlnumba.data import load_sft
 from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import MicroBatch
+from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
 
-def run_sft(run, resume=False):
+def run_sft(run, resume=False, communicator=None):
     """Train an SFTRun; writes its output_dir.
 
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: of
+    the ranks that train together and call this with the same arguments, or None.
     """
-    folder = begin_run("sft", run, resume)
+    folder = begin_run("sft", run, resume, communicator)
     policy, tokenizer = load_policy(run, folder)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
@@ -54,15 +55,19 @@ def train_step(policy, rows, learning_rate):
 
     rows: lists of TokenSequence, per_device_train_batch_size of them a micro-batch, the last one shorter.
     """
-    loss_type, batches = policy.train.loss_type, micro_batches(policy, rows)
+    loss_type, batches = policy.train.loss_type, costliest_first(micro_batches(policy, rows), policy.model.config)
     count = sum(batch.num_targets for batch in batches)
     readings = []
     policy.zero_grad(learning_rate)
-    for batch in batches:
+    for batch in policy.each_micro_batch(batches):
         weighted = batch.with_arrays(targets={"weights": np.full(batch.num_targets, -1.0 / count, np.float32)})
         readings.append(policy.run(step, weighted, OUTPUTS, loss_type == "dft"))
     info = policy.step(learning_rate)
-    return LateMetrics(lambda: means(batches, [read() for read in readings], loss_type) | info)
+
+    def read():
+        return means(batches, policy.of_all_micro_batches([read() for read in readings]), loss_type) | info
+
+    return LateMetrics(read)
 
 
 def step(policy, batch, results, is_dft):

@@ -92,7 +92,7 @@ def run_linear(rng, shape, dtype, temperature):
     assert_same_bits(plain, out, "logp without entropy")
 
     dhidden = xp.full((rows, width), np.nan, kind)
-    dweight = xp.ones((vocabulary, width), np.float32)
+    dweight = xp.full((vocabulary, width), np.float32(np.nan))
     linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight)
     dh, dw = linear_logp_backward_ref(h, w, ids_checked, dlogp_checked, temperature)
     # The gradient of the logits is rounded to the arrays' dtype before the GEMMs.
@@ -103,13 +103,13 @@ def run_linear(rng, shape, dtype, temperature):
     assert_close(dhidden[checked], dh, terms=vocabulary + lost, scale=2 * largest, what="dhidden")
     assert not np.delete(dhidden, checked, axis=0).any(), "rows without a gradient"
     scale = spread * max(np.max(np.abs(h), initial=0.0), 1.0) + 1
-    assert_close(dweight, dw + 1, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight")
+    assert_close(dweight, dw, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight")
 
     # With the entropies' derivative; that of some rows is all that they have.
     dentropy = rng.standard_normal(rows).astype(np.float32)
     dentropy[~np.isin(np.arange(rows), checked)] = 0
     dlogp[::3] = 0
-    dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.ones((vocabulary, width), np.float32)
+    dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.full((vocabulary, width), np.float32(np.nan))
     dd, hd_entropy = device.asarray(dlogp), device.asarray(dentropy)
     linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight, entropy, hd_entropy)
     both = dlogp[checked].astype(np.float64), temperature, dentropy[checked].astype(np.float64)
@@ -119,7 +119,7 @@ def run_linear(rng, shape, dtype, temperature):
     assert_close(dhidden[checked], dh, terms=vocabulary + lost, scale=2 * largest, what="dhidden with dentropy")
     assert not np.delete(dhidden, checked, axis=0).any(), "rows without a gradient"
     scale = spread * max(np.max(np.abs(h), initial=0.0), 1.0) + 1
-    assert_close(dweight, dw + 1, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight with dentropy")
+    assert_close(dweight, dw, dtype, terms=CHECKED + 400, scale=2 * scale, what="dweight with dentropy")
 
 
 def test_golden_numbers():
@@ -229,7 +229,7 @@ def test_chunks_give_the_same_rows(rng, monkeypatch):
         monkeypatch.setattr(chunked, "CHUNK_LOGITS", logits)
         monkeypatch.setattr(chunked, "CHUNK_SUMS", sums)
         out, lse, entropy = (xp.empty(rows, np.float32) for _ in range(3))
-        top1, dhidden, dweight = xp.empty(rows, np.int32), xp.empty_like(hidden), xp.zeros_like(weight)
+        top1, dhidden, dweight = xp.empty(rows, np.int32), xp.empty_like(hidden), xp.full_like(weight, np.nan)
         linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1)
         linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight)
         results.append((out, lse, entropy, top1, dhidden, dweight))
@@ -335,7 +335,7 @@ def masked_and_renormalised(rng, rows=6, vocabulary=90, width=7, dtype="float32"
         assert_close(dweight, dw, dtype, terms=400, scale=100.0, what="dweight")
     again = [xp.empty(rows, np.float32) for _ in range(2)]
     gradients = xp.empty((rows, width), kind), xp.empty((vocabulary, width), np.float32)
-    linear_logp_with_gradient(hd, wd, idd, 0.8, dd, *again, *gradients, accumulate=False, thresholds=td)
+    linear_logp_with_gradient(hd, wd, idd, 0.8, dd, *again, *gradients, thresholds=td)
     dh, dw = linear_logp_backward_ref(*wide, None, thresholds)
     assert_same_bits(again[0], out, "logp with its gradient")
     assert_close(gradients[0], dh, terms=vocabulary + 2 * lost, scale=200.0, what="dhidden with logp")
@@ -400,10 +400,10 @@ def test_exponential_is_accurate():
     assert np.all(out[0, 1:][x < -87] == 0)
 
 
-def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, without=3, accumulate=True):
+def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, without=3):
     """[(logp, lse, entropy, top1, dhidden, dweight)] of linear_logp_with_gradient, and of the two other operators.
 
-    Every fifth row is ignored, every `without`-th has dlogp 0. dweight is added to ones, or it is written.
+    Every fifth row is ignored, every `without`-th has dlogp 0.
     """
     kind, xp = device.dtype(dtype), device.xp()
     hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
@@ -416,12 +416,10 @@ def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, with
     for together in (True, False):
         logp, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
         top1, dhidden = xp.full(rows, -7, np.int32), xp.full_like(hidden, np.nan)
-        dweight = xp.full(weight.shape, np.float32(accumulate))
+        dweight = xp.full(weight.shape, np.float32(np.nan))
         if together:
-            if not accumulate:
-                dweight.fill(np.nan)
             outputs = logp, lse, dhidden, dweight, entropy, top1
-            linear_logp_with_gradient(hidden, weight, ids, temperature, dlogp, *outputs, accumulate=accumulate)
+            linear_logp_with_gradient(hidden, weight, ids, temperature, dlogp, *outputs)
         else:
             linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1)
             linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
@@ -432,13 +430,12 @@ def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, with
 NAMES = ("logp", "lse", "entropy", "top1", "dhidden", "dweight")
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("shape", [*SMALL, (67, 1000, 33)])
-def test_with_gradient_is_the_two_calls(rng, shape, accumulate):
+def test_with_gradient_is_the_two_calls(rng, shape):
     """Where the Hopper kernels do not serve: the same bits."""
     if device.name() == "sim" and shape[0] == 67:
         pytest.skip("the others are enough for the kernels")
-    results = one_and_two_calls(rng, *shape, "float32", accumulate=accumulate)
+    results = one_and_two_calls(rng, *shape, "float32")
     for one, two, what in zip(*results, NAMES, strict=True):
         assert_same_bits(one, two, what)
 
@@ -446,7 +443,7 @@ def test_with_gradient_is_the_two_calls(rng, shape, accumulate):
 @pytest.mark.sim
 def test_with_gradient_is_the_two_calls_in_kernels(rng):
     for shape in SMALL:
-        test_with_gradient_is_the_two_calls(rng, shape, accumulate=False)
+        test_with_gradient_is_the_two_calls(rng, shape)
     with dispatch.forced("simt"):
         results = one_and_two_calls(rng, 7, 40, 16, "bfloat16")
     for one, two, what in zip(*results, NAMES, strict=True):

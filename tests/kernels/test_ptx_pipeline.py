@@ -140,7 +140,7 @@ def test_log_prob_backward(rng, monkeypatch, config):
     case = head.make(rng, 150, 700, 200, config.element, ignored=False)
     hidden, weight, ids, dlogp = case
     lse = head.linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
-    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
     backward = functools.partial(logprob_sm90.linear_logp_backward, columns=512)
     config = config._replace(mode="dlogits", top1=False, entropy=False)
     backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, config=config)
@@ -151,7 +151,7 @@ def test_log_prob_in_one_pass(rng):
     case = head.make(rng, 150, 700, 200, BF16, ignored=False)
     hidden, weight, ids, dlogp = case
     logp, lse, entropy, top1 = out = head.terms(150)
-    dhidden, dweight = np.full_like(hidden, np.nan), np.ones(weight.shape, np.float32)
+    dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
     arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
     logprob_sm90.linear_logp_with_gradient(*arguments, config=HEADS[0]._replace(mode="exponentials"), shape=(128, 2))
     head.check_terms(out, case, 1.3)

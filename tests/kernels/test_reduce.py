@@ -8,6 +8,9 @@ from rlnumba.kernels.nn.reduce import (
     group_mean_std_ref,
     masked_whiten,
     masked_whiten_ref,
+    num_segments,
+    segment_sums_of_squares,
+    sum_in_order,
     sum_of_squares,
     sum_of_squares_ref,
 )
@@ -32,6 +35,20 @@ def run_sum_of_squares(rng, size):
     sum_of_squares(device.asarray(narrow), again, accumulate=True)
     expected = device.to_host(out) + sum_of_squares_ref(narrow.astype(np.float64))
     assert_close(again, expected, terms=64, what="sum of squares in 16 bits, added")
+
+
+def run_segments(rng, size, segment):
+    """A segment's sum is that of the segment alone, and the sum of all that of any order of computing them."""
+    x = rng.standard_normal(size, np.float32)
+    sums, one, total, whole = empty(num_segments(size)), empty(1), empty(1), empty(1)
+    segment_sums_of_squares(device.asarray(x), sums)
+    for index in range(len(sums)):
+        segment_sums_of_squares(device.asarray(x[index * segment : (index + 1) * segment]), one)
+        assert_same_bits(sums[index : index + 1], one, f"segment {index}")
+    sum_in_order(sums, total)
+    sum_of_squares(device.asarray(x), whole)
+    assert_same_bits(total, whole, "all segments")
+    assert_close(total, [sum_of_squares_ref(x.astype(np.float64))], terms=400)
 
 
 def run_masked(rng, size, kind):
@@ -94,10 +111,12 @@ def test_simulator(rng):
 
 
 @pytest.mark.sim
-def test_simulator_with_several_rounds(rng, monkeypatch):
-    monkeypatch.setattr(reduce, "MAX_BLOCKS", 2)
-    for size in (9000, 16_384):
-        run_sum_of_squares(rng, size)
+def test_simulator_with_several_segments(rng, monkeypatch):
+    # Pieces of two iterations, the last segment of one and a part of one.
+    monkeypatch.setattr(reduce, "SEGMENT", 16_384)
+    monkeypatch.setattr(reduce, "PIECES", 2)
+    for size in (9000, 16_384, 16_384 + 9001):
+        run_segments(rng, size, 16_384)
 
 
 @pytest.mark.parametrize("size", LENGTHS + [100_000])
@@ -114,14 +133,23 @@ def test_kernels_compile_for_gpus(compile_offline):
         pytest.skip("compiles without a GPU")
     troubles = []
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        troubles += compile_offline(reduce.sum_of_squares_kernel(4, False), ["float32[::1]"] * 2, architecture)
+        troubles += compile_offline(reduce.piece_squares_kernel(4, False, 1 << 16), ["float32[::1]"] * 2, architecture)
     assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.parametrize("size", [1000, 20_000, 50_001])
+def test_segments_on_the_cpu(rng, monkeypatch, size):
+    if device.name() != "cpu":
+        pytest.skip("the simulator and GPUs have tests of their own")
+    monkeypatch.setattr(reduce, "SEGMENT", 20_000)
+    run_segments(rng, size, 20_000)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", LENGTHS + [50_000_000, 50_000_001])
 def test_gpu_sum_of_squares(rng, size):
     run_sum_of_squares(rng, size)
+    run_segments(rng, size, reduce.SEGMENT)
 
 
 @pytest.mark.gpu

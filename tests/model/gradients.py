@@ -18,6 +18,6 @@ def gradients_of_logprobs(model, sequences, tape, arena):
         attention = packed_attention(model, batch, arena)
         hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
         head = lm_head_forward(model, hidden, device.asarray(rows), targets, 1.0, arena, logprobs)
-        dhidden = lm_head_backward(model, head, device.asarray(weights), grads, arena)
+        dhidden = lm_head_backward(model, head, device.asarray(weights), grads.lm_head, arena)
         model.backward(dhidden, tape, grads)
     return float(np.dot(device.to_host(logprobs).astype(np.float64), weights)), grads

@@ -153,24 +153,6 @@ def test_recomputation_gives_the_same_bits(golden):
     assert_same_bits(recomputed.flat, kept.flat)
 
 
-def test_gradients_add_up(small, rng):
-    batches = [pack([rng.integers(0, 144, n).tolist()]) for n in (5, 9)]
-    separate = [loss_and_gradients(small, batch)[1] for batch in batches]
-    tapes, hiddens, grads = [], [], small.weights.grads()
-    for batch in batches:
-        tapes.append(Tape())
-        hiddens.append(hidden_of(small, batch, tapes[-1]))
-    for batch, tape, hidden in zip(batches, tapes, hiddens, strict=True):
-        N = len(batch.input_ids)
-        logprobs, lse = device.xp().empty(N, np.float32), device.xp().empty(N, np.float32)
-        linear_logp(hidden, small.lm_head, batch.targets, 1.0, logprobs, lse)
-        dlogp, dhidden = device.xp().full(N, -1 / (N - 1), np.float32), device.xp().empty_like(hidden)
-        linear_logp_backward(hidden, small.lm_head, batch.targets, 1.0, lse, dlogp, dhidden, grads.lm_head)
-        small.backward(dhidden, tape, grads)
-    total = device.to_host(separate[0].flat).astype(np.float64) + device.to_host(separate[1].flat)
-    assert_close(grads.flat, total, terms=16)
-
-
 def test_the_embedding_of_the_padding_token_is_not_trained(small, rng):
     """As in transformers. A model made from scratch has zeros there, where the norm's gradient is 1 / sqrt(eps)."""
     padding = small.config.pad_token_id

@@ -131,7 +131,7 @@ def product(x, w, out):
 def _make_outer_tile(masked):
     """An intrinsic for OUTER_ROWS x 16 OUTER_VECTORS outputs of outer_product, over steps start to stop.
 
-    tile(a, a_row, a_step, b, out, i, j, start, stop, add): out[i:, j:] = (or += if add is not 0) the sum.
+    tile(a, a_row, a_step, b, out, i, j, start, stop, add): out[i:, j:] = the sum, begun from out if add is not 0.
     Rows beyond the last are the last again; columns beyond the last need `masked`.
     """
 
@@ -172,10 +172,10 @@ _outer_edge_tile = _make_outer_tile(masked=True)
 
 
 @numba.njit(cache=True)
-def _outer_part(a, a_row, a_step, steps, b, out, accumulate, i_start, i_stop, j):
+def _outer_part(a, a_row, a_step, steps, b, out, i_start, i_stop, j):
     for start in range(0, steps, OUTER_STEPS):
         stop = min(start + OUTER_STEPS, steps)
-        add = np.int64(accumulate or start > 0)
+        add = np.int64(start > 0)
         for i in range(i_start, i_stop, OUTER_ROWS):
             if j + simd.LANES * OUTER_VECTORS <= out.shape[1]:
                 _outer_tile(a, a_row, a_step, b, out, i, j, start, stop, add)
@@ -184,8 +184,8 @@ def _outer_part(a, a_row, a_step, steps, b, out, accumulate, i_start, i_stop, j)
 
 
 @numba.njit(cache=True, parallel=True)
-def outer_product(a, a_row, a_step, steps, b, out, accumulate):
-    """out[i, j] = (or += if accumulate) the sum over s in [0, steps) of a[i a_row + s a_step] * b[s, j].
+def outer_product(a, a_row, a_step, steps, b, out):
+    """out[i, j] = the sum over s in [0, steps) of a[i a_row + s a_step] * b[s, j].
 
     a: a flat matrix and its strides in elements; b (steps, N), out (M, N); float32, C-contiguous. steps > 0.
     The sum runs in ascending s, so the result does not depend on threads.
@@ -195,12 +195,12 @@ def outer_product(a, a_row, a_step, steps, b, out, accumulate):
     panels = (columns + width - 1) // width
     if rows * columns * steps < SERIAL_BELOW:
         for panel in range(panels):
-            _outer_part(a, a_row, a_step, steps, b, out, accumulate, 0, rows, panel * width)
+            _outer_part(a, a_row, a_step, steps, b, out, 0, rows, panel * width)
     else:
         for task in numba.prange((rows + OUTER_TASK_ROWS - 1) // OUTER_TASK_ROWS * panels):
             i = task // panels * OUTER_TASK_ROWS
             j = task % panels * width
-            _outer_part(a, a_row, a_step, steps, b, out, accumulate, i, min(i + OUTER_TASK_ROWS, rows), j)
+            _outer_part(a, a_row, a_step, steps, b, out, i, min(i + OUTER_TASK_ROWS, rows), j)
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
@@ -208,7 +208,11 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     if b_mn:
         steps = a.shape[0] if a_mn else a.shape[1]
         if steps:
-            outer_product(a.reshape(-1), *((1, len(out)) if a_mn else (steps, 1)), steps, b, out, add)
+            # A micro-batch's gradient is complete before it is added to that of those before.
+            target = np.empty_like(out) if add else out
+            outer_product(a.reshape(-1), *((1, len(out)) if a_mn else (steps, 1)), steps, b, target)
+            if add:
+                np.add(out, target, out=out)
         elif not add:
             out[...] = 0
         return

@@ -14,7 +14,7 @@ from rlnumba.kernels.nn.swiglu import sigmoid
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import accumulator_address, stage_function, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, load_word
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
+from rlnumba.kernels.ptx.warp import add_gradient, cvt_pack, cvt_unpack, device_function
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
 
 i32, u32 = np.int32, np.uint32
@@ -73,8 +73,12 @@ def addends(config):
         for block in range(loaded_columns // 8):
             for half in range(2):
                 low, high = addend(words, staged, block, half, warp, lane)
-                acc[block * 4 + half * 2] += low
-                acc[block * 4 + half * 2 + 1] += high
+                i = block * 4 + half * 2
+                if prefetched_columns:
+                    acc[i], acc[i + 1] = add_gradient(low, acc[i]), add_gradient(high, acc[i + 1])
+                else:
+                    acc[i] += low
+                    acc[i + 1] += high
 
     return load_residual, prefetch, add_addends
 

@@ -5,7 +5,7 @@ Sums are float32, in ascending order of the reduction index: a row's bits depend
 
 import numpy as np
 
-from rlnumba.kernels.ptx.warp import narrow, widen
+from rlnumba.kernels.ptx.warp import add_gradient, narrow, widen
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
@@ -19,13 +19,14 @@ ROW_LANES = 16
 
 
 @cuda.jit
-def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, out):
+def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, adds, out):
     """out[i, j] = bias[j] + addend[i, j] + sum over s of a[i a_row + s a_step] b[j b_column + s b_step].
 
-    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left
-    out; addend may be out itself. A block owns TILE x TILE outputs, a thread one. The sum runs in
-    ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each
-    along the direction in which it is contiguous, then every thread multiplies its row by its column.
+    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left out;
+    addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a
+    thread one. The sum runs in ascending s, TILE steps at a time: the block copies a square of a and one of b
+    to shared memory, each along the direction in which it is contiguous, then every thread multiplies its row
+    by its column.
     """
     a_tile = cuda.shared.array((TILE, PADDED), np.float32)
     b_tile = cuda.shared.array((TILE, PADDED), np.float32)
@@ -51,7 +52,9 @@ def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend,
     if row < rows and column < columns:
         if bias.shape[0] > 0:
             total += widen(bias[column])
-        if addend.shape[0] > 0:
+        if adds:
+            total = add_gradient(widen(addend[row, column]), total)
+        elif addend.shape[0] > 0:
             total += widen(addend[row, column])
         out[row, column] = narrow(total, out)
 
@@ -70,10 +73,10 @@ def bias_backward_kernel(dout, dbias):
     partials[y, x] = total
     cuda.syncthreads()
     if y == 0 and column < columns:
-        total = dbias[column]
-        for lane in range(ROW_LANES):
+        total = partials[0, x]
+        for lane in range(1, ROW_LANES):
             total += partials[lane, x]
-        dbias[column] = total
+        dbias[column] = add_gradient(dbias[column], total)
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
@@ -85,7 +88,7 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     bias = a_operand[0][:0] if bias is None else bias
     addend = out if add else out[:0] if residual is None else residual
     grid = -(-columns // TILE), -(-rows // TILE)
-    launch(gemm_simt_kernel, grid, (TILE, TILE), *a_operand, *b_operand, steps, bias, addend, out)
+    launch(gemm_simt_kernel, grid, (TILE, TILE), *a_operand, *b_operand, steps, bias, addend, int(add), out)
 
 
 def bias_backward(dout, dbias):

@@ -23,7 +23,7 @@ from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, best_config
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, load_word, shared_address, store_pair, store_word
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
+from rlnumba.kernels.ptx.warp import add_gradient, cvt_pack, cvt_unpack, device_function, sync_warp
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -186,7 +186,7 @@ def main_loop_function(config):
 def epilogue_function(config):
     """The device function that adds bias and residual (or C) to a part of a warp's accumulators and writes C."""
     across, down, warp_rows = config.warp_columns // 16, config.warp_rows // 16, config.warp_rows
-    has_bias, has_addend = config.bias, config.residual or config.output == "add"
+    adds, has_bias, has_addend = config.output == "add", config.bias, config.residual or config.output == "add"
     wide, prefetches, item_bytes = config.output != "same", config.prefetch, config.item_bytes
     part_columns, line_bytes = config.part_columns, config.part_columns * config.item_bytes
     part_blocks, part_chunks = part_columns // 8, line_bytes // sm80.CHUNK
@@ -198,8 +198,11 @@ def epilogue_function(config):
     def stage_pair(target, first, second):
         if has_addend:
             addend, next_addend = load_pair(target) if wide else unpack_two(load_word(target))
-            first += addend
-            second += next_addend
+            if adds:
+                first, second = add_gradient(addend, first), add_gradient(next_addend, second)
+            else:
+                first += addend
+                second += next_addend
         if wide:
             store_pair(target, first, second)
         else:

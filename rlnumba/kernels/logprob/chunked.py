@@ -1,8 +1,8 @@
 """linear_logp and its gradient by chunks of float32 logits in memory: GEMMs of kernels/gemm and one kernel a chunk.
 
 Serves every device, GPU and dtype. The forward makes the logits of CHUNK_LOGITS / V rows at a time. The backward, which
-knows lse, makes them again, some columns for as many rows as CHUNK_SUMS allows: then dweight += dz^T hidden reads and
-writes each row of dweight once, and dhidden += dz weight adds up in float32.
+knows lse, makes them again, some columns for as many rows as CHUNK_SUMS allows: then dweight = dz^T hidden writes
+each row of dweight once, and dhidden += dz weight adds up in float32.
 """
 
 import math
@@ -197,9 +197,13 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
 
 
 def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None
+    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
+    accumulate=False,
 ):  # fmt: skip
-    """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
+    """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each.
+
+    accumulate: dweight has a part of the gradient already, that of other rows, and is added to.
+    """
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
     row_step = min(rows, backward_rows(width))
     step = min(vocabulary, _whole_tiles(CHUNK_LOGITS // 2 // max(row_step, 1)))
@@ -218,6 +222,6 @@ def linear_logp_backward(
             logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *others)
             linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
             if dweight is not None:
-                linear_backward_weight(dlogits, h, dweight[chunk])
+                linear_backward_weight(dlogits, h, dweight[chunk], accumulate=accumulate or batch.start > 0)
         if not is_float32:
             cast(sums, dhidden[batch])

@@ -55,7 +55,7 @@ def linear_logp_backward(
     hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
     every_row=False,
 ):  # fmt: skip
-    """The gradient of linear_logp: dhidden =, dweight +=. The logits are computed again.
+    """The gradient of linear_logp: dhidden =, dweight =. The logits are computed again.
 
     hidden, weight, ids, temperature, thresholds as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden
     (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp
@@ -74,9 +74,15 @@ def linear_logp_backward(
         for name, array in (("entropy", entropy), ("dentropy", dentropy)):
             check("linear_logp_backward", name, array, (rows,), F32)
 
+    is_written = False
+
     def run(hidden, ids, lse, dlogp, entropy, dentropy, thresholds, dhidden):
+        nonlocal is_written
         gradients = dlogp, dhidden, dweight, entropy, dentropy, thresholds
-        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, *gradients)
+        implementation.linear_logp_backward(
+            hidden, weight, ids, temperature, lse, *gradients, accumulate=is_written
+        )  # fmt: skip
+        is_written = is_written or len(ids) > 0
 
     selected = None
     if not every_row and _selects_rows(implementation):
@@ -85,16 +91,17 @@ def linear_logp_backward(
     inputs = hidden, ids, lse, dlogp, entropy, dentropy, thresholds
     rows_at_once = implementation.backward_rows(hidden.shape[1])
     _run_on_rows(run, selected, inputs, (dhidden,), rows_at_once)
+    if dweight is not None and not is_written:
+        fill(0.0, dweight)
 
 
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
-    thresholds=None, every_row=False,
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, thresholds=None,
+    every_row=False,
 ):  # fmt: skip
     """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
 
-    Arguments and errors as theirs. logp, lse, entropy and top1 have linear_logp's bits. accumulate: whether dweight is
-    added to; else it is written, which is faster.
+    Arguments and errors as theirs. logp, lse, entropy and top1 have linear_logp's bits.
 
     On sm90 a row takes three GEMMs instead of four, or one if its dlogp is 0 and not every_row, and probabilities are
     rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES, 256 MiB (252 where D is
@@ -109,8 +116,6 @@ def linear_logp_with_gradient(
     _check_thresholds(op, rows, thresholds)
     if _implementation(hidden, weight) is chunked or thresholds is not None:
         linear_logp(hidden, weight, ids, temperature, *outputs, thresholds, every_row)
-        if not accumulate and dweight is not None:
-            fill(0.0, dweight)
         gradients = lse, dlogp, dhidden, dweight
         linear_logp_backward(
             hidden, weight, ids, temperature, *gradients, thresholds=thresholds, every_row=every_row
@@ -120,12 +125,14 @@ def linear_logp_with_gradient(
     def forward(hidden, ids, *outputs):
         logprob_sm90.linear_logp(hidden, weight, ids, temperature, *outputs)
 
+    is_written = False
+
     def one_pass(hidden, ids, dlogp, logp, lse, entropy, top1, dhidden):
-        nonlocal accumulate
+        nonlocal is_written
         logprob_sm90.linear_logp_with_gradient(
-            hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1, accumulate
+            hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1, is_written
         )
-        accumulate = True
+        is_written = True
 
     if every_row and rows:
         one_pass(hidden, ids, dlogp, *outputs, dhidden)
@@ -134,7 +141,7 @@ def linear_logp_with_gradient(
     # The form that allocates more runs first, so that the pool can reuse its memory for the other.
     rows_at_once, _ = logprob_sm90.one_pass_shape(hidden.shape[1], vocabulary)
     _run_on_rows(one_pass, has_id & has_gradient, (hidden, ids, dlogp), (*outputs, dhidden), rows_at_once)
-    if not accumulate and dweight is not None:
+    if dweight is not None and not is_written:
         fill(0.0, dweight)
     rows_at_once = logprob_sm90.forward_rows(vocabulary)
     _run_on_rows(forward, has_id & ~has_gradient, (hidden, ids), outputs, rows_at_once, clear=False)

@@ -5,7 +5,7 @@ log-prob that sampling takes from the float32 logits of the sm_90 GEMM has the s
 GEMM and those over the row have one order.
 
 Backward. The vocabulary goes by in chunks. One GEMM computes the logits of a chunk again and stores dz = dlogp / T
-(onehot - p) in 16 bits, N x chunk; two more take it to dweight[chunk] += dz^T hidden and dhidden += dz weight[chunk].
+(onehot - p) in 16 bits, N x chunk; two more take it to dweight[chunk] = dz^T hidden and dhidden += dz weight[chunk].
 Four GEMMs with the forward's.
 
 One pass. A loss that knows dlogp before it knows the log-probs (supervised training, the first step on a rollout)
@@ -13,8 +13,8 @@ needs only three. Rows go by in blocks whose exponentials, 16 bits each, exist a
 e = 2^((z - r) factor) with a reference logit r of the row, about that of its token. When lse is known,
 finish_exponentials_kernel finds the factor of the row between e and dz, which goes to the other operand of dweight's
 GEMM and to the result of dhidden's. dweight then gets its sum in several parts, one a block of rows, each of which
-reads and writes all of dweight: blocks are as tall as memory allows. The remainder runs first, which saves one read of
-dweight where it need not be added to, and pays most where a GEMM is short. dhidden's GEMM is split along the
+reads and writes all of dweight but for the first, which writes it: blocks are as tall as memory allows. The remainder
+runs first, because the saved read pays most where a GEMM is short. dhidden's GEMM is split along the
 vocabulary (split-K), since otherwise it has too few tiles to fill the GPU; the partial sums are added in order.
 
 H200, 16,384 x 1024 x 151,936: each GEMM is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Times: docs/log-prob.md.
@@ -153,11 +153,12 @@ def _padded(columns):
 
 def linear_logp_backward(
     hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
-    config=None, columns=None,
+    accumulate=False, config=None, columns=None,
 ):  # fmt: skip
     """ops.linear_logp_backward without ignored rows, for arrays that are supported.
 
-    A caller that has lse without a forward, from the rollout, gets the gradient for three GEMMs.
+    A caller that has lse without a forward, from the rollout, gets the gradient for three GEMMs. accumulate: dweight
+    has a part of the gradient already, that of other rows, and is added to.
     config: a LogprobConfig of mode "dlogits", columns: of a chunk, instead of the best.
     """
     config = config or LogprobConfig(hidden.dtype.name, "dlogits", entropy=dentropy is not None)
@@ -177,7 +178,7 @@ def linear_logp_backward(
             _launch(config, h, part, dz, temperature, *of_rows, first_id=chunk.start, thresholds=limits)
             gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
             if dweight is not None:
-                gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=True)
+                gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=accumulate or rows.start > 0)
         cast(sums, dhidden[rows])
 
 
@@ -217,11 +218,12 @@ def split_k_rounds(rounds, tiles, splits):
 
 
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=True,
+    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=False,
     config=None, shape=None, split_config=None,
 ):  # fmt: skip
     """ops.linear_logp_with_gradient without ignored rows, in three GEMMs, for arrays that are supported.
 
+    accumulate: dweight has a part of the gradient already, that of other rows, and is added to.
     config: a LogprobConfig of mode "exponentials", split_config: of "split_k", shape: (rows, splits) of a block,
     instead of the best.
     """

@@ -6,9 +6,9 @@ gather_rows and scatter_rows move rows bit for bit.
 
 import numpy as np
 
-from rlnumba.kernels.checks import FLOATS, I32, check, check_all
+from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all
 from rlnumba.kernels.nn.embedding import check_rows, copy_rows, gather
-from rlnumba.kernels.ptx.warp import access_length, vector_access
+from rlnumba.kernels.ptx.warp import access_length, add_gradient, vector_access
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -20,25 +20,30 @@ THREADS = 256
 
 @specialize
 def elementwise_kernel(op, vector, access, bounded):
-    """The kernel of add, scale, cast or fill for vectors of `vector` elements, moved `access` at a time.
+    """The kernel of add, accumulate, scale, cast or fill for vectors of `vector` elements, moved `access` at a time.
 
     bounded: the last block has elements beyond the end.
     """
     load, store = vector_access(vector, access, bounded)
-    adds, scales, fills = op == "add", op == "scale", op == "fill"
+    adds, accumulates, scales, fills = op == "add", op == "accumulate", op == "scale", op == "fill"
 
     @cuda.jit
     def elementwise_kernel(x, y, value, out):
-        """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector."""
+        """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector.
+
+        To accumulate, y is out.
+        """
         first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
         values, others = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         if not fills:
             load(x, first, values, 0)
-        if adds:
+        if adds or accumulates:
             load(y, first, others, 0)
         for i in range(vector):
             if adds:
                 values[i] += others[i]
+            if accumulates:
+                values[i] = add_gradient(others[i], values[i])
             if scales:
                 values[i] *= value
             if fills:
@@ -72,6 +77,18 @@ def add(x, y, out):
         np.add(x, y, out=out)
         return
     _launch("add", x, y, 0.0, out)
+
+
+def accumulate(x, out):
+    """out += x: the gradient of a micro-batch to the sum of those before, one addition an element (add_gradient).
+
+    x, out of one shape, float32; out is written. Raises ValueError for other arrays.
+    """
+    check_all("accumulate", x.shape, F32, x=x, out=out)
+    if device.name() == "cpu":
+        np.add(out, x, out=out)
+        return
+    _launch("accumulate", x, out, 0.0, out)
 
 
 def scale(x, factor, out):

@@ -19,6 +19,7 @@ import numpy as np
 from rlnumba.kernels.checks import F32, FLOATS, I32, check
 from rlnumba.kernels.ptx.warp import (
     access_length,
+    add_gradient,
     ballot,
     compiler_barrier,
     device_function,
@@ -314,7 +315,7 @@ def embedding_backward_kernel(access, bounded):
             # A path of its own: the general one below needs more registers.
             load(dweight[token_id], first, before, 0)
             for i in range(VECTOR):
-                total[i] += before[i]
+                total[i] = add_gradient(before[i], total[i])
             store(dweight[token_id], first, total, 0)
             return
         length = min(PART, run - index)
@@ -348,7 +349,7 @@ def embedding_backward_kernel(access, bounded):
                             total[i] += following[j * VECTOR + i]
         load(dweight[token_id], first, before, 0)
         for i in range(VECTOR):
-            total[i] += before[i]
+            total[i] = add_gradient(before[i], total[i])
         store(dweight[token_id], first, total, 0)
 
     return embedding_backward_kernel

@@ -1,12 +1,13 @@
 """Reductions with a fixed order of the sum: no float atomics, the same bits on every run.
 
     sum_of_squares  sum x^2                                     the gradient's norm before clipping
+    segment_sums_of_squares, sum_in_order                       the same in two parts, the first by segments
     masked_whiten   (x - mean) / sqrt(var + 1e-8), var over n - 1        PPO's advantages
     group_mean_std  mean and standard deviation of every group of completions, NaN left out
     column_sums     total += the sum of the rows of a matrix       the mean logit of a position
 
-Sums are float32. sum_of_squares has two stages: a partial sum a block, and a second kernel that adds these in order. A
-thread adds n / (threads in the grid) terms, so the rounding error grows as the square root of that: 1e9 terms, 5e-6.
+Sums are float32. That of squares is taken by segments of SEGMENT elements, whose sums depend on nothing else, so that
+they may be computed on several GPUs. A segment is PIECES blocks' partial sums, of 256 terms a thread, added in order.
 """
 
 import math
@@ -21,9 +22,10 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 THREADS = 256
-# Blocks of the first stage at most: four for each of 132 SMs. This and the next two fix the order of the sum.
-MAX_BLOCKS = 528
-# Elements of a vector of sum_of_squares, 16 bytes, and vectors that a thread loads before it adds the first.
+# Elements of a segment, a multiple of the blocks of 8-bit moments, and the blocks that share one: even a model of 10
+# million parameters has some for each of 132 SMs. These and the next two fix the order of the sum.
+SEGMENT, PIECES = 1 << 20, 16
+# Elements of a vector of the squares, 16 bytes, and vectors that a thread loads before it adds the first.
 VECTOR, UNROLL = 4, 4
 BLOCK_ELEMENTS = THREADS * UNROLL * VECTOR
 # Rows that a thread of column_sums adds at least, and blocks of rows at most; both fix the order of the sum.
@@ -36,21 +38,22 @@ CHUNK = 16384
 
 
 @specialize
-def sum_of_squares_kernel(access, bounded):
-    """The kernel whose loads move `access` elements; bounded: the last iteration has elements beyond the end."""
+def piece_squares_kernel(access, bounded, piece):
+    """The kernel of pieces of `piece` elements whose loads move `access`; bounded: the last has some beyond the end."""
     load, _ = vector_access(VECTOR, access, bounded)
     count = UNROLL * VECTOR
 
     @cuda.jit
-    def sum_of_squares_kernel(x, partials):
-        """partials[block] = the sum of the block's THREADS * UNROLL vectors of each iteration of the grid.
+    def piece_squares_kernel(x, partials):
+        """partials[block] = the sum of squares of the block's piece, THREADS * UNROLL vectors at a time.
 
         A thread adds every THREADS-th of these vectors, in ascending order.
         """
         scratch = cuda.shared.array(32, np.float32)
         values = cuda.local.array(count, np.float32)
         total = np.float32(0.0)
-        for start in range(cuda.blockIdx.x * BLOCK_ELEMENTS, x.shape[0], cuda.gridDim.x * BLOCK_ELEMENTS):
+        top = cuda.blockIdx.x * piece
+        for start in range(top, min(top + piece, x.shape[0]), BLOCK_ELEMENTS):
             first = start + cuda.threadIdx.x * VECTOR
             for i in range(UNROLL):
                 load(x, first + i * THREADS * VECTOR, values, i * VECTOR)
@@ -60,7 +63,18 @@ def sum_of_squares_kernel(access, bounded):
         if cuda.threadIdx.x == 0:
             partials[cuda.blockIdx.x] = total
 
-    return sum_of_squares_kernel
+    return piece_squares_kernel
+
+
+@cuda.jit
+def segment_sums_kernel(partials, sums):
+    """sums[segment] = its PIECES partials, of the last one those there are, ascending. A thread owns a segment."""
+    segment = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    if segment < sums.shape[0]:
+        total = np.float32(0.0)
+        for i in range(segment * PIECES, min((segment + 1) * PIECES, partials.shape[0])):
+            total += partials[i]
+        sums[segment] = total
 
 
 @cuda.jit
@@ -149,24 +163,62 @@ def column_sums_kernel(x, chunk_rows, partials):
         partials[chunk, column] = total
 
 
+def num_segments(size):
+    """Segments of an array of `size` elements; the last one may be shorter."""
+    return -(-size // SEGMENT)
+
+
+def segment_sums_of_squares(x, out):
+    """out[s] = the sum of x^2 over elements s * SEGMENT, ... (s + 1) * SEGMENT - 1.
+
+    x (n,) of a floating dtype; out (num_segments(n),) float32, infinity if a sum is beyond it. An element of out
+    depends on its segment alone. Raises ValueError for other arrays.
+    """
+    (size,) = check("segment_sums_of_squares", "x", x, (None,), FLOATS)
+    check("segment_sums_of_squares", "out", out, (num_segments(size),), F32)
+    if device.name() == "cpu":
+        # Infinity is a result: the caller checks for it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for segment in range(len(out)):
+                ends = range(segment * SEGMENT, min((segment + 1) * SEGMENT, size), CHUNK)
+                # A chunk does not reach into the next segment.
+                chunks = (x[i : i + CHUNK][: (segment + 1) * SEGMENT - i] for i in ends)
+                out[segment] = sum(float(sum_of_squares_ref(c.astype(np.float32, copy=False))) for c in chunks)
+        return
+    if not size:
+        return
+    piece = SEGMENT // PIECES
+    partials = device.xp().empty(-(-size // piece), np.float32)
+    kernel = piece_squares_kernel(min(access_length(size, x), VECTOR), size % BLOCK_ELEMENTS != 0, piece)
+    launch(kernel, len(partials), THREADS, x, partials)
+    launch(segment_sums_kernel, -(-len(out) // THREADS), THREADS, partials, out)
+
+
+def sum_in_order(x, out, accumulate=False):
+    """out[0] = (or += if accumulate) the sum of x, in an order that its length fixes.
+
+    x (n,), out (1,) float32. Raises ValueError for other arrays.
+    """
+    check("sum_in_order", "x", x, (None,), F32)
+    check("sum_in_order", "out", out, (1,), F32)
+    if device.name() == "cpu":
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = sum(map(float, x))
+            out[0] = total + float(out[0]) if accumulate else total
+        return
+    launch(sum_kernel, 1, THREADS, x, int(accumulate), out)
+
+
 def sum_of_squares(x, out, accumulate=False):
-    """out[0] = (or += if accumulate) the sum of x^2.
+    """out[0] = (or += if accumulate) the sum of x^2: sum_in_order of segment_sums_of_squares.
 
     x (n,) of a floating dtype, out (1,) float32, infinity if the sum is beyond it. ValueError for other arrays.
     """
     (size,) = check("sum_of_squares", "x", x, (None,), FLOATS)
     check("sum_of_squares", "out", out, (1,), F32)
-    if device.name() == "cpu":
-        # Infinity is a result: the caller checks for it.
-        with np.errstate(over="ignore", invalid="ignore"):
-            chunks = (x[i : i + CHUNK].astype(np.float32, copy=False) for i in range(0, size, CHUNK))
-            total = sum(float(sum_of_squares_ref(chunk)) for chunk in chunks)
-            out[0] = total + float(out[0]) if accumulate else total
-        return
-    partials = device.xp().empty(min(-(-size // BLOCK_ELEMENTS), MAX_BLOCKS), np.float32)
-    kernel = sum_of_squares_kernel(min(access_length(size, x), VECTOR), size % BLOCK_ELEMENTS != 0)
-    launch(kernel, len(partials), THREADS, x, partials)
-    launch(sum_kernel, 1, THREADS, partials, int(accumulate), out)
+    sums = device.xp().empty(num_segments(size), np.float32)
+    segment_sums_of_squares(x, sums)
+    sum_in_order(sums, out, accumulate)
 
 
 def masked_whiten(x, mask, out, shift_mean=True):

@@ -20,6 +20,7 @@ import numpy as np
 from rlnumba.kernels.checks import F32, FLOATS, check, check_all
 from rlnumba.kernels.ptx.warp import (
     access_length,
+    add_gradient,
     device_function,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
@@ -296,7 +297,7 @@ def add_partials_kernel(partials, total_rows, total, other_total):
         value += shuffle_xor(value, 8)
         value += shuffle_xor(value, 16)
     if owns_column:
-        total[column] = before + value
+        total[column] = add_gradient(before, value)
 
 
 def add_partials(partials, total, total_rows=None, other_total=None):

@@ -14,6 +14,7 @@ import numpy as np
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.sm90 import acquire_tensor_map, tensor_map_address
+from rlnumba.kernels.ptx.warp import flushed
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -47,10 +48,10 @@ class HostTensorMap:
         return box
 
     def write(self, start, box, add):
-        """Write (or add) what of a box at `start` lies in the array."""
+        """Write what of a box at `start` lies in the array, or add it, as L2 does: subnormal numbers are 0."""
         part = self.array[self._inside(start)]
         new = box[tuple(slice(length) for length in part.shape)]
-        part[...] = part + new if add else new
+        part[...] = flushed(flushed(part) + flushed(new)) if add else new
 
 
 @cuda.jit

@@ -388,6 +388,22 @@ def inverse_sqrt(value):
     return np.float32(1.0) / np.sqrt(np.float32(value))
 
 
+def flushed(values):
+    """float32 on the host, subnormal ones 0 with their sign: what an instruction with .ftz reads and returns."""
+    values = np.asarray(values, np.float32)
+    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0.0), values), values)
+
+
+@instruction("add.ftz.f32 $0, $1, $2;", "ff", "f", effects=False)
+def add_gradient(total, part):
+    """total + part of float32 with subnormal numbers as 0: one micro-batch's gradient added to the sum of those before.
+
+    TMA's reductions in L2 add so. All that adds to a gradient has to, for the sum to have the same bits whichever of
+    its elements L2 adds, and on any number of GPUs.
+    """
+    return flushed(flushed(total) + flushed(part))[()]
+
+
 # LLVM would make two multiplications of one whose halves are both used.
 @instruction("{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }", "uu", "uu", effects=False)
 def multiply_wide(a, b):

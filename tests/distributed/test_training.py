@@ -1,0 +1,169 @@
+"""Training on several ranks: the files of one rank's run, whatever their number."""
+
+import dataclasses
+import hashlib
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rlnumba import cli
+from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
+from rlnumba.errors import ConfigError
+from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
+from rlnumba.trainers.ranks import train_on_ranks
+from rlnumba.trainers.sft import run_sft
+from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, metrics_of, sft_run
+
+# Micro-batches of a step: five, so that no number of ranks divides them.
+BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
+
+
+def run_of(folder, num_ranks=1, model=None, lora=None, **options):
+    """An SFTRun of a few steps with checkpoints."""
+    data = options.pop("data", None)
+    run = sft_run(folder, data, **{"max_steps": 4, "save_steps": 2, **BATCH, **options})
+    run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks), lora=lora)
+    return run if model is None else dataclasses.replace(run, model=str(model))
+
+
+def train(run, resume=False):
+    if run.num_ranks == 1:
+        run_sft(run, resume)
+    else:
+        train_on_ranks("sft", run, resume)
+    return files_of(run)
+
+
+def files_of(run):
+    """{file of weights or state: sha256}, and the metrics without times."""
+    root = pathlib.Path(run.output_dir)
+    hashes = {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*.safetensors"))
+    }
+    return hashes, [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/", "step_time"))}
+        for row in metrics_of(run)
+    ]
+
+
+def untied_model(folder):
+    """A model with a head of its own, and with the tokenizer of the other."""
+    shutil.copytree(GOLDEN / "models" / "qwen3_untied", folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["tied", "untied", "lora", "dft and evaluation"])
+def test_the_files_of_one_rank(tmp_path, case):
+    options = {
+        "tied": {},
+        "untied": {"model": untied_model(tmp_path / "model"), "optim": "adamw_8bit", "gradient_checkpointing": True},
+        "lora": {"lora": LoraConfig(r=4, lora_dropout=0.1)},
+        "dft and evaluation": {"loss_type": "dft", "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}, "packing": True},
+    }[case]
+    expected = train(run_of(tmp_path / "1", **options))
+    assert len(expected[0]) >= 3 and len(expected[1]) == 4
+    for num_ranks in (2, 3) if case == "tied" else (2,):
+        assert train(run_of(tmp_path / str(num_ranks), num_ranks, **options)) == expected
+
+
+def test_fewer_micro_batches_than_ranks(tmp_path):
+    found = [train(run_of(tmp_path / str(n), n, global_batch_size=4, max_steps=2)) for n in (1, 3)]
+    assert found[0] == found[1]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    expected = train(run_of(tmp_path / "whole"))
+    run = run_of(tmp_path / "parts", 3)
+    train(dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=2)))
+    for num_ranks in (2, 1):
+        again = run_of(tmp_path / "parts", num_ranks, max_steps=5 - num_ranks)
+        found = train(again, resume=True)
+    assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]
+    assert found[1] == expected[1]
+
+
+def test_per_device_sizes_multiply_by_the_ranks(tmp_path):
+    """Without global_batch_size, as in TRL: two ranks with one pass each have the step of one with two."""
+    options = {"global_batch_size": None, "max_steps": 3}
+    one = train(run_of(tmp_path / "1", gradient_accumulation_steps=2, **options))
+    two = train(run_of(tmp_path / "2", 2, **options))
+    assert one == two
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_ended_run_is_resumed_on_one_rank(tmp_path, number):
+    """SIGTERM lets all ranks save the same step; after SIGKILL the last checkpoint is there."""
+    options = {"max_steps": 40, "save_steps": 5}
+    expected = train(run_of(tmp_path / "whole", **options))
+    run = run_of(tmp_path / "ended", 2, **options)
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    command = [sys.executable, "-m", "rlnumba", "--device", "cpu", "sft", "--config", str(tmp_path / "run.toml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while not list((tmp_path / "ended" / "checkpoints").glob("step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    if number == signal.SIGTERM:
+        assert "--resume goes on from there" in errors and process.returncode == 128 + number
+    else:
+        # Ranks end when the process that started them has gone.
+        time.sleep(2)
+    found = train(run_of(tmp_path / "ended", 1, **options), resume=True)
+    assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]
+
+
+def test_batches_are_numbered_by_their_cost():
+    def batch(*lengths):
+        return MicroBatch.of(np.zeros(sum(lengths), np.int32), list(lengths), np.arange(1, lengths[0]))
+
+    class Config:
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim = 8, 16, 4, 2, 4
+
+    # As many tokens: the longer sequence is the costlier one; equal ones keep their order.
+    batches = [batch(5, 5), batch(10), batch(3), batch(4, 6), batch(10)]
+    ordered = costliest_first(batches, Config)
+    assert [next(i for i, each in enumerate(batches) if each is batch) for batch in ordered] == [1, 4, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"gradient_accumulation_steps": 2},
+            r"global_batch_size \(10\) takes the place of train.gradient_accumulation",
+        ),
+        ({"per_device_train_batch_size": 3}, r"\(10\) must be a multiple of train.per_device_train_batch_size \(3\)"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SFTConfig(**BATCH | options)
+
+
+def test_one_gpu_is_needed_for_the_optimizer_in_the_backward(tmp_path):
+    with pytest.raises(ConfigError, match="optimizer_in_backward is for one GPU, and deploy.num_train_gpus is 2"):
+        options = {"global_batch_size": None, "optimizer_in_backward": True, "max_grad_norm": 0.0}
+        run_of(tmp_path, 2, **options)
+
+
+def test_a_rank_that_fails_ends_the_run_with_one_line(tmp_path, capsys, monkeypatch):
+    """A fault in the second fold of rank 1."""
+    monkeypatch.setenv("RLNUMBA_FAULT", "fold:1:kill")
+    run = run_of(tmp_path / "run", 2)
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    assert load_run("sft", tmp_path / "run.toml", []).num_ranks == 2
+    assert cli.run(["--device", "cpu", "sft", "--config", str(tmp_path / "run.toml")]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if "rank 1" in line]
+    assert len(lines) == 1 and "was ended by SIGKILL" in lines[0]

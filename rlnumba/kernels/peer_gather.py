@@ -1,0 +1,155 @@
+"""Gather of small arrays between GPUs of one host, as one kernel that may be captured in a CUDA graph.
+
+    out[r] = source of rank r
+
+Every rank has an inbox in its own memory, which the others write over NVLink. A 64-bit word of the inbox has 32 bits of
+data and the epoch of the gather that they belong to. 64-bit accesses are atomic, so a reader that finds its epoch has
+the data as well: no fence, no flag, one trip over NVLink (NCCL's LL protocol). Twice the bytes move, hence for small
+arrays; larger ones are copied (rlnumba/distributed/peer.py).
+
+An inbox has two halves, by the parity of the epoch. A rank writes a half again after it has received all words of the
+next epoch, so after all ranks have begun that gather, and have ended the one whose words it overwrites. A word therefore
+has an old epoch or the right one, and the comparison is for equality, whatever the number of gathers since the inbox
+was cleared: 2^32 epochs later, too. The epoch belongs to the inbox, not to a caller, and is in the GPU's memory, where
+the kernel increments it: a replayed graph needs no arguments of its own.
+
+Blocks wait for blocks of the same index on other GPUs, which run before those of higher indices: no cycle. A wait ends
+after limit_cycles, and then reports the rank that it waited for.
+Source: PTX ISA, memory consistency model, on morally strong 64-bit accesses of system scope.
+"""
+
+import numpy as np
+
+from rlnumba.errors import DeviceError
+from rlnumba.kernels.checks import check
+from rlnumba.kernels.ptx.instruction import SIMULATED, instruction
+from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
+
+i32, u32, i64 = np.int32, np.uint32, np.int64
+THREADS = 256
+# A thread moves two words of data, which have 16 bytes in the inbox.
+PAIR_BYTES = 16
+# Elements of a rank's part of `state`.
+EPOCH, DONE = 0, 1
+WORDS = (np.dtype(np.int32),)
+
+if SIMULATED:
+    from rlnumba.kernels.ptx.shared_memory import memory
+    from rlnumba.runtime.simulator import Condition, grid_state
+
+    def _pair(address):
+        return memory(address, PAIR_BYTES).view(np.uint32)
+
+    def _arrival(address):
+        """Where the simulator's threads wait for a pair of words."""
+        return grid_state(("inbox", int(address)), Condition)
+
+
+@instruction(
+    "{ .reg .b64 first, second; mov.b64 first, {$1, $3}; mov.b64 second, {$2, $3};"
+    " st.relaxed.sys.global.v2.b64 [$0], {first, second}; }",
+    "lrru",
+)
+def inbox_store(address, first, second, epoch):
+    """Write two words, each with the epoch, to 16 bytes of an inbox on any GPU."""
+    _pair(address)[:] = np.array([first, epoch, second, epoch], np.int64) & 0xFFFFFFFF
+    _arrival(address).notify_all()
+
+
+@instruction(
+    "{ .reg .pred p; .reg .b64 first, second, begin, now; .reg .b32 x, y, e, f; mov.u64 begin, %clock64;"
+    " AGAIN: ld.relaxed.sys.global.v2.b64 {first, second}, [$3]; mov.b64 {x, e}, first; mov.b64 {y, f}, second;"
+    " xor.b32 e, e, $4; xor.b32 f, f, $4; or.b32 e, e, f; setp.eq.u32 p, e, 0; @p bra ARRIVED;"
+    " mov.u64 now, %clock64; sub.s64 now, now, begin; setp.lt.s64 p, now, $5; @p bra AGAIN;"
+    " setp.eq.u32 p, e, 0;"
+    " ARRIVED: mov.b32 $0, x; mov.b32 $1, y; selp.b32 $2, 1, 0, p; }",
+    "lul",
+    "rrr",
+)
+def inbox_load(address, epoch, limit_cycles):
+    """(two words, 1) of 16 bytes of this GPU's inbox once they have the epoch; (undefined, undefined, 0) too late.
+
+    In the simulator a limit of 0 is over at once, and others never are.
+    """
+    while (_pair(address)[1::2] != epoch).any():
+        if limit_cycles <= 0:
+            return i32(0), i32(0), i32(0)
+        _arrival(address).wait("inbox_load")
+    return *_pair(address)[::2].view(np.int32), i32(1)
+
+
+@cuda.jit
+def peer_gather_kernel(source, out, inboxes, state, error, first_rank, capacity, limit_cycles):
+    """out[i, r] = source of rank r, for rank first_rank + i, of which this launch is grid.y = i.
+
+    A thread owns two neighbouring words: it sends its rank's to all others, and receives theirs. The last block of a
+    rank increments its epoch.
+    """
+    local = i64(cuda.blockIdx.y)
+    world_size, words = i64(inboxes.shape[0]), i64(source.shape[1])
+    rank = first_rank + local
+    epoch = state[2 * local + EPOCH]
+    pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+    index = 2 * pair
+    # Offsets in pairs of this rank's words in the inboxes of others, and of the half that all of them have.
+    half = (i64(epoch) & 1) * world_size * capacity
+    if index < words:
+        first, second = source[local, index], i32(0)
+        if index + 1 < words:
+            second = source[local, index + 1]
+        for step in range(1, world_size):
+            other = (rank + step) % world_size
+            inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
+        out[local, rank, index] = first
+        if index + 1 < words:
+            out[local, rank, index + 1] = second
+        for step in range(1, world_size):
+            other = (rank + world_size - step) % world_size
+            address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
+            first, second, arrived = inbox_load(address, epoch, limit_cycles)
+            if arrived == 0:
+                error[local] = i32(other + 1)
+            out[local, other, index] = first
+            if index + 1 < words:
+                out[local, other, index + 1] = second
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        # All threads of all blocks have read the epoch, and their inbox.
+        if atomic_add_acq_rel(state, 2 * local + DONE) == cuda.gridDim.x - 1:
+            state[2 * local + DONE] = u32(0)
+            state[2 * local + EPOCH] = u32((i64(epoch) + 1) & 0xFFFFFFFF)
+
+
+def inbox_bytes(world_size, words):
+    """Bytes of an inbox for gathers of up to `words` words a rank."""
+    return 2 * world_size * _capacity(words) * PAIR_BYTES
+
+
+def _capacity(words):
+    return -(-words // 2)
+
+
+def peer_gather(source, out, inboxes, state, error, first_rank, most_words, limit_cycles):
+    """out[i, r] = the source of rank r, on rank first_rank + i; every rank launches it with as many words.
+
+    source (n, W) int32: of n ranks that this process has, one on a GPU, all in the simulator. out (n, R, W) int32,
+    written. inboxes (R,) int64: addresses of inbox_bytes(R, most_words) bytes on each rank, cleared at the start, with
+    the epoch not 0 then. state (2 n,) uint32: of each the epoch, and 0. error (n,) int32: set to 1 + r if rank r did not send
+    its words within limit_cycles of the GPU's clock; memory of the host will do. Raises ValueError for other arrays or
+    too many words, DeviceError on the cpu device.
+    """
+    count, words = check("peer_gather", "source", source, (None, None), WORDS)
+    (world_size,) = check("peer_gather", "inboxes", inboxes, (None,), (np.dtype(np.int64),))
+    check("peer_gather", "out", out, (count, world_size, words), WORDS)
+    check("peer_gather", "state", state, (2 * count,), (np.dtype(np.uint32),))
+    check("peer_gather", "error", error, (count,), WORDS)
+    if words > most_words:
+        raise ValueError(f"peer_gather: source must have at most {most_words} words, got {words}")
+    if device.name() == "cpu":
+        raise DeviceError("peer_gather: the cpu device has no peers; processes there use shared memory")
+    grid = -(-words // (2 * THREADS)), count
+    arguments = source, out, inboxes, state, error, first_rank, _capacity(most_words), limit_cycles
+    launch(peer_gather_kernel, grid, THREADS, *arguments)

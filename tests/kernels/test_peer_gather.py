@@ -1,0 +1,119 @@
+"""The gather between GPUs: all ranks in one launch of the simulator; on GPUs see tests/distributed/test_peer.py."""
+
+import numpy as np
+import pytest
+
+from rlnumba.kernels.checks import address
+from rlnumba.kernels.peer_gather import inbox_bytes, peer_gather, peer_gather_kernel
+from rlnumba.runtime import device
+from rlnumba.runtime.compile import type_name
+
+MOST = 600
+
+
+class Ranks:
+    """The memory of all ranks of a run, in one process."""
+
+    def __init__(self, world_size, epoch=1, cleared=0):
+        self.world_size = world_size
+        # 16 bytes more, to start at a multiple of 16.
+        memory = np.full((world_size, inbox_bytes(world_size, MOST) + 16), cleared, np.uint8)
+        self.memory = [row[-address(row) % 16 :] for row in memory]
+        self.inboxes = np.array([address(row) for row in self.memory], np.int64)
+        self.state = np.array([epoch, 0] * world_size, np.uint32)
+        self.error = np.zeros(world_size, np.int32)
+
+    def gather(self, source, limit_cycles=1):
+        out = np.full((self.world_size, *source.shape), -1, np.int32)
+        peer_gather(source, out, self.inboxes, self.state, self.error, 0, MOST, limit_cycles)
+        return out
+
+
+def sources(rng, world_size, words):
+    return rng.integers(-(2**31), 2**31, (world_size, words)).astype(np.int32)
+
+
+@pytest.fixture
+def resident(monkeypatch):
+    """All blocks of a launch run at the same time, as ranks do."""
+    if device.name() == "sim":
+        from rlnumba.runtime import simulator
+
+        monkeypatch.setattr(simulator, "RESIDENT_BLOCKS", 16)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sizes(rng, resident, world_size):
+    """One word, around a block, a block and a half; gathers of different sizes take turns in one inbox."""
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    ranks = Ranks(world_size)
+    for words in (1, 2, 511, 513, 3, 513, 0, 4):
+        source = sources(rng, world_size, words)
+        out = ranks.gather(source)
+        for rank in range(world_size):
+            np.testing.assert_array_equal(out[rank], source)
+    assert not ranks.error.any()
+    # No launch for 0 words.
+    assert ranks.state.tolist() == [8, 0] * world_size
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("epoch", [2**32 - 3, 2**31 - 3])
+def test_epochs_wrap(rng, resident, epoch):
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    ranks = Ranks(2, epoch)
+    for _ in range(7):
+        source = sources(rng, 2, 5)
+        np.testing.assert_array_equal(ranks.gather(source), [source, source])
+    assert ranks.state.tolist() == [(epoch + 7) % 2**32, 0] * 2 and not ranks.error.any()
+
+
+@pytest.mark.sim
+def test_a_rank_that_does_not_send_is_named(rng):
+    """Rank 1 of 3 is alone: it sends, and reports one of the others."""
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    ranks = Ranks(3)
+    source, error = sources(rng, 1, 5), np.zeros(1, np.int32)
+    out = np.zeros((1, 3, 5), np.int32)
+    peer_gather(source, out, ranks.inboxes, ranks.state[2:4], error, 1, MOST, 0)
+    assert error[0] in (1, 3)
+    np.testing.assert_array_equal(out[0, 1], source[0])
+
+
+@pytest.mark.sim
+def test_stale_words_are_not_taken(rng, resident):
+    """Whatever the inbox had: words of other epochs, also of one that differs by 2^31, are waited for."""
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    for stale in (6, 8, 5 + 2**31):
+        ranks = Ranks(2, epoch=7)
+        for memory in ranks.memory:
+            memory[: memory.size // 16 * 16].view(np.uint32)[1::2] = stale
+        source = sources(rng, 2, 9)
+        np.testing.assert_array_equal(ranks.gather(source), [source, source])
+
+
+@pytest.mark.sim
+def test_arrays_are_checked():
+    source, out = np.zeros((1, 4), np.int32), np.zeros((1, 2, 4), np.int32)
+    arrays = np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32)
+    if device.name() == "cuda":
+        source, out, *arrays = map(device.asarray, (source, out, *arrays))
+    with pytest.raises(ValueError, match="source must have at most 3 words, got 4"):
+        peer_gather(source, out, *arrays, 0, 3, 0)
+    with pytest.raises(ValueError, match=r"out must be \(1, 2, 4\) int32"):
+        peer_gather(source, out[:, :1], *arrays, 0, 4, 0)
+
+
+def test_machine_code(compile_offline):
+    arrays = (
+        np.zeros((1, 4), np.int32), np.zeros((1, 2, 4), np.int32), np.zeros(2, np.int64),
+        np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0,
+    )  # fmt: skip
+    types = tuple(map(type_name, arrays))
+    for architecture in [(8, 0), (9, 0), (10, 0)]:
+        assert not compile_offline(peer_gather_kernel, types, architecture)

@@ -22,8 +22,8 @@ STAGE_BYTES = 16384
 # Stages at most: with ten all weights of gate and up are under way before the first of them is needed.
 MOST_STAGES = 10
 # Clocks between the time at which a stage is free and the load of the next weights into it. Without them these loads
-# leave at the same moment as the words of the exchange, and are in their way. H200, Qwen3-0.6B's layers, us of 1 row and
-# of 8: 0 clocks 516 and 664, 400 441 and 595, 500 438 and 571, 600 436 and 560, 800 447 and 567, 1,000 493 and 573.
+# leave at the same moment as the words of the exchange, and are in their way. H200, Qwen3-0.6B's layers, us of 1 row
+# and of 8: 0 clocks 516 and 664, 400 441 and 595, 500 438 and 571, 600 436 and 560, 800 447 and 567, 1,000 493, 573.
 LOAD_DELAY = 600
 # Panels that one chain of wgmma in a stage has at most.
 MOST_STAGE_PANELS = 16

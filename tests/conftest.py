@@ -9,12 +9,17 @@ Tests run in one process more than there are cores (pytest-xdist); -n 0 keeps th
 RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that need one skip without it.
 """
 
+import fcntl
+import functools
 import os
 import pathlib
 import pickle
 
+import numba.core.dispatcher
 import numpy as np
 import pytest
+from numba.core.caching import NullCache
+from numba.core.compiler_lock import global_compiler_lock
 
 from rlnumba.runtime import device, dispatch
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
@@ -47,6 +52,40 @@ def pytest_xdist_auto_num_workers(config):
     """One process more than there are cores, because tests also wait for others; on a GPU, which they share, eight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(cores, 8) if device.name() == "cuda" else cores + 1
+
+
+def compile_once(folder):
+    """Let one process compile a CPU function that others need, too; they wait, and read it from Numba's cache.
+
+    In a fresh checkout every process would compile all of them, half a minute each. folder: of the locks, a file for a
+    function. Numba's own lock is taken first, so two threads of a process do not wait for each other.
+    """
+    compile_now = numba.core.dispatcher.Dispatcher.compile
+
+    @functools.wraps(compile_now)
+    def compile_locked(dispatcher, signature):
+        if isinstance(dispatcher._cache, NullCache):
+            return compile_now(dispatcher, signature)
+        function = dispatcher.py_func
+        with global_compiler_lock, open(folder / f"{function.__module__}.{function.__qualname__}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compile_now(dispatcher, signature)
+
+    numba.core.dispatcher.Dispatcher.compile = compile_locked
+    return compile_now
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory):
+    """compile_once among the processes of a test session."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent / "compiled"
+    folder.mkdir(exist_ok=True)
+    compile_now = compile_once(folder)
+    yield
+    numba.core.dispatcher.Dispatcher.compile = compile_now
 
 
 def in_order(items, processes):

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlnumba.data.files import sampled_rows
 from rlnumba.engine import kernel_list
+from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.model.lora import lora_of_run
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
@@ -44,6 +45,9 @@ def list_signatures(request, properties):
         with launches_only(properties) as of_steps:
             policy, critic = plan.make_policies(config, dtype, run, step)
             with policy.context.use():
+                if train.accumulates_gradients and policy.grads.lm_head is not None:
+                    # What a step launches from its second micro-batch on.
+                    accumulate(policy.grads.lm_head, policy.grads.lm_head)
                 if kind in plan.ROW_TRAINERS:
                     step.run(policy, critic)
                 else:

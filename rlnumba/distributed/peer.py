@@ -14,8 +14,8 @@ Memory order: a signal is cuStreamWriteValue32 on the stream of the copies, whic
 a wait is cuStreamWaitValue32, after which the stream's work reads what was written before the signal. Neither takes an
 SM. Signals are counters of pieces for each pair of ranks, 32 bits, compared as signed differences: they may wrap.
 
-Arenas come from cudaMalloc, whose memory can be mapped by other processes (that of cuMemMap cannot, with these handles);
-each is mapped once. Everything that is offered is copied, so arrays may be anywhere on the GPU.
+Arenas come from cudaMalloc, whose memory other processes can map (not that of cuMemMap, with these handles); each is
+mapped once. Everything that is offered is copied, so arrays may be anywhere on the GPU.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
-from rlnumba.kernels.peer_gather import inbox_bytes, peer_gather
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes, peer_gather
 
 # To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
 PIECE_BYTES = 8 << 20
@@ -166,7 +166,7 @@ class Arena:
     released, the inbox of small gathers, and the slots. first: the counters' start; epoch: of small gathers.
     """
 
-    def __init__(self, control, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES, first=0, epoch=1):
+    def __init__(self, control, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES, first=0, epoch=FIRST_EPOCH):
         import cupy
         from cuda.bindings import driver
 

@@ -26,10 +26,11 @@ from multiprocessing import Pipe, connection, get_context
 from typing import NamedTuple
 
 from rlnumba.distributed import shared_memory
-from rlnumba.distributed.communicator import TIMEOUT_S, SingleRank
+from rlnumba.distributed.communicator import TIMEOUT_S, Operation, SingleRank
 from rlnumba.errors import CommunicationError, RankError, UserError
 from rlnumba.runtime import device, signals
 
+TRANSPORTS = ("shm", "peer", "nccl")
 # Seconds between looks at signals, which do not end the wait for ranks.
 POLL_S = 0.1
 # Seconds in which the rank that has ended can report why, after another one has reported that it has ended.
@@ -50,18 +51,24 @@ class Failure(NamedTuple):
     because_of: int | None = None
 
 
-def launch(function, world_size, *args, timeout_s=TIMEOUT_S, piece_bytes=shared_memory.PIECE_BYTES):
+def launch(
+    function, world_size, *args, transport="shm", timeout_s=TIMEOUT_S, piece_bytes=shared_memory.PIECE_BYTES, gpus=None
+):
     """Run function(communicator, *args) on ranks 0 .. world_size - 1 and return what it returned, by rank: a list.
 
-    function, args, results: what can be pickled. One rank runs in this process, several in processes on the cpu device
-    (or in the simulator, if this process has it) that communicate through shared memory. timeout_s: see Communicator.
-    piece_bytes: see shared_memory. Raises RankError for the first rank that fails; KeyboardInterrupt after a signal.
+    function, args, results: what can be pickled. One rank runs in this process, several in processes of their own.
+    transport: "shm", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs of this
+    host. gpus: the number of each rank's GPU, by default its rank; all processes see all GPUs. timeout_s: see
+    Communicator. piece_bytes: of shm. Raises RankError for the first rank that fails; KeyboardInterrupt after a signal.
     """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"launch: transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
     if world_size == 1:
         return [function(SingleRank(timeout_s), *args)]
     call = pickle.dumps((function, args))
+    place = transport, list(gpus or range(world_size))
     with signals.handled(), signals.held():
-        ranks = Ranks(shared_memory.make_links(world_size, timeout_s, piece_bytes), call)
+        ranks = Ranks(shared_memory.make_links(world_size, timeout_s, piece_bytes), place, call)
         try:
             return ranks.results()
         finally:
@@ -71,14 +78,14 @@ def launch(function, world_size, *args, timeout_s=TIMEOUT_S, piece_bytes=shared_
 class Ranks:
     """The processes of a run, and what they have reported."""
 
-    def __init__(self, links, call):
+    def __init__(self, links, place, call):
         self.world_size, self._results, self._failures, self._ended_at = len(links), {}, {}, {}
         self._reports, self._processes, outputs = [], [], {}
         context = get_context("spawn")
         for link in links:
             own, other = Pipe()
             pipes = [Pipe(duplex=False) for _ in range(2)] if link.rank else []
-            arguments = link, other, [write for _, write in pipes], call
+            arguments = link, other, [write for _, write in pipes], place, call
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {link.rank}")
             process.start()
             self._processes.append(process)
@@ -188,7 +195,7 @@ def stop_requested(communicator):
     return any(communicator.objects(signals.received() is not None))
 
 
-def _run_rank(link, report, outputs, call):
+def _run_rank(link, report, outputs, place, call):
     """The main function of a rank's process."""
     # A terminal sends its signals to this process's group; ranks get them from the process that started them.
     os.setsid()
@@ -197,7 +204,13 @@ def _run_rank(link, report, outputs, call):
         os.dup2(pipe.fileno(), descriptor)
         pipe.close()
     threading.Thread(target=_end_with_parent, args=(report,), daemon=True).start()
-    result, failure = _call(link, call)
+
+    def failed(message):
+        with contextlib.suppress(OSError):
+            report.send((None, Failure(message, 1)))
+        os._exit(1)
+
+    result, failure = _call(link, place, failed, call)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -208,11 +221,32 @@ def _run_rank(link, report, outputs, call):
         os._exit(failure.exit_code)
 
 
-def _call(link, call):
-    """(pickled result, None) of the rank's function, or (None, Failure)."""
-    try:
+def _connect(link, transport, gpu, failed):
+    """The Communicator of this rank, whose process gets its device here."""
+    control = shared_memory.SharedMemoryCommunicator(link)
+    if transport == "shm":
         device.select("sim" if device.simulated() else "cpu")
-        communicator = shared_memory.SharedMemoryCommunicator(link)
+        return control
+    # NCCL's sums in the switch are not used, and its start without them takes less memory.
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    device.use_gpu(gpu)
+    if transport == "peer":
+        from rlnumba.distributed import peer
+
+        return peer.PeerCommunicator(control, peer.Arena(control), failed)
+    from rlnumba.distributed import nccl
+
+    identifier = nccl.unique_id() if link.rank == 0 else None
+    identifier = control.exchange(Operation("connect", 0, ""), identifier)[0]
+    control.close()
+    return nccl.NcclCommunicator(link.rank, link.world_size, identifier, failed, link.timeout_s)
+
+
+def _call(link, place, failed, call):
+    """(pickled result, None) of the rank's function, or (None, Failure). failed(message): see peer.PeerCommunicator."""
+    try:
+        transport, gpus = place
+        communicator = _connect(link, transport, gpus[link.rank], failed)
         function, args = pickle.loads(call)
         result = pickle.dumps(function(communicator, *args))
         communicator.close()

@@ -114,8 +114,13 @@ class SharedMemoryCommunicator(Communicator):
     def _compare(self, operation, rank=None):
         """Every message is compared."""
 
+    def exchange_pair(self, operation, rank):
+        """Return once another rank is in the counterpart of this operation; CommunicationError in another one."""
+        self._send(operation, rank, None)
+        self._check_same(operation, {rank: self._receive(operation, rank)})
+
     def _barrier(self, operation):
-        self._exchange(operation)
+        self.exchange(operation)
 
     def _gather(self, operation, array, out):
         source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)
@@ -123,7 +128,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _objects(self, operation, value):
         mine = np.frombuffer(pickle.dumps(value), np.uint8)
-        targets = [np.empty(size, np.uint8) for size in self._exchange(operation, mine.size)]
+        targets = [np.empty(size, np.uint8) for size in self.exchange(operation, mine.size)]
         self._gather_bytes(operation, mine, targets)
         return [pickle.loads(target) for target in targets]
 
@@ -133,14 +138,14 @@ class SharedMemoryCommunicator(Communicator):
             piece = source[first : first + self._piece_bytes]
             slots = self._next_slots()
             slots[self.rank][: piece.size] = piece
-            self._exchange(operation, first)
+            self.exchange(operation, first)
             for slot, target in zip(slots, targets, strict=True):
                 piece = target[first : first + self._piece_bytes]
                 piece[...] = slot[: piece.size]
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
         mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
-        ranges = [Range(*each) for each in self._exchange(operation, tuple(mine))]
+        ranges = [Range(*each) for each in self.exchange(operation, tuple(mine))]
         check_ranges(operation, ranges)
         # A slot has one part for each rank that reads it.
         length = self._piece_bytes // self.world_size // 4
@@ -150,7 +155,7 @@ class SharedMemoryCommunicator(Communicator):
                 if gradient is not None:
                     size = max(min(length, each.size - first), 0)
                     slots[self.rank][rank, :size] = gradient[each.start + first : each.start + first + size]
-            self._exchange(operation, first)
+            self.exchange(operation, first)
             target = accumulated[first : first + length]
             for k in range(count):
                 add_in_place(target, slots[k][self.rank, : target.size], is_first and k == 0)
@@ -177,7 +182,7 @@ class SharedMemoryCommunicator(Communicator):
         self._slot = 1 - self._slot
         return self._staging[:, self._slot]
 
-    def _exchange(self, operation, detail=None):
+    def exchange(self, operation, detail=None):
         """The details of all ranks, in their order, once all are in this exchange."""
         details = [detail] * self.world_size
         for rank in self._connections:

@@ -8,10 +8,10 @@ the data as well: no fence, no flag, one trip over NVLink (NCCL's LL protocol). 
 arrays; larger ones are copied (rlnumba/distributed/peer.py).
 
 An inbox has two halves, by the parity of the epoch. A rank writes a half again after it has received all words of the
-next epoch, so after all ranks have begun that gather, and have ended the one whose words it overwrites. A word therefore
-has an old epoch or the right one, and the comparison is for equality, whatever the number of gathers since the inbox
-was cleared: 2^32 epochs later, too. The epoch belongs to the inbox, not to a caller, and is in the GPU's memory, where
-the kernel increments it: a replayed graph needs no arguments of its own.
+next epoch, so after all ranks have begun that gather, and have ended the one whose words it overwrites. So a word has
+an older epoch or the right one, and they are compared for equality. After 2^32 - 1 comes 2, of the same parity as 0,
+which cleared memory has. The epoch belongs to the inbox, not to a caller, and is in the GPU's memory, where the kernel
+increments it: a replayed graph needs no arguments of its own.
 
 Blocks wait for blocks of the same index on other GPUs, which run before those of higher indices: no cycle. A wait ends
 after limit_cycles, and then reports the rank that it waited for.
@@ -34,6 +34,7 @@ THREADS = 256
 PAIR_BYTES = 16
 # Elements of a rank's part of `state`.
 EPOCH, DONE = 0, 1
+FIRST_EPOCH, LAST_EPOCH = 2, 2**32 - 1
 WORDS = (np.dtype(np.int32),)
 
 if SIMULATED:
@@ -120,7 +121,10 @@ def peer_gather_kernel(source, out, inboxes, state, error, first_rank, capacity,
         # All threads of all blocks have read the epoch, and their inbox.
         if atomic_add_acq_rel(state, 2 * local + DONE) == cuda.gridDim.x - 1:
             state[2 * local + DONE] = u32(0)
-            state[2 * local + EPOCH] = u32((i64(epoch) + 1) & 0xFFFFFFFF)
+            following = i64(epoch) + 1
+            if following == LAST_EPOCH + 1:
+                following = i64(FIRST_EPOCH)
+            state[2 * local + EPOCH] = u32(following)
 
 
 def inbox_bytes(world_size, words):
@@ -137,9 +141,9 @@ def peer_gather(source, out, inboxes, state, error, first_rank, most_words, limi
 
     source (n, W) int32: of n ranks that this process has, one on a GPU, all in the simulator. out (n, R, W) int32,
     written. inboxes (R,) int64: addresses of inbox_bytes(R, most_words) bytes on each rank, cleared at the start, with
-    the epoch not 0 then. state (2 n,) uint32: of each the epoch, and 0. error (n,) int32: set to 1 + r if rank r did not send
-    its words within limit_cycles of the GPU's clock; memory of the host will do. Raises ValueError for other arrays or
-    too many words, DeviceError on the cpu device.
+    the epoch at least 2 then, the same on all. state (2 n,) uint32: of each the epoch, and 0. error (n,) int32: set to
+    1 + r if rank r did not send its words within limit_cycles of the GPU's clock; memory of the host will do. Raises
+    ValueError for other arrays or too many words, DeviceError on the cpu device.
     """
     count, words = check("peer_gather", "source", source, (None, None), WORDS)
     (world_size,) = check("peer_gather", "inboxes", inboxes, (None,), (np.dtype(np.int64),))

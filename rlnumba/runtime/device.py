@@ -100,6 +100,20 @@ def name():
     return _chosen or select(os.environ.get("RLNUMBA_DEVICE") or "auto")
 
 
+def use_gpu(index):
+    """Choose device cuda, and the GPU of this number for the calling thread; DeviceError if there is none.
+
+    Other threads of the process use GPU 0 until they call this.
+    """
+    select("cuda")
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    if index >= count:
+        raise DeviceError(f"GPU {index} asked for, but this machine has {count}, numbered from 0")
+    cupy.cuda.Device(index).use()
+
+
 def replace(name, namespace=None, properties=None):
     """Let this process run on the device of another name: for runtime/shapes.py.
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.checks import address
-from rlnumba.kernels.peer_gather import inbox_bytes, peer_gather, peer_gather_kernel
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes, peer_gather, peer_gather_kernel
 from rlnumba.runtime import device
 from rlnumba.runtime.compile import type_name
 
@@ -14,7 +14,7 @@ MOST = 600
 class Ranks:
     """The memory of all ranks of a run, in one process."""
 
-    def __init__(self, world_size, epoch=1, cleared=0):
+    def __init__(self, world_size, epoch=FIRST_EPOCH, cleared=0):
         self.world_size = world_size
         # 16 bytes more, to start at a multiple of 16.
         memory = np.full((world_size, inbox_bytes(world_size, MOST) + 16), cleared, np.uint8)
@@ -56,7 +56,7 @@ def test_sizes(rng, resident, world_size):
             np.testing.assert_array_equal(out[rank], source)
     assert not ranks.error.any()
     # No launch for 0 words.
-    assert ranks.state.tolist() == [8, 0] * world_size
+    assert ranks.state.tolist() == [FIRST_EPOCH + 7, 0] * world_size
 
 
 @pytest.mark.sim
@@ -65,10 +65,13 @@ def test_epochs_wrap(rng, resident, epoch):
     if device.name() == "cuda":
         pytest.skip("several ranks of one process run in the simulator alone")
     ranks = Ranks(2, epoch)
-    for _ in range(7):
-        source = sources(rng, 2, 5)
+    for gather in range(7):
+        # Each longer than those before, so that it waits for words of cleared memory.
+        source = sources(rng, 2, 5 + 40 * gather)
         np.testing.assert_array_equal(ranks.gather(source), [source, source])
-    assert ranks.state.tolist() == [(epoch + 7) % 2**32, 0] * 2 and not ranks.error.any()
+    # 0 and 1 are left out.
+    expected = epoch + 7 if epoch + 7 < 2**32 else epoch + 7 - 2**32 + FIRST_EPOCH
+    assert ranks.state.tolist() == [expected, 0] * 2 and not ranks.error.any()
 
 
 @pytest.mark.sim

@@ -1,0 +1,100 @@
+"""What GPUs of one host do together: small gathers in a CUDA graph, large gathers and folds, beside NCCL.
+
+    python bench/distributed.py              2 GPUs
+    python bench/distributed.py --gpus 4
+
+Results are compared with NumPy's by tests/distributed/test_peer.py. GB/s are of the bytes that one rank receives.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import numpy as np
+from report import row
+
+from rlnumba.distributed import launch
+
+SMALL_BYTES, LARGE_BYTES, PARAMETERS = 16 << 10, 256 << 20, 1 << 28
+CALLS = 100
+# Microseconds of a gather of 16 KiB, by the number of GPUs.
+BARS = {2: 5.0, 4: 6.0}
+
+
+def lap_us(cupy, stream, work, calls):
+    """Microseconds a call, on this rank's GPU; the median of five."""
+    times = []
+    for _ in range(5):
+        begin = stream.record()
+        for _ in range(calls):
+            work()
+        end = stream.record()
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3 / calls)
+    return float(np.median(times))
+
+
+def measure(communicator):
+    """{what: microseconds}, on each rank."""
+    import cupy
+
+    world_size, rank = communicator.world_size, communicator.rank
+    stream, found = cupy.cuda.Stream(non_blocking=True), {}
+    with stream:
+        for what, nbytes in (("a rank", SMALL_BYTES), ("in all", SMALL_BYTES // world_size)):
+            source = cupy.ones(nbytes // 4, np.int32)
+            out = cupy.empty((world_size, source.size), np.int32)
+            communicator.gather(source, out)
+            communicator.barrier()
+            stream.begin_capture()
+            for _ in range(CALLS):
+                communicator.gather(source, out)
+            graph = stream.end_capture()
+            graph.launch(stream)
+            communicator.barrier()
+            found[f"gather of 16 KiB {what}, in a graph"] = lap_us(cupy, stream, graph.launch, 10) / CALLS
+        source = cupy.ones(LARGE_BYTES, np.uint8)
+        out = cupy.empty((world_size, source.size), np.uint8)
+        communicator.gather(source, out)
+        communicator.barrier()
+        found["gather"] = lap_us(cupy, stream, lambda: communicator.gather(source, out), 5)
+        gradient, part = cupy.ones(PARAMETERS, np.float32), PARAMETERS // world_size
+        accumulated = cupy.zeros(part, np.float32)
+
+        def fold():
+            communicator.fold(gradient, accumulated, rank * part, world_size, True)
+
+        fold()
+        communicator.barrier()
+        found["fold"] = lap_us(cupy, stream, fold, 5)
+        communicator.barrier()
+    communicator.check()
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=2)
+    gpus = parser.parse_args().gpus
+    received = {
+        "gather": (gpus - 1) * LARGE_BYTES,
+        "fold": (gpus - 1) * (PARAMETERS // gpus) * 4,
+    }
+    for transport in ("peer", "nccl"):
+        found = launch(measure, gpus, transport=transport, timeout_s=60)
+        for what in found[0]:
+            us = max(each[what] for each in found)
+            if what in received:
+                result = f"{received[what] / us / 1e3:.0f} GB/s, {us:.0f} us for {received[what] >> 20} MiB"
+            else:
+                result = f"{us:.2f} us"
+            bar = f"{BARS[gpus]:g} us" if transport == "peer" and "a rank" in what and gpus in BARS else ""
+            print(f"{transport} {what}, {gpus} GPUs: {result}", flush=True)
+            row(f"{transport} {what}, {gpus} GPUs", result, bar)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Transport `peer`: GPUs of one host, one process each, that write into each other's memory over NVLink.
+
+Small gathers are one kernel (kernels/peer_gather.py), which CUDA graphs may capture. All else is copied by the DMA
+engines of the GPUs, in pieces, without a kernel that waits:
+
+    source, on a stream of its own     wait until the slot is free; copy a piece into the target's slot; signal
+    target, on the current stream      wait for the signal; copy or add from the slot; signal that it is free
+
+A rank's arena has SLOTS slots for each other rank. Pieces are pushed, not pulled, because the target then adds from
+where they arrive: neither side copies a gradient once more. Every rank sends first to its successor, so that no GPU
+receives from all others at once.
+
+Memory order: a signal is cuStreamWriteValue32 on the stream of the copies, which comes after a fence of system scope;
+a wait is cuStreamWaitValue32, after which the stream's work reads what was written before the signal. Neither takes an
+SM. Signals are counters of pieces for each pair of ranks, 32 bits, compared as signed differences: they may wrap.
+
+Arenas come from cudaMalloc, whose memory other processes can map (not that of cuMemMap, with these handles); each is
+mapped once. Everything that is offered is copied, so arrays may be anywhere on the GPU.
+"""
+
+import numpy as np
+
+from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
+from rlnumba.distributed.watchdog import Watchdog
+from rlnumba.errors import CommunicationError, DeviceError
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes, peer_gather
+
+# To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
+PIECE_BYTES = 8 << 20
+SLOTS = 2
+# Bytes of a rank's array up to which a gather is one kernel; it moves twice as many.
+SMALL_BYTES = 1 << 20
+# Seconds that a kernel waits for words of another rank.
+KERNEL_WAIT_S = 10.0
+ALIGNMENT = 256
+UINT32 = 1 << 32
+# What ranks are in while they map memory.
+CONNECT = Operation("connect", 0, "")
+
+
+class PeerCommunicator(Communicator):
+    """A rank among GPUs of one host; see Communicator. Operations are ordered on CuPy's current stream.
+
+    control: a SharedMemoryCommunicator of the same ranks, whose owner this becomes. memory: this rank's Arena. failed:
+    called with a message when an operation on the GPU does not end; ends the process. first: the counters' start.
+    """
+
+    def __init__(self, control, memory, failed, first=0):
+        super().__init__(control.rank, control.world_size, control.timeout_s)
+        self._control, self._memory = control, memory
+        # Pieces sent to, and received from, each rank.
+        self._sent, self._received = [first] * self.world_size, [first] * self.world_size
+        self._watchdog = Watchdog(self.timeout_s, failed, memory.problem)
+
+    def check(self):
+        problem = self._memory.problem()
+        if problem is not None:
+            raise CommunicationError(problem)
+
+    def close(self):
+        self._memory.synchronize()
+        self._watchdog.close()
+        self._memory.close(self._control)
+        self._control.close()
+
+    def _compare(self, operation, rank=None):
+        if rank is None:
+            self._control.exchange(operation)
+        else:
+            self._control.exchange_pair(operation, rank)
+
+    def _barrier(self, operation):
+        self._memory.synchronize()
+        self.check()
+        self._control.exchange(operation)
+
+    def _objects(self, operation, value):
+        return self._control._objects(operation, value)
+
+    def _gather(self, operation, array, out):
+        if self._memory.gather_small(array, out):
+            return
+        source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)
+        self._begin_copies(operation)
+        targets[self.rank][...] = source
+        for first in range(0, source.size, self._memory.piece_bytes):
+            piece = slice(first, first + self._memory.piece_bytes)
+            for other in self._others(1):
+                self._send(source[piece], other)
+            for other in self._others(-1):
+                targets[other][piece] = self._receive(other, source[piece].size)
+                self._release(other)
+        self._end_copies(operation)
+
+    def _fold(self, operation, gradient, accumulated, start, count, is_first):
+        mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
+        ranges = [Range(*each) for each in self._control.exchange(operation, tuple(mine))]
+        check_ranges(operation, ranges)
+        self._begin_copies(operation)
+        length = self._memory.piece_bytes // 4
+        for first in range(0, max(each.size for each in ranges), length):
+            for other in self._others(1) if gradient is not None else ():
+                begin, size, _ = ranges[other]
+                if first < size:
+                    self._send(as_bytes(gradient[begin + first : begin + min(first + length, size)]), other)
+            target = accumulated[first : first + length]
+            for k in range(count if target.size else 0):
+                if k == self.rank:
+                    part = gradient[start + first : start + first + target.size]
+                    add_in_place(target, part, is_first and k == 0)
+                else:
+                    part = self._receive(k, 4 * target.size).view(np.float32)
+                    add_in_place(target, part, is_first and k == 0)
+                    self._release(k)
+        self._end_copies(operation)
+
+    def _put(self, operation, array, rank):
+        source = as_bytes(array)
+        self._begin_copies(operation)
+        for first in range(0, source.size, self._memory.piece_bytes):
+            self._send(source[first : first + self._memory.piece_bytes], rank)
+        self._end_copies(operation)
+
+    def _get(self, operation, array, rank):
+        target = as_bytes(array)
+        self._begin_copies(operation)
+        for first in range(0, target.size, self._memory.piece_bytes):
+            piece = target[first : first + self._memory.piece_bytes]
+            piece[...] = self._receive(rank, piece.size)
+            self._release(rank)
+        self._end_copies(operation)
+
+    def _others(self, step):
+        """The other ranks: those after this one, or with step -1 those before it, in a circle."""
+        return [(self.rank + step * distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def _begin_copies(self, operation):
+        self._memory.begin(operation)
+
+    def _end_copies(self, operation):
+        self._watchdog.watch(operation, self._memory.end())
+
+    # Both streams get their work piece by piece: the queue of a stream is limited, and the host waits when it is full.
+    def _send(self, source, rank):
+        """Push bytes to the next slot at a rank, on the stream of sends."""
+        number = self._sent[rank]
+        self._sent[rank] = (number + 1) % UINT32
+        self._memory.wait_free(rank, (number + 1 - SLOTS) % UINT32)
+        self._memory.push(source, rank, number % SLOTS)
+        self._memory.signal_arrived(rank, self._sent[rank])
+
+    def _receive(self, rank, nbytes):
+        """The next bytes from a rank, (nbytes,) uint8 in its slot, to be used on the current stream until _release."""
+        self._memory.wait_arrived(rank, (self._received[rank] + 1) % UINT32)
+        return self._memory.slot(rank, self._received[rank] % SLOTS, nbytes)
+
+    def _release(self, rank):
+        self._received[rank] = (self._received[rank] + 1) % UINT32
+        self._memory.signal_free(rank, self._received[rank])
+
+
+class Arena:
+    """Memory of this process's GPU that the other ranks of the host have mapped, and theirs.
+
+    It holds, from the start: counters of pieces that arrived from each rank, counters of own pieces that each rank has
+    released, the inbox of small gathers, and the slots. first: the counters' start; epoch: of small gathers.
+    """
+
+    def __init__(self, control, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES, first=0, epoch=FIRST_EPOCH):
+        import cupy
+        from cuda.bindings import driver
+
+        self._cupy, self._driver = cupy, driver
+        rank, world_size = control.rank, control.world_size
+        self.rank, self.world_size = rank, world_size
+        self.piece_bytes, self._small_words = _aligned(piece_bytes), small_bytes // 4
+        self._inbox_offset = _aligned(2 * 4 * world_size)
+        self._slots_offset = self._inbox_offset + _aligned(inbox_bytes(world_size, self._small_words))
+        nbytes = self._slots_offset + world_size * SLOTS * self.piece_bytes
+        runtime = cupy.cuda.runtime
+        self._own = runtime.malloc(nbytes)
+        runtime.memset(self._own, 0, nbytes)
+        self._array(self._own, 2 * world_size, np.uint32).fill(first)
+        cupy.cuda.Device().synchronize()
+        offers = control.exchange(CONNECT, (runtime.getDevice(), runtime.ipcGetMemHandle(self._own)))
+        self._bases = [self._own if r == rank else self._map(*offer) for r, offer in enumerate(offers)]
+        self._inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
+        self._state = cupy.asarray(np.array([epoch, 0], np.uint32))
+        from rlnumba.runtime.memory import shared_with_host
+
+        # Pinned memory of the host, which the kernel writes, and which needs no copy to be read.
+        self._host_error, self._error = shared_with_host((1,), np.int32)
+        self._host_error[...] = 0
+        clock_khz = cupy.cuda.Device().attributes["ClockRate"]
+        self._limit_cycles = int(KERNEL_WAIT_S * 1e3 * clock_khz)
+        self._sends = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        # No rank writes here before all have cleared their memory.
+        control.exchange(CONNECT)
+
+    def _map(self, gpu, handle):
+        runtime = self._cupy.cuda.runtime
+        if not runtime.deviceCanAccessPeer(runtime.getDevice(), gpu):
+            raise DeviceError(f"GPUs {runtime.getDevice()} and {gpu} cannot access each other's memory")
+        return runtime.ipcOpenMemHandle(handle)
+
+    def _array(self, address, count, dtype):
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, self)
+        return self._cupy.ndarray((count,), dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def _check(self, result):
+        (error,) = result
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"stream memory operation refused: {error.name}")
+
+    def problem(self):
+        """A message if a kernel has waited in vain, else None."""
+        late = int(self._host_error[0])
+        return f"gather: rank {late - 1} did not send to rank {self.rank} within {KERNEL_WAIT_S:g} s" if late else None
+
+    def synchronize(self):
+        """Wait for the current stream."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def close(self, control):
+        """Unmap the others' memory and free this rank's, after all have done the former."""
+        runtime = self._cupy.cuda.runtime
+        self._cupy.cuda.Device().synchronize()
+        control.exchange(CONNECT)
+        for rank, base in enumerate(self._bases):
+            if rank != self.rank:
+                runtime.ipcCloseMemHandle(base)
+        control.exchange(CONNECT)
+        runtime.free(self._own)
+
+    def gather_small(self, array, out):
+        """Gather by one kernel on the current stream, if the arrays are whole words and few: whether it did."""
+        if array.nbytes % 4 or array.nbytes > 4 * self._small_words:
+            return False
+        if array.data.ptr % 4 or out.data.ptr % 4:
+            return False
+        source = array.reshape(1, -1).view(np.int32)
+        target = out.reshape(1, self.world_size, -1).view(np.int32)
+        state = self._inboxes, self._state, self._error
+        peer_gather(source, target, *state, self.rank, self._small_words, self._limit_cycles)
+        return True
+
+    def begin(self, operation):
+        """Order what is sent after the current stream's work so far."""
+        stream = self._cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            limit = f"{4 * self._small_words} bytes a rank, in whole words of 4 bytes"
+            raise ValueError(f"{operation}: a CUDA graph can capture gathers of at most {limit}")
+        self._sends.wait_event(stream.record())
+
+    def end(self):
+        """Order the current stream's further work after what is sent; the event of both."""
+        stream = self._cupy.cuda.get_current_stream()
+        stream.wait_event(self._sends.record())
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def _slot_address(self, base, source, slot):
+        return base + self._slots_offset + (source * SLOTS + slot) * self.piece_bytes
+
+    def push(self, source, rank, slot):
+        target = self._slot_address(self._bases[rank], self.rank, slot)
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpyAsync(target, source.data.ptr, source.nbytes, runtime.memcpyDefault, self._sends.ptr)
+
+    def slot(self, rank, slot, nbytes):
+        return self._array(self._slot_address(self._own, rank, slot), nbytes, np.uint8)
+
+    # Counters: [0, R) pieces that arrived from each rank, [R, 2 R) own pieces that each rank has released.
+    def wait_arrived(self, rank, value):
+        self._wait(self._cupy.cuda.get_current_stream(), rank, value)
+
+    def wait_free(self, rank, value):
+        self._wait(self._sends, self.world_size + rank, value)
+
+    def signal_arrived(self, rank, value):
+        self._signal(self._sends, rank, self.rank, value)
+
+    def signal_free(self, rank, value):
+        self._signal(self._cupy.cuda.get_current_stream(), rank, self.world_size + self.rank, value)
+
+    def _wait(self, stream, counter, value):
+        # (int32)(counter - value) >= 0
+        at_least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        self._check(self._driver.cuStreamWaitValue32(stream.ptr, self._own + 4 * counter, value, int(at_least)))
+
+    def _signal(self, stream, rank, counter, value):
+        # With the default flags after a fence of system scope.
+        self._check(self._driver.cuStreamWriteValue32(stream.ptr, self._bases[rank] + 4 * counter, value, 0))
+
+
+def _aligned(nbytes):
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

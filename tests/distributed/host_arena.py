@@ -1,0 +1,96 @@
+"""The Arena of transport peer in the host's memory, for ranks that are threads of one process.
+
+The current stream is the thread itself; the stream of sends is another thread, which does its work in order.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from rlnumba.distributed.peer import SLOTS
+
+
+class HostArena:
+    """The interface of peer.Arena. arenas: those of all ranks, to be filled; delay(): called before each step."""
+
+    def __init__(self, rank, arenas, piece_bytes, first, delay):
+        self.rank, self.world_size, self.piece_bytes = rank, len(arenas), piece_bytes
+        self.counters = np.full(2 * len(arenas), first, np.uint32)
+        self.slots = np.zeros((len(arenas), SLOTS, piece_bytes), np.uint8)
+        self.changed, self.arenas, self.delay = threading.Condition(), arenas, delay
+        self.sends, self.last = ThreadPoolExecutor(1), None
+        arenas[rank] = self
+
+    def problem(self):
+        return None
+
+    def synchronize(self):
+        pass
+
+    def close(self, control):
+        self.sends.shutdown()
+
+    def gather_small(self, array, out):
+        return False
+
+    def begin(self, operation):
+        pass
+
+    def end(self):
+        if self.last is not None:
+            self.last.result(20)
+        return Done()
+
+    def send(self, function, *args):
+        self.last = self.sends.submit(function, *args)
+
+    def push(self, source, rank, slot):
+        def copy():
+            self.delay()
+            self.arenas[rank].slots[self.rank, slot, : source.size] = source
+
+        self.send(copy)
+
+    def slot(self, rank, slot, nbytes):
+        self.delay()
+        return self.slots[rank, slot, :nbytes]
+
+    def wait_arrived(self, rank, value):
+        self.wait(rank, value)
+
+    def wait_free(self, rank, value):
+        self.send(self.wait, self.world_size + rank, value)
+
+    def signal_arrived(self, rank, value):
+        self.send(self.arenas[rank].set, self.rank, value)
+
+    def signal_free(self, rank, value):
+        self.arenas[rank].set(self.world_size + self.rank, value)
+
+    def wait(self, counter, value):
+        def reached():
+            return np.array(int(self.counters[counter]) - value, np.int64).astype(np.int32) >= 0
+
+        with self.changed:
+            assert self.changed.wait_for(reached, 20)
+
+    def set(self, counter, value):
+        with self.changed:
+            self.counters[counter] = value
+            self.changed.notify_all()
+
+
+class Done:
+    done = True
+
+
+def random_delay(seed):
+    rng = np.random.default_rng(seed)
+
+    def delay():
+        if rng.integers(4) == 0:
+            time.sleep(rng.random() * 2e-4)
+
+    return delay

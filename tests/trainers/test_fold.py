@@ -7,6 +7,7 @@ from rlnumba.config import LoraConfig, SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.ptx.warp import flushed
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.lora import Adapter
@@ -28,10 +29,14 @@ def policy_of(name, dtype="float32", heads=LM_HEAD, lora=False, **train):
     if "score" in heads:
         model.weights.init_score("normal", 3)
     if lora:
-        model.adapter = Adapter.new(model.config, LoraConfig(r=4), model.dtype.name, "", 0, model.weights.score)
+        options = model.config, LoraConfig(r=4)
+        model.adapter, exact = (
+            Adapter.new(*options, kind, "", 0, model.weights.score) for kind in (model.dtype.name, "float32")
+        )
         # B, which begins as zero, has to pass on a gradient.
-        model.adapter.flat += model.adapter.flat.dtype.type(0.01)
-        model.adapter.zero_outside_blocks()
+        exact.flat += np.float32(0.01)
+        exact.zero_outside_blocks()
+        cast(exact.flat, model.adapter.flat)
     options = {"gradient_accumulation_steps": MICRO_BATCHES, "gradient_checkpointing": False} | train
     return Policy(model, SFTConfig(**options))
 

@@ -73,7 +73,7 @@ class Policy:
         self._head_grad = None
         if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
             self._own_head_grad()
-        self.graphs = MicroBatchGraphs(train, self.has_dropout)
+        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.flat.shape[0])
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.

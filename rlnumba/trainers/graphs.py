@@ -4,12 +4,13 @@
     ...
     read()["loss"]                                        waits for this micro-batch alone
 
-Some 900 kernels of a micro-batch take the host 30 ms to launch, and below some 4,000 tokens the GPU less to compute.
-So a micro-batch of at most MAX_TOKENS tokens is padded to the shape of a bucket (micro_batch.py) and, from the second
-of a bucket on, runs as a graph. The first one runs as it is, which compiles kernels and sizes the arena; a run whose
-every micro-batch has another shape therefore captures nothing. Without graphs, train.cuda_graphs = false, the same
-kernels run on the same padded arrays: the bits are equal. Larger micro-batches, those of optimizer_in_backward, which
-update weights, and of dropout, whose masks the host numbers, are neither padded nor captured.
+Some 900 kernels of a micro-batch take the host 30 ms to launch, and below some 4,000 tokens of Qwen3-0.6B the GPU less
+to compute. So a micro-batch of at most max_tokens() tokens is padded to the shape of a bucket (micro_batch.py) and,
+from the second of a bucket on, runs as a graph. The first one runs as it is, which compiles kernels and sizes the
+arena; a run whose every micro-batch has another shape therefore captures nothing. Without graphs, train.cuda_graphs =
+false, the same kernels run on the same padded arrays: the bits are equal. Larger micro-batches, those of
+optimizer_in_backward, which update weights, and of dropout, whose masks the host numbers, are neither padded nor
+captured.
 
 What a graph reads and writes stays where it is: inputs and outputs have buffers of the bucket, activations are at the
 beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the graphs
@@ -28,8 +29,11 @@ from rlnumba.runtime.launch import DEBUG
 from rlnumba.runtime.staging import Staged
 from rlnumba.trainers.micro_batch import DeviceBatch
 
-# Above it the GPU takes longer than the host, and padding would cost time.
-MAX_TOKENS = 8192
+# Tokens times parameters: above it the GPU takes longer than the host, and padding would cost time. It is 8,192 tokens
+# of Qwen3-0.6B, which an H200 computes in 60 ms.
+MAX_PRODUCTS = 8192 * 600_000_000
+# However small the model.
+MAX_TOKENS = 32768
 # Buckets that are kept, a graph of some MiB each; those of the longest disuse go first.
 MAX_BUCKETS = 32
 # Of the operators' own arrays, all graphs together; what needs more runs without a graph.
@@ -41,6 +45,11 @@ TENSOR_MAPS = 1 << 13
 def has_graphs(train, lora):
     """Whether a run with these sections, lora being None or a LoraConfig, has graphs of its micro-batches on a GPU."""
     return train.cuda_graphs and not train.optimizer_in_backward and (lora is None or not lora.lora_dropout)
+
+
+def max_tokens(num_parameters):
+    """The most tokens of a micro-batch that runs as a graph, for a model of so many parameters."""
+    return min(MAX_PRODUCTS // num_parameters, MAX_TOKENS)
 
 
 class Bucket:
@@ -65,12 +74,14 @@ class Bucket:
 
 
 class MicroBatchGraphs:
-    """The graphs of one policy. train: its [train] section; has_dropout: whether its training forward has dropout.
+    """The graphs of one policy.
 
+    train: its [train] section; has_dropout: whether its training forward has dropout; num_parameters: of its model.
     pads: whether micro-batches get the shape of a bucket; captures: whether these become graphs.
     """
 
-    def __init__(self, train, has_dropout):
+    def __init__(self, train, has_dropout, num_parameters):
+        self.max_tokens = max_tokens(num_parameters)
         is_gpu = device.name() == "cuda" or device.properties().capability is not None
         self.pads = is_gpu and not train.optimizer_in_backward and not has_dropout
         self.captures = train.cuda_graphs and device.name() == "cuda" and not DEBUG
@@ -87,7 +98,7 @@ class MicroBatchGraphs:
         constants: a tuple, hashable; pads: False for a function that does read from the device, which is then neither
         padded nor captured. Returns a function that waits for the results: {name: NumPy array}, without padding.
         """
-        if pads and self.pads and 0 < micro_batch.num_tokens <= MAX_TOKENS:
+        if pads and self.pads and 0 < micro_batch.num_tokens <= self.max_tokens:
             micro_batch = micro_batch.padded()
         arrays = micro_batch.arrays
         num_rows = len(micro_batch.targets["rows"])

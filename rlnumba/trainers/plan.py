@@ -127,7 +127,8 @@ class Planner:
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
-            if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= graphs.MAX_TOKENS:
+            max_tokens = graphs.max_tokens(regions["weights"] // itemsize)
+            if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]

@@ -191,6 +191,11 @@ def test_large_micro_batches_are_not_padded(monkeypatch):
     assert not sft_policy(optimizer_in_backward=True, max_grad_norm=0.0).graphs.pads
 
 
+def test_the_larger_the_model_the_fewer_tokens_a_graph_has():
+    parameters = 134_515_008, 596_049_920, 8_190_735_360
+    assert [graphs.max_tokens(count) for count in parameters] == [32768, 8246, 600]
+
+
 def test_metrics_are_read_once_and_late():
     calls = []
 
@@ -413,4 +418,4 @@ def test_an_arena_that_has_moved_is_not_replayed():
 
 def test_options_that_read_the_host_are_not_padded():
     train = dataclasses.replace(SFTConfig(), optimizer_in_backward=True, max_grad_norm=0.0)
-    assert not graphs.MicroBatchGraphs(train, False).pads and not graphs.MicroBatchGraphs(SFTConfig(), True).pads
+    assert not graphs.MicroBatchGraphs(train, False, 1).pads and not graphs.MicroBatchGraphs(SFTConfig(), True, 1).pads

@@ -72,10 +72,12 @@ def evaluate_prompts(run, model, status):
 
 @dataclass
 class Source:
-    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are."""
+    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are, and that
+    no other ranks take part."""
 
     config: object
     model_folder: Path | None
+    communicator: None = None
 
 
 def evaluate_rows(kind, run, model):

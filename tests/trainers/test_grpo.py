@@ -199,7 +199,7 @@ def test_old_logprobs_are_recomputed_only_where_needed():
 
 @pytest.fixture
 def combined_calls(monkeypatch):
-    """A list that gets, for every forward and backward of the head at once, the array that its gradient is written to."""
+    """A list that gets, for every forward and backward of the head at once, the array of its gradient."""
     called, head = [], core.lm_head_forward_backward
 
     def counted(*arguments, **options):

@@ -38,7 +38,7 @@ from rlnumba.distributed.communicator import (
 )
 from rlnumba.errors import CommunicationError
 
-# Bytes of a slot: larger arrays move in pieces of this size. An exchange takes 0.1 ms, copying a piece 0.2.
+# Bytes of a slot: larger arrays move in pieces of this size. Not tuned.
 PIECE_BYTES = 1 << 20
 SLOTS = 3
 ALIGNMENT = 64

@@ -31,7 +31,8 @@ assert DEPTH <= MAX_IN_FLIGHT
 # Without graphs: share of the rows that may have ended before the others are put together again.
 MAX_ENDED_SHARE = 1 / 16
 # With graphs: bytes that an H200 moves in a millisecond, an estimate of how long it waits when rows are put together
-# again. When the sequences left will end is not known; to do it once as much has been wasted costs at most twice the best choice.
+# again. When the sequences left will end is not known; to do it once as much has been wasted costs at most twice the
+# best choice.
 REPACK_BYTES = 4 << 30
 
 

@@ -165,7 +165,7 @@ def reference():
     blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
-    blocks += [("[deploy]: sft", DeployConfig)]
+    blocks += [("[deploy]: all trainers but ppo", DeployConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

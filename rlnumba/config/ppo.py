@@ -53,12 +53,12 @@ class PPOConfig(SamplingConfig):
     @property
     def rollout_steps(self):
         """Micro-batches of per_device_train_batch_size completions that make a batch: int."""
-        return self.gradient_accumulation_steps
+        return self.micro_batches_per_step
 
     @property
     def rollout_batch_size(self):
         """Completions of a batch: int."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return self.per_device_train_batch_size * self.micro_batches_per_step
 
     @property
     def prompts_per_rollout(self):
@@ -118,3 +118,8 @@ class PPORun(PromptRun):
 
     train: PPOConfig = PPOConfig()
     critic: CriticConfig = CriticConfig()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_ranks > 1:
+            self.refuse_ranks("rlnumba ppo")

@@ -70,9 +70,13 @@ class GroupConfig(SamplingConfig):
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
     num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
     generation_batch_size: int | None = key(
-        None, "Completions of one generation; None: per_device_train_batch_size x steps_per_generation.", minimum=2
+        None,
+        "Completions of one generation, on all GPUs; None: per_device_train_batch_size x steps_per_generation on each.",
+        minimum=2,
     )
-    steps_per_generation: int | None = key(None, "Passes per generation; None: gradient_accumulation_steps.", minimum=1)
+    steps_per_generation: int | None = key(
+        None, "Passes per generation, on each GPU; None: those of an optimizer step.", minimum=1
+    )
     sampling_mask_replay: bool = key(
         False,
         "With top_p, top_k or min_p, train the distribution that was sampled from: the tokens that the filters kept, "
@@ -94,6 +98,14 @@ class GroupConfig(SamplingConfig):
         "where too few are left for a generation. None: none is left out.",
     )
 
+    def on_ranks(self, num_ranks):
+        """As TrainConfig's, with the completions of a generation, too."""
+        if num_ranks == 1 or self.steps_per_generation is None:
+            return super().on_ranks(num_ranks)
+        completions = num_ranks * self.per_device_train_batch_size * self.steps_per_generation
+        kept = replace(self, steps_per_generation=None, generation_batch_size=completions)
+        return TrainConfig.on_ranks(kept, num_ranks)
+
     prompts_key = "train.per_device_train_batch_size x steps_per_generation / num_generations"
 
     @property
@@ -101,7 +113,7 @@ class GroupConfig(SamplingConfig):
         """Passes of per_device_train_batch_size completions that one generation feeds: int."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size // self.per_device_train_batch_size
-        return self.steps_per_generation or self.gradient_accumulation_steps
+        return self.steps_per_generation or self.micro_batches_per_step
 
     @property
     def rollout_batch_size(self):
@@ -121,9 +133,12 @@ class GroupConfig(SamplingConfig):
                 f"train.difficulty_weights must be three weights, not negative and not all 0, of easy, normal and hard "
                 f"prompts, got {weights}"
             )
-        size_key = "train.per_device_train_batch_size x steps_per_generation"
+        if self.global_batch_size is not None and self.steps_per_generation is not None:
+            raise ConfigError(
+                f"train.steps_per_generation counts passes of each GPU: with train.global_batch_size "
+                f"({self.global_batch_size}) set train.generation_batch_size"
+            )
         if self.generation_batch_size is not None:
-            size_key = "train.generation_batch_size"
             if self.steps_per_generation is not None:
                 raise ConfigError("train.generation_batch_size and train.steps_per_generation cannot both be set")
             if self.generation_batch_size % self.per_device_train_batch_size:
@@ -131,16 +146,11 @@ class GroupConfig(SamplingConfig):
                     f"train.generation_batch_size ({self.generation_batch_size}) must be divisible by "
                     f"train.per_device_train_batch_size ({self.per_device_train_batch_size})"
                 )
-        if self.rollout_batch_size % self.num_generations:
-            raise ConfigError(
-                f"{size_key} ({self.rollout_batch_size}) must be divisible by "
-                f"train.num_generations ({self.num_generations})"
-            )
-        if self.sampling_mask_replay and self.gradient_accumulation_steps % (self.rollout_steps * self.num_iterations):
+        if self.sampling_mask_replay and self.micro_batches_per_step % (self.rollout_steps * self.num_iterations):
             raise ConfigError(
                 "train.sampling_mask_replay needs generations that one optimizer step uses up: steps_per_generation x "
                 f"num_iterations ({self.rollout_steps * self.num_iterations}) must divide gradient_accumulation_steps "
-                f"({self.gradient_accumulation_steps})"
+                f"({self.micro_batches_per_step})"
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError("train.sync_ref_model needs train.beta above 0: without it there is no reference model")
@@ -155,6 +165,13 @@ class PromptRun(Run):
     train: SamplingConfig = SamplingConfig()
 
     def __post_init__(self):
+        super().__post_init__()
+        train = self.train.on_ranks(self.num_ranks)
+        if train.rollout_batch_size % train.num_generations:
+            raise ConfigError(
+                f"{self._generation_size_key} ({train.rollout_batch_size}) must be divisible by "
+                f"train.num_generations ({train.num_generations})"
+            )
         if not self.rewards.funcs:
             if not self.data.train.startswith(GYM):
                 raise ConfigError("rewards.funcs must name at least one reward function")
@@ -163,3 +180,12 @@ class PromptRun(Run):
             raise ConfigError(
                 "data.curriculum_column orders the prompts, and train.difficulty_weights draws them: set one of the two"
             )
+
+    @property
+    def _generation_size_key(self):
+        """The keys that set the number of completions of a generation: str."""
+        for name in ("generation_batch_size", "global_batch_size"):
+            if getattr(self.train, name) is not None:
+                return f"train.{name}"
+        of_all = " x deploy.num_train_gpus" if self.num_ranks > 1 else ""
+        return f"train.per_device_train_batch_size x steps_per_generation{of_all}"

@@ -6,7 +6,7 @@ docs/configuration.md from them.
 """
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlnumba.config.keys import REQUIRED, Section, key
 from rlnumba.config.lora import LoraConfig
@@ -161,8 +161,6 @@ class TrainConfig(Section):
     """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
 
     section = "train"
-    # A key of SFTConfig.
-    global_batch_size = None
 
     learning_rate: float = key(2e-5, "Highest learning rate of AdamW.", minimum=0)
     lr_scheduler_type: str = key(
@@ -193,6 +191,12 @@ class TrainConfig(Section):
     max_grad_norm: float = key(1.0, "Largest global norm of the gradient, which is clipped to it; 0: none.", minimum=0)
     per_device_train_batch_size: int = key(8, "Sequences (or packs) in one forward and backward pass.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Forward and backward passes in one optimizer step.", minimum=1)
+    global_batch_size: int | None = key(
+        None,
+        "Rows (pairs, completions) of an optimizer step on all GPUs together, instead of gradient_accumulation_steps: "
+        "the run then ends in the same weights on any number of them (deploy.num_train_gpus). Not TRL.",
+        minimum=1,
+    )
     cuda_graphs: bool = key(
         True,
         "Run micro-batches that the GPU computes sooner than the host launches their kernels, of up to 8,192 tokens "
@@ -257,9 +261,23 @@ class TrainConfig(Section):
         return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
 
     @property
+    def micro_batches_per_step(self):
+        """Micro-batches of per_device_train_batch_size rows that make an optimizer step, on one GPU: int."""
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps
+        return self.global_batch_size // self.per_device_train_batch_size
+
+    @property
     def backward_passes(self):
         """Backward passes in an optimizer step: int."""
-        return self.gradient_accumulation_steps
+        return self.micro_batches_per_step
+
+    def on_ranks(self, num_ranks):
+        """This section with the sizes of all ranks together in place of those of each, the same for one rank."""
+        if num_ranks == 1 or self.global_batch_size is not None:
+            return self
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return replace(self, global_batch_size=num_ranks * rows, gradient_accumulation_steps=1)
 
     @property
     def accumulates_gradients(self):
@@ -268,6 +286,17 @@ class TrainConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
+        size, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        if self.global_batch_size is not None and steps != 1:
+            raise ConfigError(
+                f"train.global_batch_size ({self.global_batch_size}) takes the place of "
+                f"train.gradient_accumulation_steps, which must be 1, got {steps}"
+            )
+        if self.global_batch_size is not None and self.global_batch_size % size:
+            raise ConfigError(
+                f"train.global_batch_size ({self.global_batch_size}) must be a multiple of "
+                f"train.per_device_train_batch_size ({size})"
+            )
         if self.optimizer_in_backward and (self.max_grad_norm or self.backward_passes != 1):
             raise ConfigError(
                 f"train.optimizer_in_backward needs train.max_grad_norm = 0, got {self.max_grad_norm}, and one "
@@ -302,8 +331,21 @@ class Run:
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     lora: LoraConfig | None = None
+    deploy: DeployConfig = DeployConfig()
 
     @property
     def num_ranks(self):
         """Processes that train together, each with a GPU: int."""
-        return 1
+        return self.deploy.num_train_gpus
+
+    def on_ranks(self):
+        """This run with the sizes of all ranks together in [train], so that nothing in it depends on their number."""
+        return replace(self, train=self.train.on_ranks(self.num_ranks))
+
+    def __post_init__(self):
+        if self.train.optimizer_in_backward and self.num_ranks > 1:
+            self.refuse_ranks("train.optimizer_in_backward")
+
+    def refuse_ranks(self, key):
+        """Raise ConfigError for a key whose value is for one GPU."""
+        raise ConfigError(f"{key} is for one GPU, and deploy.num_train_gpus is {self.num_ranks}")

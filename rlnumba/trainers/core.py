@@ -106,8 +106,8 @@ class Policy:
     def each_micro_batch(self, batches):
         """Iterate over those of a step's micro-batches that this rank computes: of R ranks every R-th.
 
-        batches: all of them, the same on every rank, in the order in which their gradients are added. What the block
-        of the loop adds to the gradients is that of one micro-batch.
+        batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
+        What the block of the loop adds to the gradients is that of one micro-batch.
         """
         if self.communicator is None:
             yield from batches
@@ -122,8 +122,15 @@ class Policy:
                 yield batches[first + rank]
             self.optimizer.fold(gradient, min(world_size, len(batches) - first), first == 0)
 
+    def own(self, parts):
+        """Those of a list of parts of a computation that this rank does: of R ranks every R-th."""
+        return parts if self.communicator is None else parts[self.communicator.rank :: self.communicator.world_size]
+
     def of_all_micro_batches(self, values):
-        """The values, which can be pickled, of each_micro_batch of all ranks, in the order of the step: a list."""
+        """The values of each_micro_batch, or of `own`, of all ranks in the order of the whole: a list.
+
+        values: what can be pickled.
+        """
         if self.communicator is None:
             return values
         of_ranks = self.communicator.objects(values)
@@ -410,12 +417,11 @@ def epoch_order(count, shuffle, seed, epoch):
 class Schedule:
     """The optimizer steps of a run, as transformers counts them: the last one of an epoch may be shorter.
 
-    micro_steps_per_epoch: forward and backward passes; accumulation: of them an optimizer step, by default
-    train.gradient_accumulation_steps.
+    micro_steps_per_epoch: forward and backward passes, of which an optimizer step has train.micro_batches_per_step.
     """
 
-    def __init__(self, train, micro_steps_per_epoch, accumulation=None):
-        self.accumulation = accumulation or train.gradient_accumulation_steps
+    def __init__(self, train, micro_steps_per_epoch):
+        self.accumulation = train.micro_batches_per_step
         self.micro_steps_per_epoch = micro_steps_per_epoch
         self.steps_per_epoch = -(-micro_steps_per_epoch // self.accumulation)
         epochs = math.ceil(train.num_train_epochs * self.steps_per_epoch)

@@ -4,7 +4,7 @@
                      step, or computed once before the first (precompute_ref_log_probs)
     micro-batch      per_device_train_batch_size pairs: all chosen completions, then all rejected ones, each after its
                      prompt, laid end to end without padding in one forward and backward pass
-    optimizer step   gradient_accumulation_steps micro-batches; the loss is the mean over all their pairs
+    optimizer step   several micro-batches; the loss is the mean over all their pairs
 
 Sources: Rafailov et al. 2023 (arXiv 2305.18290); TRL 1.16's DPOTrainer, whose names, defaults and semantics these are.
 The losses are in kernels/rl/preference_loss.py.
@@ -21,6 +21,7 @@ from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
 from rlnumba.runtime import device
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.micro_batch import costliest_first
 from rlnumba.trainers.preference import (
     CompletionBatch,
     TokenMetrics,
@@ -32,13 +33,14 @@ from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
 
-def run_dpo(run, resume=False):
+def run_dpo(run, resume=False, communicator=None):
     """Train a DPORun; writes its output_dir.
 
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
+    run_sft's.
     """
     train = run.train
-    folder = begin_run("dpo", run, resume)
+    folder = begin_run("dpo", run, resume, communicator)
     policy, tokenizer = load_policy(run, folder, reference=True)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
@@ -72,6 +74,11 @@ class Pair:
 def num_tokens(pair):
     """The tokens of a pair's sequences: int."""
     return len(pair.chosen) + len(pair.rejected)
+
+
+def lengths_of(pairs):
+    """The tokens of each sequence of Pairs: list."""
+    return [len(sequence) for pair in pairs for sequence in pair.sequences]
 
 
 def load_rows(path, run, model, tokenizer, for_eval=False):
@@ -109,15 +116,14 @@ class StepLoss:
     """The loss and the metrics of the pairs of an optimizer step, micro-batch by micro-batch."""
 
     def __init__(self, policy, pairs):
-        self.policy, self.pairs, self.done = policy, pairs, 0
-        counts = [[sequence.num_trained for sequence in pair.sequences] for pair in pairs]
-        self.num_chosen = sum(chosen for chosen, _ in counts)
-        self.tokens = TokenMetrics(policy.model, sum(map(sum, counts)))
-        self.stats = device.xp().empty((len(pairs), PAIR_STATS), np.float32)
+        self.policy, self.pairs, self.stats = policy, pairs, []
+        self.num_chosen = sum(pair.chosen.num_trained for pair in pairs)
+        self.tokens = TokenMetrics(policy.model)
 
     def micro_batches(self):
         """The pairs of each forward pass: lists."""
-        return micro_batches_of(self.pairs, self.policy.train)
+        parts = micro_batches_of(self.pairs, self.policy.train)
+        return costliest_first(parts, self.policy.model.config, lengths_of)
 
     def forward(self, pairs):
         """The forward pass of the next micro-batch: (what policy.backward reads, dlogprobs), in the policy's scope."""
@@ -132,17 +138,24 @@ class StepLoss:
         _, head = forward
         self.tokens.add_hidden(batch, head.hidden)
         log_sum_sq_probs = log_sum_of_squares(policy, head) if train.use_weighting else None
-        stats = self.stats[self.done : self.done + len(pairs)]
-        self.done += len(pairs)
+        stats = device.xp().empty((len(pairs), PAIR_STATS), np.float32)
+        self.stats.append(stats)
         scales = 1.0 / len(self.pairs), 1.0 / max(self.num_chosen, 1)
         preference_loss(logprobs, ref_logps, batch.cu_seqlens, train, *scales, dlogprobs, stats, log_sum_sq_probs)
         return forward, dlogprobs
 
-    def metrics(self):
-        """TRL's metrics of all pairs: dict of float; synchronises with the device."""
-        stats = device.to_host(self.stats)
+    def read(self):
+        """What `metrics` takes of each micro-batch so far: list; synchronises with the device."""
+        return [
+            (device.to_host(stats), part.to_host()) for stats, part in zip(self.stats, self.tokens.parts, strict=True)
+        ]
+
+    def metrics(self, results):
+        """TRL's metrics of all pairs: dict of float. results: what `read` has returned, of all micro-batches."""
+        stats, parts = zip(*results, strict=True)
+        stats = np.concatenate(stats)
         loss = {"loss": float(stats[:, LOSS].sum(dtype=np.float64))}
-        return loss | preference_metrics(stats) | self.tokens.means()
+        return loss | preference_metrics(stats) | self.tokens.means(parts)
 
 
 def log_sum_of_squares(policy, head):

@@ -48,8 +48,8 @@ def update(train, state, mean_entropy):
 def entropies_of(policy, micro_batches):
     """(T,) float32 on the host: the entropies of all tokens of a list of Rollouts, from forwards without a tape."""
     outputs = {"logprobs": (None, np.float32), "entropy": (None, np.float32)}
-    readings = [policy.run(_score, part.micro_batch(), outputs) for part in micro_batches]
-    return np.concatenate([read()["entropy"] for read in readings])
+    readings = [policy.run(_score, part.micro_batch(), outputs) for part in policy.own(micro_batches)]
+    return np.concatenate(policy.of_all_micro_batches([read()["entropy"] for read in readings]))
 
 
 def _score(policy, batch, results):

@@ -2,7 +2,7 @@
 
     generation       prompts_per_rollout prompts x num_generations completions from the engine, with their rewards;
                      shuffled once, cut into rollout_steps micro-batches, each trained on num_iterations times
-    optimizer step   gradient_accumulation_steps micro-batches
+    optimizer step   gradient_accumulation_steps micro-batches, or those of global_batch_size completions
 
 Engine and policy read the same weights, so nothing is copied between them. Where their arithmetic agrees bit for bit,
 the sampler's log-probs are the old policy's and need no forward, and on-policy they give the loss's gradient before the
@@ -32,30 +32,34 @@ from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_sca
 from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import TrainerState
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import device
 from rlnumba.trainers import dynamic_sampling, evaluation, rollout
 from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers.core import LateMetrics, Schedule
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.micro_batch import costliest_first
 from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
 from rlnumba.trainers.rejection import normalize_corrections, reject
 from rlnumba.trainers.replay_buffer import ReplayBuffer
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
+from rlnumba.trainers.shared_rollout import LLMOnRanks, RewardsOnRanks
 
 
-def run_grpo(run, resume=False, reward_funcs=()):
+def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
     """Train a GRPORun; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-    the functions themselves, where run.rewards.funcs only names them. A reward that fails, or a signal, in the middle
-    of the run leaves a checkpoint of the last complete step.
+    the functions themselves, where run.rewards.funcs only names them. communicator: of the ranks that train together
+    and call this with the same arguments, or None. A signal in the middle of the run and, of one rank, a reward that
+    fails leave a checkpoint of the last complete step.
     """
-    train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs)
+    train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs, communicator)
 
 
 def save_final(folder, policy, tokenizer):
     """Write final/ of a RunFolder, the policy as a causal language model."""
+    policy.gather_adapter()
     folder.finish(policy.model, tokenizer, LM_HEAD)
 
 
@@ -75,16 +79,18 @@ class Algorithm(NamedTuple):
     save_final: Callable = save_final
 
 
-def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
+def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
     """Train a Run of prompts and rewards by an Algorithm; the arguments are run_grpo's."""
     train = run.train
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(train, 0, 1)
-    folder = begin_run(algorithm.name, run, resume)
-    rewards = load_rewards(run, reward_funcs)
+    folder = begin_run(algorithm.name, run, resume, communicator)
+    rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
     policy, tokenizer = algorithm.load(run, folder)
     model = policy.model
-    llm = LLM(model, tokenizer, run.engine)
+    llm = generator = LLM(model, tokenizer, run.engine)
+    if not folder.is_alone:
+        generator, rewards = LLMOnRanks(llm, communicator), RewardsOnRanks(rewards, communicator)
     prompts = load_prompts(run.data.train, run, llm)
     eval_data = load_prompts(run.data.eval, run, llm, for_eval=True) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
@@ -104,8 +110,9 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
 
     callbacks, control = folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+        folder.hold_signals()
         if eval_data and train.eval_on_start and folder.step == 0:
-            writer.log(0, evaluate(llm, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
+            writer.log(0, evaluate(generator, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
         callbacks.begin(folder.step, schedule.total_steps, model)
         clock = Clock()
         for step in range(folder.step, schedule.total_steps):
@@ -116,7 +123,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                 if micro.begins_generation or state.rollouts is None:
                     with clock.phase("generate"):
                         rollouts, generations, own_metrics = algorithm.generate(
-                            policy, llm, rewards, prompts, state.order, run, trainer_state, micro.index,
+                            policy, generator, rewards, prompts, state.order, run, trainer_state, micro.index,
                             schedule.on_policy, clock, writer,
                         )  # fmt: skip
                     with clock.phase("log"):
@@ -147,12 +154,12 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                 if prompts.dropped_prompts:
                     metrics["dropped_prompts"] = prompts.dropped_prompts
                 callbacks.step_end(step + 1, metrics["epoch"], model)
-            if eval_data and callbacks.evaluation_due(step + 1, last):
-                with writer.logged_on_interruption(step + 1, metrics), signals.released(), clock.phase("eval"):
-                    found = evaluate(llm, rewards, eval_data, run, trainer_state)
+            if eval_data and folder.decided(callbacks.evaluation_due(step + 1, last)):
+                with writer.logged_on_interruption(step + 1, metrics), folder.interruptible(), clock.phase("eval"):
+                    found = evaluate(generator, rewards, eval_data, run, trainer_state)
                 metrics |= found
             with clock.phase("log"):
-                if found is not None:
+                if found is not None and folder.is_first_rank:
                     callbacks.evaluated(found, model)
                 # What follows counts in the next step.
                 metrics |= clock.read()
@@ -162,19 +169,19 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=()):
                 writer.log(step + 1, metrics | memory_metrics())
                 callbacks.logged(metrics, model)
                 folder.saver.check()
-            last = last or control.should_training_stop
-            if last or (step + 1) % train.save_steps == 0 or control.should_save:
+            last, saves = folder.decided((last or control.should_training_stop, control.should_save))
+            if last or (step + 1) % train.save_steps == 0 or saves:
                 with clock.phase("save"):
                     save()
                     callbacks.call("on_save", model)
-            signals.release()
+            folder.release_signals()
             if last:
                 break
         callbacks.call("on_train_end", model)
         writer.flush()
         writer.draw()
         algorithm.save_final(folder, policy, tokenizer)
-        if (folder.path / "completions.jsonl").exists():
+        if folder.is_first_rank and (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
 
@@ -316,8 +323,9 @@ def forward_parts(rollouts, train):
 
 def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
-    readings = [policy.run(score, part.micro_batch(), {"logprobs": (None, np.float32)}, model) for part in parts]
-    return np.concatenate([read()["logprobs"] for read in readings])
+    outputs = {"logprobs": (None, np.float32)}
+    readings = [policy.run(score, part.micro_batch(), outputs, model) for part in policy.own(parts)]
+    return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings]))
 
 
 def score(policy, batch, results, model):
@@ -342,6 +350,12 @@ def cut_by_tokens(train, micro_batches):
     return [piece for piece, _ in pieces], [whole for _, whole in pieces]
 
 
+def in_order_of_step(policy, micro_batches):
+    """cut_by_tokens of a list of Rollouts, in the order in which a step adds their gradients."""
+    pieces = zip(*cut_by_tokens(policy.train, micro_batches), strict=True)
+    return zip(*costliest_first(pieces, policy.model.config, lambda pair: pair[0].lengths), strict=True)
+
+
 # Of a micro-batch, on the device: see MicroBatchGraphs.run.
 OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (METRICS, np.float32)}
 
@@ -350,7 +364,7 @@ def train_step(policy, micro_batches, learning_rate):
     """One optimizer step on a list of Rollouts: LateMetrics. Writes gradients, weights and optimizer state."""
     train = policy.train
     num_means = len(micro_batches)
-    micro_batches, wholes = cut_by_tokens(train, micro_batches)
+    micro_batches, wholes = in_order_of_step(policy, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
@@ -362,7 +376,8 @@ def train_step(policy, micro_batches, learning_rate):
     gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
     readings = []
     policy.zero_grad(learning_rate)
-    for i, part in enumerate(micro_batches):
+    for i in policy.each_micro_batch(range(len(micro_batches))):
+        part = micro_batches[i]
         scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
         batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
         tokens = slice(ends[i] - len(part.loss_mask), ends[i])
@@ -374,11 +389,15 @@ def train_step(policy, micro_batches, learning_rate):
         else:
             batch = batch.with_arrays(targets=choice.arrays(tokens))
             readings.append(policy.run(general_step, batch, OUTPUTS, part.on_policy))
+    if selects and len(micro_batches) == 1:
+        # On all ranks, of which one has made it.
+        made = [(choice.kept, choice.num_kept)] if choice.is_made else []
+        ((choice.kept, choice.num_kept),) = policy.of_all_micro_batches(made)
     # grads -> step
     info = policy.step(learning_rate)
 
     def read():
-        results = [reading() for reading in readings]
+        results = policy.of_all_micro_batches([reading() for reading in readings])
         loss, entropy = np.float32(0.0), np.concatenate([found["entropy"] for found in results])
         for found in results:
             loss += found["loss"][0]

@@ -5,7 +5,7 @@
                      gradient, and is known before the batch's first micro-batch (not with apo_zero_unpaired)
     micro-batch      per_device_train_batch_size completions after their prompts, the desirable ones first, laid end to
                      end without padding in one forward and backward pass
-    optimizer step   gradient_accumulation_steps micro-batches; the loss is the mean over all their rows
+    optimizer step   several micro-batches; the loss is the mean over all their rows
 
 Sources: Ethayarajh et al. 2024 (arXiv 2402.01306); TRL 1.16's KTOTrainer, whose names, defaults and semantics these
 are, but for the KL divergence, which TRL takes of each micro-batch. The losses are in kernels/rl/kto_loss.py.
@@ -21,6 +21,7 @@ from rlnumba.data.unpaired import load_unpaired
 from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_metrics
 from rlnumba.runtime import device
 from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.micro_batch import costliest_first
 from rlnumba.trainers.preference import (
     CompletionBatch,
     TokenMetrics,
@@ -32,20 +33,21 @@ from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
 
-def run_kto(run, resume=False):
+def run_kto(run, resume=False, communicator=None):
     """Train a KTORun; writes its output_dir.
 
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
+    run_sft's.
     """
     train = run.train
-    folder = begin_run("kto", run, resume)
+    folder = begin_run("kto", run, resume, communicator)
     policy, tokenizer = load_policy(run, folder, reference=True)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     if train.precompute_ref_log_probs:
         datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
         if train.loss_type == "kto":
-            size = train.per_device_train_batch_size * train.gradient_accumulation_steps
+            size = train.per_device_train_batch_size * train.micro_batches_per_step
             for first in range(0, len(rows), size):
                 set_kl_sequences(rows[first : first + size], sequence_limit(policy))
             set_kl_sequences(eval_rows or [], sequence_limit(policy))
@@ -131,10 +133,8 @@ class StepLoss:
 
     def __init__(self, policy, completions):
         xp = device.xp()
-        self.policy, self.completions, self.done = policy, completions, 0
-        self.tokens = TokenMetrics(policy.model, sum(each.sequence.num_trained for each in completions))
-        self.stats = xp.empty((len(completions), STATS), np.float32)
-        self.labels = np.zeros(len(completions), bool)
+        self.policy, self.completions, self.stats = policy, completions, []
+        self.tokens = TokenMetrics(policy.model)
         self.kl_logps, self.ref_kl_logps = xp.empty((2, 0), np.float32)
         if policy.train.loss_type == "kto":
             self.kl_logps, self.ref_kl_logps = xp.empty((2, len(completions)), np.float32)
@@ -158,6 +158,7 @@ class StepLoss:
     def micro_batches(self):
         """The rows of each forward pass, the desirable ones first: lists."""
         parts = micro_batches_of(self.completions, self.policy.train)
+        parts = costliest_first(parts, self.policy.model.config, lambda part: list(map(num_tokens, part)))
         return [sorted(part, key=lambda completion: not completion.label) for part in parts]
 
     def forward(self, completions):
@@ -174,15 +175,23 @@ class StepLoss:
         forward = policy.forward(batch.targets, logprobs, *self.tokens.next(batch))
         _, head = forward
         self.tokens.add_hidden(batch, head.hidden)
-        part = slice(self.done, self.done + len(completions))
-        self.labels[part], self.done = labels, part.stop
+        stats = device.xp().empty((len(completions), STATS), np.float32)
+        self.stats.append((stats, labels))
         arrays = ref_logps, device.asarray(labels.astype(np.uint8)), self.kl_logps, self.ref_kl_logps
         scale = 1.0 / len(self.completions)
-        kto_loss(logprobs, *arrays, batch.cu_seqlens, policy.train, scale, dlogprobs, self.stats[part])
+        kto_loss(logprobs, *arrays, batch.cu_seqlens, policy.train, scale, dlogprobs, stats)
         return forward, dlogprobs
 
-    def metrics(self):
-        """TRL's metrics of all rows: dict of float; synchronises with the device."""
-        stats = device.to_host(self.stats)
+    def read(self):
+        """What `metrics` takes of each micro-batch so far: list; synchronises with the device."""
+        return [
+            (device.to_host(stats), labels, part.to_host())
+            for (stats, labels), part in zip(self.stats, self.tokens.parts, strict=True)
+        ]
+
+    def metrics(self, results):
+        """TRL's metrics of all rows: dict of float. results: what `read` has returned, of all micro-batches."""
+        stats, labels, parts = zip(*results, strict=True)
+        stats = np.concatenate(stats)
         loss = {"loss": float(stats[:, LOSS].sum(dtype=np.float64))}
-        return loss | kto_metrics(stats, self.labels) | self.tokens.means()
+        return loss | kto_metrics(stats, np.concatenate(labels)) | self.tokens.means(parts)

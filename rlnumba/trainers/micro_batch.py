@@ -114,12 +114,8 @@ class MicroBatch:
         return self.tokens | self.targets | self.sequences | self.others
 
     def cost(self, config):
-        """Multiplications of a layer's forward, about: int. config: of the model."""
-        H, E = config.num_attention_heads, config.head_dim
-        per_token = (2 * H + 2 * config.num_key_value_heads) * E + 3 * config.intermediate_size
-        lengths = np.diff(self.sequences["cu_seqlens"]).astype(np.int64)
-        # Causal: half of the products of queries and keys, and of probabilities and values.
-        return int(self.num_tokens * config.hidden_size * per_token + H * E * (lengths**2).sum())
+        """cost_of its sequences: int. config: of the model."""
+        return cost_of(np.diff(self.sequences["cu_seqlens"]), config)
 
     @property
     def num_tokens(self):
@@ -157,12 +153,24 @@ def _extended(array, length, value):
     return extended
 
 
-def costliest_first(batches, config):
-    """MicroBatches in the order in which a step adds their gradients, which does not depend on who computes them.
+def cost_of(lengths, config):
+    """Multiplications of a layer's forward of sequences of these lengths, about: int. config: of the model."""
+    H, E = config.num_attention_heads, config.head_dim
+    per_token = (2 * H + 2 * config.num_key_value_heads) * E + 3 * config.intermediate_size
+    lengths = np.asarray(lengths, np.int64)
+    # Causal: half of the products of queries and keys, and of probabilities and values.
+    return int(lengths.sum() * config.hidden_size * per_token + H * E * (lengths**2).sum())
 
-    So the ranks of a round have about as much to do. config: of the model.
+
+def costliest_first(batches, config, lengths_of=None):
+    """Micro-batches in the order in which a step adds their gradients, which does not depend on who computes them.
+
+    So the ranks of a round have about as much to do. config: of the model. lengths_of(batch): of its sequences, where
+    the batches are no MicroBatches.
     """
-    return sorted(batches, key=lambda batch: -batch.cost(config))
+    if lengths_of is None:
+        return sorted(batches, key=lambda batch: -batch.cost(config))
+    return sorted(batches, key=lambda batch: -cost_of(lengths_of(batch), config))
 
 
 @dataclass(frozen=True)

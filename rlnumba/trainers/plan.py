@@ -38,7 +38,6 @@ from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.micro_batch import MicroBatch
-from rlnumba.trainers.row_loop import micro_batches_of_step
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.
@@ -51,7 +50,7 @@ WITHOUT_EFFECT_ON_ROWS = {
     "gradient_checkpointing": True, "activation_memory": None, "recompute_modules": [],
     "recompute_num_layers": 0,
     "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 1,
+    "gradient_accumulation_steps": 1, "global_batch_size": None,
 }  # fmt: skip
 # Trainers whose micro-batches become CUDA graphs.
 GRAPHED = ("sft", "grpo", "rloo")
@@ -86,7 +85,7 @@ class Planner:
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes):
-        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
+        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run.on_ranks(), on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}
@@ -300,7 +299,7 @@ def _row_step(planner, run):
     trainer, train = ROW_TRAINERS[planner.kind], run.train
     rows = planner.rows(run)
     lengths, size = np.array([trainer.module.num_tokens(row) for row in rows]), train.per_device_train_batch_size
-    schedule = Schedule(train, -(-len(rows) // size), micro_batches_of_step(run))
+    schedule = Schedule(train, -(-len(rows) // size))
     most, chosen, steps_left = -1, (), schedule.total_steps
     for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
         order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
@@ -428,7 +427,9 @@ def _switches(kind, run, on_gpu, model_dtype):
         add("train", dtype="bfloat16")
     if train.per_device_train_batch_size % 2 == 0:
         halved = train.per_device_train_batch_size // 2
-        accumulation = {"gradient_accumulation_steps": 2 * train.gradient_accumulation_steps}
+        accumulation = {}
+        if train.global_batch_size is None:
+            accumulation["gradient_accumulation_steps"] = 2 * train.gradient_accumulation_steps
         if getattr(train, "steps_per_generation", None):
             accumulation["steps_per_generation"] = 2 * train.steps_per_generation
         add("train", per_device_train_batch_size=halved, **accumulation)

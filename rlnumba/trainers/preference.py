@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,13 +57,13 @@ def optimizer_step(loss, learning_rate):
     """One optimizer step on the rows of a StepLoss, dpo's or kto's: LateMetrics."""
     policy = loss.policy
     policy.zero_grad(learning_rate)
-    for part in loss.micro_batches():
+    for part in policy.each_micro_batch(loss.micro_batches()):
         with policy.scope():
             # ids -> log-probs -> loss -> gradients
             forward, dlogprobs = loss.forward(part)
             policy.backward(forward, dlogprobs)
     info = policy.step(learning_rate)
-    return LateMetrics(lambda: loss.metrics() | info)
+    return LateMetrics(lambda: loss.metrics(policy.of_all_micro_batches(loss.read())) | info)
 
 
 def evaluation(loss):
@@ -70,53 +71,68 @@ def evaluation(loss):
     for part in loss.micro_batches():
         with loss.policy.scope(), loss.policy.evaluating():
             loss.forward(part)
-    return loss.metrics()
+    return loss.metrics(loss.read())
+
+
+class TokenResults(NamedTuple):
+    """Of a micro-batch's T targets, on the device or the host: entropy (T,) f32, top1 and target_ids (T,) i32.
+
+    hidden_sums (2, D) f32: of the hidden states that predict those of chosen completions, the first num_chosen, and of
+    the others.
+    """
+
+    entropy: object
+    top1: object
+    target_ids: object
+    hidden_sums: object
+    num_chosen: int
+
+    def to_host(self):
+        """These in host memory."""
+        return TokenResults(*map(device.to_host, self[:4]), self.num_chosen)
 
 
 class TokenMetrics:
     """Entropy, accuracy and mean logits of all targets of an optimizer step, on the device until the step is done.
 
-    num_targets: of the whole step. The mean over the vocabulary of a position's logits is its hidden state times the
-    mean row of the language-model head, so that sums of hidden states are all that is kept.
+    The mean over the vocabulary of a position's logits is its hidden state times the mean row of the language-model
+    head, so that sums of hidden states are all that is kept. parts: TokenResults of the micro-batches so far.
     """
 
-    def __init__(self, model, num_targets):
-        xp = device.xp()
-        self.model, self.used, self.counts = model, 0, np.zeros(2, np.int64)
-        self.entropy = xp.empty(num_targets, np.float32)
-        self.top1, self.target_ids = xp.empty((2, num_targets), np.int32)
-        self.is_chosen = np.zeros(num_targets, bool)
-        self.hidden_sums = xp.zeros((2, model.lm_head.shape[1]), np.float32)
-        self.head_sum = xp.zeros(model.lm_head.shape[1], np.float32)
+    def __init__(self, model):
+        self.parts = []
+        self.vocab_size, hidden_size = model.lm_head.shape
+        self.head_sum = device.xp().zeros(hidden_size, np.float32)
         column_sums(model.lm_head, self.head_sum)
 
     def next(self, batch):
         """The outputs of the next CompletionBatch's targets, to be written: entropy (T,) f32, top1 (T,) i32."""
-        part = slice(self.used, self.used + batch.num_targets)
-        self.used = part.stop
-        self.target_ids[part] = batch.targets.target_ids
-        self.is_chosen[part.start : part.start + batch.num_chosen] = True
-        return self.entropy[part], self.top1[part]
+        xp, shape = device.xp(), (batch.num_targets,)
+        entropy, top1 = xp.empty(shape, np.float32), xp.empty(shape, np.int32)
+        sums = xp.zeros((2, len(self.head_sum)), np.float32)
+        self.parts.append(TokenResults(entropy, top1, batch.targets.target_ids, sums, batch.num_chosen))
+        return entropy, top1
 
     def add_hidden(self, batch, hidden):
         """hidden (T, D): the hidden states that predict the targets of that CompletionBatch."""
         sides = hidden[: batch.num_chosen], hidden[batch.num_chosen :]
-        for side, total in zip(sides, self.hidden_sums, strict=True):
+        for side, total in zip(sides, self.parts[-1].hidden_sums, strict=True):
             column_sums(side, total)
-        self.counts += [len(side) for side in sides]
 
-    def means(self):
+    def means(self, parts):
         """{"entropy": ..., "mean_token_accuracy": ..., "logits/chosen": ..., "logits/rejected": ...}, dict of float.
 
-        The accuracy is that of chosen completions. Absent is what has no target.
+        parts: TokenResults on the host, of all micro-batches. The accuracy is that of chosen completions. Absent is
+        what has no target.
         """
-        found = {"entropy": float(device.to_host(self.entropy).mean(dtype=np.float64))} if self.used else {}
-        if self.is_chosen.any():
-            hits = device.to_host(self.top1) == device.to_host(self.target_ids)
-            found["mean_token_accuracy"] = float(hits[self.is_chosen].mean())
-        head_mean = device.to_host(self.head_sum).astype(np.float64) / self.model.lm_head.shape[0]
-        sums = device.to_host(self.hidden_sums).astype(np.float64) @ head_mean
-        for name, total, count in zip(("chosen", "rejected"), sums, self.counts, strict=True):
+        entropy = np.concatenate([part.entropy for part in parts])
+        found = {"entropy": float(entropy.mean(dtype=np.float64))} if len(entropy) else {}
+        hits = np.concatenate([(part.top1 == part.target_ids)[: part.num_chosen] for part in parts])
+        if len(hits):
+            found["mean_token_accuracy"] = float(hits.mean())
+        head_mean = device.to_host(self.head_sum).astype(np.float64) / self.vocab_size
+        sums = np.sum([part.hidden_sums for part in parts], axis=0, dtype=np.float64) @ head_mean
+        for name, total, count in zip(("chosen", "rejected"), sums, (len(hits), len(entropy) - len(hits)), strict=True):
             if count:
                 found[f"logits/{name}"] = float(total / count)
         return found
@@ -138,25 +154,26 @@ def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha
                 fingerprint.update(sequence.loss_mask.tobytes())
     fingerprint = fingerprint.hexdigest()
     if folder.state is not None:
-        stored = read_reference_file(path)
+        stored = folder.decided(read_reference_file(path) if folder.is_first_rank else {})
         if stored.get("rows") == fingerprint:
             return {name: np.array(stored[name], np.float32) for name in datasets}
         log(f"{path} does not have the reference's log-probs of these rows: computing them again")
     found = {}
     for name, rows in datasets.items():
         parts, reported = [], time.monotonic()
-        for first in range(0, len(rows), size):
+        firsts = policy.own(range(0, len(rows), size))
+        for first in firsts:
             with policy.context.use(), policy.scope():
                 batch = batch_logps(rows[first : first + size])
                 logps = device.to_host(batch.logps(policy, policy.reference, ld_alpha))
             parts.append(logps.reshape(-1, len(rows[first : first + size])).T)
-            done = min(first + size, len(rows))
-            if done == len(rows) or time.monotonic() - reported > 10:
-                log(f"log-probs of the reference: {done} of {len(rows)} rows of data.{name}")
+            if first == firsts[-1] or time.monotonic() - reported > 10:
+                log(f"log-probs of the reference: {min(first + size, len(rows))} of {len(rows)} rows of data.{name}")
                 reported = time.monotonic()
-        found[name] = np.concatenate(parts)
-    with replacing(path) as file:
-        json.dump({"rows": fingerprint} | {name: logps.tolist() for name, logps in found.items()}, file)
+        found[name] = np.concatenate(policy.of_all_micro_batches(parts))
+    if folder.is_first_rank:
+        with replacing(path) as file:
+            json.dump({"rows": fingerprint} | {name: logps.tolist() for name, logps in found.items()}, file)
     return found
 
 

@@ -8,7 +8,7 @@ from rlnumba.runtime import device
 
 
 def train_on_ranks(kind, run, resume):
-    """Train a run on run.num_ranks processes, of which the first writes its folder; kind: "sft".
+    """Train a run on run.num_ranks processes, of which the first writes its folder; kind: "sft", ...
 
     Raises RankError for the first that fails, ConfigError where there are no devices for all.
     """
@@ -16,10 +16,10 @@ def train_on_ranks(kind, run, resume):
         raise ConfigError(
             f"deploy.num_train_gpus is {run.num_ranks}: several ranks need --device cpu, where each is a process"
         )
-    launch(_train, run.num_ranks, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds)
+    launch(_train, run.num_ranks, kind, run.on_ranks(), resume, timeout_s=run.deploy.dist_timeout_seconds)
 
 
 def _train(communicator, kind, run, resume):
     """What each rank does."""
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-    train(run, resume, communicator)
+    train(run, resume, communicator=communicator)

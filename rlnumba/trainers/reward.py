@@ -18,17 +18,18 @@ from rlnumba.model.sequence_score import score_rows
 from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import TargetBatch
+from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
 from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
 
-def run_reward(run, resume=False):
+def run_reward(run, resume=False, communicator=None):
     """Train a RewardRun; writes its output_dir.
 
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step.
+    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
+    run_sft's.
     """
-    folder = begin_run("reward", run, resume)
+    folder = begin_run("reward", run, resume, communicator)
     policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
     rows = load_rows(run.data.train, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
@@ -59,26 +60,32 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
 
 def train_step(policy, rows, learning_rate):
     """One optimizer step on PreferencePairs: LateMetrics. Writes gradients, weights and optimizer state."""
-    scores = PairScores(rows, policy.train.center_rewards_coefficient)
+    scores, config = PairScores(len(rows), policy.train.center_rewards_coefficient), policy.model.config
     policy.zero_grad(learning_rate)
-    for pairs in micro_batches_of(rows, policy.train):
+    parts = costliest_first(micro_batches_of(rows, policy.train), config, lengths_of)
+    for pairs in policy.each_micro_batch(parts):
         with policy.scope():
             rewards, drewards = policy.arena.empty((2, 2 * len(pairs)), np.float32)
-            forward = policy.forward_values(value_batch(pairs, policy.model.config), rewards)
-            scores.loss(rewards, drewards)
+            forward = policy.forward_values(value_batch(pairs, config), rewards)
+            scores.loss(pairs, rewards, drewards)
             policy.backward_values(forward, drewards)
     info = policy.step(learning_rate)
-    return LateMetrics(lambda: scores.metrics() | info)
+    return LateMetrics(lambda: metrics_of(policy.of_all_micro_batches(scores.read())) | info)
 
 
 def evaluate(policy, rows):
     """Metrics of held-out pairs: {"loss": ..., "accuracy": ...}."""
-    scores = PairScores(rows, policy.train.center_rewards_coefficient)
+    scores = PairScores(len(rows), policy.train.center_rewards_coefficient)
     for pairs in micro_batches_of(rows, policy.train):
         rewards, drewards = device.xp().empty((2, 2 * len(pairs)), np.float32)
         policy.values(value_batch(pairs, policy.model.config), rewards)
-        scores.loss(rewards, drewards)
-    return scores.metrics()
+        scores.loss(pairs, rewards, drewards)
+    return metrics_of(scores.read())
+
+
+def lengths_of(pairs):
+    """The tokens of each sequence of PreferencePairs: list."""
+    return [len(pair.prompt_ids) + len(ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
 
 
 def value_batch(pairs, config):
@@ -90,38 +97,43 @@ def value_batch(pairs, config):
 
 
 class PairScores:
-    """Rewards and losses of all pairs of a step, kept on the device until it is done.
+    """Rewards and losses of the pairs of a step, kept on the device until it is done.
 
-    rows: PreferencePairs; centering: center_rewards_coefficient or None.
+    count: pairs of the whole step; centering: center_rewards_coefficient or None.
     """
 
-    def __init__(self, rows, centering):
-        self.count, self.used, self.centering = len(rows), 0, centering or 0.0
-        self.margins = device.asarray(np.array([pair.margin or 0.0 for pair in rows], np.float32))
-        self.chosen, self.rejected, self.losses = device.xp().empty((3, self.count), np.float32)
+    def __init__(self, count, centering):
+        self.count, self.centering, self.parts = count, centering or 0.0, []
 
-    def loss(self, rewards, drewards):
+    def loss(self, pairs, rewards, drewards):
         """Write drewards (2 P,) f32, the derivative of the step's loss by rewards (2 P,) of the next P pairs."""
-        size = rewards.shape[0] // 2
-        part = slice(self.used, self.used + size)
-        self.used = part.stop
-        self.chosen[part], self.rejected[part] = rewards[:size], rewards[size:]
+        size = len(pairs)
+        margins = device.asarray(np.array([pair.margin or 0.0 for pair in pairs], np.float32))
+        losses, kept = (device.xp().empty(n, np.float32) for n in (size, 2 * size))
+        kept[...] = rewards
         reward_loss(
-            rewards[:size], rewards[size:], self.margins[part], self.centering, 1.0 / self.count,
-            self.losses[part], drewards[:size], drewards[size:],
+            rewards[:size], rewards[size:], margins, self.centering, 1.0 / self.count,
+            losses, drewards[:size], drewards[size:],
         )  # fmt: skip
+        self.parts.append((losses, kept))
 
-    def metrics(self):
-        """TRL's metrics over all pairs; synchronises with the device."""
-        chosen, rejected, losses = (
-            device.to_host(array).astype(np.float64) for array in (self.chosen, self.rejected, self.losses)
-        )
-        both = np.concatenate([chosen, rejected])
-        return {
-            "loss": float(losses.mean()),
-            "accuracy": float((chosen > rejected).mean()),
-            "margin": float((chosen - rejected).mean()),
-            "min_reward": float(both.min()),
-            "mean_reward": float(both.mean()),
-            "max_reward": float(both.max()),
-        }
+    def read(self):
+        """What metrics_of takes of each micro-batch so far: list; synchronises with the device."""
+        return [(device.to_host(losses), device.to_host(rewards)) for losses, rewards in self.parts]
+
+
+def metrics_of(parts):
+    """TRL's metrics over all pairs. parts: (losses (P,), rewards (2 P,)) of each micro-batch, on the host."""
+    losses = np.concatenate([losses for losses, _ in parts]).astype(np.float64)
+    chosen, rejected = (
+        np.concatenate([np.split(rewards, 2)[side] for _, rewards in parts]).astype(np.float64) for side in (0, 1)
+    )
+    both = np.concatenate([chosen, rejected])
+    return {
+        "loss": float(losses.mean()),
+        "accuracy": float((chosen > rejected).mean()),
+        "margin": float((chosen - rejected).mean()),
+        "min_reward": float(both.min()),
+        "mean_reward": float(both.mean()),
+        "max_reward": float(both.max()),
+    }

@@ -20,9 +20,9 @@ from rlnumba.trainers import rollout
 from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.grpo import (
     Algorithm,
-    cut_by_tokens,
     forward_parts,
     host_logprobs,
+    in_order_of_step,
     load,
     sampler_is_exact,
     sampling_params,
@@ -33,9 +33,9 @@ from rlnumba.trainers.grpo import (
 EPSILON = 1e-4
 
 
-def run_rloo(run, resume=False, reward_funcs=()):
+def run_rloo(run, resume=False, reward_funcs=(), communicator=None):
     """Train an RLOORun; writes its output_dir. The arguments are run_grpo's."""
-    train_on_prompts(Algorithm("rloo", load, generate, train_step), run, resume, reward_funcs)
+    train_on_prompts(Algorithm("rloo", load, generate, train_step), run, resume, reward_funcs, communicator)
 
 
 def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
@@ -119,12 +119,12 @@ OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (MET
 def train_step(policy, micro_batches, learning_rate):
     """One optimizer step on a list of Rollouts: LateMetrics. Writes gradients, weights and optimizer state."""
     config = policy.train.policy_loss
-    micro_batches, _ = cut_by_tokens(policy.train, micro_batches)
+    micro_batches, _ = in_order_of_step(policy, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     exact, readings = sampler_is_exact(policy.train), []
     policy.zero_grad(learning_rate)
-    for part in micro_batches:
+    for part in policy.each_micro_batch(micro_batches):
         scale = policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches))
         batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
         if part.on_policy and exact and not policy.has_dropout:
@@ -136,7 +136,7 @@ def train_step(policy, micro_batches, learning_rate):
     mask = np.concatenate([part.loss_mask for part in micro_batches])
 
     def read():
-        results = [reading() for reading in readings]
+        results = policy.of_all_micro_batches([reading() for reading in readings])
         loss, entropy = np.float32(0.0), np.concatenate([found["entropy"] for found in results])
         for found in results:
             loss += found["loss"][0]

@@ -322,7 +322,7 @@ class Rollouts:
             return slice(begin, begin + int(lengths[first : first + count].sum()))
 
         sequences, targets = slice(first, first + count), tokens(self.completion_lengths)
-        parts = {"token_ids": self.token_ids[tokens(self.prompt_lengths + self.completion_lengths)]}
+        parts = {"token_ids": self.token_ids[tokens(self.lengths)]}
         for name in ("prompt_lengths", "completion_lengths", "advantages"):
             parts[name] = getattr(self, name)[sequences]
         for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
@@ -346,12 +346,17 @@ class Rollouts:
 
     def parts_of_tokens(self, limit):
         """All sequences in their order, as many at a time as have at most `limit` tokens, but at least one: list."""
-        ranges = ranges_of_tokens(self.prompt_lengths + self.completion_lengths, limit)
+        ranges = ranges_of_tokens(self.lengths, limit)
         return [self.part(first, end - first, self.on_policy) for first, end in ranges]
 
     def state(self):
         """The arrays that a checkpoint keeps: dict, the arguments of Rollouts."""
         return {name: value for name, value in vars(self).items() if name != "on_policy"}
+
+    @property
+    def lengths(self):
+        """Tokens of each sequence, (B,) i32."""
+        return self.prompt_lengths + self.completion_lengths
 
     @property
     def num_active(self):
@@ -369,8 +374,7 @@ class Rollouts:
         # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
         thresholds = self.thresholds if len(self.thresholds) else None
-        lengths = self.prompt_lengths + self.completion_lengths
-        batch = MicroBatch.of(self.token_ids, lengths, prompt_tokens + np.arange(bounds[-1]), thresholds)
+        batch = MicroBatch.of(self.token_ids, self.lengths, prompt_tokens + np.arange(bounds[-1]), thresholds)
         names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
         of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
         return batch.with_arrays(of_targets, {"completion_bounds": bounds, "advantages": self.advantages})

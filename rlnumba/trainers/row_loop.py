@@ -1,8 +1,8 @@
 """The loop of the trainers whose data is a file of rows: optimizer steps in epochs, evaluation, checkpoints.
 
 epoch            the rows in the file's order, or shuffled from the seed and the epoch
-optimizer step   gradient_accumulation_steps micro-batches on each GPU, or those of global_batch_size rows on all, of
-                 per_device_train_batch_size rows; the last step of an epoch has what is left
+optimizer step   micro-batches of per_device_train_batch_size rows, as many as make global_batch_size rows; the last
+                 step of an epoch has what is left
 
 On several ranks each has its micro-batches of every step. Rank 0 evaluates, writes the folder and decides when to
 evaluate, save and stop.
@@ -20,12 +20,6 @@ def micro_batches_of(rows, train):
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
-def micro_batches_of_step(run):
-    """Forward and backward passes of an optimizer step, on all ranks together: int."""
-    train = run.train
-    return train.backward_passes * (run.num_ranks if train.global_batch_size is None else 1)
-
-
 def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):
     """Train from where the RunFolder's checkpoint ends to the run's last step; writes the run's folder.
 
@@ -34,9 +28,8 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     count_tokens(row): int.
     """
     run, train = folder.run, folder.run.train
-    size, accumulation = train.per_device_train_batch_size, micro_batches_of_step(run)
-    rows_per_step, schedule = size * accumulation, Schedule(train, -(-len(rows) // size), accumulation)
-    num_tokens = 0
+    schedule = Schedule(train, -(-len(rows) // train.per_device_train_batch_size))
+    rows_per_step, num_tokens = train.per_device_train_batch_size * train.micro_batches_per_step, 0
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
         num_tokens = folder.state["num_tokens"]

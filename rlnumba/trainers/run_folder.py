@@ -236,6 +236,16 @@ class _NoWriter:
     def log(self, step, metrics):
         """Nothing."""
 
+    def status(self, text):
+        """Nothing."""
+
+    def completions(self, step, rows):
+        """Nothing."""
+
+    def logged_on_interruption(self, step, metrics):
+        """A block like any other."""
+        return nullcontext()
+
     def flush(self):
         """Nothing."""
 

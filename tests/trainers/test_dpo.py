@@ -66,7 +66,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, policy, name):
         for part in step.micro_batches():
             with policy.scope():
                 policy.backward(*step.forward(part))
-        found.append((step.metrics(), device.to_host(policy.grads.flat).copy()))
+        found.append((step.metrics(step.read()), device.to_host(policy.grads.flat).copy()))
     metrics, gradient = found[0]
     size = np.linalg.norm(gradient)
     for others, other_gradient in found[1:]:
@@ -86,9 +86,10 @@ def test_mean_logits_are_those_of_the_whole_logits(policy):
             logits, count = (hidden @ weight.T).mean(axis=1), sum(pair.chosen.num_trained for pair in part)
             sums["chosen"] += logits[:count].tolist()
             sums["rejected"] += logits[count:].tolist()
-    metrics = step.metrics()
+    metrics = step.metrics(step.read())
     for name, values in sums.items():
-        assert metrics[f"logits/{name}"] == pytest.approx(np.mean(values), rel=1e-5)
+        # Near zero it is a difference of larger sums in float32.
+        assert metrics[f"logits/{name}"] == pytest.approx(np.mean(values), rel=1e-5, abs=1e-7)
 
 
 def test_log_sum_of_squares(policy):

@@ -289,8 +289,9 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, **option
             from rlnumba.model.config import LM_HEAD
 
             progress = _Progress()
-            arguments = folder, dtype, LM_HEAD, tokenizer and folder, engine, ids, params, progress.generated
-            outputs = tensor_parallel.on_ranks(tensor_parallel.generate, tensor_parallel_size, *arguments)
+            shards = tensor_parallel_size, folder, dtype, LM_HEAD
+            arguments = None if tokenizer is None else folder, engine, ids, params, progress.generated
+            outputs = tensor_parallel.on_ranks(tensor_parallel.generate, *shards, *arguments)
         else:
             llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
             progress = _Progress()

@@ -43,11 +43,11 @@ ARRAYS = (
 class TensorParallel:
     """What the ranks of a Communicator do together in the forward of one model: Transformer.ranks.
 
-    All ranks call each method at the same time, but for lead and end.
+    vocab_size: of the model. All ranks call each method at the same time, but for lead and end.
     """
 
-    def __init__(self, communicator):
-        self.communicator = communicator
+    def __init__(self, communicator, vocab_size):
+        self.communicator, self.vocab_size = communicator, vocab_size
         self.rank, self.count = communicator.rank, communicator.world_size
 
     def gather_columns(self, part, out):
@@ -64,8 +64,8 @@ class TensorParallel:
 
     def logits(self, hidden, lm_head, out):
         """Write the logits (N, V) float32 of hidden states (N, D). lm_head: this rank's rows of the head."""
-        (rows, vocab_size), xp = out.shape, device.xp()
-        tokens = [Shard(rank, self.count).tokens(vocab_size) for rank in range(self.count)]
+        rows, xp = len(hidden), device.xp()
+        tokens = [Shard(rank, self.count).tokens(self.vocab_size) for rank in range(self.count)]
         widest = max(each.stop - each.start for each in tokens)
         sent, arrived = xp.empty(rows * widest, np.float32), xp.empty((self.count, rows * widest), np.float32)
         linear(hidden, lm_head, sent[: rows * len(lm_head)].reshape(rows, len(lm_head)))
@@ -76,9 +76,8 @@ class TensorParallel:
 
     def linear_logp(self, hidden, lm_head, ids, temperature, logp, lse, entropy, top1):
         """kernels.logprob.ops.linear_logp, with its bits. lm_head: this rank's rows of the head."""
-        vocab_size = sum(self.communicator.objects(len(lm_head)))
-        step = forward_rows(vocab_size)
-        z = device.xp().empty((min(step, len(hidden)), vocab_size), np.float32)
+        step = forward_rows(self.vocab_size)
+        z = device.xp().empty((min(step, len(hidden)), self.vocab_size), np.float32)
         for rows, count in slices(len(hidden), step):
             self.logits(hidden[rows], lm_head, z[:count])
             of_rows = (array[rows] for array in (logp, lse, entropy, top1))
@@ -116,7 +115,7 @@ def _with_shard(communicator, function, folder, dtype, heads, arguments):
     """What each rank does."""
     shard = Shard(communicator.rank, communicator.world_size)
     model = load_model(folder, dtype, heads, shard=shard)
-    model.ranks = TensorParallel(communicator)
+    model.ranks = TensorParallel(communicator, model.config.vocab_size)
     if shard.rank:
         *arguments, _ = arguments
         function(model, *arguments, None)

@@ -374,8 +374,6 @@ def _check_ranks(count, folder, base, config):
     from rlnumba.model.shard import Shard
     from rlnumba.model.transformer import check_shard
 
-    if count > 1 and device.name() != "cpu":
-        raise ConfigError(f"--tp {count} needs --device cpu, where each rank is a process")
     check_shard(Shard(0, count), config, None if base is None else folder)
 
 

@@ -22,7 +22,6 @@ from rlnumba.distributed.launch import launch
 from rlnumba.engine.check import Agreement, compare, draw_rollouts
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM
-from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
@@ -104,10 +103,8 @@ def on_ranks(function, count, folder, dtype, heads, *arguments):
     """function(model, *arguments) on `count` ranks, each with its shard of the model in a folder: the result of rank 0.
 
     function, arguments: what can be pickled; progress, the last of them, is None on other ranks. dtype, heads: as of
-    load_model. Raises ConfigError for another device than cpu, and RankError for the first rank that fails.
+    load_model. Raises RankError for the first rank that fails.
     """
-    if device.name() != "cpu":
-        raise ConfigError(f"tensor_parallel_size {count} needs --device cpu, where each rank is a process")
     return launch(_with_shard, count, function, folder, dtype, heads, arguments)[0]
 
 

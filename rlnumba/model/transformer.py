@@ -391,9 +391,11 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
 
 
 def check_shard(shard, config, adapter_folder=None):
-    """Raise ConfigError if a model, or one with the adapter in a folder, cannot be cut like this."""
+    """Raise ConfigError if a model, or one with the adapter in a folder, cannot be cut like this on this device."""
     if shard.count == 1:
         return
+    if device.name() != "cpu":
+        raise ConfigError(f"tensor_parallel_size {shard.count} needs --device cpu, where each rank is a process")
     shard.check(config)
     if adapter_folder is not None:
         raise ConfigError(

@@ -141,7 +141,7 @@ def check_agreement(count, folder, dtype=None, max_tokens=48, temperature=1.0, s
     rows_differ = last_logits(model, rollouts).tobytes() != rows.tobytes()
     operator = None
     if worst is not None:
-        operator = f"what {count} ranks compute; without --tp, check names an operator that differs on one"
+        operator = f"the forward on {count} ranks (without --tp, check names an operator that differs on one)"
     elif rows_differ:
         operator = f"the logits of other tokens, on {count} ranks"
     return Agreement(tokens, equal, largest, operator)

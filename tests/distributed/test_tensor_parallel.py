@@ -126,25 +126,26 @@ def requests_of(config):
     return prompts, params
 
 
-def completions_of(model, config, calls, generate):
-    """[completions of every request] after each of several calls, with the number of preemptions and cached blocks."""
-    llm = LLM(model, None, config)
-    found = [generate(llm, *requests_of(model.config)) for _ in range(calls)]
-    return [
-        [(c.token_ids, c.logprobs, None if c.thresholds is None else c.thresholds.tolist())
-         for output in outputs for c in output.completions]
-        for outputs in found
-    ], llm.engine.num_preemptions  # fmt: skip
+def generated(model, config):
+    """[completions of every request] of two calls, after one of a single request, and the number of preemptions.
 
-
-def generated(model, config, calls=2):
-    """completions_of on rank 0 or without ranks, None on others, which follow."""
+    On rank 0, or without ranks; None on others, which follow.
+    """
     if model.ranks is not None and model.ranks.rank:
         return follow(model, config)
-    found = completions_of(model, config, calls, LLM.generate)
+    llm = LLM(model, None, config)
+    prompts, params = requests_of(model.config)
+    llm.generate(prompts[:1], params[:1])
+    completions = [
+        [c for output in llm.generate(prompts, params) for c in output.completions] for _ in range(2)
+    ]  # fmt: skip
     if model.ranks is not None:
         model.ranks.end()
-    return found
+    found = [
+        [(c.token_ids, c.logprobs, None if c.thresholds is None else c.thresholds.tolist()) for c in each]
+        for each in completions
+    ]
+    return found, llm.engine.num_preemptions
 
 
 SMALL = {"num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": 48}

@@ -31,6 +31,13 @@ MODEL = click.option("--model", required=True, help="Hugging Face folder or hub 
 BASE = click.option("--base", help="Of an adapter; default: its base_model_name_or_path.")
 DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Default: the checkpoint's; cpu: float32.")
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
+TENSOR_PARALLEL = click.option(
+    *("--tp", "--deploy.tensor_parallel_size", "tensor_parallel_size"),
+    type=click.Choice(["1", "2", "4", "8"]),
+    default="1",
+    callback=lambda context, option, value: int(value),
+    help="Processes that have a part of the model each, on the cpu device; the result is that of one.",
+)
 
 # The exception that a signal raised.
 _signal_error = None
@@ -243,7 +250,8 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
 @click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
-def generate(model, base, prompts, output, dtype, **options):
+@TENSOR_PARALLEL
+def generate(model, base, prompts, output, dtype, tensor_parallel_size, **options):
     """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
     "finish_reason"}]}, a line for each prompt.
 
@@ -267,6 +275,7 @@ def generate(model, base, prompts, output, dtype, **options):
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
+        _check_ranks(tensor_parallel_size, folder, base, config)
         limit = longest_sequence(config, engine)
 
         def encode(row):
@@ -275,12 +284,21 @@ def generate(model, base, prompts, output, dtype, **options):
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
         if base is None:
             compile_ahead(config, dtype or config.dtype, None, engine, list(map(len, ids)), [params])
-        llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
-        progress = _Progress()
-        try:
-            outputs = llm.generate(ids, params, progress.generated)
-        except PromptError as error:
-            raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
+        if tensor_parallel_size > 1:
+            from rlnumba.distributed import tensor_parallel
+            from rlnumba.model.config import LM_HEAD
+
+            progress = _Progress()
+            shards = tensor_parallel_size, folder, dtype, LM_HEAD
+            arguments = None if tokenizer is None else folder, engine, ids, params, progress.generated
+            outputs = tensor_parallel.on_ranks(tensor_parallel.generate, *shards, *arguments)
+        else:
+            llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
+            progress = _Progress()
+            try:
+                outputs = llm.generate(ids, params, progress.generated)
+            except PromptError as error:
+                raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
         for result in outputs:
             names = ("text", "token_ids", "logprobs", "finish_reason")
             completions = [{name: getattr(c, name) for name in names} for c in result.completions]
@@ -296,7 +314,8 @@ def generate(model, base, prompts, output, dtype, **options):
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
-def score(model, base, source, output, dtype, temperature):
+@TENSOR_PARALLEL
+def score(model, base, source, output, dtype, temperature, tensor_parallel_size):
     """Compute the log-prob of every token given those before it, with the training forward; or a reward model's score.
 
     Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null. With a model that `rlnumba
@@ -318,6 +337,7 @@ def score(model, base, source, output, dtype, temperature):
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
+        _check_ranks(tensor_parallel_size, folder, base, config)
         classifies = config.heads == SCORE_HEAD
         if classifies and temperature != 1.0:
             raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
@@ -331,34 +351,53 @@ def score(model, base, source, output, dtype, temperature):
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
         if base is None:
             compile_ahead(config, dtype or config.dtype, None, EngineConfig(), (), (), list(map(len, sequences)))
-        transformer = load_model(folder, dtype, SCORE_HEAD if classifies else LM_HEAD, base=base)
-        progress = _Progress()
-        if classifies:
-            from rlnumba.model.sequence_score import score_sequences
+        heads = SCORE_HEAD if classifies else LM_HEAD
+        if tensor_parallel_size > 1:
+            from rlnumba.distributed.tensor_parallel import on_ranks
 
-            for ids, value in zip(sequences, score_sequences(transformer, sequences).tolist(), strict=True):
-                file.write(to_line({"token_ids": ids, "score": value}))
+            progress = _Progress()
+            arguments = folder, dtype, heads, sequences, temperature or 1.0, progress
+            scored = on_ranks(_score_all, tensor_parallel_size, *arguments)
         else:
+            transformer = load_model(folder, dtype, heads, base=base)
+            progress = _Progress()
             scored = _score_all(transformer, sequences, temperature or 1.0, progress)
-            for ids, logprobs in zip(sequences, scored, strict=True):
-                file.write(to_line({"token_ids": ids, "logprobs": [None, *logprobs[1:].tolist()]}))
+        for ids, values in zip(sequences, scored, strict=True):
+            found = {"score": float(values)} if classifies else {"logprobs": [None, *values[1:].tolist()]}
+            file.write(to_line({"token_ids": ids, **found}))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
 
-def _score_all(model, sequences, temperature, progress, max_tokens=32768):
-    """The log-probs of each sequence, (S,) float32 each, max_tokens tokens at a time."""
+def _check_ranks(count, folder, base, config):
+    """Raise ConfigError if a model, an adapter's with its base, cannot be computed by `count` ranks."""
+    from rlnumba.model.shard import Shard
+    from rlnumba.model.transformer import check_shard
+
+    check_shard(Shard(0, count), config, None if base is None else folder)
+
+
+def _score_all(model, sequences, temperature, progress):
+    """The log-probs of each sequence, (S,) float32 each, or of a model with a score head its score.
+
+    progress: None on ranks other than 0.
+    """
     import numpy as np
 
     from rlnumba.model import transformer
 
-    results = []
+    if model.lm_head is None:
+        from rlnumba.model.sequence_score import score_sequences
+
+        return score_sequences(model, sequences)
+    results, max_tokens = [], 32768
     for part in transformer.whole_sequences(list(map(len, sequences)), max_tokens):
         batch = transformer.pack(sequences[part])
         logprobs = device.to_host(transformer.score(model, batch, temperature).logprobs)
         transformer.check_finite(logprobs)
         results += np.split(logprobs, np.cumsum(batch.lengths)[:-1])
-        progress(f"{part.stop}/{len(sequences)} sequences")
+        if progress is not None:
+            progress(f"{part.stop}/{len(sequences)} sequences")
     return results
 
 
@@ -483,26 +522,37 @@ def parse_overrides(arguments):
 @click.option("--temperature", type=ABOVE_0, default=1.0, help="Divides the logits.")
 @click.option("--max-tokens", type=POSITIVE, default=48, help="Most tokens of a completion.")
 @SEED
-def check(model, base, dtype, temperature, max_tokens, seed):
+@TENSOR_PARALLEL
+def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_size):
     """Compare rollout log-probs with training log-probs of a model, and name the first operator that differs.
 
     The exit code is 1 if they differ where they must be equal bit for bit: everywhere except with --gemm cublas.
     """
     ahead_of_time.prepare("rlnumba.engine.kernel_list")
     _log_device()
-    from rlnumba.engine.check import check_agreement
     from rlnumba.kernels.gemm import ops as gemm
-    from rlnumba.model.transformer import load_model
 
-    transformer = load_model(model, dtype, base=base)
-    progress = _Progress()
-    found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
+    if tensor_parallel_size > 1:
+        from rlnumba.distributed import tensor_parallel
+
+        folder, base, config, _ = _open(model, base)
+        _check_ranks(tensor_parallel_size, folder, base, config)
+        element, progress = device.dtype("float32"), _Progress()
+        options = dtype, max_tokens, temperature, seed, progress.generated
+        found = tensor_parallel.check_agreement(tensor_parallel_size, folder, *options)
+    else:
+        from rlnumba.engine.check import check_agreement
+        from rlnumba.model.transformer import load_model
+
+        transformer = load_model(model, dtype, base=base)
+        element, progress = transformer.dtype, _Progress()
+        found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
     progress.end(f"checked in {time.monotonic() - progress.started:.1f} s")
     click.echo(f"tokens compared            {found.tokens}")
     click.echo(f"equal bit for bit          {found.equal} ({100 * found.equal / found.tokens:.2f} %)")
     click.echo(f"largest difference         {found.largest:.3g} nats")
     click.echo(f"first differing operator   {found.operator or 'none'}")
-    click.echo(f"GEMM backend               {gemm.describe(transformer.dtype)}")
+    click.echo(f"GEMM backend               {gemm.describe(element)}")
     if found.operator and gemm.backend() != "cublas":
         raise UserError(f"rollout and training differ by up to {found.largest:.3g} nats, first in {found.operator}")
 

@@ -5,6 +5,7 @@ output differs is named.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,33 +33,62 @@ class Agreement:
     operator: str | None
 
 
+class Rollout(NamedTuple):
+    """A prompt with its completion, token_ids (list), of which the first prompt_length are the prompt's.
+
+    logprobs: of the completion, (C,) float32.
+    """
+
+    token_ids: list[int]
+    prompt_length: int
+    logprobs: np.ndarray
+
+
 def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
     """Generate from random prompts and compare the log-probs with the training forward's: Agreement.
 
     config: EngineConfig; max_tokens: of a completion, fewer where max_model_len is short; progress: as in LLM.generate.
     """
     llm = LLM(model, None, config)
+    rollouts = draw_rollouts(llm, max_tokens, temperature, seed, progress)
+    tokens, equal, largest, worst = compare(model, rollouts, temperature)
+    operator = None
+    if worst is not None:
+        llm.sleep()
+        operator = first_difference(model, worst.token_ids, worst.prompt_length, len(rollouts))
+    return Agreement(tokens, equal, largest, operator)
+
+
+def draw_rollouts(llm, max_tokens, temperature, seed, progress):
+    """The Rollouts of check_agreement: a list."""
     limit = llm.max_model_len
     rng = np.random.default_rng(seed)
     lengths = [max(1, min(length, limit - max_tokens)) for length in PROMPT_LENGTHS]
-    prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
+    prompts = [rng.integers(0, llm.model.config.vocab_size, length).tolist() for length in lengths]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed, n=2)
     scored = [length + max_tokens for length in lengths for _ in range(params.n)]
     llm.compile_ahead(lengths, [params], scored)
-    outputs = llm.generate(prompts, params, progress)
-    pairs = [(output.prompt_token_ids, c) for output in outputs for c in output.completions]
-    batch = pack([prompt + c.token_ids for prompt, c in pairs])
+    return [
+        Rollout(output.prompt_token_ids + c.token_ids, len(output.prompt_token_ids), np.array(c.logprobs, np.float32))
+        for output in llm.generate(prompts, params, progress)
+        for c in output.completions
+    ]
+
+
+def compare(model, rollouts, temperature):
+    """Rollouts' log-probs against the training forward's: (tokens, equal, largest) of Agreement, and the worst Rollout.
+
+    The last is None if all are equal.
+    """
+    batch = pack([each.token_ids for each in rollouts])
     scored = np.split(device.to_host(score(model, batch, temperature).logprobs), np.cumsum(batch.lengths)[:-1])
     differences = [
-        np.abs(np.array(c.logprobs, np.float32).astype(np.float64) - logprobs[len(prompt) :])
-        for (prompt, c), logprobs in zip(pairs, scored, strict=True)
+        np.abs(each.logprobs.astype(np.float64) - logprobs[each.prompt_length :])
+        for each, logprobs in zip(rollouts, scored, strict=True)
     ]
-    flat, operator = np.concatenate(differences), None
-    if flat.any():
-        prompt, completion = pairs[int(np.argmax([d.max() for d in differences]))]
-        llm.sleep()
-        operator = first_difference(model, prompt + completion.token_ids, len(prompt), len(pairs))
-    return Agreement(len(flat), int((flat == 0).sum()), float(flat.max()), operator)
+    flat = np.concatenate(differences)
+    worst = rollouts[int(np.argmax([d.max() for d in differences]))] if flat.any() else None
+    return len(flat), int((flat == 0).sum()), float(flat.max()), worst
 
 
 def first_difference(model, token_ids, prompt_length, copies):

@@ -24,7 +24,7 @@ import numpy as np
 
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import FewRowsDecoder
-from rlnumba.engine.sampler import SamplingInputs, sample_tokens
+from rlnumba.engine.sampler import SamplingInputs, logits_of_rows, sample_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
@@ -671,9 +671,12 @@ class Runner:
     def compute(self, arrays, shape):
         """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.
 
-        With the arrays of a decode step they are then those of the step after it.
+        With the arrays of a decode step they are then those of the step after it. Of several ranks the first does this,
+        and the others `follow`.
         """
         sampled = shape.sampled
+        if self.model.ranks is not None:
+            self.model.ranks.lead(arrays, shape, self.cache.num_blocks)
         with self.arena.scope():
             hidden = self._hidden(arrays, shape)
             if sampled:
@@ -683,6 +686,16 @@ class Runner:
             drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
             state, grouped = decode_state(arrays), shape.max_group_size > 1
             advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
+
+    def follow(self, arrays, shape, num_blocks):
+        """Compute this rank's part of a step that the first rank computes; arguments of its ranks.lead."""
+        if self.cache is None or self.cache.num_blocks < num_blocks:
+            self.allocate(num_blocks)
+        with self.context.use(), self.arena.scope():
+            hidden = self._hidden(arrays, shape)
+            if shape.sampled:
+                for _ in logits_of_rows(hidden, self.model, arrays.get("rows"), shape.sampled, self.arena):
+                    pass  # rank 0 samples
 
     def _hidden(self, arrays, shape):
         """The hidden states (N, D) of a step, inside the arena's scope."""
@@ -701,4 +714,4 @@ class Runner:
         inputs = SamplingInputs(**{name: arrays[name] for name in names if name in arrays})
         logprobs, thresholds = (self.results[i, :sampled].view(np.float32) for i in (1, 2))
         outputs = self.results[0, :sampled], logprobs, thresholds
-        sample_tokens(hidden, self.model.lm_head, inputs, self.arena, *outputs)
+        sample_tokens(hidden, self.model, inputs, self.arena, *outputs)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.kernels.sampling.ops import apply_repetition_penalty, sample
 from rlnumba.kernels.sampling.penalties import apply_output_penalties, ban_tokens
@@ -45,32 +44,42 @@ class SamplingInputs:
     replay: object = None
 
 
-def sample_tokens(hidden, lm_head, inputs, arena, token_ids, logprobs, thresholds=None):
-    """Sample a token for each of the B rows: token_ids (B,) int32 and logprobs (B,) float32 are written.
+def logits_of_rows(hidden, model, rows, total, arena):
+    """Yields (slice of the rows, their logits (n, V) float32), some of the `total` rows of `hidden` at a time.
 
-    With inputs.replay thresholds (B,) float32 are, too: the smallest logit that the filters kept. hidden (N, D);
-    lm_head (V, D); inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a scope of its own.
+    rows: as SamplingInputs.rows. arena: as sample_tokens', in a scope that is open until all have been yielded.
     """
-    total, vocab_size = len(inputs.temperature), len(lm_head)
+    vocab_size = model.config.vocab_size
     chunk = max(1, LOGITS_BYTES // (4 * vocab_size))
     with arena.scope():
-        if inputs.rows is not None:
+        if rows is not None:
             gathered = arena.empty((total, hidden.shape[1]), hidden.dtype)
-            gather_rows(hidden, inputs.rows, gathered)
+            gather_rows(hidden, rows, gathered)
             hidden = gathered
         logits = arena.empty((min(chunk, total), vocab_size), np.float32)
         for first in range(0, total, chunk):
             part = slice(first, min(first + chunk, total))
             z = logits[: part.stop - part.start]
-            linear(hidden[part], lm_head, z)
-            if inputs.penalty is not None:
-                apply_repetition_penalty(z, inputs.penalty[part], inputs.history[part])
-            if inputs.presence is not None:
-                penalties = inputs.presence[part], inputs.frequency[part]
-                apply_output_penalties(z, *penalties, inputs.history[part], inputs.starts[part])
-            if inputs.banned is not None:
-                ban_tokens(z, inputs.banned[part])
-            filters = inputs.temperature[part], inputs.top_k[part], inputs.top_p[part], inputs.min_p[part]
-            counter = inputs.philox_key[part], inputs.sample_index[part], inputs.position[part]
-            of_replay = (None, None) if inputs.replay is None else (thresholds[part], inputs.replay[part])
-            sample(z, *filters, *counter, token_ids[part], logprobs[part], *of_replay)
+            model.logits(hidden[part], z)
+            yield part, z
+
+
+def sample_tokens(hidden, model, inputs, arena, token_ids, logprobs, thresholds=None):
+    """Sample a token for each of the B rows: token_ids (B,) int32 and logprobs (B,) float32 are written.
+
+    With inputs.replay thresholds (B,) float32 are, too: the smallest logit that the filters kept. hidden (N, D), of the
+    Transformer `model`; inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a scope of its
+    own.
+    """
+    for part, z in logits_of_rows(hidden, model, inputs.rows, len(inputs.temperature), arena):
+        if inputs.penalty is not None:
+            apply_repetition_penalty(z, inputs.penalty[part], inputs.history[part])
+        if inputs.presence is not None:
+            penalties = inputs.presence[part], inputs.frequency[part]
+            apply_output_penalties(z, *penalties, inputs.history[part], inputs.starts[part])
+        if inputs.banned is not None:
+            ban_tokens(z, inputs.banned[part])
+        filters = inputs.temperature[part], inputs.top_k[part], inputs.top_p[part], inputs.min_p[part]
+        counter = inputs.philox_key[part], inputs.sample_index[part], inputs.position[part]
+        of_replay = (None, None) if inputs.replay is None else (thresholds[part], inputs.replay[part])
+        sample(z, *filters, *counter, token_ids[part], logprobs[part], *of_replay)

@@ -45,7 +45,7 @@ class ForwardContext:
 
     rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the LoraContext
     of the model's adapter, or None. adds_gradients: whether the gradients of layers' matrices are added to what is
-    there, or written.
+    there, or written. ranks: see Transformer; config is then that of this rank's shard.
     """
 
     config: object
@@ -55,6 +55,7 @@ class ForwardContext:
     memory: object
     lora: LoraContext | None = None
     adds_gradients: bool = True
+    ranks: object = None
 
 
 class PackedAttention:
@@ -104,6 +105,17 @@ def _linear(layer, name, x, w, ctx, y, residual=None):
     xa, low_rank = reduced(layer, name, x, ctx)
     linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual, low_rank=low_rank)
     return xa
+
+
+def _linear_to_residual(layer, name, x, w, ctx, y, residual):
+    """_linear of o or down. Of several ranks each has some columns of x, and computes its columns of y."""
+    if ctx.ranks is None:
+        return _linear(layer, name, x, w, ctx, y, residual)
+    x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
+    part = ctx.ranks.own_columns(residual)
+    _linear(layer, name, x, w, ctx, part, residual=part)
+    ctx.ranks.gather_columns(part, y)
+    return None
 
 
 def _reduce(layer, name, x, ctx):
@@ -164,7 +176,7 @@ def attention_block(layer, x, w, ctx, h, recomputed=()):
         qkv_xa = _linear(layer, "qkv", normed, w, ctx, qkv)
     with _scope(ctx, "rope", recomputed):
         rotated = ctx.attention.forward(layer, qkv, w, ctx, attended)
-        o_xa = _linear(layer, "o", attended.reshape(N, H * E), w, ctx, h, residual=x)
+        o_xa = _linear_to_residual(layer, "o", attended.reshape(N, H * E), w, ctx, h, x)
     normed = None if "norm" in recomputed else normed
     rotated = [None] * len(rotated) if "rope" in recomputed else rotated
     return x, normed, rstd, qkv, *rotated, attended, None if recomputed else (qkv_xa, o_xa)
@@ -211,7 +223,7 @@ def mlp_block(layer, h, w, ctx, y, recomputed=()):
                 gate_up_xa = _linear(layer, "gate_up", normed, w, ctx, gate_up)
                 swiglu(gate_up, activated)
             if y is not None:
-                down_xa = _linear(layer, "down", activated, w, ctx, y, residual=h)
+                down_xa = _linear_to_residual(layer, "down", activated, w, ctx, y, h)
             else:
                 down_xa = _reduce(layer, "down", activated, ctx)
     normed = None if "norm" in recomputed else normed

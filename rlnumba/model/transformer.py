@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
@@ -33,6 +34,7 @@ from rlnumba.model.lora import (
     read_adapter_config,
     save_adapter,
 )
+from rlnumba.model.shard import WHOLE
 from rlnumba.model.weights import NOT_TRAINED, load_weights, save_weights, write_json
 from rlnumba.runtime import device
 
@@ -66,10 +68,13 @@ class Transformer:
     """A model: config, weights, and the forward and backward between token ids and hidden states.
 
     generation_config: the contents of generation_config.json, written back by save_model and not read here. adapter: an
-    Adapter, which is what is then trained, or an AdapterStack, or None.
+    Adapter, which is what is then trained, or an AdapterStack, or None. ranks: None, or what this rank's shard of the
+    model does with the others (distributed/tensor_parallel.py); config and weights are then the shard's. All ranks do
+    the same forward at the same time, and have the hidden states of the whole model. There is no backward.
     """
 
-    def __init__(self, config, weights, generation_config=None, adapter=None):
+    def __init__(self, config, weights, generation_config=None, adapter=None, ranks=None):
+        self.ranks = ranks
         self.config, self.weights, self.dtype = config, weights, weights.dtype
         self.lm_head, self.adapter = weights.lm_head, adapter
         self.generation_config = generation_config or {}
@@ -111,7 +116,7 @@ class Transformer:
         lora = None
         if self.adapter is not None:
             lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, tape and tape.dropout)
-        ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora)
+        ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora, ranks=self.ranks)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:
@@ -146,6 +151,13 @@ class Transformer:
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
         return hidden
+
+    def logits(self, hidden, out):
+        """Write the logits (N, V) float32 of hidden states (N, D), of which ranks compute their columns."""
+        if self.ranks is None:
+            linear(hidden, self.lm_head, out)
+        else:
+            self.ranks.logits(hidden, self.lm_head, out)
 
     def backward(self, dhidden, tape, grads, on_layer=None, embed_grads=None):
         """Add the gradients of all that is trained to `grads`, but for the heads' (model/heads.py).
@@ -279,7 +291,11 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
             logprobs, lse, entropy = (memory.empty((tokens,), F32) for _ in range(3))
             top1 = memory.empty((tokens,), np.int32)
             targets = batch.targets[start:end]
-            linear_logp(hidden, model.lm_head, targets, temperature, logprobs, lse, entropy, top1)
+            outputs = logprobs, lse, entropy, top1
+            if model.ranks is None:
+                linear_logp(hidden, model.lm_head, targets, temperature, *outputs)
+            else:
+                model.ranks.linear_logp(hidden, model.lm_head, targets, temperature, *outputs)
             # The row before a sequence's start has target -100, which gave 0, 0 and -1.
             for shifted, values in zip(result, (logprobs, entropy, top1), strict=True):
                 shifted[start + 1 : end] = values[:-1]
@@ -344,17 +360,19 @@ def read_config(folder, adapter_folder=None):
     return config if adapter_folder is None else replace(config, heads=adapter_heads(adapter_folder, config))
 
 
-def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None):
+def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None, shard=WHOLE):
     """A Transformer from a Hugging Face folder or hub id, or from those of an adapter, with its base.
 
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
     has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
     seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). base: as
-    find_base takes it. Raises UserError naming the file, key or tensor at fault, or a folder without a language-model
-    head where one is wanted.
+    find_base takes it. shard: the part of the model to read, of which the caller sets `ranks`; it has no adapter
+    (ConfigError). Raises UserError naming the file, key or tensor at fault, or a folder without a language-model head
+    where one is wanted.
     """
     folder, adapter_folder = find_base(path_or_hub_id, base)
     base_config, config = read_config(folder), read_config(folder, adapter_folder)
+    check_shard(shard, config, adapter_folder)
     if "lm" in heads and "lm" not in config.heads:
         raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
     on_cpu = device.name() == "cpu"
@@ -363,13 +381,27 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     dtype = dtype or ("float32" if on_cpu else config.dtype)
-    weights = load_weights(folder, base_config, dtype, heads)
+    weights = load_weights(folder, base_config, dtype, heads, shard)
     if "score" in heads and "score" not in base_config.heads:
         weights.init_score(head_init, seed)
-    model = Transformer(weights.config, weights, generation_config)
+    model = Transformer(shard.config_of(weights.config), weights, generation_config)
     if adapter_folder is not None:
         model.adapter = load_adapter(adapter_folder, weights, dtype, str(folder))
     return model
+
+
+def check_shard(shard, config, adapter_folder=None):
+    """Raise ConfigError if a model, or one with the adapter in a folder, cannot be cut like this on this device."""
+    if shard.count == 1:
+        return
+    if device.name() != "cpu":
+        raise ConfigError(f"tensor_parallel_size {shard.count} needs --device cpu, where each rank is a process")
+    shard.check(config)
+    if adapter_folder is not None:
+        raise ConfigError(
+            f"tensor_parallel_size {shard.count} is for models without an adapter; make one of {adapter_folder} with "
+            "rlnumba merge"
+        )
 
 
 def with_adapters(model, folders):

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
+from rlnumba.model.shard import WHOLE
 from rlnumba.runtime import device, memory
 
 # Elements, of vectors and of matrices: blocks of 8-bit moments then belong to one matrix, and so to one layer. The
@@ -83,9 +84,17 @@ LayerWeights = namedtuple(
 NOT_TRAINED = LayerWeights(*[None] * len(LayerWeights._fields))
 
 
-def parameters(config):
-    """Every Parameter of a model, in the order of the flat buffer: what decays first."""
+def parameters(config, shard=WHOLE):
+    """Every Parameter of a model, or of its shard, in the order of the flat buffer: what decays first.
+
+    config: of the whole model.
+    """
     D, E, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
+
+    def part(source, count):
+        rows = shard.rows(source, count)
+        return source, rows.stop - rows.start
+
     q, kv = config.num_attention_heads * E, config.num_key_value_heads * E
     found = [Parameter("model.embed_tokens", (V, D), True, (("model.embed_tokens.weight", V),))]
     for layer in range(config.num_hidden_layers):
@@ -98,11 +107,11 @@ def parameters(config):
             ("gate_up", D, ((f"{mlp}.gate_proj", F), (f"{mlp}.up_proj", F)), config.mlp_bias),
             ("down", F, ((f"{mlp}.down_proj", D),), config.mlp_bias),
         ):  # fmt: skip
-            rows = sum(n for _, n in sources)
-            weights = tuple((f"{source}.weight", n) for source, n in sources)
+            weights = tuple(part(f"{source}.weight", n) for source, n in sources)
+            rows = sum(n for _, n in weights)
             found.append(Parameter(f"{at}.{name}", (rows, columns), True, weights))
             if bias:
-                biases = tuple((f"{source}.bias", n) for source, n in sources)
+                biases = tuple(part(f"{source}.bias", n) for source, n in sources)
                 found.append(Parameter(f"{at}.{name}_bias", (rows,), False, biases))
         norms = [("input_norm", D, f"{at}.input_layernorm"), ("post_norm", D, f"{at}.post_attention_layernorm")]
         if config.qk_norm:
@@ -111,7 +120,8 @@ def parameters(config):
             found.append(Parameter(f"{at}.{name}", (size,), False, ((f"{source}.weight", size),)))
     found.append(Parameter("model.norm", (D,), False, (("model.norm.weight", D),)))
     if "lm" in config.heads and not config.tie_word_embeddings:
-        found.append(Parameter("lm_head", (V, D), True, (("lm_head.weight", V),)))
+        head = part("lm_head.weight", V)
+        found.append(Parameter("lm_head", (head[1], D), True, (head,)))
     if "score" in config.heads:
         found.append(Parameter("score", (1, D), True, (("score.weight", 1),)))
     placed, offset = [], 0
@@ -126,13 +136,13 @@ class Weights:
 
     flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies. layers[i]: the
     LayerWeights of layer i. lm_head: (V, D), the embedding if tied; score: (1, D); None for a head that the model does
-    not have. region: of memory.report().
+    not have. config: of the whole model, of which these are the shard's weights. region: of memory.report().
     """
 
-    def __init__(self, config, dtype="float32", region="weights"):
-        self.config = config
+    def __init__(self, config, dtype="float32", region="weights", shard=WHOLE):
+        self.config, self.shard = config, shard
         self.dtype = device.dtype(dtype)
-        self.parameters = parameters(config)
+        self.parameters = parameters(config, shard)
         last = self.parameters[-1]
         size = last.offset + last.padded_size
         with memory.allocating(region, size * self.dtype.itemsize):
@@ -143,7 +153,8 @@ class Weights:
         self.views = self._views(self.flat)
         self.embed_tokens = self["model.embed_tokens"]
         self.norm = self["model.norm"]
-        self.lm_head = self.views.get("lm_head", self.embed_tokens if "lm" in config.heads else None)
+        tied = self.embed_tokens[shard.tokens(config.vocab_size)] if shard.count > 1 else self.embed_tokens
+        self.lm_head = self.views.get("lm_head", tied if "lm" in config.heads else None)
         self.score = self.views.get("score")
         self.layers = [
             LayerWeights(*(self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights._fields))
@@ -206,10 +217,11 @@ def _assign(view, values):
         view[...] = values
 
 
-def load_weights(folder, config, dtype=None, heads=None):
+def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE):
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
     config: that of the folder. heads: those of the Weights, if not the folder's; a head not in the folder is zeros.
+    shard: of the model, whose rows alone are read.
     Names, shapes and dtypes are checked before memory is allocated; tensors are copied from the mapped files. Raises
     UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
     or dtype than it should be, with the names.
@@ -234,10 +246,13 @@ def load_weights(folder, config, dtype=None, heads=None):
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
         check_dtype(name, files[name])
-    weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype)
-    found = [(view, files[source]) for source, view in weights.tensors() if source in expected]
-    mapped = {stored.path: np.memmap(stored.path, np.uint8, "r") for _, stored in found}
-    _assign_all([(view, stored.values_in(mapped[stored.path])) for view, stored in found])
+    weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
+    found = [(view, files[source], source) for source, view in weights.tensors() if source in expected]
+    mapped = {stored.path: np.memmap(stored.path, np.uint8, "r") for _, stored, _ in found}
+    _assign_all([
+        (view, stored.values_in(mapped[stored.path])[shard.rows(source, stored.shape[0])])
+        for view, stored, source in found
+    ])  # fmt: skip
     return weights
 
 

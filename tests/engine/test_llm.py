@@ -478,13 +478,13 @@ def test_logits_exist_for_some_rows_at_a_time(model, prompts, monkeypatch):
     prompts = prompts[:7]
     params = [SamplingParams(temperature=0.8, repetition_penalty=1 + i / 4, max_tokens=5) for i in range(7)]
     expected, rows = drawn(generate(model, prompts, params)), []
-    linear = sampler.linear
+    logits = model.logits
 
-    def counted(hidden, weight, out, **options):
+    def counted(hidden, out):
         rows.append(len(hidden))
-        linear(hidden, weight, out, **options)
+        logits(hidden, out)
 
-    monkeypatch.setattr(sampler, "linear", counted)
+    monkeypatch.setattr(model, "logits", counted)
     for size, chunks in ((3 * 97 * 4, [3, 3, 1]), (7 * 97 * 4 - 1, [6, 1]), (7 * 97 * 4, [7]), (1, [1] * 7)):
         monkeypatch.setattr(sampler, "LOGITS_BYTES", size)
         rows.clear()

@@ -1,0 +1,58 @@
+"""The part of a model that one rank of tensor-parallel inference has: rows of its weights, so columns of outputs.
+
+    embedding, norms, score head    whole
+    qkv, and the KV cache           of the rank's heads
+    gate_up                         the rank's rows of gate, then those of up
+    o, down                         the rank's rows: its columns of the residual stream
+    lm_head                         the rank's tiles of the vocabulary
+
+A GEMM adds up each output along K, in an order that other rows of the weight have no part in. So an output has the bits
+that it has where one rank computes all of them; cutting K instead would add up partial sums in another order.
+"""
+
+from dataclasses import dataclass, replace
+
+from rlnumba.errors import ConfigError
+from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
+
+# The sizes of a model that are cut into equal parts, by their names in config.json.
+CUT = ("num_key_value_heads", "hidden_size", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `rank` of `count`; Shard() is a whole model."""
+
+    rank: int = 0
+    count: int = 1
+
+    def check(self, config):
+        """Raise ConfigError, naming both, if a size of a ModelConfig is not a multiple of the number of ranks."""
+        for name in CUT:
+            if getattr(config, name) % self.count:
+                raise ConfigError(
+                    f"tensor_parallel_size {self.count} must divide the model's {name} {getattr(config, name)}"
+                )
+
+    def config_of(self, config):
+        """The ModelConfig of this part of a whole model: its heads and its columns of the MLP."""
+        names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
+        return replace(config, **{name: getattr(config, name) // self.count for name in names})
+
+    def rows(self, source, count):
+        """Which of the `count` rows of a checkpoint's tensor this part has: a slice."""
+        if source.startswith("lm_head."):
+            return self.tokens(count)
+        if "_proj." not in source:
+            return slice(0, count)
+        own = count // self.count
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def tokens(self, vocab_size):
+        """The ids whose logits this part computes: a slice, of whole tiles but for the vocabulary's end."""
+        tiles, longer = divmod(-(-vocab_size // TILE_COLUMNS), self.count)
+        start, stop = (each * tiles + min(each, longer) for each in (self.rank, self.rank + 1))
+        return slice(min(start * TILE_COLUMNS, vocab_size), min(stop * TILE_COLUMNS, vocab_size))
+
+
+WHOLE = Shard()

@@ -174,7 +174,9 @@ def copy_model(folder, target):
     target.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name not in (STATE, ARRAYS):
-            shutil.copy(path, target / path.name)
+            partial = target / f"{path.name}.partial"
+            shutil.copy(path, partial)
+            os.replace(partial, target / path.name)
 
 
 def load(folder):

@@ -105,6 +105,24 @@ def test_functions_run_in_processes_that_are_kept(rewards):
     assert not any(os.path.exists(f"/proc/{pid}/cwd") for pid in pids)
 
 
+def test_calls_do_not_wait_for_a_process_that_starts(rewards, monkeypatch):
+    made = rewards("length")
+    made.start()
+    started, begin = made._workers._start, time.monotonic()
+    while not made._workers._processes and time.monotonic() < begin + 30:
+        time.sleep(0.01)
+
+    def slowly():
+        time.sleep(20)
+        return started()
+
+    monkeypatch.setattr(made._workers, "_start", slowly)
+    begin = time.monotonic()
+    groups = [submit(made, ["a" * size]) for size in range(1, 5)]
+    assert made.collect(groups).values[:, 0].tolist() == [1, 2, 3, 4]
+    assert time.monotonic() - begin < 10
+
+
 def test_results_are_in_the_order_of_the_groups(rewards):
     made = rewards("slow", "does_it", "judge")
     groups = [["aaaa"] * 3, ["b"], ["cc", "ccc"], ["d" * 9]]

@@ -37,6 +37,8 @@ class BlockManager:
     def grow(self, num_blocks):
         """Add free blocks, to num_blocks in all; those that exist stay as they are."""
         added = num_blocks - self.num_blocks
+        if not added:
+            return
         self.ref_count += [0] * added
         self.free.update(dict.fromkeys(range(self.num_blocks, num_blocks)))
         self.token_ids = np.concatenate([self.token_ids, np.zeros((added, self.block_size), np.int32)])

@@ -103,6 +103,11 @@ class Rewards:
         self._workers = Workers(self.specs, self.names)
         weakref.finalize(self, self._workers.close)
 
+    def start(self):
+        """Begin to start what `submit` needs: a worker process, if there are ordinary functions for one."""
+        if any(spec and not is_async(function) for spec, function in zip(self.specs, self.functions, strict=True)):
+            self._workers.start()
+
     def score(self, prompts, texts, completion_ids, columns, trainer_state=None):
         """submit and collect of one group of B completions: Scores."""
         return self.collect([self.submit(prompts, texts, completion_ids, columns, trainer_state)])

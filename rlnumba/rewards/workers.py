@@ -1,8 +1,8 @@
 """Processes in which reward functions run, so that a slow one, a hang or a crash costs the trainer nothing else.
 
 Ordinary functions share a pool of processes, each of which has one call at a time; all `async def` functions run in one
-process, at once. A process starts when it is first needed and is kept; one that hangs beyond its time is killed, and
-one that has ended is replaced at the next call.
+process, at once. A process starts when it is first needed, of ordinary functions one beforehand (`start`), and is kept;
+one that hangs beyond its time is killed, and one that has ended is replaced at the next call.
 """
 
 import os
@@ -51,6 +51,7 @@ class Workers:
 
     def __init__(self, specs, names):
         self.specs, self.names = {k: spec for k, spec in enumerate(specs) if spec is not None}, names
+        # Processes without a call, those that are being started among them.
         self._calls, self._idle, self._lock = queue.SimpleQueue(), 0, threading.Lock()
         self._processes, self._threads, self._closed = set(), 0, False
         self._asynchronous, self._starting = None, threading.Lock()
@@ -64,9 +65,20 @@ class Workers:
         with self._lock:
             self._calls.put((call, future))
             if self._calls.qsize() > self._idle and self._threads < num_workers():
-                self._threads += 1
-                threading.Thread(target=self._serve, daemon=True).start()
+                self._start_thread()
         return future
+
+    def start(self):
+        """Begin to start a process for ordinary functions, which the first call then need not wait for."""
+        with self._lock:
+            if self._threads == 0:
+                self._start_thread()
+
+    def _start_thread(self):
+        """Add a process to the pool, with a thread of its own. The lock is held."""
+        self._threads += 1
+        self._idle += 1
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self):
         """Kill all processes."""
@@ -78,18 +90,20 @@ class Workers:
 
     def _serve(self):
         """The thread of one process of the pool."""
-        process = None
+        # Before a call is taken: until then another process may have time for it.
+        process = self._start()
         while True:
-            with self._lock:
-                self._idle += 1
             call, future = self._calls.get()
             with self._lock:
                 self._idle -= 1
             if call is None:
                 return
-            if process is None or process.ended:
+            if process.ended:
                 process = self._start()
-            future.set_result(process.call(*call))
+            answer = process.call(*call)
+            with self._lock:
+                self._idle += 1
+            future.set_result(answer)
 
     def _call_async(self, call, future):
         with self._starting:

@@ -13,6 +13,7 @@ every kernel, can be imported on all devices: decorating compiles nothing. No ot
 import functools
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import ml_dtypes
@@ -23,6 +24,9 @@ from rlnumba.errors import ConfigError, DeviceError
 DEVICES = ("auto", "cuda", "sim", "cpu")
 # Former names that stay accepted.
 ALIASES = {"numpy": "cpu"}
+
+# Arrays of at least so many bytes are copied to the host by several threads.
+LARGE_BYTES, COPY_THREADS = 64 << 20, 4
 
 _chosen = None
 # The array module and the GPU's properties, where `replace` has set them.
@@ -152,7 +156,25 @@ def to_host(array):
 def host_copy(array):
     """A copy, as a NumPy array, of an array of the device or in pinned host memory; synchronizes with the device."""
     synchronize()
+    if not isinstance(array, np.ndarray) and array.nbytes >= LARGE_BYTES:
+        return _host_copy_in_pieces(array)
     return np.array(array) if isinstance(array, np.ndarray) else xp().asnumpy(array)
+
+
+def _host_copy_in_pieces(array):
+    """host_copy by COPY_THREADS threads: one takes longer to touch the new memory's pages than the GPU to send them."""
+    cupy, gpu = xp(), xp().cuda.Device().id
+    copied = np.empty(array.shape, array.dtype)
+    source, target = array.reshape(-1), copied.reshape(-1)
+
+    def copy(piece):
+        with cupy.cuda.Device(gpu), cupy.cuda.Stream(non_blocking=True):
+            source[piece].get(out=target[piece])
+
+    ends = np.linspace(0, len(source), COPY_THREADS + 1).astype(np.int64)
+    with ThreadPoolExecutor(COPY_THREADS) as threads:
+        list(threads.map(copy, map(slice, ends[:-1], ends[1:])))
+    return copied
 
 
 def synchronize():

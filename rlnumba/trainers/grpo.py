@@ -86,6 +86,9 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
     sampling_params(train, 0, 1)
     folder = begin_run(algorithm.name, run, resume, communicator)
     rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
+    if rewards is not None:
+        # While the model is loaded.
+        rewards.start()
     policy, tokenizer = algorithm.load(run, folder)
     model = policy.model
     llm = generator = LLM(model, tokenizer, run.engine)
@@ -180,9 +183,10 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
         callbacks.call("on_train_end", model)
         writer.flush()
         writer.draw()
-        algorithm.save_final(folder, policy, tokenizer)
+        # While the last checkpoint is being written.
         if folder.is_first_rank and (folder.path / "completions.jsonl").exists():
             writer.print(sample_report(llm, prompts, run, folder.path))
+        algorithm.save_final(folder, policy, tokenizer)
     log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
 
 

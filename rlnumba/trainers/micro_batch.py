@@ -37,6 +37,15 @@ def bucket_of(count, smallest=TILE):
     return -(-max(count, 1) // step) * step
 
 
+def target_bucket_of(count):
+    """The bucket of targets: a multiple of an eighth of the next power of two, at least TILE.
+
+    They are fewer than the tokens and go through the head alone: padding costs less than another bucket's graph.
+    """
+    step = 2 * bucket_step(count, TILE // 2)
+    return -(-max(count, 1) // step) * step
+
+
 def seqlen_bucket_of(length):
     """The smallest power of two, at least TILE, that holds a sequence of this length."""
     return max(TILE, 1 << (length - 1).bit_length())
@@ -125,7 +134,7 @@ class MicroBatch:
         """This one with padding, so that all its shapes are those of a bucket: MicroBatch."""
         if not self.num_tokens:
             raise ValueError("MicroBatch.padded: no sequence")
-        num_tokens, num_targets = bucket_of(self.num_tokens), bucket_of(self.num_targets)
+        num_tokens, num_targets = bucket_of(self.num_tokens), target_bucket_of(self.num_targets)
         # Of TILE tokens each, they hold the most padding that the bucket can have.
         num_padding = bucket_step(num_tokens) // TILE
         num_sequences = bucket_of(len(self.sequences["cu_seqlens"]) - 1 + num_padding, SEQUENCES)

@@ -178,16 +178,18 @@ class RunFolder:
     def finish(self, model, tokenizer, heads=None):
         """Write final/, a Hugging Face folder of the model, or of that of the best step with load_best_model_at_end.
 
-        heads: those that are written, by default all.
+        The checkpoint of the last step has been begun. heads: those that are written, by default all.
         """
         best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
-        if best is None:
+        if best is None and heads not in (None, model.config.heads):
             self.save_model(model, "final", tokenizer, heads)
             return
         self.saver.wait()
         with self._written("final"):
-            checkpoint.copy_model(self.path / "checkpoints" / f"step-{best}", self.path / "final")
-        log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
+            # Faster than another copy of the device's memory.
+            checkpoint.copy_model(self.path / "checkpoints" / f"step-{best or self.step}", self.path / "final")
+        if best is not None:
+            log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
 
     def save_model(self, model, name, tokenizer, heads=None):
         """Write a Hugging Face folder `name` in this one. Raises UserError naming it."""

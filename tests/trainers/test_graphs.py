@@ -13,7 +13,14 @@ from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 from rlnumba.trainers import graphs, grpo, rloo, sft
 from rlnumba.trainers.core import LateMetrics, Policy
-from rlnumba.trainers.micro_batch import TILE, MicroBatch, bucket_of, bucket_step, seqlen_bucket_of
+from rlnumba.trainers.micro_batch import (
+    TILE,
+    MicroBatch,
+    bucket_of,
+    bucket_step,
+    seqlen_bucket_of,
+    target_bucket_of,
+)
 from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, grpo_config
@@ -30,6 +37,7 @@ def test_buckets_are_an_eighth_of_an_octave_apart_at_most():
         bucket = bucket_of(count)
         assert count <= bucket and bucket - count < max(TILE, count / 8) and bucket_of(bucket) == bucket
         assert bucket_step(count) == bucket_step(bucket)
+    assert [target_bucket_of(n) for n in (0, 1, 129, 1024, 1025, 2049, 3400)] == [128, 128, 256, 1024, 1280, 2560, 3584]
     assert [seqlen_bucket_of(n) for n in (1, 128, 129, 1000, 1024)] == [128, 128, 256, 1024, 1024]
 
 
@@ -52,7 +60,7 @@ def test_padding_comes_last(rng, lengths):
     added = of_sequences[len(lengths) :]
     assert (added >= 0).all() and (added <= TILE).all() and of_sequences.max() <= padded.max_seqlen
     assert not arrays["input_ids"][tokens:].any() and not arrays["position_ids"][tokens:].any()
-    assert len(arrays["rows"]) == len(arrays["target_ids"]) == bucket_of(len(targets))
+    assert len(arrays["rows"]) == len(arrays["target_ids"]) == target_bucket_of(len(targets))
     # The last token of the last sequence predicts none.
     assert (arrays["rows"][len(targets) :] == tokens - 1).all() and tokens - 1 not in plain.targets["rows"]
     assert (arrays["thresholds"][len(targets) :] == -np.inf).all()

@@ -17,6 +17,7 @@ import numpy as np
 from report import row
 
 from rlnumba.distributed import launch
+from rlnumba.distributed.placement import gpus_of_ranks
 
 SMALL_BYTES, LARGE_BYTES, PARAMETERS = 16 << 10, 256 << 20, 1 << 28
 CALLS = 100
@@ -79,12 +80,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=2)
     gpus = parser.parse_args().gpus
+    numbers = gpus_of_ranks(gpus, "--gpus")
     received = {
         "gather": (gpus - 1) * LARGE_BYTES,
         "fold": (gpus - 1) * (PARAMETERS // gpus) * 4,
     }
     for transport in ("peer", "nccl"):
-        found = launch(measure, gpus, transport=transport, timeout_s=60)
+        found = launch(measure, gpus, transport=transport, timeout_s=60, gpus=numbers)
         for what in found[0]:
             us = max(each[what] for each in found)
             if what in received:

@@ -130,6 +130,7 @@ tensorboardX is installed. The metrics have TRL's names:
 | `RLNUMBA_KERNELS` | which kernel family operators use on a GPU ([GEMM backends](matrix-products.md#gemm-backends)) |
 | `RLNUMBA_DEBUG` | 1 synchronises after every kernel, 2 also prints it ([on a GPU](debugging-a-kernel.md#on-a-gpu)) |
 | `RLNUMBA_CACHE_DIR` | folder of the machine-code cache; default `~/.cache/rlnumba` |
+| `RLNUMBA_RANKS_PER_GPU` | most ranks of a run that share a GPU ([several GPUs](sft.md#on-several-gpus)); default 1 |
 """
 
 

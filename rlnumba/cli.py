@@ -607,6 +607,7 @@ def compile_kernels(config, trainer, gpu, overrides):
     progress = _Progress()
     from rlnumba.runtime import compile_pool
     from rlnumba.trainers.kernel_list import list_signatures
+    from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
     def listed(kind, run):
         return run, list_signatures((kind, run), properties)
@@ -617,7 +618,7 @@ def compile_kernels(config, trainer, gpu, overrides):
         compile_pool.warm_up()
     for done, _ in enumerate(compile_pool.compile_all(missing, properties.capability), start=1):
         progress(f"{done}/{len(missing)} kernels")
-    cache.note_list_compiled(cache.list_path("rlnumba.trainers.kernel_list", (kind, run), properties))
+    cache.note_list_compiled(cache.list_path(KERNEL_LIST, kernel_request(kind, run), properties))
     seconds = time.monotonic() - progress.started
     found = len({signature for stage in stages for signature in stage}) - len(missing)
     progress.end(f"{kind}{others}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache")

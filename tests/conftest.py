@@ -109,13 +109,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = in_order(items, getattr(config, "workerinput", {}).get("workercount", 1))
     name = device.name()
     for item in items:
-        if "slow" in item.keywords and "sim" in item.keywords and not os.environ.get("RLNUMBA_SLOW"):
+        # Not item.keywords, which have the names of folders, too.
+        marks = {mark.name for mark in item.iter_markers()}
+        if "slow" in marks and "sim" in marks and not os.environ.get("RLNUMBA_SLOW"):
             item.add_marker(pytest.mark.skip(reason="minutes in the simulator; RLNUMBA_SLOW=1 runs it"))
-        if "gpu" in item.keywords and name != "cuda":
+        if "gpu" in marks and name != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        elif "sim" in item.keywords and "gpu" not in item.keywords and name == "cpu":
+        elif "sim" in marks and "gpu" not in marks and name == "cpu":
             item.add_marker(pytest.mark.skip(reason="runs with NUMBA_ENABLE_CUDASIM=1 (tests/test_simulator.py does)"))
-        elif "sm90" in item.keywords and name == "cuda" and dispatch.architecture() != (9, 0):
+        elif "sm90" in marks and name == "cuda" and dispatch.architecture() != (9, 0):
             item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
 
 

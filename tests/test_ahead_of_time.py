@@ -78,6 +78,20 @@ def test_a_list_is_compiled_at_once_and_again_only_where_a_kernel_is_missing(cac
     assert ahead_of_time._compiler is not None
 
 
+def test_all_is_compiled_for_processes_that_share_the_cache(cache_folder, monkeypatch):
+    ahead_of_time.finish()
+    first, second, _ = paths_of(small_kernels.list_signatures("request", H200))
+    ahead_of_time.start("tests.small_kernels", "request")
+    ahead_of_time.finish()
+    assert first.exists() and second.exists()
+    ahead_of_time._request = ahead_of_time._compiler = None
+    monkeypatch.setattr(ahead_of_time, "_is_elsewhere", False)
+    ahead_of_time.leave_to_another()
+    ahead_of_time.start("tests.small_kernels", "another request")
+    assert ahead_of_time._compiler is None and ahead_of_time.is_started()
+    assert not ahead_of_time.wait_for(second)
+
+
 def test_a_process_is_prepared_where_no_list_was_compiled(cache_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(ahead_of_time, "DRIVER_FILES", (str(tmp_path / "no driver"),))
     ahead_of_time.prepare("tests.small_kernels")

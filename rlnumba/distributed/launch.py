@@ -28,7 +28,7 @@ from typing import NamedTuple
 from rlnumba.distributed import shared_memory
 from rlnumba.distributed.communicator import TIMEOUT_S, Operation, SingleRank
 from rlnumba.errors import CommunicationError, RankError, UserError
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import ahead_of_time, device, signals
 
 TRANSPORTS = ("shm", "peer", "nccl")
 # Seconds between looks at signals, which do not end the wait for ranks.
@@ -58,8 +58,9 @@ def launch(
 
     function, args, results: what can be pickled. One rank runs in this process, several in processes of their own.
     transport: "shm", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs of this
-    host. gpus: the number of each rank's GPU, by default its rank; all processes see all GPUs. timeout_s: see
-    Communicator. piece_bytes: of shm. Raises RankError for the first rank that fails; KeyboardInterrupt after a signal.
+    host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs.
+    timeout_s: see Communicator. piece_bytes: of shm. Raises RankError for the first rank that fails; KeyboardInterrupt
+    after a signal.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"launch: transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
@@ -221,7 +222,7 @@ def _run_rank(link, report, outputs, place, call):
         os._exit(failure.exit_code)
 
 
-def _connect(link, transport, gpu, failed):
+def _connect(link, transport, gpus, failed):
     """The Communicator of this rank, whose process gets its device here."""
     control = shared_memory.SharedMemoryCommunicator(link)
     if transport == "shm":
@@ -229,7 +230,9 @@ def _connect(link, transport, gpu, failed):
         return control
     # NCCL's sums in the switch are not used, and its start without them takes less memory.
     os.environ["NCCL_NVLS_ENABLE"] = "0"
-    device.use_gpu(gpu)
+    device.use_gpu(gpus[link.rank], gpus.count(gpus[link.rank]))
+    # The process that started this one compiles what all ranks launch.
+    ahead_of_time.leave_to_another()
     if transport == "peer":
         from rlnumba.distributed import peer
 
@@ -246,7 +249,7 @@ def _call(link, place, failed, call):
     """(pickled result, None) of the rank's function, or (None, Failure). failed(message): see peer.PeerCommunicator."""
     try:
         transport, gpus = place
-        communicator = _connect(link, transport, gpus[link.rank], failed)
+        communicator = _connect(link, transport, gpus, failed)
         function, args = pickle.loads(call)
         result = pickle.dumps(function(communicator, *args))
         communicator.close()

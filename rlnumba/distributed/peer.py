@@ -16,6 +16,9 @@ SM. Signals are counters of pieces for each pair of ranks, 32 bits, compared as 
 
 Arenas come from cudaMalloc, whose memory other processes can map (not that of cuMemMap, with these handles); each is
 mapped once. Everything that is offered is copied, so arrays may be anywhere on the GPU.
+
+Ranks may share a GPU: their processes then run in time slices, and no kernel needs that another process's runs at the
+same time. One that waits keeps the GPU until the end of its slice, which is why this is for tests.
 """
 
 import numpy as np
@@ -24,14 +27,13 @@ from rlnumba.distributed.communicator import Communicator, Operation, Range, add
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes, peer_gather
+from rlnumba.runtime import device
 
 # To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
 PIECE_BYTES = 8 << 20
 SLOTS = 2
 # Bytes of a rank's array up to which a gather is one kernel; it moves twice as many.
 SMALL_BYTES = 1 << 20
-# Seconds that a kernel waits for words of another rank.
-KERNEL_WAIT_S = 10.0
 ALIGNMENT = 256
 UINT32 = 1 << 32
 # What ranks are in while they map memory.
@@ -192,7 +194,9 @@ class Arena:
         self._host_error, self._error = shared_with_host((1,), np.int32)
         self._host_error[...] = 0
         clock_khz = cupy.cuda.Device().attributes["ClockRate"]
-        self._limit_cycles = int(KERNEL_WAIT_S * 1e3 * clock_khz)
+        # Another rank may still compile, or share this GPU, so that its kernels wait for the end of a time slice.
+        self._timeout_s = control.timeout_s
+        self._limit_cycles = int(self._timeout_s * 1e3 * clock_khz)
         self._sends = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
         # No rank writes here before all have cleared their memory.
@@ -200,7 +204,7 @@ class Arena:
 
     def _map(self, gpu, handle):
         runtime = self._cupy.cuda.runtime
-        if not runtime.deviceCanAccessPeer(runtime.getDevice(), gpu):
+        if not device.can_access(runtime.getDevice(), gpu):
             raise DeviceError(f"GPUs {runtime.getDevice()} and {gpu} cannot access each other's memory")
         return runtime.ipcOpenMemHandle(handle)
 
@@ -217,7 +221,9 @@ class Arena:
     def problem(self):
         """A message if a kernel has waited in vain, else None."""
         late = int(self._host_error[0])
-        return f"gather: rank {late - 1} did not send to rank {self.rank} within {KERNEL_WAIT_S:g} s" if late else None
+        return (
+            f"gather: rank {late - 1} did not send to rank {self.rank} within {self._timeout_s:g} s" if late else None
+        )
 
     def synchronize(self):
         """Wait for the current stream."""

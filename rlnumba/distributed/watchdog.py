@@ -8,6 +8,8 @@ import threading
 import time
 from collections import deque
 
+from rlnumba.runtime import device
+
 POLL_S = 0.05
 
 
@@ -34,6 +36,7 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self):
+        device.use_gpu_of_process()
         ended_at = 0.0
         while not self._closed.wait(POLL_S):
             while self._pending and self._pending[0][1].done:

@@ -449,13 +449,15 @@ class Engine:
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
         own = self.model.nbytes + self.runner.arena.peak + workspace
-        share = int(total * self.config.gpu_memory_utilization)
+        sharing = device.num_sharing_gpu()
+        share = int(total * self.config.gpu_memory_utilization / sharing)
         room = min(share - own, free - GPU_MARGIN_BYTES)
         num_blocks = room // self.runner.block_bytes
         if num_blocks <= 0:
+            processes = f", for {sharing} processes," if sharing > 1 else ""
             raise DeviceError(
-                f"engine: gpu_memory_utilization {self.config.gpu_memory_utilization} of {total / 2**30:.1f} GiB has "
-                f"no room for a KV cache beside {own / 2**30:.1f} GiB of weights, activations and attention's partial "
-                f"results ({free / 2**30:.1f} GiB are free)"
+                f"engine: gpu_memory_utilization {self.config.gpu_memory_utilization} of {total / 2**30:.1f} GiB"
+                f"{processes} has no room for a KV cache beside {own / 2**30:.1f} GiB of weights, activations and "
+                f"attention's partial results ({free / 2**30:.1f} GiB are free)"
             )
         return num_blocks

@@ -28,6 +28,8 @@ from rlnumba.runtime import cache, device
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
 _request = _compiler = None
+# Whether another process compiles for this one.
+_is_elsewhere = False
 
 
 def prepare(module):
@@ -47,7 +49,7 @@ def start(module, request):
     At once, or, if all of it has been compiled before, when it is found missing.
     """
     global _request, _compiler
-    if _request == (module, request):
+    if _is_elsewhere or _request == (module, request):
         return
     if _compiler is not None and (_compiler.module != module or _compiler.has_request):
         _compiler = None
@@ -65,9 +67,21 @@ def _start_now():
         _compiler.send(request, device.properties())
 
 
+def leave_to_another():
+    """From now on `start` does nothing: a process that shares the cache has compiled what this one will launch."""
+    global _is_elsewhere
+    _is_elsewhere = True
+
+
+def finish():
+    """Return when all that `start` asked for is in the cache, where other processes find it."""
+    if _compiler is not None and _compiler.has_request:
+        _compiler.finish()
+
+
 def is_started():
-    """Whether this process has called `start`."""
-    return _request is not None
+    """Whether this process has called `start`, or need not."""
+    return _is_elsewhere or _request is not None
 
 
 def wait_for(path):
@@ -131,12 +145,19 @@ class Compiler:
 
     def wait_for(self, name):
         """Wait until the process is done with a file; False if it is not on its list."""
+        self._wait_while(lambda: name in self.missing)
+        return name in self.listed
+
+    def finish(self):
+        """Wait until the process is done with all files."""
+        self._wait_while(lambda: self.missing)
+
+    def _wait_while(self, lacks):
         with self.changed:
-            while not self.is_listed or name in self.missing:
+            while not self.is_listed or lacks():
                 self.progress.show(len(self.listed) - len(self.missing), len(self.listed))
                 self.changed.wait(0.2)
             self.progress.clear()
-            return name in self.listed
 
     def stop(self):
         """End the process and those that it has started."""

@@ -29,6 +29,8 @@ ALIASES = {"numpy": "cpu"}
 LARGE_BYTES, COPY_THREADS = 64 << 20, 4
 
 _chosen = None
+# The GPU of this process, None before `use_gpu`, and how many processes of one run share it.
+_gpu, _num_sharing = None, 1
 # The array module and the GPU's properties, where `replace` has set them.
 _namespace = _properties = None
 
@@ -104,18 +106,41 @@ def name():
     return _chosen or select(os.environ.get("RLNUMBA_DEVICE") or "auto")
 
 
-def use_gpu(index):
-    """Choose device cuda, and the GPU of this number for the calling thread; DeviceError if there is none.
+def use_gpu(index, num_sharing=1):
+    """Choose device cuda, and the GPU of this number for this process; DeviceError if there is none.
 
-    Other threads of the process use GPU 0 until they call this.
+    num_sharing: how many processes of one run use it, which divide its memory. Threads other than the calling one use
+    GPU 0 until they call `use_gpu_of_process`.
     """
+    global _gpu, _num_sharing
     select("cuda")
+    if index >= gpu_count():
+        raise DeviceError(f"GPU {index} asked for, but this machine has {gpu_count()}, numbered from 0")
+    _gpu, _num_sharing = index, num_sharing
+    use_gpu_of_process()
+
+
+def use_gpu_of_process():
+    """Let the calling thread use the GPU that `use_gpu` chose, if it was called."""
+    if _gpu is not None:
+        xp().cuda.Device(_gpu).use()
+
+
+def num_sharing_gpu():
+    """How many processes of one run use this process's GPU: int."""
+    return _num_sharing
+
+
+def gpu_count():
+    """How many GPUs this machine has, as far as the environment lets processes see them: int."""
     import cupy
 
-    count = cupy.cuda.runtime.getDeviceCount()
-    if index >= count:
-        raise DeviceError(f"GPU {index} asked for, but this machine has {count}, numbered from 0")
-    cupy.cuda.Device(index).use()
+    return cupy.cuda.runtime.getDeviceCount()
+
+
+def can_access(gpu, other):
+    """Whether kernels on one GPU can access the memory of another, both by number: bool."""
+    return gpu == other or bool(xp().cuda.runtime.deviceCanAccessPeer(gpu, other))
 
 
 def replace(name, namespace=None, properties=None):

@@ -1,10 +1,15 @@
-"""A run on several ranks: processes that do the same steps, each with its micro-batches of them."""
+"""A run on several ranks: processes that do the same steps, each with its micro-batches of them.
+
+On the cpu device a rank is a process, on cuda a process with a GPU of its own (distributed/placement.py).
+"""
 
 import importlib
 
 from rlnumba.distributed.launch import launch
-from rlnumba.errors import ConfigError
-from rlnumba.runtime import device
+from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.runtime import ahead_of_time, device
+from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
 
 def train_on_ranks(kind, run, resume):
@@ -12,11 +17,15 @@ def train_on_ranks(kind, run, resume):
 
     Raises RankError for the first that fails, ConfigError where there are no devices for all.
     """
+    count, run, place = run.num_ranks, run.on_ranks(), {}
     if device.name() == "cuda":
-        raise ConfigError(
-            f"deploy.num_train_gpus is {run.num_ranks}: several ranks need --device cpu, where each is a process"
-        )
-    launch(_train, run.num_ranks, kind, run.on_ranks(), resume, timeout_s=run.deploy.dist_timeout_seconds)
+        place = {"transport": "peer", "gpus": gpus_of_ranks(count, "deploy.num_train_gpus")}
+        gemm.set_backend(run.gemm)
+        if gemm.backend() == "native":
+            # Once for all ranks, which share the cache.
+            ahead_of_time.start(KERNEL_LIST, kernel_request(kind, run))
+            ahead_of_time.finish()
+    launch(_train, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
 
 
 def _train(communicator, kind, run, resume):

@@ -29,6 +29,15 @@ RUN_FILES = (
 )
 
 
+# The module that lists a run's kernels for runtime/ahead_of_time.py.
+KERNEL_LIST = "rlnumba.trainers.kernel_list"
+
+
+def kernel_request(trainer, run):
+    """What KERNEL_LIST takes: (trainer, Run), without what its kernels do not depend on."""
+    return trainer, replace(run, output_dir="-", deploy=type(run.deploy)())
+
+
 def begin_run(trainer, run, resume, communicator=None):
     """The RunFolder of a run that begins now; what the cache lacks of its kernels is compiled on all cores.
 
@@ -36,7 +45,7 @@ def begin_run(trainer, run, resume, communicator=None):
     """
     gemm.set_backend(run.gemm)
     if device.name() == "cuda" and gemm.backend() == "native":
-        ahead_of_time.start("rlnumba.trainers.kernel_list", (trainer, run))
+        ahead_of_time.start(KERNEL_LIST, kernel_request(trainer, run))
     if communicator is None or communicator.rank == 0:
         return RunFolder(trainer, run, resume, communicator)
     return ReadFolder(trainer, run, resume, communicator)

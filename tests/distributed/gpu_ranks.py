@@ -84,16 +84,16 @@ def check_many(communicator, count):
     return int(wrong.get(stream)[0]) == 0
 
 
-def check_wrap(control):
+def check_wrap(control, gpus):
     """Counters and epochs from 2^32 - 3 and 2^31 - 3, with pieces of 1 KiB."""
     import cupy
 
     from rlnumba.distributed.peer import Arena, PeerCommunicator
-
-    cupy.cuda.Device(control.rank).use()
     from rlnumba.runtime import device
 
+    # Until now this is a rank of the cpu device.
     device.replace("cuda")
+    device.use_gpu(gpus[control.rank])
     for first in (2**32 - 3, 2**31 - 3):
         arena = Arena(control, piece_bytes=1024, small_bytes=4096, first=first, epoch=first)
         communicator = PeerCommunicator(control, arena, print, first)

@@ -1,0 +1,92 @@
+"""Training on several GPUs, or on ranks that share some: the files of one rank's run, whatever their number."""
+
+import dataclasses
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlnumba.config import to_toml
+from rlnumba.distributed.placement import RANKS_PER_GPU
+from rlnumba.model.transformer import save_model
+from tests.distributed import test_trainers, test_training
+from tests.distributed.test_trainers import LORA, train
+from tests.engine.test_llm import make_model
+from tests.trainers.runs import MODEL
+
+pytestmark = pytest.mark.gpu
+
+# Five segments of the gradient's norm, of which two ranks have three and two, and four ranks two, two, one and none;
+# heads, rows and columns that the kernels with tensor cores take.
+SIZES = {
+    "vocab_size": 1096, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 256, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a bfloat16 model with the tokenizer of another one, which has the first of its ids."""
+    folder = tmp_path_factory.mktemp("model")
+    save_model(make_model("bfloat16", **SIZES), folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    """As many GPUs as there are, and ranks that share them where these are too few."""
+    monkeypatch.setenv(RANKS_PER_GPU, "4")
+
+
+def run_of(kind, folder, model, num_ranks=1, **options):
+    """A Run of a few steps in bfloat16."""
+    options = {"dtype": "bfloat16"} | options
+    if kind == "sft":
+        return test_training.run_of(folder, num_ranks, model, **options)
+    return dataclasses.replace(test_trainers.run_of(kind, folder, num_ranks, **options), model=str(model))
+
+
+CASES = {
+    "sft": ("sft", {}, (2, 4)),
+    "sft, lora": ("sft", {"lora": LORA}, (2,)),
+    "sft, without graphs": ("sft", {"cuda_graphs": False, "optim": "adamw_8bit"}, (2,)),
+    "dpo": ("dpo", {}, (2,)),
+    "grpo": ("grpo", {}, (2, 4)),
+    "grpo, lora": ("grpo", {"lora": dataclasses.replace(LORA, lora_dropout=0.0), "num_iterations": 2}, (2,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_of_one_rank(tmp_path, model, case):
+    kind, options, counts = CASES[case]
+    expected = train(kind, run_of(kind, tmp_path / "1", model, **options))
+    assert len(expected[0]) >= 3 and len(expected[1]) >= 3
+    for count in counts:
+        found = train(kind, run_of(kind, tmp_path / str(count), model, count, **options))
+        for each, wanted in zip(found, expected, strict=True):
+            assert each == wanted
+
+
+@pytest.mark.parametrize("kind, counts", [("sft", (2, 1)), ("grpo", (1, 2))])
+def test_a_killed_run_is_resumed_on_another_number(tmp_path, model, kind, counts):
+    options = {"max_steps": 12, "save_steps": 3}
+    expected = train(kind, run_of(kind, tmp_path / "whole", model, **options))
+    run = run_of(kind, tmp_path / "ended", model, counts[0], **options)
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    command = [sys.executable, "-m", "rlnumba", "--device", "cuda", kind, "--config", str(tmp_path / "run.toml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 180
+    while not list((tmp_path / "ended" / "checkpoints").glob("step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    # Ranks end when the process that started them has gone.
+    time.sleep(2)
+    found = train(kind, run_of(kind, tmp_path / "ended", model, counts[1], **options), resume=True)
+    assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]

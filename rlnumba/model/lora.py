@@ -400,7 +400,8 @@ def save_adapter(adapter, folder, heads=None):
     heads: of the model that is saved, by default all; without "score" that head is left out.
     """
     folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
-    tensors = dict(adapter.tensors(device.host_copy(adapter.values).astype(np.float32, copy=False)))
+    # Of a host_copy nothing waits for the device: another thread may be capturing a graph, which that would end.
+    tensors = dict(adapter.tensors(device.to_host(adapter.values).astype(np.float32, copy=False)))
     if "score" not in heads:
         tensors.pop(SCORE, None)
     folder.mkdir(parents=True, exist_ok=True)

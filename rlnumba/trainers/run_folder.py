@@ -202,6 +202,8 @@ class RunFolder:
 
     def save_model(self, model, name, tokenizer, heads=None):
         """Write a Hugging Face folder `name` in this one. Raises UserError naming it."""
+        # Values in the memory of the host may still be written.
+        device.synchronize()
         with self._written(name):
             save_model(model, self.path / name, tokenizer, heads=heads)
 

@@ -424,6 +424,13 @@ def test_gradients_in_the_simulator(rng):
         assert np.abs(view).max() > 0, name
 
 
+def test_a_copy_is_saved_without_the_device(tmp_path, monkeypatch):
+    """The thread that writes checkpoints must not wait for a stream while another thread captures a graph."""
+    copied = host_copy(random_adapter(load_model(MODEL, "float32")))
+    monkeypatch.setattr(device, "synchronize", lambda: 1 / 0)
+    save_model(copied, tmp_path)
+
+
 def test_what_is_saved_is_float32(tmp_path):
     """Of a 16-bit adapter the values that it rounds: as drawn, as trained by the optimizer's master, as read again."""
     model = load_model(MODEL, "float32")

@@ -2,12 +2,13 @@
 
     output_dir/checkpoints/step-N/
         config.json, *.safetensors, tokenizer files    a Hugging Face folder, as save_model writes it
-        trainer_state.safetensors                      arrays: moments, master weights, ...
+        trainer_state.safetensors, or several          arrays: moments, master weights, ...
         trainer_state.json                             everything else, and the sha256 of every other file
 
 A checkpoint is written to a hidden folder, flushed to the disk, and renamed as a whole, so that a process killed at
 any moment leaves the earlier checkpoints and at most one hidden folder, which the next save removes. `Saver` does so in
-a thread, from a copy of the weights, while training goes on.
+a thread, from a copy of the weights, while training goes on. Large arrays have files of their own, so that several
+threads write them and compute their hashes.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import re
 import shutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,9 @@ from rlnumba.model.transformer import host_copy, save_model
 from rlnumba.model.weights import open_tensors, write_json, write_tensors
 
 STATE = "trainer_state.json"
-ARRAYS = "trainer_state.safetensors"
+ARRAYS = "trainer_state*.safetensors"
+# Arrays share a file of at most so many bytes; threads that write.
+FILE_BYTES, WRITING_THREADS = 256 << 20, 4
 # In trainer_state.json, an object with this key alone is a reference to the array of that name.
 ARRAY_KEY = "__array__"
 
@@ -108,15 +112,34 @@ def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None, keep
 
 def _write(partial, step, model, tokenizer, trainer_state):
     """Write the files of a checkpoint to the folder `partial` and flush them to the disk."""
-    save_model(model, partial, tokenizer)
+    partial.mkdir()
     arrays = {}
     body = {"step": step, "state": _separate(trainer_state, "", arrays)}
-    if trainer_state is not None:
-        write_tensors(partial / ARRAYS, arrays)
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    body["sha256"] = {str(path.relative_to(partial)): _hash(path, flush=True) for path in files}
+    with ThreadPoolExecutor(WRITING_THREADS) as threads:
+        written = [threads.submit(save_model, model, partial, tokenizer)]
+        if trainer_state is not None:
+            written += [threads.submit(write_tensors, partial / name, part) for name, part in _by_file(arrays).items()]
+        for each in written:
+            each.result()
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        hashes = threads.map(_flushed_hash, files)
+        body["sha256"] = {str(path.relative_to(partial)): found for path, found in zip(files, hashes, strict=True)}
     write_json(partial / STATE, {"digest": _hash_json(body), **body})
     _flush(partial)
+
+
+def _by_file(arrays):
+    """{name of a file: its part of `arrays`}: files of at most FILE_BYTES, or of one array. One file for no arrays."""
+    parts, room = [{}], FILE_BYTES
+    for name, array in arrays.items():
+        if array.nbytes > room and parts[-1]:
+            parts.append({})
+            room = FILE_BYTES
+        parts[-1][name] = array
+        room -= array.nbytes
+    if len(parts) == 1:
+        return {"trainer_state.safetensors": parts[0]}
+    return {f"trainer_state-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
 def existing(output_dir):
@@ -173,7 +196,7 @@ def copy_model(folder, target):
     """Copy the model of a checkpoint, without the trainer's state, to the folder `target`. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name not in (STATE, ARRAYS):
+        if path.name != STATE and not path.match(ARRAYS):
             partial = target / f"{path.name}.partial"
             shutil.copy(path, partial)
             os.replace(partial, target / path.name)
@@ -187,7 +210,11 @@ def load(folder):
     body = _body(Path(folder))
     if body["state"] is None:
         raise UserError(f"{folder}: holds the model alone (train.save_only_model), so no run can be resumed from it")
-    return body["step"], _join(body["state"], open_tensors(Path(folder) / ARRAYS))
+    arrays = {}
+    for name in body["sha256"]:
+        if Path(name).match(ARRAYS):
+            arrays |= open_tensors(Path(folder) / name)
+    return body["step"], _join(body["state"], arrays)
 
 
 def _body(folder):
@@ -228,11 +255,16 @@ def _hash_json(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _hash(path, flush=False):
-    """sha256 of a file; flush: fsync it first."""
+def _hash(path):
+    """sha256 of a file."""
     with open(path, "rb") as file:
-        if flush:
-            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flushed_hash(path):
+    """sha256 of a file that is on the disk when this returns."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

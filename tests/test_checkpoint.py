@@ -76,6 +76,23 @@ def test_saving_a_step_again_replaces_it(model, tmp_path):
     assert os.listdir(tmp_path / "checkpoints") == ["step-3"]
 
 
+def test_large_arrays_have_files_of_their_own(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
+    state = {name: np.full(size, i, np.float32) for i, (name, size) in enumerate({"a": 10, "b": 10, "c": 90}.items())}
+    folder = checkpoint.save(tmp_path, 1, model, None, state)
+    names = {path.name for path in folder.glob("trainer_state*.safetensors")}
+    assert names == {f"trainer_state-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    assert {*json.loads((folder / "trainer_state.json").read_text())["sha256"]} > names
+    _, found = checkpoint.load(checkpoint.latest_readable(tmp_path))
+    assert found.keys() == state.keys() and all(np.array_equal(found[name], state[name]) for name in state)
+    checkpoint.copy_model(folder, tmp_path / "final")
+    assert not list((tmp_path / "final").glob("trainer_state*")) and not list((tmp_path / "final").glob("*.partial"))
+    assert (tmp_path / "final" / "model.safetensors").exists()
+    (folder / "trainer_state-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="trainer_state-00002-of-00002.safetensors"):
+        checkpoint.load(folder)
+
+
 def test_an_interrupted_save_leaves_the_earlier_ones(model, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, 1, model, None, {"step": 1})
     for call in ("save_model", "write_tensors", "write_json"):

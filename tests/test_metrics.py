@@ -11,7 +11,7 @@ from rlnumba.errors import UserError
 from rlnumba.reporting import files
 from rlnumba.reporting.files import cut_back, read_metrics, replacing
 from rlnumba.reporting.metrics import MetricsWriter
-from rlnumba.reporting.plots import plot, smooth
+from rlnumba.reporting.plots import plot, plot_apart, smooth
 from rlnumba.runtime.environment import environment
 
 
@@ -201,6 +201,16 @@ def test_plot(tmp_path):
         picture = image.imread(tmp_path / name)
         assert picture.shape[0] > 300 and picture.shape[1] > 900 and picture.std() > 0.05
     assert not list(tmp_path.glob(".*"))
+
+
+def test_another_process_draws_the_same(tmp_path):
+    with pytest.raises(UserError, match="metrics.jsonl: no such file"):
+        plot_apart([tmp_path], tmp_path / "x.png")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')
+    plot([tmp_path], tmp_path / "here.png")
+    writer = MetricsWriter(tmp_path, 2, 2, draws_apart=True, report_to=[])
+    writer.close()
+    assert (tmp_path / "curves.png").read_bytes() == (tmp_path / "here.png").read_bytes()
 
 
 def test_plot_errors(tmp_path):

@@ -46,6 +46,29 @@ def runs(monkeypatch):
     return runs
 
 
+def test_tensorboard_has_every_metric_of_every_step(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    (tracker,) = trackers.open_trackers(["tensorboard"], tmp_path, 0)
+    for step in (1, 2):
+        tracker.log(step, {"loss": 0.5 / step, "memory/engine activations": 3.0})
+    tracker.close(False)
+    found = {}
+    for path in (tmp_path / "tensorboard").iterdir():
+        # Of each record: the length of its content, a checksum of that, the content, its checksum.
+        content = path.read_bytes()
+        while content:
+            length = int.from_bytes(content[:8], "little")
+            event, content = Event.FromString(content[12 : 12 + length]), content[16 + length :]
+            found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    assert found == {
+        (step, name): value
+        for step in (1, 2)
+        for name, value in (("loss", 0.5 / step), ("memory/engine_activations", 3.0))
+    }
+
+
 def test_a_run_and_its_resumption(tmp_path, runs, monkeypatch):
     run_sft(sft_run(tmp_path / "run", max_steps=2, report_to=["wandb", "trackio"]))
     for recorded, package in zip(runs, ("wandb", "trackio"), strict=True):

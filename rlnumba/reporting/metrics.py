@@ -20,7 +20,7 @@ from rlnumba.errors import UserError
 from rlnumba.reporting.background import Background
 from rlnumba.reporting.console import LineConsole, LiveConsole, completions_text
 from rlnumba.reporting.files import append_lines, as_json, cut_back, make_folder, read_metrics
-from rlnumba.reporting.plots import plot
+from rlnumba.reporting.plots import plot, plot_apart
 from rlnumba.reporting.trackers import open_trackers
 
 SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
@@ -34,7 +34,7 @@ class MetricsWriter:
     total_steps: optimizer steps of the whole run. start_step: steps already done, 0 or the checkpoint's: files are
     truncated to it. logging_steps: steps between two lines on a console that is not live. log_completions: whether to
     print completions (num_to_print of them, None: all) and write them as parquet. report_to, tracked: the names and
-    further arguments of open_trackers.
+    further arguments of open_trackers. draws_apart: whether another process draws.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class MetricsWriter:
         log_completions=False,
         num_to_print=None,
         report_to=("auto",),
+        draws_apart=False,
         **tracked,
     ):
         self.folder = Path(output_dir)
@@ -62,6 +63,7 @@ class MetricsWriter:
         self._completions = None
         self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
+        self._draw = plot_apart if draws_apart else plot
         self._plotted_at, self._is_drawn = time.monotonic(), False
 
     def __enter__(self):
@@ -137,7 +139,7 @@ class MetricsWriter:
 
     def _plot(self):
         if read_metrics(self.folder):
-            plot([self.folder], self.folder / "curves.png")
+            self._draw([self.folder], self.folder / "curves.png")
         self._plotted_at, self._is_drawn = time.monotonic(), True
 
     def close(self, draw=True, failed=False):

@@ -1,6 +1,8 @@
 """Curves of a run's metrics as a PNG; the only module that imports matplotlib, when it draws."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,17 @@ def _series(rows, name):
     pairs = [(row["step"], row[name]) for row in rows if name in row]
     steps = np.array([step for step, _ in pairs], float)
     return steps, np.array([np.nan if value is None else value for _, value in pairs], float)
+
+
+def plot_apart(run_dirs, output):
+    """plot in a process of its own: threads of this one that launch kernels need not wait for Python to draw."""
+    command = [sys.executable, "-m", "rlnumba", "plot", *map(str, run_dirs), "--output", str(output)]
+    # In a session of its own, Ctrl-C in a terminal does not end it.
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    drawn = subprocess.run(command, **streams, text=True, start_new_session=True)
+    if drawn.returncode:
+        lines = drawn.stderr.splitlines() or [f"drawing ended with exit code {drawn.returncode}"]
+        raise UserError(lines[-1].removeprefix("rlnumba: "))
 
 
 def plot(run_dirs, output):

@@ -115,9 +115,9 @@ class RunFolder:
         config = {name: value for name, value in vars(self.run).items() if not isinstance(value, Section)}
         config |= {"train": vars(train), "data": vars(self.run.data)}
         tracked = {"run_name": train.run_name, "project": train.project, "config": as_json(config)}
-        return MetricsWriter(
-            self.path, total_steps, self.step, train.logging_steps, *printed, report_to=train.report_to, **tracked
-        )
+        # Beside a GPU the thread that trains has no time to lose.
+        where = {"report_to": train.report_to, "draws_apart": device.name() == "cuda"}
+        return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed, **where, **tracked)
 
     def _archive_earlier_run(self):
         left = [path for name in RUN_FILES if (path := self.path / name).exists()]

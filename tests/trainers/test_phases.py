@@ -11,6 +11,7 @@ from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.rloo import run_rloo
+from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run, preference_run, rloo_run, sft_run
 
@@ -41,7 +42,7 @@ def test_phases_add_up_to_the_step(tmp_path, kind):
 
 def test_a_slow_disk_costs_the_steps_nothing(tmp_path, monkeypatch):
     """And a checkpoint waits until the lines of its steps are written."""
-    append, saved = metrics.append_lines, []
+    append, begin_saving, saved = metrics.append_lines, RunFolder.save, []
 
     def slowly(file, rows):
         time.sleep(0.3)
@@ -50,9 +51,10 @@ def test_a_slow_disk_costs_the_steps_nothing(tmp_path, monkeypatch):
     def save(self, step, *arguments):
         path = tmp_path / "run" / "metrics.jsonl"
         saved.append((step, [json.loads(line)["step"] for line in path.read_text().splitlines()]))
+        begin_saving(self, step, *arguments)
 
     monkeypatch.setattr(metrics, "append_lines", slowly)
-    monkeypatch.setattr("rlnumba.trainers.run_folder.RunFolder.save", save)
+    monkeypatch.setattr(RunFolder, "save", save)
     run = grpo_run(tmp_path / "run", max_steps=6, save_steps=3)
     run_grpo(run)
     assert saved == [(3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])]

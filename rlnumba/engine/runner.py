@@ -618,6 +618,9 @@ class Runner:
         return step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
 
     def _results(self, results, sampled, with_thresholds):
+        if self.model.ranks is not None:
+            # Before they are used: a gather may have waited in vain.
+            self.model.ranks.communicator.check()
         logprobs, thresholds = (results[i, :sampled].view(np.float32) for i in (1, 2))
         return results[0, :sampled].copy(), logprobs.copy(), thresholds.copy() if with_thresholds else None
 

@@ -190,6 +190,14 @@ class Arena:
         cupy.cuda.Device().synchronize()
         offers = control.exchange(CONNECT, (runtime.getDevice(), runtime.ipcGetMemHandle(self._own)))
         self._bases = [self._own if r == rank else self._map(*offer) for r, offer in enumerate(offers)]
+        # Of pieces from each rank, as arrays: making one asks the driver about its address.
+        self._slots = [
+            [
+                self._array(self._slot_address(self._own, source, slot), self.piece_bytes, np.uint8)
+                for slot in range(SLOTS)
+            ]
+            for source in range(world_size)
+        ]
         self._inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
         self._state = cupy.asarray(np.array([epoch, 0], np.uint32))
         from rlnumba.runtime.memory import shared_with_host
@@ -291,7 +299,7 @@ class Arena:
         runtime.memcpyAsync(target, source.data.ptr, source.nbytes, runtime.memcpyDefault, self._sends.ptr)
 
     def slot(self, rank, slot, nbytes):
-        return self._array(self._slot_address(self._own, rank, slot), nbytes, np.uint8)
+        return self._slots[rank][slot][:nbytes]
 
     # Counters: [0, R) pieces that arrived from each rank, [R, 2 R) own pieces that each rank has released.
     def wait_arrived(self, rank, value):

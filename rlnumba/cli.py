@@ -36,7 +36,7 @@ TENSOR_PARALLEL = click.option(
     type=click.Choice(["1", "2", "4", "8"]),
     default="1",
     callback=lambda context, option, value: int(value),
-    help="Processes that have a part of the model each, on the cpu device; the result is that of one.",
+    help="GPUs, or processes of the cpu device, that have a part of the model each; the result is that of one.",
 )
 
 # The exception that a signal raised.
@@ -371,9 +371,14 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size)
 
 def _check_ranks(count, folder, base, config):
     """Raise ConfigError if a model, an adapter's with its base, cannot be computed by `count` ranks."""
+    from rlnumba.kernels.gemm import ops as gemm
     from rlnumba.model.shard import Shard
     from rlnumba.model.transformer import check_shard
 
+    if count > 1 and gemm.backend() == "cublas":
+        raise ConfigError(
+            f"tensor_parallel_size {count} needs --gemm native: a product by cublas depends on its columns"
+        )
     check_shard(Shard(0, count), config, None if base is None else folder)
 
 
@@ -537,7 +542,7 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
 
         folder, base, config, _ = _open(model, base)
         _check_ranks(tensor_parallel_size, folder, base, config)
-        element, progress = device.dtype("float32"), _Progress()
+        element, progress = device.dtype(dtype or ("float32" if device.name() == "cpu" else config.dtype)), _Progress()
         options = dtype, max_tokens, temperature, seed, progress.generated
         found = tensor_parallel.check_agreement(tensor_parallel_size, folder, *options)
     else:

@@ -1,6 +1,7 @@
 """What the ranks of a run do together: the operations, their checks, and faults for tests.
 
     gather(array, out)       out[r] = rank r's array, on every rank
+    gather_columns(...)      the columns of out that rank r has = its array, on every rank
     fold(gradient, ...)      accumulated += gradient_0, += gradient_1, ..., each rank for its part of the parameters
     put, get                 an array from one rank to another
     barrier()                returns when all ranks have called it, and all earlier operations are complete
@@ -20,9 +21,9 @@ library such as NCCL have an order that depends on the size, the number of GPUs 
 | peer      | GPUs of one host       | peer.py: CuPy arrays; on the current stream, for which the host does not wait |
 | nccl      | GPUs of several hosts  | nccl.py: as peer                                               |
 
-Operations are numbered: gather, fold, barrier and objects together, put and get for each pair of ranks. A message
-names operation and number. With RLNUMBA_DEBUG=1 all transports compare operation, number, dtype and shape between the
-ranks before anything is moved; shm always does.
+Operations are numbered: gather (of columns, too), fold, barrier and objects together, put and get for each pair of
+ranks. A message names operation and number. With RLNUMBA_DEBUG=1 all transports compare operation, number, dtype and
+shape between the ranks before anything is moved; shm always does.
 
 RLNUMBA_FAULT=OPERATION:N:KIND[:RANK] causes a fault in the Nth call (from 0) of an operation on one rank, by default
 the last: `kill` ends the process, `stall` never returns, `corrupt` changes one bit of what the rank offers.
@@ -87,6 +88,22 @@ class Communicator:
         if array.size:
             self._gather(operation, array, out)
 
+    def gather_columns(self, array, out, columns):
+        """out[:, columns.of(r)] = rank r's array, on every rank; between GPUs CUDA graphs may capture it.
+
+        array (N, C), C-contiguous, of any dtype, of as many columns as `columns`, a model.shard.Columns, gives this
+        rank; out (N, columns.total) of that dtype, written. Raises as gather.
+        """
+        _check_contiguous("gather", array=array, out=out)
+        own = columns.of(self.rank)
+        wanted = len(array), own.stop - own.start
+        if array.shape != wanted or out.shape != (len(array), columns.total) or out.dtype != array.dtype:
+            arrays = f"{array.shape} and {out.shape} {out.dtype}"
+            raise ValueError(f"gather: {columns} of {len(array)} rows, {array.dtype}, got {arrays}")
+        operation, array = self._begin("gather", f"{out.dtype} {tuple(out.shape)} by columns", array)
+        if out.size:
+            self._gather_columns(operation, array, out, columns)
+
     def fold(self, gradient, accumulated, start, count, is_first):
         """accumulated += gradient_k[start : start + n] for k = 0 .. count - 1 in this order, one float32 add each.
 
@@ -135,6 +152,18 @@ class Communicator:
 
     def close(self):
         """Give back memory and connections. No operation follows."""
+
+    def _gather_columns(self, operation, array, out, columns):
+        """By a gather of arrays as large as the largest."""
+        parts = [columns.of(rank) for rank in range(self.world_size)]
+        largest = len(array) * max(part.stop - part.start for part in parts)
+        xp = device.xp()
+        sent, arrived = xp.empty(largest, array.dtype), xp.empty((self.world_size, largest), array.dtype)
+        sent[: array.size] = array.reshape(-1)
+        self._gather(operation, sent, arrived)
+        for part, values in zip(parts, arrived, strict=True):
+            shape = len(array), part.stop - part.start
+            out[:, part] = values[: shape[0] * shape[1]].reshape(shape)
 
     def _compare(self, operation, rank=None):
         """Raise CommunicationError unless all ranks, or this one and `rank`, are in this operation: for DEBUG."""

@@ -1,7 +1,7 @@
 """Transport `peer`: GPUs of one host, one process each, that write into each other's memory over NVLink.
 
-Small gathers are one kernel (kernels/peer_gather.py), which CUDA graphs may capture. All else is copied by the DMA
-engines of the GPUs, in pieces, without a kernel that waits:
+Small gathers, and those of columns, are a kernel (kernels/peer_gather.py), which CUDA graphs may capture. All else is
+copied by the DMA engines of the GPUs, in pieces, without a kernel that waits:
 
     source, on a stream of its own     wait until the slot is free; copy a piece into the target's slot; signal
     target, on the current stream      wait for the signal; copy or add from the slot; signal that it is free
@@ -26,13 +26,13 @@ import numpy as np
 from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
-from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes, peer_gather
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_gather
 from rlnumba.runtime import device
 
 # To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
 PIECE_BYTES = 8 << 20
 SLOTS = 2
-# Bytes of a rank's array up to which a gather is one kernel; it moves twice as many.
+# Bytes of a rank's array up to which a gather is one kernel, which moves twice as many; more columns take several.
 SMALL_BYTES = 1 << 20
 ALIGNMENT = 256
 UINT32 = 1 << 32
@@ -93,6 +93,10 @@ class PeerCommunicator(Communicator):
                 targets[other][piece] = self._receive(other, source[piece].size)
                 self._release(other)
         self._end_copies(operation)
+
+    def _gather_columns(self, operation, array, out, columns):
+        if not self._memory.gather_columns(array, out, columns):
+            super()._gather_columns(operation, array, out, columns)
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
         mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
@@ -186,6 +190,14 @@ class Arena:
         cupy.cuda.Device().synchronize()
         offers = control.exchange(CONNECT, (runtime.getDevice(), runtime.ipcGetMemHandle(self._own)))
         self._bases = [self._own if r == rank else self._map(*offer) for r, offer in enumerate(offers)]
+        # Of pieces from each rank, as arrays: making one asks the driver about its address.
+        self._slots = [
+            [
+                self._array(self._slot_address(self._own, source, slot), self.piece_bytes, np.uint8)
+                for slot in range(SLOTS)
+            ]
+            for source in range(world_size)
+        ]
         self._inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
         self._state = cupy.asarray(np.array([epoch, 0], np.uint32))
         from rlnumba.runtime.memory import shared_with_host
@@ -242,15 +254,25 @@ class Arena:
 
     def gather_small(self, array, out):
         """Gather by one kernel on the current stream, if the arrays are whole words and few: whether it did."""
-        if array.nbytes % 4 or array.nbytes > 4 * self._small_words:
+        if array.nbytes > 4 * self._small_words or not _has_whole_words(array.nbytes, array, out):
             return False
-        if array.data.ptr % 4 or out.data.ptr % 4:
-            return False
-        source = array.reshape(1, -1).view(np.int32)
-        target = out.reshape(1, self.world_size, -1).view(np.int32)
-        state = self._inboxes, self._state, self._error
-        peer_gather(source, target, *state, self.rank, self._small_words, self._limit_cycles)
+        self._gather_words(array, out, Layout.of_arrays(array.nbytes // 4, self.world_size))
         return True
+
+    def gather_columns(self, array, out, columns):
+        """Gather columns by kernels on the current stream, if they are whole words: whether it did."""
+        sizes = np.array(columns) * array.itemsize
+        sizes[1] = 0
+        if any(sizes % 4) or not _has_whole_words(0, array, out):
+            return False
+        width, _, extra, total = (int(size) // 4 for size in sizes)
+        self._gather_words(array, out, Layout(len(array), width, columns.longer, extra, total))
+        return True
+
+    def _gather_words(self, array, out, layout):
+        source, target = (each.reshape(1, -1).view(np.int32) for each in (array, out))
+        state = self._inboxes, self._state, self._error
+        peer_gather(source, target, layout, *state, self.rank, self._small_words, self._limit_cycles)
 
     def begin(self, operation):
         """Order what is sent after the current stream's work so far."""
@@ -277,7 +299,7 @@ class Arena:
         runtime.memcpyAsync(target, source.data.ptr, source.nbytes, runtime.memcpyDefault, self._sends.ptr)
 
     def slot(self, rank, slot, nbytes):
-        return self._array(self._slot_address(self._own, rank, slot), nbytes, np.uint8)
+        return self._slots[rank][slot][:nbytes]
 
     # Counters: [0, R) pieces that arrived from each rank, [R, 2 R) own pieces that each rank has released.
     def wait_arrived(self, rank, value):
@@ -300,6 +322,11 @@ class Arena:
     def _signal(self, stream, rank, counter, value):
         # With the default flags after a fence of system scope.
         self._check(self._driver.cuStreamWriteValue32(stream.ptr, self._bases[rank] + 4 * counter, value, 0))
+
+
+def _has_whole_words(nbytes, *arrays):
+    """Whether a number of bytes, and the addresses of arrays, are multiples of 4."""
+    return nbytes % 4 == 0 and all(array.data.ptr % 4 == 0 for array in arrays)
 
 
 def _aligned(nbytes):

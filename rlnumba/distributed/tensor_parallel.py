@@ -9,40 +9,41 @@ be that of one rank's GEMM. Norms are computed on whole rows, by all ranks.
 
 Two ways to run ranks:
 
-    generation      rank 0 has the engine; the others replay its steps, whose arrays it sends (lead, follow)
+    generation      rank 0 has the engine; the others call the same methods of their runners (lead, follow)
     scoring         all ranks do the same calls
 
-On the cpu device a rank is a process, and whole rows of logits reach every rank: the order of a row's sums runs through
-all of its tiles there (kernels/nn/row_sum_cpu.py).
+Whole rows of logits reach every rank, and every rank samples all of them, with the same result. So each makes the next
+decode step's arrays itself, and on GPUs each replays CUDA graphs of its own, which contain the gathers: between two
+decode steps ranks exchange nothing but which step it is.
+
+A rank is a process, on the cpu device or with a GPU (placement.py).
 """
 
 import numpy as np
 
+from rlnumba.config import EngineConfig
 from rlnumba.distributed.launch import launch
-from rlnumba.engine.check import Agreement, compare, draw_rollouts
+from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
 from rlnumba.engine.core import Engine
-from rlnumba.engine.llm import LLM
+from rlnumba.engine.llm import LLM, compile_ahead
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
 from rlnumba.model.config import LM_HEAD
-from rlnumba.model.layers import PackedAttention
-from rlnumba.model.shard import Shard
+from rlnumba.model.layers import HeapAllocator, PackedAttention
+from rlnumba.model.shard import Columns, Shard, vocabulary
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import load_model, pack
-from rlnumba.runtime import device
-
-# What ranks other than 0 read of a step's arrays (runner.step_arrays); the others are for sampling.
-ARRAYS = (
-    *("input_ids", "position_ids", "slot_mapping", "block_tables", "cu_seqlens", "context_lens"),
-    *("shared_prefix_lens", "group_sizes", "rows"),
-)
+from rlnumba.model.transformer import find_model, load_model, pack, read_config
+from rlnumba.runtime import ahead_of_time, device
+from rlnumba.runtime.context import current
 
 
 class TensorParallel:
     """What the ranks of a Communicator do together in the forward of one model: Transformer.ranks.
 
-    vocab_size: of the model. All ranks call each method at the same time, but for lead and end.
+    vocab_size: of the model. All ranks call each method at the same time, but for `end`. memory: an Arena, inside its
+    scope, or HeapAllocator.
     """
 
     def __init__(self, communicator, vocab_size):
@@ -51,41 +52,40 @@ class TensorParallel:
 
     def gather_columns(self, part, out):
         """Write and return out (N, C), whose columns are those of the ranks' parts (N, C / count), in their order."""
-        arrived = device.xp().empty((self.count, *part.shape), part.dtype)
-        self.communicator.gather(part, arrived)
-        out.reshape(part.shape[0], self.count, part.shape[1])[...] = arrived.transpose(1, 0, 2)
+        self.communicator.gather_columns(part, out, Columns.equal(out.shape[1], self.count))
         return out
 
-    def own_columns(self, x):
+    def own_columns(self, x, memory):
         """A copy (N, C / count) of this rank's columns of x (N, C)."""
-        columns = x.shape[1] // self.count
-        return device.xp().ascontiguousarray(x[:, self.rank * columns : (self.rank + 1) * columns])
+        columns = Columns.equal(x.shape[1], self.count).of(self.rank)
+        part = memory.empty((x.shape[0], columns.stop - columns.start), x.dtype)
+        if x.itemsize < 4:  # CuPy copies word by word
+            part.view(np.int32)[...] = x.view(np.int32)[:, columns.start // 2 : columns.stop // 2]
+        else:
+            part[...] = x[:, columns]
+        # CuPy's kernel is not one after which the next may start early.
+        current().serialize_next = True
+        return part
 
-    def logits(self, hidden, lm_head, out):
+    def logits(self, hidden, lm_head, out, memory):
         """Write the logits (N, V) float32 of hidden states (N, D). lm_head: this rank's rows of the head."""
-        rows, xp = len(hidden), device.xp()
-        tokens = [Shard(rank, self.count).tokens(self.vocab_size) for rank in range(self.count)]
-        widest = max(each.stop - each.start for each in tokens)
-        sent, arrived = xp.empty(rows * widest, np.float32), xp.empty((self.count, rows * widest), np.float32)
-        linear(hidden, lm_head, sent[: rows * len(lm_head)].reshape(rows, len(lm_head)))
-        self.communicator.gather(sent, arrived)
-        for each, part in zip(tokens, arrived, strict=True):
-            width = each.stop - each.start
-            out[:, each] = part[: rows * width].reshape(rows, width)
+        part = memory.empty((len(hidden), len(lm_head)), np.float32)
+        linear(hidden, lm_head, part)
+        self.communicator.gather_columns(part, out, vocabulary(self.vocab_size, self.count))
 
     def linear_logp(self, hidden, lm_head, ids, temperature, logp, lse, entropy, top1):
         """kernels.logprob.ops.linear_logp, with its bits. lm_head: this rank's rows of the head."""
         step = forward_rows(self.vocab_size)
         z = device.xp().empty((min(step, len(hidden)), self.vocab_size), np.float32)
         for rows, count in slices(len(hidden), step):
-            self.logits(hidden[rows], lm_head, z[:count])
+            self.logits(hidden[rows], lm_head, z[:count], HeapAllocator())
             of_rows = (array[rows] for array in (logp, lse, entropy, top1))
             logp_of_logits(z[:count], ids[rows], temperature, *of_rows)
 
-    def lead(self, arrays, shape, num_blocks):
-        """Let the other ranks do a step, too: Runner.follow's arguments. Rank 0 alone, the others `follow`."""
-        arrays = {name: arrays[name] for name in ARRAYS if name in arrays}
-        self.communicator.objects((arrays, shape, num_blocks))
+    def lead(self, method, *arguments):
+        """On rank 0, let the other ranks call a method of their runners, too, by its name; they `follow`."""
+        if self.rank == 0:
+            self.communicator.objects((method, arguments))
 
     def end(self):
         """Let the other ranks return from `follow`. Rank 0 alone."""
@@ -94,18 +94,28 @@ class TensorParallel:
 
 def follow(model, config):
     """Do the steps of rank 0's engine until it calls `end`. config: its EngineConfig."""
-    runner = Engine(model, None, config).runner
-    while (step := model.ranks.communicator.objects(None)[0]) is not None:
-        runner.follow(*step)
+    engine = Engine(model, None, config)
+    while (call := model.ranks.communicator.objects(None)[0]) is not None:
+        method, arguments = call
+        if method != "repeat":
+            # Rank 0 has read the results of its last step, so the memory that the host's arrays go through is free.
+            engine.runner.synchronize()
+        getattr(engine.runner, method)(*arguments)
+    engine.runner.synchronize()
 
 
 def on_ranks(function, count, folder, dtype, heads, *arguments):
     """function(model, *arguments) on `count` ranks, each with its shard of the model in a folder: the result of rank 0.
 
     function, arguments: what can be pickled; progress, the last of them, is None on other ranks. dtype, heads: as of
-    load_model. Raises RankError for the first rank that fails.
+    load_model. On GPUs the kernels that ahead_of_time has been given are compiled before. Raises RankError for the
+    first rank that fails, ConfigError where there are no devices for all.
     """
-    return launch(_with_shard, count, function, folder, dtype, heads, arguments)[0]
+    place = {}
+    if device.name() == "cuda":
+        place = {"transport": "peer", "gpus": gpus_of_ranks(count, "tensor_parallel_size")}
+        ahead_of_time.finish()
+    return launch(_with_shard, count, function, folder, dtype, heads, arguments, **place)[0]
 
 
 def _with_shard(communicator, function, folder, dtype, heads, arguments):
@@ -135,6 +145,11 @@ def check_agreement(count, folder, dtype=None, max_tokens=48, temperature=1.0, s
 
     Beside the log-probs, whole rows of logits are compared, those of each sequence's last token.
     """
+    config = read_config(find_model(folder))
+    prompts, params = requests(config, config.max_position_embeddings, max_tokens, temperature, seed)
+    lengths = [len(prompt) for prompt in prompts]
+    scored = [length + max_tokens for length in lengths for _ in range(params.n)]
+    compile_ahead(config, dtype or config.dtype, None, EngineConfig(), lengths, [params], scored)
     rollouts, rows = on_ranks(_rollouts, count, folder, dtype, LM_HEAD, max_tokens, temperature, seed, progress)
     model = load_model(folder, dtype)
     tokens, equal, largest, worst = compare(model, rollouts, temperature)

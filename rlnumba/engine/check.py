@@ -59,15 +59,19 @@ def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, 
     return Agreement(tokens, equal, largest, operator)
 
 
-def draw_rollouts(llm, max_tokens, temperature, seed, progress):
-    """The Rollouts of check_agreement: a list."""
-    limit = llm.max_model_len
+def requests(config, limit, max_tokens, temperature, seed):
+    """(prompts, the SamplingParams of all) of check_agreement, for a ModelConfig and sequences of `limit` tokens."""
     rng = np.random.default_rng(seed)
     lengths = [max(1, min(length, limit - max_tokens)) for length in PROMPT_LENGTHS]
-    prompts = [rng.integers(0, llm.model.config.vocab_size, length).tolist() for length in lengths]
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed, n=2)
-    scored = [length + max_tokens for length in lengths for _ in range(params.n)]
-    llm.compile_ahead(lengths, [params], scored)
+    prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+    return prompts, SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed, n=2)
+
+
+def draw_rollouts(llm, max_tokens, temperature, seed, progress):
+    """The Rollouts of check_agreement: a list."""
+    prompts, params = requests(llm.model.config, llm.max_model_len, max_tokens, temperature, seed)
+    lengths = [len(prompt) for prompt in prompts]
+    llm.compile_ahead(lengths, [params], [length + max_tokens for length in lengths for _ in range(params.n)])
     return [
         Rollout(output.prompt_token_ids + c.token_ids, len(output.prompt_token_ids), np.array(c.logprobs, np.float32))
         for output in llm.generate(prompts, params, progress)

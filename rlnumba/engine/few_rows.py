@@ -15,7 +15,7 @@ class FewRowsDecoder:
     def __init__(self, model, block_size):
         self.model, self.block_size, self.configs = model, block_size, {}
         weights, self.weights = model.weights, None
-        if device.name() != "cpu" and model.adapter is None:
+        if device.name() != "cpu" and model.adapter is None and model.ranks is None:
             self.weights = decoder_weights(weights.flat, weights.embed_tokens, weights.layers, weights.norm)
 
     def config_for(self, rows):

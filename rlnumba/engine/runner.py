@@ -24,7 +24,7 @@ import numpy as np
 
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import FewRowsDecoder
-from rlnumba.engine.sampler import SamplingInputs, logits_of_rows, sample_tokens
+from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
@@ -437,8 +437,14 @@ class Runner:
         config, element = self.model.config, self.model.dtype.name
         return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
 
+    def _lead(self, method, *arguments):
+        """Let the runners of other ranks do the same, if there are any (distributed/tensor_parallel.py)."""
+        if self.model.ranks is not None:
+            self.model.ranks.lead(method, *arguments)
+
     def allocate(self, num_blocks):
         """Take the memory of a cache of num_blocks. On the GPU their number, and so the addresses, never change."""
+        self._lead("allocate", num_blocks)
         if self.cache is None:
             self.cache = KVCache(self.model.config, num_blocks, self.block_size, self.model.dtype)
         elif self.cache.num_blocks < num_blocks:
@@ -450,6 +456,7 @@ class Runner:
 
         What they have needed before is given back at once.
         """
+        self._lead("release", give_back)
         if self.cache is None or give_back is False:
             return
         if give_back or self.cache.was_reclaimed:
@@ -459,6 +466,7 @@ class Runner:
 
     def reserve_activations(self):
         """Run the largest step once without attention, which sizes the arena before the cache takes the rest."""
+        self._lead("reserve_activations")
         zeros = device.asarray(np.zeros(self.max_num_batched_tokens, np.int32))
         with self.context.use(), self.arena.scope():
             hidden = self.model.forward(zeros, zeros, NullAttention(), arena=self.arena)
@@ -476,6 +484,7 @@ class Runner:
 
         cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
         """
+        self._lead("reserve_workspace", cached_tokens)
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
         rows, context = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
         calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
@@ -501,16 +510,20 @@ class Runner:
         """
         arrays = self._step_arrays(step, table)
         shape = self._shape_of(step, arrays)
-        bucket = None if self.eager else self._bucket(step, shape)
+        self.launch_step(arrays, shape, None if self.eager else self._bucket(step, shape))
+        with self.context.use():
+            results = device.to_host(self.results)
+        return self._results(results, shape.sampled, "replay" in arrays)
+
+    def launch_step(self, arrays, shape, bucket):
+        """Launch a step of these arrays (step_arrays), of a StepShape, padded to that of a bucket or None."""
+        self._lead("launch_step", arrays, shape, bucket)
         if bucket is None:
             with self.context.use():
                 sent = self.upload.send(arrays)
             self._compute_eagerly(sent, shape)
         else:
             self._replay(*self._send_padded(arrays, bucket), bucket)
-        with self.context.use():
-            results = device.to_host(self.results)
-        return self._results(results, shape.sampled, "replay" in arrays)
 
     def _shape_of(self, step, arrays):
         """The StepShape of a step, without padding."""
@@ -536,9 +549,14 @@ class Runner:
         if self.eager:
             bucket = bucket._replace(rows=shape.rows, tokens=shape.rows, sampled=shape.rows)
         arrays |= decode_arrays(step, table, bucket.max_context_len // self.block_size)
-        graph, sent = self._send_padded(arrays, bucket)
-        self.decode, self.num_launched = Decode(shape.rows, sent, decode_state(sent), bucket, graph), 0
+        self.begin_decode(arrays, bucket, shape.rows)
         return self.repeat()
+
+    def begin_decode(self, arrays, bucket, sequences):
+        """Send the arrays of the first of several decode steps, padded to a StepShape."""
+        self._lead("begin_decode", arrays, bucket, sequences)
+        graph, sent = self._send_padded(arrays, bucket)
+        self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), bucket, graph), 0
 
     def repeat(self, edits=None):
         """Launch the step after the one launched last; returns its number, for `wait`.
@@ -547,9 +565,12 @@ class Runner:
         steps may be in flight, launched and not waited for, and all rows must have blocks for what the step writes
         and for one token more.
         """
+        self._lead("repeat", edits)
         number, self.num_launched = self.num_launched, self.num_launched + 1
         if edits is not None:
-            # The step that read this slot's edits last has been waited for.
+            # The step that read this slot's edits last has ended: on the first rank it has been waited for.
+            if self.events:
+                self.events[number % MAX_IN_FLIGHT].synchronize()
             host, on_device = (array[number % MAX_IN_FLIGHT] for array in self.edits)
             host[: len(edits)] = edits
             with self.context.use():
@@ -597,6 +618,9 @@ class Runner:
         return step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
 
     def _results(self, results, sampled, with_thresholds):
+        if self.model.ranks is not None:
+            # Before they are used: a gather may have waited in vain.
+            self.model.ranks.communicator.check()
         logprobs, thresholds = (results[i, :sampled].view(np.float32) for i in (1, 2))
         return results[0, :sampled].copy(), logprobs.copy(), thresholds.copy() if with_thresholds else None
 
@@ -671,12 +695,9 @@ class Runner:
     def compute(self, arrays, shape):
         """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.
 
-        With the arrays of a decode step they are then those of the step after it. Of several ranks the first does this,
-        and the others `follow`.
+        With the arrays of a decode step they are then those of the step after it.
         """
         sampled = shape.sampled
-        if self.model.ranks is not None:
-            self.model.ranks.lead(arrays, shape, self.cache.num_blocks)
         with self.arena.scope():
             hidden = self._hidden(arrays, shape)
             if sampled:
@@ -686,16 +707,6 @@ class Runner:
             drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
             state, grouped = decode_state(arrays), shape.max_group_size > 1
             advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
-
-    def follow(self, arrays, shape, num_blocks):
-        """Compute this rank's part of a step that the first rank computes; arguments of its ranks.lead."""
-        if self.cache is None or self.cache.num_blocks < num_blocks:
-            self.allocate(num_blocks)
-        with self.context.use(), self.arena.scope():
-            hidden = self._hidden(arrays, shape)
-            if shape.sampled:
-                for _ in logits_of_rows(hidden, self.model, arrays.get("rows"), shape.sampled, self.arena):
-                    pass  # rank 0 samples
 
     def _hidden(self, arrays, shape):
         """The hidden states (N, D) of a step, inside the arena's scope."""

@@ -60,7 +60,7 @@ def logits_of_rows(hidden, model, rows, total, arena):
         for first in range(0, total, chunk):
             part = slice(first, min(first + chunk, total))
             z = logits[: part.stop - part.start]
-            model.logits(hidden[part], z)
+            model.logits(hidden[part], z, arena)
             yield part, z
 
 

@@ -1,6 +1,8 @@
 """Gather of small arrays between GPUs of one host, as one kernel that may be captured in a CUDA graph.
 
-    out[r] = source of rank r
+    a row of out = the ranks' columns of it, in their order
+
+Layout says which columns rank r has; a single row of equal parts is out[r] = source of rank r.
 
 Every rank has an inbox in its own memory, which the others write over NVLink. A 64-bit word of the inbox has 32 bits of
 data and the epoch of the gather that they belong to. 64-bit accesses are atomic, so a reader that finds its epoch has
@@ -8,15 +10,17 @@ the data as well: no fence, no flag, one trip over NVLink (NCCL's LL protocol). 
 arrays; larger ones are copied (rlnumba/distributed/peer.py).
 
 An inbox has two halves, by the parity of the epoch. A rank writes a half again after it has received all words of the
-next epoch, so after all ranks have begun that gather, and have ended the one whose words it overwrites. So a word has
-an older epoch or the right one, and they are compared for equality. After 2^32 - 1 comes 2, of the same parity as 0,
-which cleared memory has. The epoch belongs to the inbox, not to a caller, and is in the GPU's memory, where the kernel
-increments it: a replayed graph needs no arguments of its own.
+next epoch, at least a pair from each rank, so after all ranks have begun that gather, and have ended the one whose
+words it overwrites. So a word has an older epoch or the right one, and they are compared for equality. After 2^32 - 1
+comes 2, of the same parity as 0, which cleared memory has. The epoch belongs to the inbox, not to a caller, and is in
+the GPU's memory, where the kernel increments it: a replayed graph needs no arguments of its own.
 
 Blocks wait for blocks of the same index on other GPUs, which run before those of higher indices: no cycle. A wait ends
 after limit_cycles, and then reports the rank that it waited for.
 Source: PTX ISA, memory consistency model, on morally strong 64-bit accesses of system scope.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +28,7 @@ from rlnumba.errors import DeviceError
 from rlnumba.kernels.checks import check
 from rlnumba.kernels.ptx.instruction import SIMULATED, instruction
 from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
+from rlnumba.kernels.ptx.warp import device_function, udiv
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
@@ -82,40 +87,91 @@ def inbox_load(address, epoch, limit_cycles):
     return *_pair(address)[::2].view(np.int32), i32(1)
 
 
-@cuda.jit
-def peer_gather_kernel(source, out, inboxes, state, error, first_rank, capacity, limit_cycles):
-    """out[i, r] = source of rank r, for rank first_rank + i, of which this launch is grid.y = i.
+class Layout(NamedTuple):
+    """The words of a gather: rows of `total`, of which rank r has those from start(r) to start(r + 1).
 
-    A thread owns two neighbouring words: it sends its rank's to all others, and receives theirs. The last block of a
-    rank increments its epoch.
+    start(r) = r width + min(r, longer) extra, but at most total.
+    """
+
+    rows: int
+    width: int
+    longer: int
+    extra: int
+    total: int
+
+    @staticmethod
+    def of_arrays(words, world_size):
+        """One row, of which each rank has `words`."""
+        return Layout(1, words, 0, 0, world_size * words)
+
+    def columns(self, rank):
+        """How many words of a row a rank has."""
+        return self._start(rank + 1) - self._start(rank)
+
+    def _start(self, rank):
+        return min(rank * self.width + min(rank, self.longer) * self.extra, self.total)
+
+
+@device_function
+def start_of(rank, width, longer, extra, total):
+    """Layout's start(rank)."""
+    return min(rank * width + min(rank, longer) * extra, total)
+
+
+@device_function
+def store_pair(out, index, first, second, begin, columns, total, words):
+    """Two neighbouring words of a rank, number `index` and the next, to its columns of out's rows."""
+    if index < words:
+        row = i64(udiv(i32(index), i32(columns)))
+        column = index - row * columns
+        out[row * total + begin + column] = first
+        if index + 1 < words:
+            if column + 1 == columns:
+                row, column = row + 1, i64(-1)
+            out[row * total + begin + column + 1] = second
+
+
+@cuda.jit
+def peer_gather_kernel(
+    source, out, inboxes, state, error, first_rank, capacity, limit_cycles, start, rows, width, longer, extra, total
+):
+    """out[i] = the gather on rank first_rank + i, of which this launch is grid.y = i, from each rank's word `start` on.
+
+    A thread owns two neighbouring words of each rank: it sends its own to all others, and receives theirs. The first
+    pair is always sent. The last block of a rank increments its epoch.
     """
     local = i64(cuda.blockIdx.y)
-    world_size, words = i64(inboxes.shape[0]), i64(source.shape[1])
+    world_size = i64(inboxes.shape[0])
     rank = first_rank + local
     epoch = state[2 * local + EPOCH]
     pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
-    index = 2 * pair
+    index = start + 2 * pair
     # Offsets in pairs of this rank's words in the inboxes of others, and of the half that all of them have.
     half = (i64(epoch) & 1) * world_size * capacity
-    if index < words:
-        first, second = source[local, index], i32(0)
+    begin = start_of(rank, width, longer, extra, total)
+    columns = start_of(rank + 1, width, longer, extra, total) - begin
+    words = rows * columns
+    if pair < capacity and (pair == 0 or index < words):
+        first, second = i32(0), i32(0)
+        if index < words:
+            first = source[local, index]
         if index + 1 < words:
             second = source[local, index + 1]
         for step in range(1, world_size):
             other = (rank + step) % world_size
             inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
-        out[local, rank, index] = first
-        if index + 1 < words:
-            out[local, rank, index + 1] = second
-        for step in range(1, world_size):
-            other = (rank + world_size - step) % world_size
+        store_pair(out[local], index, first, second, begin, columns, total, words)
+    for step in range(1, world_size):
+        other = (rank + world_size - step) % world_size
+        begin = start_of(other, width, longer, extra, total)
+        columns = start_of(other + 1, width, longer, extra, total) - begin
+        words = rows * columns
+        if pair < capacity and (pair == 0 or index < words):
             address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
             first, second, arrived = inbox_load(address, epoch, limit_cycles)
             if arrived == 0:
                 error[local] = i32(other + 1)
-            out[local, other, index] = first
-            if index + 1 < words:
-                out[local, other, index + 1] = second
+            store_pair(out[local], index, first, second, begin, columns, total, words)
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         # All threads of all blocks have read the epoch, and their inbox.
@@ -136,24 +192,32 @@ def _capacity(words):
     return -(-words // 2)
 
 
-def peer_gather(source, out, inboxes, state, error, first_rank, most_words, limit_cycles):
-    """out[i, r] = the source of rank r, on rank first_rank + i; every rank launches it with as many words.
+def peer_gather(source, out, layout, inboxes, state, error, first_rank, most_words, limit_cycles):
+    """out[i] = the rows that all ranks have together, on rank first_rank + i; every rank launches it with this Layout.
 
-    source (n, W) int32: of n ranks that this process has, one on a GPU, all in the simulator. out (n, R, W) int32,
-    written. inboxes (R,) int64: addresses of inbox_bytes(R, most_words) bytes on each rank, cleared at the start, with
-    the epoch at least 2 then, the same on all. state (2 n,) uint32: of each the epoch, and 0. error (n,) int32: set to
-    1 + r if rank r did not send its words within limit_cycles of the GPU's clock; memory of the host will do. Raises
-    ValueError for other arrays or too many words, DeviceError on the cpu device.
+    source (n, W) int32: of n ranks that this process has, one on a GPU, all in the simulator; rank r's first
+    layout.rows * layout.columns(r) words. out (n, layout.rows * layout.total) int32, written. inboxes (R,) int64:
+    addresses of inbox_bytes(R, most_words) bytes on each rank, cleared at the start, with the epoch at least 2 then,
+    the same on all. state (2 n,) uint32: of each the epoch, and 0. error (n,) int32: set to 1 + r if rank r did not
+    send its words within limit_cycles of the GPU's clock; memory of the host will do. Ranks of more than most_words
+    words take several launches. Raises ValueError for other arrays, DeviceError on the cpu device.
     """
     count, words = check("peer_gather", "source", source, (None, None), WORDS)
     (world_size,) = check("peer_gather", "inboxes", inboxes, (None,), (np.dtype(np.int64),))
-    check("peer_gather", "out", out, (count, world_size, words), WORDS)
+    check("peer_gather", "out", out, (count, layout.rows * layout.total), WORDS)
     check("peer_gather", "state", state, (2 * count,), (np.dtype(np.uint32),))
     check("peer_gather", "error", error, (count,), WORDS)
-    if words > most_words:
-        raise ValueError(f"peer_gather: source must have at most {most_words} words, got {words}")
+    longest = layout.rows * max(layout.columns(rank) for rank in range(world_size))
+    needed = layout.rows * max(layout.columns(first_rank + i) for i in range(count))
+    if words < needed:
+        raise ValueError(f"peer_gather: source must have {needed} words of {layout}, got {words}")
+    if layout.rows * layout.total >= 1 << 31:
+        raise ValueError(f"peer_gather: out must have less than 2^31 words, got {layout.rows * layout.total}")
     if device.name() == "cpu":
         raise DeviceError("peer_gather: the cpu device has no peers; processes there use shared memory")
-    grid = -(-words // (2 * THREADS)), count
-    arguments = source, out, inboxes, state, error, first_rank, _capacity(most_words), limit_cycles
-    launch(peer_gather_kernel, grid, THREADS, *arguments)
+    capacity = _capacity(most_words)
+    inbox = inboxes, state, error, first_rank, capacity, limit_cycles
+    for start in range(0, longest, 2 * capacity):
+        pairs = -(-min(longest - start, 2 * capacity) // 2)
+        grid = -(-pairs // THREADS), count
+        launch(peer_gather_kernel, grid, THREADS, source, out, *inbox, start, *layout)

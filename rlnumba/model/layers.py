@@ -112,7 +112,7 @@ def _linear_to_residual(layer, name, x, w, ctx, y, residual):
     if ctx.ranks is None:
         return _linear(layer, name, x, w, ctx, y, residual)
     x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
-    part = ctx.ranks.own_columns(residual)
+    part = ctx.ranks.own_columns(residual, ctx.memory)
     _linear(layer, name, x, w, ctx, part, residual=part)
     ctx.ranks.gather_columns(part, y)
     return None

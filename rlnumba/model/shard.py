@@ -11,12 +11,42 @@ that it has where one rank computes all of them; cutting K instead would add up 
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 
 # The sizes of a model that are cut into equal parts, by their names in config.json.
 CUT = ("num_key_value_heads", "hidden_size", "intermediate_size")
+# On a GPU a part is a multiple of so many columns: whole tiles of GEMMs, of the same kernels as the whole model's.
+GPU_COLUMNS = 64
+
+
+class Columns(NamedTuple):
+    """Which of `total` columns each rank has: rank r those from start(r) to start(r + 1), in the order of the ranks.
+
+    start(r) = r width + min(r, longer) extra, but at most total.
+    """
+
+    width: int
+    longer: int
+    extra: int
+    total: int
+
+    @staticmethod
+    def equal(total, count):
+        """The same number for each of `count` ranks, which divides the total."""
+        return Columns(total // count, 0, 0, total)
+
+    def of(self, rank):
+        """Those of a rank: a slice."""
+        return slice(*(min(r * self.width + min(r, self.longer) * self.extra, self.total) for r in (rank, rank + 1)))
+
+
+def vocabulary(size, count):
+    """The Columns of logits that each of `count` ranks has: whole tiles, but for the vocabulary's end."""
+    tiles, longer = divmod(-(-size // TILE_COLUMNS), count)
+    return Columns(tiles * TILE_COLUMNS, longer, TILE_COLUMNS, size)
 
 
 @dataclass(frozen=True)
@@ -26,12 +56,23 @@ class Shard:
     rank: int = 0
     count: int = 1
 
-    def check(self, config):
-        """Raise ConfigError, naming both, if a size of a ModelConfig is not a multiple of the number of ranks."""
+    def check(self, config, on_gpu=False):
+        """Raise ConfigError, naming both, if a size of a ModelConfig is not a multiple of the number of ranks.
+
+        on_gpu: whether parts must be multiples of GPU_COLUMNS.
+        """
         for name in CUT:
             if getattr(config, name) % self.count:
                 raise ConfigError(
                     f"tensor_parallel_size {self.count} must divide the model's {name} {getattr(config, name)}"
+                )
+        columns = {name: getattr(config, name) for name in CUT[1:]}
+        columns["num_key_value_heads x head_dim"] = config.num_key_value_heads * config.head_dim
+        for name, total in columns.items() if on_gpu else ():
+            if total // self.count % GPU_COLUMNS:
+                raise ConfigError(
+                    f"tensor_parallel_size {self.count} on GPUs: the model's {name} {total} must be a multiple of "
+                    f"{self.count} x {GPU_COLUMNS}"
                 )
 
     def config_of(self, config):
@@ -50,9 +91,7 @@ class Shard:
 
     def tokens(self, vocab_size):
         """The ids whose logits this part computes: a slice, of whole tiles but for the vocabulary's end."""
-        tiles, longer = divmod(-(-vocab_size // TILE_COLUMNS), self.count)
-        start, stop = (each * tiles + min(each, longer) for each in (self.rank, self.rank + 1))
-        return slice(min(start * TILE_COLUMNS, vocab_size), min(stop * TILE_COLUMNS, vocab_size))
+        return vocabulary(vocab_size, self.count).of(self.rank)
 
 
 WHOLE = Shard()

@@ -152,12 +152,13 @@ class Transformer:
         tape.last = x, rstd
         return hidden
 
-    def logits(self, hidden, out):
-        """Write the logits (N, V) float32 of hidden states (N, D), of which ranks compute their columns."""
+    def logits(self, hidden, out, memory=None):
+        """Write the logits (N, V) float32 of hidden states (N, D), of which ranks compute their columns in memory of an
+        Arena, inside its scope."""
         if self.ranks is None:
             linear(hidden, self.lm_head, out)
         else:
-            self.ranks.logits(hidden, self.lm_head, out)
+            self.ranks.logits(hidden, self.lm_head, out, memory or HeapAllocator())
 
     def backward(self, dhidden, tape, grads, on_layer=None, embed_grads=None):
         """Add the gradients of all that is trained to `grads`, but for the heads' (model/heads.py).
@@ -394,9 +395,9 @@ def check_shard(shard, config, adapter_folder=None):
     """Raise ConfigError if a model, or one with the adapter in a folder, cannot be cut like this on this device."""
     if shard.count == 1:
         return
-    if device.name() != "cpu":
-        raise ConfigError(f"tensor_parallel_size {shard.count} needs --device cpu, where each rank is a process")
-    shard.check(config)
+    if device.name() == "sim":
+        raise ConfigError(f"tensor_parallel_size {shard.count} needs GPUs, or --device cpu, where a rank is a process")
+    shard.check(config, device.name() == "cuda")
     if adapter_folder is not None:
         raise ConfigError(
             f"tensor_parallel_size {shard.count} is for models without an adapter; make one of {adapter_folder} with "

@@ -334,6 +334,8 @@ class Policy:
 
         def read():
             metrics = {"grad_norm": float(norm), "learning_rate": learning_rate}
+            if self.communicator is not None:
+                self.communicator.check()
             return metrics | ({"skipped_steps": norm.skipped_steps} if norm.skipped_steps else {})
 
         return LateMetrics(read)

@@ -1,5 +1,6 @@
 """Ranks as threads of this process, of which one runs at a time: quick, and without a process's import of Numba."""
 
+import pickle
 import queue
 import threading
 
@@ -53,9 +54,9 @@ class InThreads(Communicator):
         self.waiting(self.meeting.barrier.wait)
 
     def _objects(self, operation, value):
-        found = self._offered(value)
+        found = self._offered(pickle.dumps(value))
         self.waiting(self.meeting.barrier.wait)
-        return found
+        return [pickle.loads(each) for each in found]
 
 
 def run(function, world_size, *arguments):

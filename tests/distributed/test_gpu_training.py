@@ -15,7 +15,7 @@ from rlnumba.model.transformer import save_model
 from tests.distributed import test_trainers, test_training
 from tests.distributed.test_trainers import LORA, train
 from tests.engine.test_llm import make_model
-from tests.trainers.runs import MODEL
+from tests.trainers.runs import MODEL, SFT_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +55,17 @@ CASES = {
     "sft": ("sft", {}, (2, 4)),
     "sft, lora": ("sft", {"lora": LORA}, (2,)),
     "sft, without graphs": ("sft", {"cuda_graphs": False, "optim": "adamw_8bit"}, (2,)),
+    "sft, offload": (
+        "sft",
+        {
+            "offload_optimizer": True,
+            "optim": "adamw_bf16",
+            "gradient_checkpointing": True,
+            "eval_steps": 2,
+            "data": {"eval": str(SFT_ROWS)},
+        },
+        (2,),
+    ),
     "dpo": ("dpo", {}, (2,)),
     "grpo": ("grpo", {}, (2, 4)),
     "grpo, lora": ("grpo", {"lora": dataclasses.replace(LORA, lora_dropout=0.0), "num_iterations": 2}, (2,)),

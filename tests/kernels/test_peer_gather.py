@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.checks import address
-from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes, peer_gather, peer_gather_kernel
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_gather, peer_gather_kernel
 from rlnumba.runtime import device
 from rlnumba.runtime.compile import type_name
 
@@ -23,10 +23,12 @@ class Ranks:
         self.state = np.array([epoch, 0] * world_size, np.uint32)
         self.error = np.zeros(world_size, np.int32)
 
-    def gather(self, source, limit_cycles=1):
-        out = np.full((self.world_size, *source.shape), -1, np.int32)
-        peer_gather(source, out, self.inboxes, self.state, self.error, 0, MOST, limit_cycles)
-        return out
+    def gather(self, source, layout=None, most_words=MOST):
+        """(R, R, W) of arrays, or (R, rows, total) of a Layout."""
+        layout = layout or Layout.of_arrays(source.shape[1], self.world_size)
+        out = np.full((self.world_size, layout.rows * layout.total), -1, np.int32)
+        peer_gather(source, out, layout, self.inboxes, self.state, self.error, 0, most_words, 1)
+        return out.reshape(self.world_size, self.world_size if layout.rows == 1 else layout.rows, -1)
 
 
 def sources(rng, world_size, words):
@@ -59,6 +61,37 @@ def test_sizes(rng, resident, world_size):
     assert ranks.state.tolist() == [FIRST_EPOCH + 7, 0] * world_size
 
 
+# Ranks with equal and unequal columns; one without any; words of a rank that need a second launch, and that do not.
+LAYOUTS = [
+    (2, Layout(3, 4, 0, 0, 8), MOST),
+    (3, Layout(5, 1, 2, 1, 5), MOST),
+    (3, Layout(7, 4, 1, 2, 13), 10),
+    (2, Layout(2, 256, 0, 256, 300), MOST),
+    (2, Layout(3, 6, 0, 6, 6), 8),
+    (2, Layout(600, 2, 0, 0, 4), 1100),
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("world_size, layout, most_words", LAYOUTS)
+def test_columns_of_rows(rng, resident, world_size, layout, most_words):
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    ranks = Ranks(world_size)
+    counts = [layout.columns(rank) for rank in range(world_size)]
+    assert sum(counts) == layout.total
+    for _ in range(3):
+        expected = sources(rng, layout.rows, layout.total)
+        parts = np.split(expected, np.cumsum(counts)[:-1], axis=1)
+        source = np.full((world_size, layout.rows * max(counts)), 77, np.int32)
+        for row, part in zip(source, parts, strict=True):
+            row[: part.size] = part.reshape(-1)
+        for found in ranks.gather(source, layout, most_words):
+            np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+    launches = 3 * -(-layout.rows * max(counts) // most_words)
+    assert ranks.state.tolist() == [FIRST_EPOCH + launches, 0] * world_size and not ranks.error.any()
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("epoch", [2**32 - 3, 2**31 - 3])
 def test_epochs_wrap(rng, resident, epoch):
@@ -81,10 +114,10 @@ def test_a_rank_that_does_not_send_is_named(rng):
         pytest.skip("several ranks of one process run in the simulator alone")
     ranks = Ranks(3)
     source, error = sources(rng, 1, 5), np.zeros(1, np.int32)
-    out = np.zeros((1, 3, 5), np.int32)
-    peer_gather(source, out, ranks.inboxes, ranks.state[2:4], error, 1, MOST, 0)
+    out = np.zeros((1, 15), np.int32)
+    peer_gather(source, out, Layout.of_arrays(5, 3), ranks.inboxes, ranks.state[2:4], error, 1, MOST, 0)
     assert error[0] in (1, 3)
-    np.testing.assert_array_equal(out[0, 1], source[0])
+    np.testing.assert_array_equal(out[0, 5:10], source[0])
 
 
 @pytest.mark.sim
@@ -102,20 +135,20 @@ def test_stale_words_are_not_taken(rng, resident):
 
 @pytest.mark.sim
 def test_arrays_are_checked():
-    source, out = np.zeros((1, 4), np.int32), np.zeros((1, 2, 4), np.int32)
+    source, out, layout = np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32), Layout.of_arrays(4, 2)
     arrays = np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32)
     if device.name() == "cuda":
         source, out, *arrays = map(device.asarray, (source, out, *arrays))
-    with pytest.raises(ValueError, match="source must have at most 3 words, got 4"):
-        peer_gather(source, out, *arrays, 0, 3, 0)
-    with pytest.raises(ValueError, match=r"out must be \(1, 2, 4\) int32"):
-        peer_gather(source, out[:, :1], *arrays, 0, 4, 0)
+    with pytest.raises(ValueError, match="source must have 4 words of Layout.* got 3"):
+        peer_gather(source[:, :3].copy(), out, layout, *arrays, 0, 4, 0)
+    with pytest.raises(ValueError, match=r"out must be \(1, 8\) int32"):
+        peer_gather(source, out[:, :4].copy(), layout, *arrays, 0, 4, 0)
 
 
 def test_machine_code(compile_offline):
     arrays = (
-        np.zeros((1, 4), np.int32), np.zeros((1, 2, 4), np.int32), np.zeros(2, np.int64),
-        np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0,
+        np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32), np.zeros(2, np.int64),
+        np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0, 0, *Layout.of_arrays(4, 2),
     )  # fmt: skip
     types = tuple(map(type_name, arrays))
     for architecture in [(8, 0), (9, 0), (10, 0)]:

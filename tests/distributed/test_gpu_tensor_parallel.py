@@ -1,0 +1,106 @@
+"""Tensor-parallel inference on GPUs, or on ranks that share some: the bits of one rank."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlnumba import cli
+from rlnumba.config import EngineConfig
+from rlnumba.distributed import tensor_parallel
+from rlnumba.distributed.placement import RANKS_PER_GPU
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.transformer import load_model, save_model
+from tests.distributed.test_gpu_training import SIZES
+from tests.distributed.test_tensor_parallel import requests_of
+from tests.engine.test_llm import make_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A bfloat16 model whose vocabulary has five tiles, so that ranks have different numbers of them."""
+    found = tmp_path_factory.mktemp("model")
+    save_model(make_model("bfloat16", **SIZES, tie_word_embeddings=False), found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    """As many GPUs as there are, and ranks that share them where these are too few."""
+    monkeypatch.setenv(RANKS_PER_GPU, "4")
+
+
+def generated(model, config, progress=None):
+    """What LLM.generate gives for requests of every kind, twice; of ranks, on rank 0."""
+    if model.ranks is not None and model.ranks.rank:
+        return tensor_parallel.follow(model, config)
+    llm, found = LLM(model, None, config), []
+    for _ in range(2):
+        outputs = llm.generate(*requests_of(model.config))
+        completions = [completion for output in outputs for completion in output.completions]
+        found.append(
+            [(c.token_ids, c.logprobs, None if c.thresholds is None else list(c.thresholds)) for c in completions]
+        )
+    if model.ranks is not None:
+        model.ranks.end()
+    return found, llm.engine.runner.counts
+
+
+CONFIGS = {
+    "graphs": {},
+    "preemption": {"num_gpu_blocks_override": 24, "max_num_seqs": 8, "max_num_batched_tokens": 64},
+    "drafts": {"speculative_method": "ngram"},
+    "eager": {"enforce_eager": True, "enable_sleep_mode": True},
+}
+
+
+@pytest.mark.parametrize("name, count", [("graphs", 2), ("graphs", 4), ("preemption", 2), ("drafts", 2), ("eager", 2)])
+def test_the_text_and_log_probs_of_one_rank(folder, name, count):
+    config = EngineConfig(**CONFIGS[name])
+    expected, _ = generated(load_model(folder), config)
+    found, counts = tensor_parallel.on_ranks(generated, count, folder, None, LM_HEAD, config, None)
+    assert found == expected
+    assert (counts["replayed"] > 0) == (name != "eager")
+
+
+@pytest.mark.parametrize("count", ["2", "4"])
+def test_check_command(folder, capsys, count):
+    assert cli.run(["--device", "cuda", "check", "--model", str(folder), "--tp", count]) == 0
+    assert "first differing operator   none" in capsys.readouterr().out
+
+
+def test_generate_and_score_commands(folder, tmp_path):
+    """The files of one rank."""
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(0, SIZES["vocab_size"], length).tolist()} for length in (1, 40, 100)]
+    (tmp_path / "prompts").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    rows = [{"token_ids": row["prompt_token_ids"]} for row in prompts]
+    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for count in ("1", "2"):
+        files = ["--prompts", str(tmp_path / "prompts"), "--output", str(tmp_path / f"out{count}")]
+        assert (
+            cli.run(["generate", "--model", str(folder), *files, "--max-tokens", "8", "--n", "2", "--tp", count]) == 0
+        )
+        files = ["--input", str(tmp_path / "rows"), "--output", str(tmp_path / f"scored{count}")]
+        assert cli.run(["score", "--model", str(folder), *files, "--tp", count]) == 0
+    for name in ("out", "scored"):
+        assert (tmp_path / f"{name}2").read_bytes() == (tmp_path / f"{name}1").read_bytes()
+
+
+def test_a_model_with_narrow_parts_is_refused(tmp_path, capsys):
+    save_model(make_model("bfloat16", **SIZES | {"intermediate_size": 192}), tmp_path)
+    assert cli.run(["--device", "cuda", "check", "--model", str(tmp_path), "--tp", "2"]) == 2
+    assert "the model's intermediate_size 192 must be a multiple of 2 x 64" in capsys.readouterr().err
+
+
+def test_greedy_text_does_not_depend_on_the_ranks(folder):
+    """One sequence, which few-row kernels decode on one rank."""
+    config, params = EngineConfig(), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected = LLM(load_model(folder), None, config).generate([[7] * 20], params)[0].completions[0]
+    arguments = None, config, [[7] * 20], params, None
+    (output,) = tensor_parallel.on_ranks(tensor_parallel.generate, 2, folder, None, LM_HEAD, *arguments)
+    assert output.completions[0].token_ids == expected.token_ids
+    assert output.completions[0].logprobs == expected.logprobs

@@ -16,10 +16,10 @@ def train_on_ranks(kind, run, resume):
         raise ConfigError(
             f"deploy.num_train_gpus is {run.num_ranks}: several ranks need --device cpu, where each is a process"
         )
-    launch(_train, run.num_ranks, kind, run.on_ranks(), resume, timeout_s=run.deploy.dist_timeout_seconds)
+    launch(train_rank, run.num_ranks, kind, run.on_ranks(), resume, timeout_s=run.deploy.dist_timeout_seconds)
 
 
-def _train(communicator, kind, run, resume):
+def train_rank(communicator, kind, run, resume):
     """What each rank does."""
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     train(run, resume, communicator=communicator)

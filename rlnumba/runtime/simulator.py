@@ -40,10 +40,12 @@ _kernel = None
 
 
 class Thread:
-    """A CUDA thread and the coroutine that runs it. index: its linear index in the block."""
+    """A CUDA thread and the coroutine that runs it. index: its linear index in the block; thread_idx: a Dim3."""
+
+    __slots__ = ("block", "index", "thread_idx", "coroutine", "awaited", "state", "exit_checks")
 
     def __init__(self, block, index, thread_idx, function):
-        self.block, self.index, self.thread_idx = block, index, Dim3(*thread_idx)
+        self.block, self.index, self.thread_idx = block, index, thread_idx
         self.coroutine = greenlet.greenlet(function)
         # The barrier or instruction at which it waits, for the message of a deadlock.
         self.awaited = None
@@ -112,14 +114,23 @@ class Grid:
             if self.pending and (not self.ready or SEED and self.random.random() < COMPLETION_PROBABILITY):
                 self.pending.pop(self.random.randrange(len(self.pending)))()
             elif self.ready:
-                if SEED:
-                    self.ready.rotate(self.random.randrange(len(self.ready)))
-                thread = self.ready.popleft()
-                if thread.run():
-                    thread.block.thread_returned()
+                self._run_threads()
             elif self.blocks:
                 self._raise_deadlock()
             else:
+                return
+
+    def _run_threads(self):
+        """Run ready threads, the first one first, until one returns or none is ready; with a seed one that it draws."""
+        ready = self.ready
+        if SEED:
+            ready.rotate(self.random.randrange(len(ready)))
+        while ready:
+            thread = ready.popleft()
+            if thread.run():
+                thread.block.thread_returned()
+                return
+            if SEED:
                 return
 
     def _raise_deadlock(self):
@@ -142,8 +153,7 @@ class Block:
         self.objects = {}
         self.dynamic_shared = poisoned(grid.shared_bytes, np.uint8)
         self.condition = Condition()
-        indices = [index[::-1] for index in np.ndindex(*block_dim[::-1])]
-        self.threads = [Thread(self, i, thread_idx, function) for i, thread_idx in enumerate(indices)]
+        self.threads = [Thread(self, i, index, function) for i, index in enumerate(thread_indices(tuple(block_dim)))]
         self.running = len(self.threads)
         grid.ready.extend(self.threads)
 
@@ -172,24 +182,38 @@ def ranges(threads):
     return "threads " + ", ".join(parts)
 
 
+@functools.cache
+def thread_indices(block_dim):
+    """threadIdx of a block's threads, in the order of their linear indices: list of Dim3."""
+    return [Dim3(*index[::-1]) for index in np.ndindex(*block_dim[::-1])]
+
+
+@functools.cache
+def poison(shape, dtype):
+    """An array with all bits set, to be copied."""
+    dtype = element_type(dtype)
+    return np.full(int(np.prod(shape)) * dtype.itemsize, 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
 def poisoned(shape, dtype):
-    """Uninitialized memory: all bits set, which is NaN or -1."""
-    array = np.empty(shape, dtype)
-    array.reshape(-1).view(np.uint8)[:] = 0xFF
-    return array
+    """Uninitialized memory of a NumPy or Numba type: all bits set, which is NaN or -1."""
+    return poison(shape, dtype).copy()
 
 
 class SharedArrays:
-    """`cuda.shared`: arrays of one block, identified by the source line that declares them."""
+    """`cuda.shared`: arrays of one block, identified by the call that declares them."""
 
     @staticmethod
     def array(shape, dtype):
-        dtype = element_type(dtype)
+        block = _thread.block
         if shape == 0:
-            memory = _thread.block.dynamic_shared
+            dtype, memory = element_type(dtype), block.dynamic_shared
             return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         caller = sys._getframe(1)
-        return block_state((caller.f_code, caller.f_lineno), lambda: poisoned(shape, dtype))
+        place = id(caller.f_code), caller.f_lasti
+        if place not in block.objects:
+            block.objects[place] = poisoned(shape, dtype)
+        return block.objects[place]
 
 
 class LocalArrays:
@@ -197,22 +221,27 @@ class LocalArrays:
 
     @staticmethod
     def array(shape, dtype):
-        return poisoned(shape, element_type(dtype))
+        return poisoned(shape, dtype)
 
 
+@functools.cache
 def element_type(dtype):
     """The NumPy dtype of an array that a kernel declares with a NumPy or Numba type."""
     return np.dtype(dtype) if isinstance(dtype, (type, np.dtype)) else np.dtype(numpy_support.as_dtype(dtype))
 
 
-class KernelCuda(FakeCUDAModule):
-    """numba.cuda as a running kernel sees it: Numba's simulation, with the threads of this module."""
+class ThreadsCuda:
+    """What numba.cuda offers that depends on the running thread."""
 
     shared = SharedArrays
     local = LocalArrays
     threadIdx = property(lambda self: _thread.thread_idx)
     blockIdx = property(lambda self: _thread.block.block_idx)
     laneid = property(lambda self: _thread.index % WARP)
+
+
+class KernelCuda(ThreadsCuda, FakeCUDAModule):
+    """numba.cuda as a running kernel sees it: Numba's simulation, with the threads of this module."""
 
     def syncthreads(self):
         _thread.block.syncthreads()
@@ -234,7 +263,7 @@ def bits(value):
     return f"{int(value) % (1 << width):0{width}b}"
 
 
-class SimulatedCuda:
+class SimulatedCuda(ThreadsCuda):
     """The module numba.cuda, or inside a running kernel KernelCuda; looked up at each use of an attribute."""
 
     @staticmethod
@@ -308,7 +337,8 @@ def collective(size):
             """Leave the operands; the last of the threads computes all results, for which the others wait."""
             thread = _thread
             index, lane = divmod(thread.index, size)
-            operation = block_state((size, index), Collective)
+            objects = thread.block.objects
+            operation = objects.get((size, index)) or objects.setdefault((size, index), Collective())
             if operation.compute not in (None, compute):
                 raise RuntimeError(f"{name}: other threads of the {size} are in {operation.compute.__name__}")
             operation.compute = compute
@@ -319,8 +349,8 @@ def collective(size):
             operands = [operation.operands[lane] for lane in range(size)]
             operation.operands, operation.compute = {}, None
             results = compute(operands)
-            for other, result in enumerate(results):
-                thread.block.threads[index * size + other].state[call] = result
+            for other, result in zip(thread.block.threads[index * size : (index + 1) * size], results, strict=True):
+                other.state[call] = result
             operation.condition.notify_all()
             return thread.state.pop(call)
 

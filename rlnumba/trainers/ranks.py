@@ -25,10 +25,10 @@ def train_on_ranks(kind, run, resume):
             # Once for all ranks, which share the cache.
             ahead_of_time.start(KERNEL_LIST, kernel_request(kind, run))
             ahead_of_time.finish()
-    launch(_train, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
+    launch(train_rank, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
 
 
-def _train(communicator, kind, run, resume):
+def train_rank(communicator, kind, run, resume):
     """What each rank does."""
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     train(run, resume, communicator=communicator)

@@ -1,7 +1,6 @@
 """The other trainers on several ranks: the files of one rank's run, whatever their number."""
 
 import dataclasses
-import importlib
 import json
 import pathlib
 
@@ -16,11 +15,10 @@ from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.shared_rollout import part_of
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
-from tests.distributed.test_training import BATCH, files_of
+from tests.distributed.test_training import BATCH, files_of, train_on_device
 from tests.trainers.runs import (
     MODEL,
     PAIR_ROWS,
@@ -51,12 +49,9 @@ def run_of(kind, folder, num_ranks=1, lora=None, **options):
     return dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks), lora=lora)
 
 
-def train(kind, run, resume=False):
-    """Train; files_of the run, and the lines of completions.jsonl."""
-    if run.num_ranks == 1:
-        getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")(run, resume)
-    else:
-        train_on_ranks(kind, run, resume)
+def train(kind, run, resume=False, processes=False):
+    """Train, ranks in threads of this process or in processes; files_of the run, and the lines of completions.jsonl."""
+    train_on_device(kind, run, resume, processes)
     path = pathlib.Path(run.output_dir) / "completions.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return *files_of(run), lines
@@ -94,11 +89,12 @@ ON_PROMPTS = {
 @pytest.mark.parametrize("case", [*ON_ROWS, *ON_PROMPTS])
 def test_the_files_of_one_rank(tmp_path, case):
     kind, options = (ON_ROWS | ON_PROMPTS)[case]
-    found = {}
-    for num_ranks in (1, 2, 3, 4) if case in ("dpo", "grpo") else (1, 3):
+    found, is_first = {}, case in ("dpo", "grpo")
+    for num_ranks in (1, 2, 3, 4) if is_first else (1, 3):
         if case == "grpo, lora, evaluation":
             options["data"] = {"eval": str(tmp_path / "prompts.jsonl")}
-        found[num_ranks] = train(kind, run_of(kind, tmp_path / str(num_ranks), num_ranks, **options))
+        run = run_of(kind, tmp_path / str(num_ranks), num_ranks, **options)
+        found[num_ranks] = train(kind, run, processes=is_first and num_ranks == 3)
     assert len(found[1][0]) >= 3 and len(found[1][1]) >= 3 and bool(found[1][2]) == (case in ON_PROMPTS)
     for others in found.values():
         assert others == found[1]
@@ -172,7 +168,7 @@ def test_parts_of_a_generation(world_size):
 
 def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
     with pytest.raises(RankError, match="fails_at_step_2 raised ZeroDivisionError: nothing left to divide"):
-        train("grpo", run_of("grpo", tmp_path / "run", 2, reward="fails_at_step_2"))
+        train("grpo", run_of("grpo", tmp_path / "run", 2, reward="fails_at_step_2"), processes=True)
 
 
 def test_what_is_for_one_gpu(tmp_path):

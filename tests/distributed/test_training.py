@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import importlib
 import pathlib
+import pickle
 import shutil
 import signal
 import subprocess
@@ -16,8 +18,8 @@ from rlnumba import cli
 from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
 from rlnumba.errors import ConfigError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
-from rlnumba.trainers.ranks import train_on_ranks
-from rlnumba.trainers.sft import run_sft
+from rlnumba.trainers.ranks import train_on_ranks, train_rank
+from tests.distributed import in_threads
 from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, metrics_of, sft_run
 
 # Micro-batches of a step: five, so that no number of ranks divides them.
@@ -32,11 +34,23 @@ def run_of(folder, num_ranks=1, model=None, lora=None, **options):
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 
-def train(run, resume=False):
-    if run.num_ranks == 1:
-        run_sft(run, resume)
+def train_on_device(kind, run, resume, processes):
+    """Train on the ranks of a run: as commands do, in processes of their own, or in threads of this one.
+
+    Ranks do the same in both; a process takes seconds to import what it needs.
+    """
+    if processes:
+        train_on_ranks(kind, run, resume)
+    elif run.num_ranks == 1:
+        getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")(run, resume)
     else:
-        train_on_ranks("sft", run, resume)
+        # As a process gets it.
+        given = pickle.loads(pickle.dumps(run.on_ranks()))
+        in_threads.run(train_rank, run.num_ranks, kind, given, resume)
+
+
+def train(run, resume=False, processes=False):
+    train_on_device("sft", run, resume, processes)
     return files_of(run)
 
 
@@ -72,7 +86,8 @@ def test_the_files_of_one_rank(tmp_path, case):
     expected = train(run_of(tmp_path / "1", **options))
     assert len(expected[0]) >= 3 and len(expected[1]) == 4
     for num_ranks in (2, 3) if case == "tied" else (2,):
-        assert train(run_of(tmp_path / str(num_ranks), num_ranks, **options)) == expected
+        found = train(run_of(tmp_path / str(num_ranks), num_ranks, **options), processes=case == "tied")
+        assert found == expected
 
 
 def test_fewer_micro_batches_than_ranks(tmp_path):

@@ -32,6 +32,8 @@ from rlnumba.runtime.device import cuda
 
 FULL_WARP = 0xFFFFFFFF
 PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
+# The smallest normal float32; below it .ftz makes 0.
+TINY = np.finfo(np.float32).tiny
 
 if SIMULATED:
     from rlnumba.runtime.simulator import WARP
@@ -79,8 +81,8 @@ if SIMULATED:
 
         def existing(array, index):
             """The elements that exist; fails where the hardware would."""
-            at_once = min(access, 16 // array.dtype.itemsize)
-            if (array.ctypes.data // array.dtype.itemsize + int(index)) % at_once:
+            at_once = min(access, 16 // array.itemsize)
+            if (array.__array_interface__["data"][0] // array.itemsize + int(index)) % at_once:
                 raise IndexError(f"vector_access: element {index} is not at a multiple of {at_once}")
             found = array[int(index) : int(index) + count]
             if len(found) % at_once or (len(found) < count and not bounded):
@@ -373,7 +375,7 @@ def exp2(value):
     """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
     with np.errstate(over="ignore", under="ignore"):
         power = np.exp2(np.float32(value))
-    return np.float32(0.0) if power < np.finfo(np.float32).tiny else power
+    return np.float32(0.0) if power < TINY else power
 
 
 @instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
@@ -391,7 +393,7 @@ def inverse_sqrt(value):
 def flushed(values):
     """float32 on the host, subnormal ones 0 with their sign: what an instruction with .ftz reads and returns."""
     values = np.asarray(values, np.float32)
-    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0.0), values), values)
+    return np.where(np.abs(values) < TINY, np.copysign(np.float32(0.0), values), values)
 
 
 @instruction("add.ftz.f32 $0, $1, $2;", "ff", "f", effects=False)
@@ -401,7 +403,12 @@ def add_gradient(total, part):
     TMA's reductions in L2 add so. All that adds to a gradient has to, for the sum to have the same bits whichever of
     its elements L2 adds, and on any number of GPUs.
     """
-    return flushed(flushed(total) + flushed(part))[()]
+    return _flushed(_flushed(np.float32(total)) + _flushed(np.float32(part)))
+
+
+def _flushed(value):
+    """flushed of one float32: a simulated kernel adds number by number."""
+    return np.copysign(np.float32(0.0), value) if abs(value) < TINY else value
 
 
 # LLVM would make two multiplications of one whose halves are both used.

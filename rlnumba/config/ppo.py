@@ -118,8 +118,3 @@ class PPORun(PromptRun):
 
     train: PPOConfig = PPOConfig()
     critic: CriticConfig = CriticConfig()
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_ranks > 1:
-            self.refuse_ranks("rlnumba ppo")

@@ -223,6 +223,9 @@ class ReadFolder(RunFolder):
     def finish(self, model, tokenizer, heads=None):
         """Nothing: rank 0 saves."""
 
+    def save_model(self, model, name, tokenizer, heads=None):
+        """Nothing: rank 0 saves."""
+
 
 class _NoWriter:
     """In place of a MetricsWriter where nothing is written."""

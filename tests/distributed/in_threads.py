@@ -1,5 +1,6 @@
 """Ranks as threads of this process, of which one runs at a time: quick, and without a process's import of Numba."""
 
+import pickle
 import queue
 import threading
 
@@ -53,7 +54,8 @@ class InThreads(Communicator):
         self.waiting(self.meeting.barrier.wait)
 
     def _objects(self, operation, value):
-        found = self._offered(value)
+        # Each rank has its own copy, as processes do.
+        found = [pickle.loads(each) for each in self._offered(pickle.dumps(value))]
         self.waiting(self.meeting.barrier.wait)
         return found
 

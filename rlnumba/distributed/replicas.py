@@ -2,6 +2,7 @@
 
     engine = EngineOnRanks(own_engine, communicator)     the Engine's interface; all ranks make the same calls
     llm = llm_on_ranks(own_llm, communicator)            an LLM of such an engine
+    launch_replicas(generate, 4, ...)                    ranks for `rlnumba generate`, `score` and `eval`
 
     step      new completions -> ranks, ranges of them, so that every rank has as many unfinished ones
               every rank lets its engine do steps, for ROUND_S seconds
@@ -17,7 +18,13 @@ import heapq
 import time
 from typing import NamedTuple
 
+from rlnumba.distributed.launch import launch
+from rlnumba.engine.core import PromptError
+from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model, whole_sequences
 from rlnumba.runtime import device
 
 # Seconds between two exchanges. A rank without work waits so long for some, and all wait for the longest of R steps of
@@ -26,6 +33,49 @@ ROUND_S = 0.1
 # Sequences that one GPU decodes about as fast as one of them, 0.58 ms a step for 8 and 0.55 for 1 of a 0.6B model: of
 # so few none is taken over. The cpu device takes as much longer as there are more.
 FEW_ON_GPU = 8
+
+
+# Tokens that are scored at a time.
+SCORED_TOKENS = 32768
+
+
+def launch_replicas(function, count, key, *arguments, **options):
+    """What function(communicator, *arguments) returns on rank 0 of `count` processes, each with a whole model.
+
+    key: the option that asks for so many. options: of `launch`. Raises ConfigError where there are no devices for
+    them, RankError for the first rank that fails.
+    """
+    if count > 1 and device.name() == "cuda":
+        raise ConfigError(f"{key} is {count}: several ranks need --device cpu, where each is a process")
+    return launch(function, count, *arguments, **options)[0]
+
+
+def generate(communicator, folder, base, dtype, tokenizer_folders, config, prompts, params, where, progress):
+    """LLM.generate of a model's folder, on all ranks: its result on rank 0, None on others.
+
+    base, dtype: as of load_model. tokenizer_folders: of which the first has the tokenizer that has one; where: a name
+    for each prompt, of the UserError for one that cannot be run.
+    """
+    tokenizer = next(filter(None, map(Tokenizer.from_folder, tokenizer_folders)), None)
+    llm = llm_on_ranks(LLM(load_model(folder, dtype, base=base), tokenizer, config), communicator)
+    is_first = communicator.rank == 0
+    try:
+        outputs = llm.generate(prompts, params, progress if is_first else None)
+    except PromptError as error:
+        raise UserError(f"{where[error.request_id]}: {error.reason}") from error
+    return outputs if is_first else None
+
+
+def score(communicator, function, folder, base, dtype, heads, sequences, *arguments):
+    """[function(model, sequences, *arguments) of all sequences] on rank 0, of which each rank computes a part.
+
+    function: returns a value for each of the sequences that it is given. folder, base, dtype, heads: as of load_model.
+    """
+    model, lengths = load_model(folder, dtype, heads, base=base), list(map(len, sequences))
+    rank, count = communicator.rank, communicator.world_size
+    parts = list(whole_sequences(lengths, min(SCORED_TOKENS, -(-sum(lengths) // count))))
+    found = communicator.objects([list(function(model, sequences[part], *arguments)) for part in parts[rank::count]])
+    return [value for k in range(len(parts)) for value in found[k % count][k // count]] if rank == 0 else None
 
 
 def llm_on_ranks(llm, communicator):

@@ -208,8 +208,7 @@ class ReadFolder(RunFolder):
     is_first_rank = False
 
     def __init__(self, trainer, run, resume, communicator):
-        global _is_silent
-        _is_silent = True
+        silence()
         # Callbacks are called once.
         super().__init__(trainer, replace(run, train=replace(run.train, callbacks=[])), resume, communicator)
 
@@ -257,6 +256,12 @@ class _NoWriter:
 
 
 _is_silent = False
+
+
+def silence():
+    """Let `log` print nothing from now on: on other ranks than the first."""
+    global _is_silent
+    _is_silent = True
 
 
 def log(text):

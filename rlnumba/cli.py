@@ -452,7 +452,7 @@ def _trainer(kind, purpose, files):
         help="Resume from checkpoints/step-N in output_dir; newer ones are moved to earlier-M.",
         metavar="N",
     )
-    @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
+    @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and what its ranks do, and stop.")
     @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
     def command(config, resume, resume_step, dry_run, overrides):
         """Read and check the run, then train it, or print it."""
@@ -464,6 +464,8 @@ def _trainer(kind, purpose, files):
         run = load_run(kind, config, parse_overrides(overrides), has_16_bits)
         if dry_run:
             click.echo(to_toml(run), nl=False)
+            if run.num_ranks > 1:
+                _print_ranks(kind, run)
             return
         if run.gemm != "cublas":
             ahead_of_time.prepare("rlnumba.trainers.kernel_list")
@@ -478,6 +480,16 @@ def _trainer(kind, purpose, files):
                 from rlnumba.trainers.ranks import train_on_ranks
 
                 train_on_ranks(kind, run, resume_step or resume)
+
+
+def _print_ranks(kind, run):
+    """Print, as comments of TOML, what each rank of a run does and the memory that it takes."""
+    from rlnumba.trainers.plan import Planner, describe_ranks
+
+    planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
+    click.echo("\n# GiB by region, planned:")
+    for line in describe_ranks(planner):
+        click.echo(f"# {line}")
 
 
 ON_ROWS = {
@@ -613,7 +625,9 @@ def plan(config, trainer, gpu_memory, overrides):
         return planner, planner.plan()
 
     kind, (planner, found), others = first_readable(runs, planned)
-    click.echo(f"{kind} of {planner.run.model} on {'a GPU' if on_gpu else 'the cpu device'}{others}")
+    where = "a GPU" if on_gpu else "the cpu device"
+    ranks = f", each of {planner.run.num_ranks} ranks" if planner.run.num_ranks > 1 else ""
+    click.echo(f"{kind} of {planner.run.model} on {where}{ranks}{others}")
     click.echo("\n".join(describe(planner, found)))
 
 

@@ -1,7 +1,11 @@
 """A run on several ranks: processes that do the same steps, each with its micro-batches of them."""
 
+import dataclasses
 import importlib
+import importlib.metadata
 
+from rlnumba.config.keys import Section
+from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
 from rlnumba.errors import ConfigError
 from rlnumba.runtime import device
@@ -21,5 +25,18 @@ def train_on_ranks(kind, run, resume):
 
 def _train(communicator, kind, run, resume):
     """What each rank does."""
+    check_equal(communicator, facts_of(run))
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     train(run, resume, communicator=communicator)
+
+
+def facts_of(run):
+    """{name: value} of what a run's result depends on: versions, and all keys."""
+    facts = {name: importlib.metadata.version(name) for name in ("rlnumba", "numba", "numpy")}
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, Section):
+            facts |= {f"{field.name}.{name}": each for name, each in vars(value).items()}
+        else:
+            facts[field.name] = value
+    return facts

@@ -11,12 +11,13 @@ import pytest
 
 from rlnumba.config import DeployConfig, LoraConfig, SFTConfig
 from rlnumba.distributed import launch, zero
+from rlnumba.distributed.communicator import check_equal
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.ranks import train_on_ranks
+from rlnumba.trainers.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
 from tests.distributed.test_training import BATCH, files_of
@@ -222,6 +223,31 @@ def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
 def test_passes_of_a_generation_are_counted_on_each_gpu(tmp_path):
     with pytest.raises(ConfigError, match="steps_per_generation counts .* train.global_batch_size .16. set train.gen"):
         run_of("grpo", tmp_path, steps_per_generation=2)
+
+
+def test_a_mini_batch_of_all_ranks_has_whole_micro_batches(tmp_path):
+    options = {"global_batch_size": None, "per_device_train_batch_size": 4, "num_mini_batches": 4}
+    run_of("ppo", tmp_path, 3, **options)
+    with pytest.raises(ConfigError, match=r"size \(4\) must divide the mini-batch of 6 .*; deploy.num_train_gpus is 6"):
+        run_of("ppo", tmp_path, 6, **options)
+    with pytest.raises(ConfigError, match=r"num_mini_batches \(5\) must divide the batch of 12 .*global_batch_size"):
+        run_of("ppo", tmp_path, num_mini_batches=5)
+
+
+def test_ranks_with_other_keys_or_versions_are_named(tmp_path):
+    run = run_of("ppo", tmp_path, 2)
+
+    def check(communicator, other):
+        check_equal(communicator, facts_of(run) | (other if communicator.rank else {}))
+
+    in_threads.run(check, 2, {})
+    for other, message in (
+        ({"train.learning_rate": 1.0}, "rank 1 has train.learning_rate 1.0 and rank 0 0.002: all ranks"),
+        ({"seed": 1}, "rank 1 has seed 1 and rank 0 42"),
+        ({"numba": "0.1"}, "rank 1 has numba '0.1' and rank 0 '"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            in_threads.run(check, 2, other)
 
 
 def test_a_generation_of_all_ranks_has_whole_groups(tmp_path):

@@ -68,7 +68,7 @@ class PPOConfig(SamplingConfig):
     @property
     def batch_keys(self):
         """The keys that set the size of a batch: str."""
-        sizes = "train.per_device_train_batch_size x gradient_accumulation_steps"
+        sizes = "per_device_train_batch_size x gradient_accumulation_steps"
         return sizes if self.global_batch_size is None else "train.global_batch_size"
 
     @property

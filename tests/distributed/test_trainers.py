@@ -64,11 +64,17 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, **options):
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 
+# Parameters of a segment of the gradient's norm, here as small as that every rank has a part of the optimizer's state.
+SEGMENT = 4096
+
+
 def train_each(communicator, runs, resume=False):
     """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
-    for kind, run in runs:
-        train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-        train(run.on_ranks(), resume, communicator=communicator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "SEGMENT", SEGMENT)
+        for kind, run in runs:
+            train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
+            train(run.on_ranks(), resume, communicator=communicator)
 
 
 def train_all(runs, num_ranks, resume=False):

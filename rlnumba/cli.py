@@ -39,6 +39,13 @@ TENSOR_PARALLEL = click.option(
     help="GPUs, or processes of the cpu device, that have a part of the model each; the result is that of one.",
 )
 
+NUM_GPUS = click.option(
+    *("--num-gpus", "--deploy.num_infer_gpus", "num_gpus"),
+    type=POSITIVE,
+    default=1,
+    help="Processes that share the work, with the whole model each, on the cpu device; the result is that of one.",
+)
+
 # The exception that a signal raised.
 _signal_error = None
 
@@ -251,7 +258,8 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
 @TENSOR_PARALLEL
-def generate(model, base, prompts, output, dtype, tensor_parallel_size, **options):
+@NUM_GPUS
+def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus, **options):
     """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
     "finish_reason"}]}, a line for each prompt.
 
@@ -268,6 +276,7 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, **option
     names = {f.name for f in dataclasses.fields(EngineConfig)} & set(options)
     engine = EngineConfig(**{name: options.pop(name) for name in names})
     params = SamplingParams(**options)
+    _check_one_kind(tensor_parallel_size, num_gpus)
     with replacing(output) as file:
         rows = _read_rows(prompts, "prompt_token_ids")
         from rlnumba.engine.core import PromptError, longest_sequence
@@ -292,6 +301,13 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, **option
             shards = tensor_parallel_size, folder, dtype, LM_HEAD
             arguments = None if tokenizer is None else folder, engine, ids, params, progress.generated
             outputs = tensor_parallel.on_ranks(tensor_parallel.generate, *shards, *arguments)
+        elif num_gpus > 1:
+            from rlnumba.distributed import replicas
+
+            progress, folders = _Progress(), [each for each in (folder, base) if each is not None]
+            of_model = folder, base, dtype, folders, engine
+            arguments = *of_model, ids, params, [where for _, where in rows], progress.generated
+            outputs = replicas.launch_replicas(replicas.generate, num_gpus, "--num-gpus", *arguments)
         else:
             llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
             progress = _Progress()
@@ -315,7 +331,8 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, **option
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
 @TENSOR_PARALLEL
-def score(model, base, source, output, dtype, temperature, tensor_parallel_size):
+@NUM_GPUS
+def score(model, base, source, output, dtype, temperature, tensor_parallel_size, num_gpus):
     """Compute the log-prob of every token given those before it, with the training forward; or a reward model's score.
 
     Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null. With a model that `rlnumba
@@ -330,6 +347,7 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size)
     ahead_of_time.prepare("rlnumba.engine.kernel_list")
     _log_device()
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
+    _check_one_kind(tensor_parallel_size, num_gpus)
     with replacing(output) as file:
         rows = _read_rows(source, "token_ids", completion=True)
         from rlnumba.engine.llm import compile_ahead
@@ -358,6 +376,12 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size)
             progress = _Progress()
             arguments = folder, dtype, heads, sequences, temperature or 1.0, progress
             scored = on_ranks(_score_all, tensor_parallel_size, *arguments)
+        elif num_gpus > 1:
+            from rlnumba.distributed import replicas
+
+            progress = _Progress()
+            arguments = _score_all, folder, base, dtype, heads, sequences, temperature or 1.0, None
+            scored = replicas.launch_replicas(replicas.score, num_gpus, "--num-gpus", *arguments)
         else:
             transformer = load_model(folder, dtype, heads, base=base)
             progress = _Progress()
@@ -367,6 +391,14 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size)
             file.write(to_line({"token_ids": ids, **found}))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
+
+
+def _check_one_kind(tensor_parallel_size, num_gpus):
+    """Raise ConfigError for processes that have a part of the model and such that have all of it at once."""
+    if tensor_parallel_size > 1 and num_gpus > 1:
+        raise ConfigError(
+            f"--tp ({tensor_parallel_size}) cuts one model, --num-gpus ({num_gpus}) makes copies of it: set one of them"
+        )
 
 
 def _check_ranks(count, folder, base, config):
@@ -385,7 +417,7 @@ def _check_ranks(count, folder, base, config):
 def _score_all(model, sequences, temperature, progress):
     """The log-probs of each sequence, (S,) float32 each, or of a model with a score head its score.
 
-    progress: None on ranks other than 0.
+    progress: None on ranks other than 0, and where each has a part of the sequences.
     """
     import numpy as np
 
@@ -425,7 +457,7 @@ def _trainer(kind, purpose, files):
         help="Resume from checkpoints/step-N in output_dir; newer ones are moved to earlier-M.",
         metavar="N",
     )
-    @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
+    @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and what its ranks do, and stop.")
     @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
     def command(config, resume, resume_step, dry_run, overrides):
         """Read and check the run, then train it, or print it."""
@@ -437,6 +469,8 @@ def _trainer(kind, purpose, files):
         run = load_run(kind, config, parse_overrides(overrides), has_16_bits)
         if dry_run:
             click.echo(to_toml(run), nl=False)
+            if run.num_ranks > 1:
+                _print_ranks(kind, run)
             return
         if run.gemm != "cublas":
             ahead_of_time.prepare("rlnumba.trainers.kernel_list")
@@ -451,6 +485,16 @@ def _trainer(kind, purpose, files):
                 from rlnumba.trainers.ranks import train_on_ranks
 
                 train_on_ranks(kind, run, resume_step or resume)
+
+
+def _print_ranks(kind, run):
+    """Print, as comments of TOML, what each rank of a run does and the memory that it takes."""
+    from rlnumba.trainers.plan import Planner, describe_ranks
+
+    planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
+    click.echo("\n# GiB by region, planned:")
+    for line in describe_ranks(planner):
+        click.echo(f"# {line}")
 
 
 ON_ROWS = {
@@ -586,7 +630,9 @@ def plan(config, trainer, gpu_memory, overrides):
         return planner, planner.plan()
 
     kind, (planner, found), others = first_readable(runs, planned)
-    click.echo(f"{kind} of {planner.run.model} on {'a GPU' if on_gpu else 'the cpu device'}{others}")
+    where = "a GPU" if on_gpu else "the cpu device"
+    ranks = f", each of {planner.run.num_ranks} ranks" if planner.run.num_ranks > 1 else ""
+    click.echo(f"{kind} of {planner.run.model} on {where}{ranks}{others}")
     click.echo("\n".join(describe(planner, found)))
 
 

@@ -255,8 +255,3 @@ class GRPORun(PromptRun):
     """A file of `rlnumba grpo`."""
 
     train: GRPOConfig = GRPOConfig()
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.train.dynamic_sampling and self.num_ranks > 1:
-            self.refuse_ranks("train.dynamic_sampling")

@@ -66,6 +66,12 @@ class PPOConfig(SamplingConfig):
         return self.rollout_batch_size
 
     @property
+    def batch_keys(self):
+        """The keys that set the size of a batch: str."""
+        sizes = "per_device_train_batch_size x gradient_accumulation_steps"
+        return sizes if self.global_batch_size is None else "train.global_batch_size"
+
+    @property
     def mini_batch_size(self):
         """Completions of an optimizer step: int."""
         return self.rollout_batch_size // self.num_mini_batches
@@ -80,13 +86,13 @@ class PPOConfig(SamplingConfig):
         if self.rollout_batch_size % self.num_mini_batches:
             raise ConfigError(
                 f"train.num_mini_batches ({self.num_mini_batches}) must divide the batch of "
-                f"{self.rollout_batch_size} completions (per_device_train_batch_size x gradient_accumulation_steps)"
+                f"{self.rollout_batch_size} completions ({self.batch_keys})"
             )
         size = self.per_device_train_batch_size
         if self.mini_batch_size > size and self.mini_batch_size % size:
             raise ConfigError(
                 f"train.per_device_train_batch_size ({size}) must divide the mini-batch of {self.mini_batch_size} "
-                f"completions (per_device_train_batch_size x gradient_accumulation_steps / num_mini_batches)"
+                f"completions ({self.batch_keys} / num_mini_batches)"
             )
         if self.use_score_norm and not self.use_score_scaling:
             raise ConfigError("train.use_score_norm needs train.use_score_scaling")
@@ -118,8 +124,3 @@ class PPORun(PromptRun):
 
     train: PPOConfig = PPOConfig()
     critic: CriticConfig = CriticConfig()
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_ranks > 1:
-            self.refuse_ranks("rlnumba ppo")

@@ -166,7 +166,10 @@ class PromptRun(Run):
 
     def __post_init__(self):
         super().__post_init__()
-        train = self.train.on_ranks(self.num_ranks)
+        try:
+            train = self.train.on_ranks(self.num_ranks)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; deploy.num_train_gpus is {self.num_ranks}") from error
         if train.rollout_batch_size % train.num_generations:
             raise ConfigError(
                 f"{self._generation_size_key} ({train.rollout_batch_size}) must be divisible by "

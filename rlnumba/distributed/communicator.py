@@ -248,6 +248,18 @@ def check_ranges(operation, ranges):
             raise CommunicationError(f"{operation}: the part of rank {rank} lies outside of the gradient: {where}")
 
 
+def check_equal(communicator, facts):
+    """Raise ConfigError, the same on all ranks, unless all have the same facts: {name: value}, small."""
+    found = communicator.objects(facts)
+    for rank, other in enumerate(found):
+        for name in found[0] | other:
+            if other.get(name) != found[0].get(name):
+                raise ConfigError(
+                    f"rank {rank} has {name} {other.get(name)!r} and rank 0 {found[0].get(name)!r}: all ranks of a run "
+                    "must have the same"
+                )
+
+
 def check_same(operation, rank, others):
     """Raise CommunicationError naming both, unless each of {another rank: its Operation} is that of this rank.
 

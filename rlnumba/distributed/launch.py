@@ -7,7 +7,8 @@ console as it is, so that it may draw a progress line; lines of other ranks get 
 
 The first failure ends the run: the other processes are killed, and `launch` raises RankError with one line for what a
 user can cause, the traceback added as a note otherwise. A rank that fails because another one has ended is not the
-first failure; that one's is waited for. A signal is sent on to all ranks, which raise KeyboardInterrupt, or note it
+first failure; that one's is waited for. Of a process that has ended without a report, as by SIGKILL, the line says in
+which operation another rank missed it. A signal is sent on to all ranks, which raise KeyboardInterrupt, or note it
 where they hold signals (runtime/signals.py); a second signal ends all processes.
 
 Ranks end with the process that started them, however that ends: each has a connection to it that then closes.
@@ -42,13 +43,14 @@ ENDING_S = 10.0
 class Failure(NamedTuple):
     """What ended a rank. message: one line; trace: its traceback, if this is a bug.
 
-    because_of: another rank that ended before, if that is the reason.
+    because_of: another rank that ended before, if that is the reason. is_reported: by the rank itself.
     """
 
     message: str
     exit_code: int
     trace: str | None = None
     because_of: int | None = None
+    is_reported: bool = True
 
 
 def launch(
@@ -108,12 +110,12 @@ class Ranks:
                 self._send(signalled)
             failure = self._first_failure()
             if signalled is None and failure is not None:
-                raise _rank_error(*failure)
+                raise self._rank_error(*failure)
             if signalled is not None and self._failures and time.monotonic() - self._first_end() > ENDING_S:
                 break
         if self._failures:
             if signalled is None:
-                raise _rank_error(*self._first_failure(now=True))
+                raise self._rank_error(*self._first_failure(now=True))
             raise KeyboardInterrupt
         return [pickle.loads(self._results[rank]) for rank in range(self.world_size)]
 
@@ -145,25 +147,36 @@ class Ranks:
                 process = self._processes[rank]
                 process.join()
                 if rank not in self._results and rank not in self._failures:
-                    self._failures[rank] = Failure(_how_ended(process.exitcode), 1)
+                    self._failures[rank] = Failure(_how_ended(process.exitcode), 1, is_reported=False)
                 self._ended_at[rank] = time.monotonic()
 
     def _first_end(self):
         return min(self._ended_at.values(), default=float("inf"))
 
     def _first_failure(self, now=False):
-        """(rank, Failure) to report, or None: the one that others are due to, for which those wait REPORT_S."""
+        """(rank, Failure) to report, or None: the one that others are due to, for which those wait REPORT_S.
+
+        One that is not reported waits as long for what another rank has missed.
+        """
         first = next(((rank, each) for rank, each in self._failures.items() if each.because_of is None), None)
-        if first is None and self._failures and (now or time.monotonic() - self._first_end() > REPORT_S):
+        is_late = now or time.monotonic() - self._first_end() > REPORT_S
+        if first is None and self._failures and is_late:
             return next(iter(self._failures.items()))
+        if first is not None and not first[1].is_reported and not is_late and self._missed(first[0]) is None:
+            return None
         return first
 
+    def _missed(self, rank):
+        """(rank, message) of the first that has failed because `rank` has ended, or None."""
+        return next(((r, each.message) for r, each in self._failures.items() if each.because_of == rank), None)
 
-def _rank_error(rank, failure):
-    error = RankError(rank, failure.message, failure.exit_code)
-    if failure.trace is not None:
-        error.add_note(f"on rank {rank}:\n{failure.trace}")
-    return error
+    def _rank_error(self, rank, failure):
+        missed = None if failure.is_reported else self._missed(rank)
+        where = "" if missed is None else " (rank {}: {})".format(*missed)
+        error = RankError(rank, failure.message + where, failure.exit_code)
+        if failure.trace is not None:
+            error.add_note(f"on rank {rank}:\n{failure.trace}")
+        return error
 
 
 def _how_ended(code):

@@ -98,6 +98,11 @@ class StepOutput(NamedTuple):
         return StepOutput(finished, *columns, self.policy_version)
 
     @property
+    def num_tokens(self):
+        """Tokens that were sampled: int."""
+        return len(self.token_ids)
+
+    @property
     def new_tokens(self):
         """The sampled tokens one by one: list of NewToken."""
         columns = self.sequences, self.token_ids.tolist(), self.logprobs.tolist()
@@ -215,16 +220,33 @@ class Engine:
         """Whether `step` has anything to compute or to return."""
         return bool(self.requests or self.outputs)
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1):
+    @property
+    def num_unfinished(self):
+        """Sequences that wait or run: int."""
+        return sum(map(len, self.requests.values()))
+
+    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None):
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
 
         request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
-        adapter_id: in the model's AdapterStack, -1 for none.
+        adapter_id: in the model's AdapterStack, -1 for none. indices: of those completions alone, by default all.
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
         """
         params = params or SamplingParams()
         if request_id in self.requests:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
+        prompt, limit = self.check_request(request_id, prompt, params)
+        eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
+        philox_key, stop_ids = noise_key(params.seed, prompt), eos + params.stop_token_ids
+        sequences = [
+            Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
+            for index in (range(params.n) if indices is None else indices)
+        ]
+        self.move_in(sequences)
+        return prompt
+
+    def check_request(self, request_id, prompt, params):
+        """(token ids (P,) int32, the most tokens that a completion ends at) of what add_request takes; raises as it."""
         if params.stop and self.tokenizer is None:
             raise ConfigError("sampling: stop strings need a tokenizer, and the model folder has none")
         prompt = self._prompt_ids(request_id, prompt)
@@ -237,16 +259,39 @@ class Engine:
                 f"prompt and completion need {limit} tokens of KV cache, which holds {capacity * BLOCK_SIZE}; "
                 "lower max_tokens or raise gpu_memory_utilization",
             )
-        eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
-        philox_key, self.requests[request_id] = noise_key(params.seed, prompt), {}
-        for index in range(params.n):
-            stop_ids = eos + params.stop_token_ids
-            sequence = Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
-            self.requests[request_id][index] = sequence
+        return prompt, limit
+
+    def move_in(self, sequences):
+        """Queue Sequences, new ones or such as another engine's move_out returned; they go on with their tokens.
+
+        That engine has the same weights and EngineConfig.
+        """
+        for sequence in sequences:
+            self.requests.setdefault(sequence.request_id, {})[sequence.index] = sequence
             self.scheduler.add(sequence)
-        self.blocks_wanted += params.n * (num_blocks + 1)
-        self.most_blocks = max(self.most_blocks, num_blocks)
-        return prompt
+            num_blocks = blocks_needed(sequence.length_limit, BLOCK_SIZE)
+            self.blocks_wanted += num_blocks + 1
+            self.most_blocks = max(self.most_blocks, num_blocks)
+
+    def move_out(self, count):
+        """Drop up to `count` unfinished sequences, those with the fewest tokens, and return them for `move_in`: list.
+
+        Raises as `step` does.
+        """
+        self.synchronize()
+        lengths = self.scheduler.table.length
+
+        def num_drawn(sequence):
+            length = len(sequence.token_ids) if sequence.row is None else int(lengths[sequence.row])
+            return length - len(sequence.prompt)
+
+        unfinished = [sequence for of_request in self.requests.values() for sequence in of_request.values()]
+        # Of those with as many, the last that were added.
+        moved = sorted(reversed(unfinished), key=num_drawn)[:count]
+        for sequence in moved:
+            self.scheduler.remove(sequence)
+            self._forget(sequence)
+        return moved
 
     def step(self):
         """Return the StepOutput of the next step, empty without unfinished requests; wakes if need be.

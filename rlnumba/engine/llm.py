@@ -84,7 +84,7 @@ class LLM:
                     if finished is not None and None not in outputs[request_id].completions:
                         finished(request_id, outputs[request_id])
                 num_finished += len(step.finished)
-                num_tokens += len(step.token_ids)
+                num_tokens += step.num_tokens
                 if progress is not None:
                     progress(num_finished, total, num_tokens)
         except BaseException:  # a signal, too: the next call finds an engine without requests

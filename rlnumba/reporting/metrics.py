@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlnumba.errors import UserError
+from rlnumba.errors import CommunicationError, UserError
 from rlnumba.reporting.background import Background
 from rlnumba.reporting.console import LineConsole, LiveConsole, completions_text
 from rlnumba.reporting.files import append_lines, as_json, cut_back, make_folder, read_metrics
@@ -72,7 +72,8 @@ class MetricsWriter:
     def __exit__(self, kind, error, trace):
         # A failing plot, or on a full disk a failing close, must not hide the error that ends the run.
         with contextlib.suppress(*[UserError, OSError] if kind else []):
-            self.close(draw=kind is not KeyboardInterrupt, failed=kind is not None)
+            # After a CommunicationError the process is killed while it would draw: another rank has ended.
+            self.close(draw=kind not in (KeyboardInterrupt, CommunicationError), failed=kind is not None)
 
     def log(self, step, metrics):
         """Writes the metrics of optimizer step `step` (1-based): {name: number}, a dict that does not change later."""

@@ -150,12 +150,12 @@ class Rewards:
 
     @property
     def all_in_workers(self):
-        """Whether workers call all functions, so that `is_ready` says when `collect` would not wait."""
+        """Whether workers call all functions, so that `ready` says when `collect` would not wait."""
         return None not in self.specs
 
-    def is_ready(self, group):
-        """Whether the workers have all values of a Pending, or know that there are none."""
-        return group.answers is not None or all(call.done() for call in group.calls.values())
+    def ready(self, pending):
+        """Of each of a list of Pending, whether the workers have all values, or know that there are none: list."""
+        return [group.answers is not None or all(call.done() for call in group.calls.values()) for group in pending]
 
     def _answer(self, pending):
         """Give each of a list of Pending the Answers of all functions."""

@@ -103,24 +103,28 @@ class Policy:
         if self.communicator is not None and self.model.adapter is not None and "master" in self.optimizer.state:
             self.model.adapter.master = self.optimizer.gathered("master")
 
-    def each_micro_batch(self, batches):
+    def each_micro_batch(self, batches, others=()):
         """Iterate over those of a step's micro-batches that this rank computes: of R ranks every R-th.
 
         batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
-        What the block of the loop adds to the gradients is that of one micro-batch.
+        What the block of the loop adds to the gradients is that of one micro-batch. others: further Policies, to whose
+        gradients it adds, too.
         """
         if self.communicator is None:
             yield from batches
             return
         rank, world_size = self.communicator.rank, self.communicator.world_size
         for first in range(0, len(batches), world_size):
-            gradient = None
-            if first + rank < len(batches):
-                if first:
-                    self._zero_grads()
-                self.micro_batch, gradient = first + rank, self.grads.flat
+            is_own = first + rank < len(batches)
+            if is_own:
+                for policy in (self, *others):
+                    if first:
+                        policy._zero_grads()
+                    policy.micro_batch = first + rank
                 yield batches[first + rank]
-            self.optimizer.fold(gradient, min(world_size, len(batches) - first), first == 0)
+            for policy in (self, *others):
+                gradient = policy.grads.flat if is_own else None
+                policy.optimizer.fold(gradient, min(world_size, len(batches) - first), first == 0)
 
     def own(self, parts):
         """Those of a list of parts of a computation that this rank does: of R ranks every R-th."""

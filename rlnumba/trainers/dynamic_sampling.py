@@ -89,7 +89,7 @@ class Stream:
     def step(self):
         """One step of the engine; the rewards of groups that it completes begin."""
         output = self.llm.engine.step()
-        self.num_tokens += len(output.token_ids)
+        self.num_tokens += output.num_tokens
         for position, index, completion in output.finished:
             group = self.completions[position]
             group[index] = completion
@@ -106,7 +106,8 @@ class Stream:
         waiting = [i for i in range(self.end) if self.pending[i] is not None and self.differ[i] is None]
         idle = not self.llm.engine.has_unfinished
         if self.rewards.all_in_workers:
-            ready = [i for i in waiting if self.rewards.is_ready(self.pending[i])] or waiting[: int(idle)]
+            known = self.rewards.ready([self.pending[i] for i in waiting])
+            ready = [i for i, is_ready in zip(waiting, known, strict=True) if is_ready] or waiting[: int(idle)]
         else:
             ready = waiting if idle or len(waiting) >= self.wanted - self.num_differing else []
             with suppress(RewardError):  # it is raised below, for its group

@@ -2,12 +2,15 @@
 
 grpo, rloo, ppo            completions of the prompts, sampled with [eval] and scored by the rewards
 sft, dpo, kto, reward      the loss of the rows, and the trainer's other metrics
+
+With deploy.num_train_gpus as many ranks share the prompts, or the rows.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlnumba.config import LoraConfig
+from rlnumba.distributed.replicas import launch_replicas, llm_on_ranks
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
@@ -21,6 +24,8 @@ from rlnumba.trainers.grpo import eval_params, load_prompts
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.plan import ROW_TRAINERS
 from rlnumba.trainers.reward_model import load_rewards
+from rlnumba.trainers.run_folder import silence
+from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 
 class RowError(UserError):
@@ -36,14 +41,14 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo")
     """
     if run.data.eval is None:
         raise ConfigError("eval: data.eval is not set; give --data.eval FILE")
-    gemm.set_backend(run.gemm)
     if dtype is not None:
         run = replace(run, train=replace(run.train, dtype=dtype))
-    completions = []
-    if kind in ROW_TRAINERS:
-        found = evaluate_rows(kind, run, model)
-    else:
-        found, completions = evaluate_prompts(run, model, status)
+    if kind in ROW_TRAINERS and run.num_ranks > 1:
+        # Here, because an error of a rank is a RankError.
+        load_rows(kind, run, find_model(run.model))
+    limits = {"timeout_s": run.deploy.dist_timeout_seconds}
+    arguments = "deploy.num_train_gpus", kind, run, model, status
+    found, completions = launch_replicas(evaluate, run.num_ranks, *arguments, **limits)
     if output is not None:
         make_folder(output)
         if completions:
@@ -54,14 +59,26 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo")
     return found
 
 
-def evaluate_prompts(run, model, status):
+def evaluate(communicator, kind, run, model, status):
+    """(metrics by name, lines of completions.jsonl), on each rank. The arguments are run_eval's."""
+    gemm.set_backend(run.gemm)
+    if communicator.rank:
+        silence()
+    if kind in ROW_TRAINERS:
+        return evaluate_rows(kind, run, model, communicator), []
+    return evaluate_prompts(run, model, status if communicator.rank == 0 else None, communicator)
+
+
+def evaluate_prompts(run, model, status, communicator):
     """(metrics by name, lines of completions.jsonl) of a GRPORun, RLOORun or PPORun."""
     params = eval_params(run)
     if params.temperature == 0 and params.n > 1:
         raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
-    rewards = load_rewards(run)
+    rewards = load_rewards(run) if communicator.rank == 0 else None
     base, _ = find_base(model or run.model)
     llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
+    if communicator.world_size > 1:
+        llm, rewards = llm_on_ranks(llm, communicator), RewardsOnRanks(rewards, communicator)
     prompts = load_prompts(run.data.eval, run, llm, for_eval=True)
     generation = evaluation.generate(llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
     rows = generation.rows(rewards.names)
@@ -72,27 +89,35 @@ def evaluate_prompts(run, model, status):
 
 @dataclass
 class Source:
-    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are, and that
-    no other ranks take part."""
+    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are, and which
+    ranks take part."""
 
     config: object
     model_folder: Path | None
-    communicator: None = None
+    communicator: object
 
 
-def evaluate_rows(kind, run, model):
+def load_rows(kind, run, base):
+    """The rows of a run's data.eval, for the model in the folder `base`. Raises RowError for such as it cannot read."""
+    try:
+        source = Source(read_config(base), None, None)
+        return ROW_TRAINERS[kind].module.load_rows(
+            run.data.eval, run, source, Tokenizer.from_folder(base), for_eval=True
+        )
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise RowError(str(error)) from error
+
+
+def evaluate_rows(kind, run, model, communicator):
     """Metrics of the rows by name. A reference, where the trainer has one, is the run's `model`."""
     trainer, weights = ROW_TRAINERS[kind], None if model is None else find_model(model)
     if weights is not None:
         run = replace(run, lora=LoraConfig(init=str(weights)) if is_adapter(weights) else None)
     base = find_model(run.model)
-    source = Source(read_config(base), None if run.lora else weights)
-    try:
-        rows = trainer.module.load_rows(run.data.eval, run, source, Tokenizer.from_folder(base), for_eval=True)
-    except ConfigError:
-        raise
-    except UserError as error:
-        raise RowError(str(error)) from error
+    source = Source(read_config(base), None if run.lora else weights, communicator)
+    rows = load_rows(kind, run, base)
     policy, tokenizer = load_policy(run, source, trainer.reference, heads=trainer.heads)
     if trainer.module is reward:
         reward.set_pad_token(policy.model, tokenizer)

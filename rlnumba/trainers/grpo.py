@@ -23,6 +23,7 @@ import numpy as np
 
 from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
+from rlnumba.distributed.replicas import llm_on_ranks
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
@@ -43,7 +44,7 @@ from rlnumba.trainers.rejection import normalize_corrections, reject
 from rlnumba.trainers.replay_buffer import ReplayBuffer
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
-from rlnumba.trainers.shared_rollout import LLMOnRanks, RewardsOnRanks
+from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 
 def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
@@ -93,7 +94,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
     model = policy.model
     llm = generator = LLM(model, tokenizer, run.engine)
     if not folder.is_alone:
-        generator, rewards = LLMOnRanks(llm, communicator), RewardsOnRanks(rewards, communicator)
+        generator, rewards = llm_on_ranks(llm, communicator), RewardsOnRanks(rewards, communicator)
     prompts = load_prompts(run.data.train, run, llm)
     eval_data = load_prompts(run.data.eval, run, llm, for_eval=True) if run.data.eval else None
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))

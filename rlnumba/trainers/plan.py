@@ -5,6 +5,9 @@ and operators that compute nothing (runtime/shapes.py). So the regions are those
 memory/*, computed by the code that allocates. Only config.json, the tokenizer and the data are read.
 
 On a GPU there is besides what no region counts: the operators' own arrays and the CUDA context, estimated here.
+
+Of R ranks each has what one has, but for its part of the optimizer's state and of the step's gradient. No part is
+larger than the first, so the plan is that of rank 0 unless another one is asked for.
 """
 
 import dataclasses
@@ -19,6 +22,7 @@ import numpy as np
 
 from rlnumba import data
 from rlnumba.config.lora import LoraConfig
+from rlnumba.distributed.communicator import Communicator
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
@@ -54,6 +58,8 @@ WITHOUT_EFFECT_ON_ROWS = {
 }  # fmt: skip
 # Trainers whose micro-batches become CUDA graphs.
 GRAPHED = ("sft", "grpo", "rloo")
+# Of grpo.sample_report.
+REPORTED_PROMPTS = 4
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005
 
@@ -90,14 +96,15 @@ class Planner:
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}
 
-    def plan(self, run=None):
-        """The Plan of `run`, a variant of the run, or of the run itself."""
+    def plan(self, run=None, rank=0):
+        """The Plan of `run`, a variant of the run, or of the run itself, for one of its ranks."""
         run = run or self.run
+        communicator = PlannedRank(rank, run.num_ranks) if run.num_ranks > 1 else None
         dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
         step = step_of(self, run)
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
-            trained = take_step(self.config, dtype, run, step)
+            trained = take_step(self.config, dtype, run, step, communicator)
             if step.prompts:
                 _generate(self, dtype, run, step.prompts)
         tokens = step.tokens
@@ -107,12 +114,15 @@ class Planner:
         itemsize = device.dtype(dtype).itemsize
         notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
         notes["grads"] = "float32"
-        if run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
+        if communicator is not None:
+            notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
+        elif run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
             notes["grads"] += ", once more for the head of one micro-batch"
         if run.train.optimizer_in_backward:
             notes["grads"] = f"{dtype} of a layer's matrices, float32 of embedding, heads and norms"
         moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]
-        notes["moments"] = " and ".join(moments) + (", in host memory but for two chunks" if host else "")
+        notes["moments"] = " and ".join(moments) + (f", 1/{run.num_ranks}" if communicator is not None else "")
+        notes["moments"] += ", in host memory but for two chunks" if host else ""
         if host and self.on_gpu:
             regions["moments"] = sum(STREAMS * host * min(CHUNK, each) for each in trained) // sum(trained)
         notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
@@ -155,7 +165,7 @@ class Planner:
             notes["kv"] += f"{engine.gpu_memory_utilization}"
         else:
             needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
-            wanted = run.train.num_generations * sum(count + 1 for count in needed)
+            wanted = -(-run.train.num_generations * sum(count + 1 for count in needed) // run.num_ranks)
             wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
             blocks = max(max(needed), min(wanted, CPU_CACHE_BYTES // block_bytes))
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
@@ -216,25 +226,35 @@ def _end_of_step(learning_rate):
     raise _EndOfStep
 
 
-def take_step(config, dtype, run, step):
+class PlannedRank(Communicator):
+    """A rank whose operations move nothing."""
+
+    def _fold(self, *arguments):
+        pass
+
+
+def take_step(config, dtype, run, step, communicator=None):
     """Make the policy of a run, and a critic, and take the Step; return how many parameters of each are trained.
 
     The arguments are make_policies'. To be called within shapes_only.
     """
-    policy, critic = make_policies(config, dtype, run, step)
+    policy, critic = make_policies(config, dtype, run, step, communicator)
     policy.step = _end_of_step
+    if communicator is not None:
+        # The step has one micro-batch, which is that of rank 0.
+        communicator.rank = 0
     try:
         with signals.held():
             step.run(policy, critic)
     except _EndOfStep:
         pass
-    return [each.model.trained.flat.shape[0] for each in (policy, critic) if each is not None]
+    return [each.optimizer.weights.flat.shape[0] for each in (policy, critic) if each is not None]
 
 
-def make_policies(config, dtype, run, step):
+def make_policies(config, dtype, run, step, communicator=None):
     """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
 
-    run: of its attributes train and lora are read.
+    run: of its attributes train and lora are read. communicator: as of Policy.
     """
     config = dataclasses.replace(config, heads=step.heads)
     model = Transformer(config, Weights(config, dtype))
@@ -246,9 +266,10 @@ def make_policies(config, dtype, run, step):
         reference = (
             Transformer(config, Weights(config, dtype, region="reference")) if alone else model.without_adapter()
         )
-    policy, critic = Policy(model, run.train, reference), None
+    policy, critic = Policy(model, run.train, reference, communicator=communicator), None
     if step.critic is not None:
-        critic = Policy(Transformer(step.critic, Weights(step.critic, dtype)), run.train)
+        model = Transformer(step.critic, Weights(step.critic, dtype))
+        critic = Policy(model, run.train, communicator=communicator)
         critic.arena = policy.arena
     return policy, critic
 
@@ -267,8 +288,11 @@ def _generate(planner, dtype, run, prompts):
     model.adapter = _adapter(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     if not planner.on_gpu:
-        seqs = min(seqs, run.train.num_generations * len(prompts))
-        tokens = min(tokens, sum(prompts))
+        # Of several ranks, each has its share of the completions, and rank 0 draws those of the report at the end.
+        n = run.train.num_generations
+        seqs = min(seqs, -(-n * len(prompts) // run.num_ranks))
+        most = max(seqs // n + (2 if seqs % n else 0), REPORTED_PROMPTS)
+        tokens = min(tokens, sum(prompts[:most]))
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
@@ -458,7 +482,10 @@ def describe(planner, plan):
     """The lines that `rlnumba plan` prints: list of str."""
     regions = plan.regions | plan.extra
     lines = [f"{name:<20}{amount(size):>12}   {plan.notes.get(name, '')}".rstrip() for name, size in regions.items()]
-    share = f"{plan.total / planner.total_bytes:.0%} of {amount(planner.total_bytes)}"
+    # The processes of the cpu device share its memory.
+    num_processes = 1 if planner.on_gpu else planner.run.num_ranks
+    share = f"{num_processes * plan.total / planner.total_bytes:.0%} of {amount(planner.total_bytes)}"
+    share += f" for all {num_processes} processes" if num_processes > 1 else ""
     lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
     if plan.host:
         lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
@@ -467,6 +494,21 @@ def describe(planner, plan):
         lines += ["", "what would save memory, each alone:"]
         lines += [f"{amount(saved):>12}   {switch}" for switch, saved in savings]
     return lines
+
+
+def describe_ranks(planner):
+    """A line for each rank of a run, below one of headings: its GPU, its role, its GiB by region; list of str."""
+    run = planner.run
+    plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
+    names = list(plans[0].regions | plans[0].extra)
+    roles = "train" if planner.kind in ROW_TRAINERS else "train, generate"
+    rows = [["rank", "GPU", "role", *names, "total"]]
+    for rank, plan in enumerate(plans):
+        sizes = [*((plan.regions | plan.extra).get(name, 0) for name in names), plan.total]
+        place = str(rank) if planner.on_gpu else "none"
+        rows.append([str(rank), place, roles, *(f"{size / GIB:.3f}" for size in sizes)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 
 
 @contextmanager

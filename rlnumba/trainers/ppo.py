@@ -18,6 +18,8 @@ names, defaults and arithmetic these are, but for the score, which stands at the
 import math
 import weakref
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,12 +37,13 @@ from rlnumba.trainers import rollout
 from rlnumba.trainers.core import LateMetrics, Policy, epoch_order
 from rlnumba.trainers.grpo import Algorithm, sampler_is_exact, sampling_params, train_on_prompts
 from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import TargetBatch
+from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
 
 
-def run_ppo(run, resume=False, reward_funcs=()):
+def run_ppo(run, resume=False, reward_funcs=(), communicator=None):
     """Train a PPORun; writes its output_dir. The arguments are run_grpo's."""
-    train_on_prompts(Algorithm("ppo", load, generate, train_step, save_final), run, resume, reward_funcs)
+    algorithm = Algorithm("ppo", load, generate, train_step, save_final)
+    train_on_prompts(algorithm, run, resume, reward_funcs, communicator)
 
 
 def load(run, folder):
@@ -62,7 +65,7 @@ def load(run, folder):
             f"critic.model {source} has max_position_embeddings {model.config.max_position_embeddings}, but sequences "
             f"may have {longest} tokens; set engine.max_model_len"
         )
-    critic = Policy(model, train, seed=run.seed)
+    critic = Policy(model, train, seed=run.seed, communicator=folder.communicator)
     critic.arena = policy.arena
     return ActorCritic(policy, critic, run), tokenizer
 
@@ -72,6 +75,7 @@ def save_final(folder, actor, tokenizer):
 
     A critic on the policy's trunk is the trunk with the value head.
     """
+    actor.policy.gather_adapter()
     folder.finish(actor.model, tokenizer, LM_HEAD)
     critic = actor.model if actor.critic is None else actor.critic.model
     folder.save_model(critic, "final/critic", tokenizer, SCORE_HEAD)
@@ -110,6 +114,10 @@ class ActorCritic:
         self.policy.backward(forward[0], dlogprobs, dentropy)
         self.critic.backward_values(forward[1], dvalues)
 
+    def each_micro_batch(self, batches):
+        """As Policy.each_micro_batch, for what `backward` adds to the gradients of both."""
+        return self.policy.each_micro_batch(batches, () if self.critic is None else (self.critic,))
+
     def zero_grad(self, learning_rate=None, critic_learning_rate=None):
         """Begin an optimizer step of both: set the gradients to zero. The rates: those of `step`."""
         self.policy.zero_grad(learning_rate)
@@ -128,7 +136,7 @@ class ActorCritic:
         """The reference stands still."""
 
     def state_dict(self):
-        """The state for a checkpoint besides the policy's weights."""
+        """The state for a checkpoint besides the policy's weights; of several ranks that on rank 0 is complete."""
         critic = None
         if self.critic is not None:
             weights = device.host_copy(self.critic.model.trained.flat)
@@ -243,7 +251,10 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
 
 
 def evaluate_tokens(actor, rollouts):
-    """Write old_logprobs, ref_logprobs and values of all completion tokens to the ActorCritic's buffer."""
+    """Write old_logprobs, ref_logprobs and values of all completion tokens to the ActorCritic's buffer.
+
+    Each of several ranks evaluates a part of them.
+    """
     policy, buffer, size = actor.policy, actor.buffer, actor.train.per_device_train_batch_size
     every = np.arange(len(rollouts.completion_lengths))
     if actor.train.max_tokens_per_micro_batch:
@@ -254,16 +265,23 @@ def evaluate_tokens(actor, rollouts):
     exact = sampler_is_exact(actor.train)
     if exact:
         buffer.old_logprobs[...] = device.asarray(rollouts.rollout_logprobs)
-    end = 0
-    for part in parts:
-        batch, rows = micro_batch(rollouts, part)
-        tokens = slice(end, end + len(rows))
-        end = tokens.stop
+    written = [buffer.values]
+    written += [] if exact else [buffer.old_logprobs]
+    written += [] if policy.reference is None else [buffer.ref_logprobs]
+    ends = np.cumsum([int(rollouts.completion_lengths[part].sum()) for part in parts]).tolist()
+    tokens = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    for k in policy.own(range(len(parts))):
+        batch, _ = micro_batch(rollouts, parts[k])
         if not exact:
-            policy.logprobs(batch, buffer.old_logprobs[tokens])
+            policy.logprobs(batch, buffer.old_logprobs[tokens[k]])
         if policy.reference is not None:
-            policy.logprobs(batch, buffer.ref_logprobs[tokens], model=policy.reference)
-        actor.values(batch, buffer.values[tokens])
+            policy.logprobs(batch, buffer.ref_logprobs[tokens[k]], model=policy.reference)
+        actor.values(batch, buffer.values[tokens[k]])
+    if policy.communicator is not None:
+        own = [[device.to_host(array[each]) for array in written] for each in policy.own(tokens)]
+        for each, arrays in zip(tokens, policy.of_all_micro_batches(own), strict=True):
+            for array, found in zip(written, arrays, strict=True):
+                array[each] = device.asarray(found)
     if policy.reference is None:
         buffer.ref_logprobs[...] = buffer.old_logprobs
 
@@ -305,27 +323,31 @@ def objective_metrics(buffer, scores, train):
 
 def train_step(actor, micro_batches, learning_rate):
     """The optimizer steps on the batch that the ActorCritic holds: LateMetrics, means over the steps."""
-    train, experience = actor.train, actor.experience
+    train, experience, policy = actor.train, actor.experience, actor.policy
     # On the device until all steps are done, so that no micro-batch waits for the host.
-    partials, tokens, infos = [], [], []
+    steps, infos = [], []
     for epoch in range(train.num_ppo_epochs):
         order = epoch_order(len(experience.rollouts.completion_lengths), True, experience.seed, epoch)
         for mini_batch in np.array_split(order, min(train.num_mini_batches, len(order))):
             actor.zero_grad(learning_rate, experience.critic_learning_rate)
-            size = train.per_device_train_batch_size
-            parts = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)]
-            for part in parts:
-                tokens.append(int(experience.rollouts.completion_lengths[part].sum()))
-                partials.append([])
-                for chosen in parts_of_tokens(experience.rollouts, part, train):
-                    blocks = ppo_loss_blocks(int(experience.rollouts.completion_lengths[chosen].sum()))
-                    partials[-1].append(device.xp().empty((blocks, SUMS), np.float32))
-                    forward_backward(actor, chosen, 1.0 / (tokens[-1] * len(parts)), partials[-1][-1])
+            pieces, partials = pieces_of(actor, mini_batch), []
+            for piece in actor.each_micro_batch(pieces):
+                blocks = ppo_loss_blocks(int(experience.rollouts.completion_lengths[piece.chosen].sum()))
+                partials.append(device.xp().empty((blocks, SUMS), np.float32))
+                forward_backward(actor, piece.chosen, piece.scale, partials[-1])
+            steps.append((pieces, partials))
             infos.append(actor.step(learning_rate, experience.critic_learning_rate))
     actor.score_moments = experience.score_moments
 
     def read():
-        sums = [device.to_host(device.xp().concatenate(part)).sum(axis=0, dtype=np.float64) for part in partials]
+        sums, tokens = [], []
+        for pieces, partials in steps:
+            found = policy.of_all_micro_batches([device.to_host(each) for each in partials])
+            ordered = sorted(zip(pieces, found, strict=True), key=lambda pair: pair[0].part)
+            for _, of_part in groupby(ordered, key=lambda pair: pair[0].part):
+                part, blocks = zip(*of_part, strict=True)
+                sums.append(np.concatenate(blocks).sum(axis=0, dtype=np.float64))
+                tokens.append(part[0].tokens)
         metrics = ppo_metrics(sums, tokens)
         loss = metrics["loss/policy_avg"] + train.vf_coef * metrics["loss/value_avg"]
         metrics["loss"] = loss - train.entropy_coef * metrics["policy/entropy_avg"]
@@ -333,6 +355,30 @@ def train_step(actor, micro_batches, learning_rate):
         return metrics | infos[-1] | {name: float(np.mean([info[name] for info in infos])) for name in norms}
 
     return LateMetrics(read)
+
+
+class Piece(NamedTuple):
+    """Completions `chosen` (indices) that go forward and backward together, of part number `part` of a mini-batch.
+
+    tokens: completion tokens of the part, over which the loss is a mean; scale: of the loss of each of its tokens.
+    """
+
+    part: int
+    chosen: np.ndarray
+    tokens: int
+    scale: float
+
+
+def pieces_of(actor, mini_batch):
+    """The Pieces of a mini-batch (indices), in the order in which a step adds their gradients: list."""
+    train, rollouts, size = actor.train, actor.experience.rollouts, actor.train.per_device_train_batch_size
+    parts, pieces = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)], []
+    for number, part in enumerate(parts):
+        tokens = int(rollouts.completion_lengths[part].sum())
+        scale = 1.0 / (tokens * len(parts))
+        pieces += [Piece(number, chosen, tokens, scale) for chosen in parts_of_tokens(rollouts, part, train)]
+    lengths = rollouts.prompt_lengths + rollouts.completion_lengths
+    return costliest_first(pieces, actor.model.config, lambda piece: lengths[piece.chosen])
 
 
 def parts_of_tokens(rollouts, chosen, train):

@@ -68,10 +68,11 @@ def optimizer_step(loss, learning_rate):
 
 def evaluation(loss):
     """The metrics of the rows of a StepLoss, by name, without a gradient."""
-    for part in loss.micro_batches():
-        with loss.policy.scope(), loss.policy.evaluating():
+    policy = loss.policy
+    for part in policy.own(loss.micro_batches()):
+        with policy.scope(), policy.evaluating():
             loss.forward(part)
-    return loss.metrics(loss.read())
+    return loss.metrics(policy.of_all_micro_batches(loss.read()))
 
 
 class TokenResults(NamedTuple):

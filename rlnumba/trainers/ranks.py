@@ -3,8 +3,12 @@
 On the cpu device a rank is a process, on cuda a process with a GPU of its own (distributed/placement.py).
 """
 
+import dataclasses
 import importlib
+import importlib.metadata
 
+from rlnumba.config.keys import Section
+from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import gpus_of_ranks
 from rlnumba.kernels.gemm import ops as gemm
@@ -25,10 +29,23 @@ def train_on_ranks(kind, run, resume):
             # Once for all ranks, which share the cache.
             ahead_of_time.start(KERNEL_LIST, kernel_request(kind, run))
             ahead_of_time.finish()
-    launch(train_rank, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
+    launch(_train, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
 
 
-def train_rank(communicator, kind, run, resume):
+def _train(communicator, kind, run, resume):
     """What each rank does."""
+    check_equal(communicator, facts_of(run))
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     train(run, resume, communicator=communicator)
+
+
+def facts_of(run):
+    """{name: value} of what a run's result depends on: versions, and all keys."""
+    facts = {name: importlib.metadata.version(name) for name in ("rlnumba", "numba", "numpy")}
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, Section):
+            facts |= {f"{field.name}.{name}": each for name, each in vars(value).items()}
+        else:
+            facts[field.name] = value
+    return facts

@@ -4,8 +4,8 @@ epoch            the rows in the file's order, or shuffled from the seed and the
 optimizer step   micro-batches of per_device_train_batch_size rows, as many as make global_batch_size rows; the last
                  step of an epoch has what is left
 
-On several ranks each has its micro-batches of every step. Rank 0 evaluates, writes the folder and decides when to
-evaluate, save and stop.
+On several ranks each has its micro-batches of every step and of an evaluation. Rank 0 writes the folder, and decides
+when to evaluate, save and stop.
 """
 
 from rlnumba.optim import learning_rate_at
@@ -43,7 +43,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     callbacks, control = folder.callbacks, folder.callbacks.control
     with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
         folder.hold_signals()
-        if eval_rows and train.eval_on_start and folder.step == 0 and folder.is_first_rank:
+        if eval_rows and train.eval_on_start and folder.step == 0:
             writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
         callbacks.begin(folder.step, schedule.total_steps, policy.model)
         clock = Clock()
@@ -63,12 +63,12 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
             with clock.phase("log"):
                 metrics = metrics | {"epoch": schedule.epochs_done(step + 1), "num_tokens": num_tokens}
                 callbacks.step_end(step + 1, metrics["epoch"], policy.model)
-            evaluates = eval_rows and callbacks.evaluation_due(step + 1, last)
-            if evaluates and folder.is_first_rank:
+            if eval_rows and folder.decided(callbacks.evaluation_due(step + 1, last)):
                 with writer.logged_on_interruption(step + 1, metrics), folder.interruptible(), clock.phase("eval"):
                     found = {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
                 metrics |= found
-                callbacks.evaluated(found, policy.model)
+                if folder.is_first_rank:
+                    callbacks.evaluated(found, policy.model)
             with clock.phase("log"):
                 # What follows counts in the next step.
                 metrics |= clock.read()

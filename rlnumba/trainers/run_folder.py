@@ -221,8 +221,7 @@ class ReadFolder(RunFolder):
     is_first_rank = False
 
     def __init__(self, trainer, run, resume, communicator):
-        global _is_silent
-        _is_silent = True
+        silence()
         # Callbacks are called once.
         super().__init__(trainer, replace(run, train=replace(run.train, callbacks=[])), resume, communicator)
 
@@ -234,6 +233,9 @@ class ReadFolder(RunFolder):
         """Nothing: rank 0 saves."""
 
     def finish(self, model, tokenizer, heads=None):
+        """Nothing: rank 0 saves."""
+
+    def save_model(self, model, name, tokenizer, heads=None):
         """Nothing: rank 0 saves."""
 
 
@@ -267,6 +269,12 @@ class _NoWriter:
 
 
 _is_silent = False
+
+
+def silence():
+    """Let `log` print nothing from now on: on other ranks than the first."""
+    global _is_silent
+    _is_silent = True
 
 
 def log(text):

@@ -54,9 +54,10 @@ class InThreads(Communicator):
         self.waiting(self.meeting.barrier.wait)
 
     def _objects(self, operation, value):
-        found = self._offered(pickle.dumps(value))
+        # Each rank has its own copy, as processes do.
+        found = [pickle.loads(each) for each in self._offered(pickle.dumps(value))]
         self.waiting(self.meeting.barrier.wait)
-        return [pickle.loads(each) for each in found]
+        return found
 
 
 def run(function, world_size, *arguments):

@@ -1,6 +1,7 @@
 """Training on several GPUs, or on ranks that share some: the files of one rank's run, whatever their number."""
 
 import dataclasses
+import importlib
 import shutil
 import signal
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 from rlnumba.config import to_toml
 from rlnumba.distributed.placement import RANKS_PER_GPU
 from rlnumba.model.transformer import save_model
+from rlnumba.trainers.ranks import train_on_ranks
 from tests.distributed import test_trainers, test_training
-from tests.distributed.test_trainers import LORA, train
+from tests.distributed.test_trainers import LORA, written
 from tests.engine.test_llm import make_model
 from tests.trainers.runs import MODEL, SFT_ROWS
 
@@ -49,6 +51,15 @@ def run_of(kind, folder, model, num_ranks=1, **options):
     if kind == "sft":
         return test_training.run_of(folder, num_ranks, model, **options)
     return dataclasses.replace(test_trainers.run_of(kind, folder, num_ranks, **options), model=str(model))
+
+
+def train(kind, run, resume=False):
+    """`written` of a run, which one rank trains in this process."""
+    if run.num_ranks == 1:
+        getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")(run, resume)
+    else:
+        train_on_ranks(kind, run, resume)
+    return written(run)
 
 
 CASES = {

@@ -1,125 +1,192 @@
-"""The other trainers on several ranks: the files of one rank's run, whatever their number."""
+"""Every trainer on several ranks: the files of one rank's run, whatever their number."""
 
 import dataclasses
+import importlib
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 
 from rlnumba.config import DeployConfig, LoraConfig, SFTConfig
-from rlnumba.distributed import zero
-from rlnumba.engine.sequence import SamplingParams
+from rlnumba.distributed import launch, zero
+from rlnumba.distributed.communicator import check_equal
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.shared_rollout import part_of
+from rlnumba.trainers.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
-from tests.distributed.test_training import BATCH, files_of, train_on_device
+from tests.distributed.test_training import BATCH, files_of
 from tests.trainers.runs import (
+    GOLDEN,
     MODEL,
     PAIR_ROWS,
     PREFERENCE_ROWS,
+    SFT_ROWS,
     grpo_run,
     ppo_run,
     preference_run,
     reward_run,
     rloo_run,
+    sft_run,
 )
 
-# Micro-batches of a step: three, so that two ranks do not divide them, and four ranks have nothing to do.
-PAIRS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 6}
-PAIRS |= {"max_steps": 4, "save_steps": 2, "shuffle_dataset": True}
-# Two generations of four prompts with four completions, of which a step takes three micro-batches of four.
-GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 16}
-GROUPS |= {"max_steps": 3, "save_steps": 2, "report_to": []}
+ONE_BACKWARD = {"gradient_accumulation_steps": 1, "report_to": []}
+# Micro-batches of a step: five, so that no number of ranks divides them.
+ROWS = ONE_BACKWARD | {"per_device_train_batch_size": 2, "global_batch_size": 10, "max_steps": 3, "save_steps": 2}
+# Three, so that two ranks do not divide them, and of four ranks one has nothing to do.
+PAIRS = ONE_BACKWARD | {"per_device_train_batch_size": 2, "global_batch_size": 6, "max_steps": 3, "save_steps": 2}
+PAIRS |= {"shuffle_dataset": True}
+# Generations of four prompts with four completions each, of which a step takes four micro-batches of four.
+GROUPS = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size": 16, "max_steps": 2, "save_steps": 1}
+# Batches of twelve completions, on which two optimizer steps of three micro-batches are taken.
+BATCHES = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size": 12, "max_steps": 2, "save_steps": 1}
+BATCHES |= {"num_ppo_epochs": 2, "num_mini_batches": 1}
 
 
-def run_of(kind, folder, num_ranks=1, lora=None, **options):
+def run_of(kind, folder, num_ranks=1, lora=None, model=None, **options):
     """A Run of a few steps with checkpoints."""
-    if kind in ("grpo", "rloo"):
+    if kind == "sft":
+        run = sft_run(folder, **ROWS | options)
+    elif kind == "ppo":
+        run = ppo_run(folder, **BATCHES | options)
+    elif kind in ("grpo", "rloo"):
         run = {"grpo": grpo_run, "rloo": rloo_run}[kind](folder, **GROUPS | options)
     elif kind == "reward":
         run = reward_run(folder, **PAIRS | options)
     else:
         run = preference_run(kind, folder, **PAIRS | options)
-    return dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks), lora=lora)
+    run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks), lora=lora)
+    return run if model is None else dataclasses.replace(run, model=str(model))
 
 
-def train(kind, run, resume=False, processes=False):
-    """Train, ranks in threads of this process or in processes; files_of the run, and the lines of completions.jsonl."""
-    train_on_device(kind, run, resume, processes)
+# Parameters of a segment of the gradient's norm, here as small as that every rank has a part of the optimizer's state.
+SEGMENT = 4096
+
+
+def train_each(communicator, runs, resume=False):
+    """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "SEGMENT", SEGMENT)
+        for kind, run in runs:
+            train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
+            train(run.on_ranks(), resume, communicator=communicator)
+
+
+def train_all(runs, num_ranks, resume=False):
+    """Train [(kind, Run)] on so many ranks: what each has written, see `written`."""
+    launch(train_each, num_ranks, runs, resume, timeout_s=120)
+    return [written(run) for _, run in runs]
+
+
+def written(run):
+    """files_of a run, and the lines of completions.jsonl."""
     path = pathlib.Path(run.output_dir) / "completions.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return *files_of(run), lines
 
 
+def untied_model(folder):
+    """A model with a head of its own, and with the tokenizer of the other."""
+    if not folder.exists():
+        shutil.copytree(GOLDEN / "models" / "qwen3_untied", folder)
+        for path in MODEL.glob("tokenizer*"):
+            shutil.copy(path, folder)
+    return folder
+
+
 LORA = LoraConfig(r=4, lora_dropout=0.1)
-ON_ROWS = {
-    "reward": ("reward", {"center_rewards_coefficient": 0.01}),
-    "reward, lora, evaluation": ("reward", {"lora": LORA, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}}),
-    "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
-    "dpo, precomputed, evaluation": (
-        "dpo",
-        {"precompute_ref_log_probs": True, "eval_steps": 2, "data": {"eval": str(PREFERENCE_ROWS["dpo"])}},
+UNTIED = {"optim": "adamw_8bit", "gradient_checkpointing": True}
+DFT = {"loss_type": "dft", "packing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}}
+ENTROPY = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
+WITHOUT_GLOBAL = {"global_batch_size": None, "gradient_accumulation_steps": 1}
+# Options of a run by case; a pair where those of one rank are others.
+CASES = {
+    "sft": {},
+    "sft, untied": UNTIED,
+    "sft, lora": {"lora": LORA},
+    "sft, dft and evaluation": DFT,
+    "sft, fewer micro-batches than ranks": {"global_batch_size": 4},
+    "reward": {"center_rewards_coefficient": 0.01},
+    "reward, lora, evaluation": {"lora": LORA, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}},
+    "dpo": {"sync_ref_model": True, "ref_model_sync_steps": 1},
+    "dpo, precomputed, evaluation": {
+        "precompute_ref_log_probs": True, "eval_steps": 2, "data": {"eval": str(PREFERENCE_ROWS["dpo"])}
+    },
+    "dpo, lora": {"lora": LORA, "use_weighting": True},
+    "kto": {},
+    "grpo": {},
+    "grpo, reference": {"beta": 0.1, "num_iterations": 2, "generation_batch_size": 32},
+    "grpo, lora, evaluation": {"lora": LORA, "eval_steps": 2, "eval_on_start": True, "data": "prompts"},
+    "grpo, entropy": ENTROPY,
+    "grpo, one micro-batch": {
+        "per_device_train_batch_size": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.1, "loss_type": "bnpo"
+    },
+    "grpo, tokens": {"max_tokens_per_micro_batch": 100, "replay_buffer_size": 4, "top_k": 20},
+    "grpo, dynamic sampling": {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
+    "rloo": {"top_k": 20, "normalize_advantages": True},
+    "ppo": {"use_score_scaling": True, "kl_coef": 0.0},
+    "ppo, shared": {"critic": {"shared": True}, "max_tokens_per_micro_batch": 100, "whiten_rewards": True},
+    "ppo, lora, filtered": {"lora": LORA, "top_k": 20, "entropy_coef": 0.01, "critic": {"learning_rate": 1e-3}},
+    "sft, per device": (WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2}, WITHOUT_GLOBAL),
+    "grpo, per device": (
+        WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2, "steps_per_generation": 2},
+        WITHOUT_GLOBAL | {"steps_per_generation": 1},
     ),
-    "dpo, lora": ("dpo", {"lora": LORA, "use_weighting": True}),
-    "kto": ("kto", {}),
-}
-ON_PROMPTS = {
-    "grpo": ("grpo", {}),
-    "grpo, reference": ("grpo", {"beta": 0.1, "num_iterations": 2, "generation_batch_size": 32}),
-    "grpo, lora, evaluation": ("grpo", {"lora": LORA, "eval_steps": 2, "eval_on_start": True}),
-    "grpo, entropy": (
-        "grpo",
-        {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
-    ),
-    "grpo, one micro-batch": (
-        "grpo",
-        {"per_device_train_batch_size": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.1, "loss_type": "bnpo"},
-    ),
-    "grpo, tokens": ("grpo", {"max_tokens_per_micro_batch": 100, "replay_buffer_size": 4, "top_k": 20}),
-    "rloo": ("rloo", {"top_k": 20, "normalize_advantages": True}),
-}
+}  # fmt: skip
+# Per-device sizes multiply by the number of ranks, as in TRL: two with one pass each have the step of one with two.
+ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per device", "grpo, per device"]
+ON_THREE = [case for case in CASES if not case.endswith("per device")]
+ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling"]
 
 
-@pytest.mark.parametrize("case", [*ON_ROWS, *ON_PROMPTS])
-def test_the_files_of_one_rank(tmp_path, case):
-    kind, options = (ON_ROWS | ON_PROMPTS)[case]
-    found, is_first = {}, case in ("dpo", "grpo")
-    for num_ranks in (1, 2, 3, 4) if is_first else (1, 3):
-        if case == "grpo, lora, evaluation":
-            options["data"] = {"eval": str(tmp_path / "prompts.jsonl")}
-        run = run_of(kind, tmp_path / str(num_ranks), num_ranks, **options)
-        found[num_ranks] = train(kind, run, processes=is_first and num_ranks == 3)
-    assert len(found[1][0]) >= 3 and len(found[1][1]) >= 3 and bool(found[1][2]) == (case in ON_PROMPTS)
-    for others in found.values():
-        assert others == found[1]
+def runs_of_cases(cases, folder, num_ranks):
+    """[(kind, Run)] of cases, each in a folder of its own in that of so many ranks."""
+    runs = []
+    for case in cases:
+        options = CASES[case]
+        if isinstance(options, tuple):
+            options = options[num_ranks > 1]
+        place = folder / str(num_ranks) / case.replace(", ", "-").replace(" ", "-")
+        if options.get("data") == "prompts":
+            options = options | {"data": {"eval": str(place.parent / "prompts.jsonl")}}
+        if case == "sft, untied":
+            options = options | {"model": untied_model(folder / "model")}
+        kind = case.partition(",")[0]
+        runs.append((kind, run_of(kind, place, num_ranks, **options)))
+    return runs
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, kind):
+@pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)])
+def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
+    expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
+    found = train_all(runs_of_cases(cases, tmp_path, num_ranks), num_ranks)
+    for case, own, others in zip(cases, expected, found, strict=True):
+        assert len(own[0]) >= 3 and len(own[1]) >= 2, case
+        assert bool(own[2]) == case.startswith(("grpo", "rloo", "ppo")), case
+        assert others == own, case
+
+
+def test_runs_go_on_with_another_number_of_ranks(tmp_path):
     """Of GRPO in the middle of a generation."""
-    options = {"dpo": {"precompute_ref_log_probs": True}, "grpo": {"generation_batch_size": 32}}[kind]
-    expected = train(kind, run_of(kind, tmp_path / "whole", max_steps=4, **options))
-    for num_ranks, steps in ((3, 1), (2, 3), (1, 4)):
-        run = run_of(kind, tmp_path / "parts", num_ranks, max_steps=steps, **options)
-        found = train(kind, run, resume=steps > 1)
-    assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]
-    assert found[1:] == expected[1:]
+    options = {"sft": {}, "dpo": {"precompute_ref_log_probs": True}, "grpo": {"generation_batch_size": 32}, "ppo": {}}
 
+    def runs(folder, num_ranks, steps):
+        kept = {"max_steps": steps, "save_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        return [
+            (kind, run_of(kind, tmp_path / folder / kind, num_ranks, **own | kept)) for kind, own in options.items()
+        ]
 
-@pytest.mark.parametrize("kind", ["reward", "grpo"])
-def test_per_device_sizes_multiply_by_the_ranks(tmp_path, kind):
-    """Without global_batch_size, as in TRL: two ranks with one pass each have the step of one with two."""
-    options = {"global_batch_size": None, "max_steps": 2}
-    steps = {"steps_per_generation": 2} if kind == "grpo" else {}
-    one = train(kind, run_of(kind, tmp_path / "1", gradient_accumulation_steps=2, **options, **steps))
-    steps = {"steps_per_generation": 1} if kind == "grpo" else {}
-    assert train(kind, run_of(kind, tmp_path / "2", 2, **options, **steps)) == one
+    expected = train_all(runs("whole", 1, 3), 1)
+    for num_ranks, steps in ((3, 1), (2, 2), (1, 3)):
+        found = train_all(runs("parts", num_ranks, steps), num_ranks, resume=steps > 1)
+    for kind, own, others in zip(options, expected, found, strict=True):
+        assert others[0]["final/model.safetensors"] == own[0]["final/model.safetensors"], kind
+        assert others[1:] == own[1:], kind
 
 
 def trained_adapter(communicator):
@@ -154,30 +221,39 @@ def test_a_16_bit_adapter_is_saved_from_all_ranks(monkeypatch, world_size):
         assert_same_bits(own, flat)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 40])
-def test_parts_of_a_generation(world_size):
-    """Every completion once, in the order of the prompts, with the index of its noise."""
-    params = [SamplingParams(n=8), SamplingParams(n=8, first_index=8), SamplingParams(n=1), SamplingParams(n=5)]
-    found = []
-    for rank in range(world_size):
-        part = part_of(params, rank, world_size)
-        assert abs(sum(each.n for _, each in part) - 22 / world_size) < 1
-        found += [(at, each.first_index + i) for at, each in part for i in range(each.n)]
-    assert found == [(at, each.first_index + i) for at, each in enumerate(params) for i in range(each.n)]
-
-
 def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
     with pytest.raises(RankError, match="fails_at_step_2 raised ZeroDivisionError: nothing left to divide"):
-        train("grpo", run_of("grpo", tmp_path / "run", 2, reward="fails_at_step_2"), processes=True)
+        train_on_ranks("grpo", run_of("grpo", tmp_path / "run", 2, reward="fails_at_step_2", max_steps=3), False)
 
 
-def test_what_is_for_one_gpu(tmp_path):
-    with pytest.raises(ConfigError, match="train.dynamic_sampling is for one GPU, and deploy.num_train_gpus is 2"):
-        run_of("grpo", tmp_path, 2, dynamic_sampling=True)
-    with pytest.raises(ConfigError, match="rlnumba ppo is for one GPU, and deploy.num_train_gpus is 2"):
-        dataclasses.replace(ppo_run(tmp_path), deploy=DeployConfig(num_train_gpus=2))
+def test_passes_of_a_generation_are_counted_on_each_gpu(tmp_path):
     with pytest.raises(ConfigError, match="steps_per_generation counts .* train.global_batch_size .16. set train.gen"):
         run_of("grpo", tmp_path, steps_per_generation=2)
+
+
+def test_a_mini_batch_of_all_ranks_has_whole_micro_batches(tmp_path):
+    options = {"global_batch_size": None, "per_device_train_batch_size": 4, "num_mini_batches": 4}
+    run_of("ppo", tmp_path, 3, **options)
+    with pytest.raises(ConfigError, match=r"size \(4\) must divide the mini-batch of 6 .*; deploy.num_train_gpus is 6"):
+        run_of("ppo", tmp_path, 6, **options)
+    with pytest.raises(ConfigError, match=r"num_mini_batches \(5\) must divide the batch of 12 .*global_batch_size"):
+        run_of("ppo", tmp_path, num_mini_batches=5)
+
+
+def test_ranks_with_other_keys_or_versions_are_named(tmp_path):
+    run = run_of("ppo", tmp_path, 2)
+
+    def check(communicator, other):
+        check_equal(communicator, facts_of(run) | (other if communicator.rank else {}))
+
+    in_threads.run(check, 2, {})
+    for other, message in (
+        ({"train.learning_rate": 1.0}, "rank 1 has train.learning_rate 1.0 and rank 0 0.002: all ranks"),
+        ({"seed": 1}, "rank 1 has seed 1 and rank 0 42"),
+        ({"numba": "0.1"}, "rank 1 has numba '0.1' and rank 0 '"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            in_threads.run(check, 2, other)
 
 
 def test_a_generation_of_all_ranks_has_whole_groups(tmp_path):

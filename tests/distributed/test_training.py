@@ -2,10 +2,7 @@
 
 import dataclasses
 import hashlib
-import importlib
 import pathlib
-import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +12,12 @@ import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import DeployConfig, SFTConfig, load_run, to_toml
 from rlnumba.errors import ConfigError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
-from rlnumba.trainers.ranks import train_on_ranks, train_rank
-from tests.distributed import in_threads
-from tests.trainers.runs import GOLDEN, MODEL, SFT_ROWS, metrics_of, sft_run
+from rlnumba.trainers.ranks import train_on_ranks
+from rlnumba.trainers.sft import run_sft
+from tests.trainers.runs import metrics_of, sft_run
 
 # Micro-batches of a step: five, so that no number of ranks divides them.
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
@@ -34,23 +31,11 @@ def run_of(folder, num_ranks=1, model=None, lora=None, **options):
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 
-def train_on_device(kind, run, resume, processes):
-    """Train on the ranks of a run: as commands do, in processes of their own, or in threads of this one.
-
-    Ranks do the same in both; a process takes seconds to import what it needs.
-    """
-    if processes:
-        train_on_ranks(kind, run, resume)
-    elif run.num_ranks == 1:
-        getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")(run, resume)
+def train(run, resume=False):
+    if run.num_ranks == 1:
+        run_sft(run, resume)
     else:
-        # As a process gets it.
-        given = pickle.loads(pickle.dumps(run.on_ranks()))
-        in_threads.run(train_rank, run.num_ranks, kind, given, resume)
-
-
-def train(run, resume=False, processes=False):
-    train_on_device("sft", run, resume, processes)
+        train_on_ranks("sft", run, resume)
     return files_of(run)
 
 
@@ -65,53 +50,6 @@ def files_of(run):
         {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/", "step_time"))}
         for row in metrics_of(run)
     ]
-
-
-def untied_model(folder):
-    """A model with a head of its own, and with the tokenizer of the other."""
-    shutil.copytree(GOLDEN / "models" / "qwen3_untied", folder)
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
-
-
-@pytest.mark.parametrize("case", ["tied", "untied", "lora", "dft and evaluation"])
-def test_the_files_of_one_rank(tmp_path, case):
-    options = {
-        "tied": {},
-        "untied": {"model": untied_model(tmp_path / "model"), "optim": "adamw_8bit", "gradient_checkpointing": True},
-        "lora": {"lora": LoraConfig(r=4, lora_dropout=0.1)},
-        "dft and evaluation": {"loss_type": "dft", "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}, "packing": True},
-    }[case]
-    expected = train(run_of(tmp_path / "1", **options))
-    assert len(expected[0]) >= 3 and len(expected[1]) == 4
-    for num_ranks in (2, 3) if case == "tied" else (2,):
-        found = train(run_of(tmp_path / str(num_ranks), num_ranks, **options), processes=case == "tied")
-        assert found == expected
-
-
-def test_fewer_micro_batches_than_ranks(tmp_path):
-    found = [train(run_of(tmp_path / str(n), n, global_batch_size=4, max_steps=2)) for n in (1, 3)]
-    assert found[0] == found[1]
-
-
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    expected = train(run_of(tmp_path / "whole"))
-    run = run_of(tmp_path / "parts", 3)
-    train(dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=2)))
-    for num_ranks in (2, 1):
-        again = run_of(tmp_path / "parts", num_ranks, max_steps=5 - num_ranks)
-        found = train(again, resume=True)
-    assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]
-    assert found[1] == expected[1]
-
-
-def test_per_device_sizes_multiply_by_the_ranks(tmp_path):
-    """Without global_batch_size, as in TRL: two ranks with one pass each have the step of one with two."""
-    options = {"global_batch_size": None, "max_steps": 3}
-    one = train(run_of(tmp_path / "1", gradient_accumulation_steps=2, **options))
-    two = train(run_of(tmp_path / "2", 2, **options))
-    assert one == two
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -40,10 +40,10 @@ class SlowRewards(Rewards):
     def submit(self, prompts, texts, completion_ids, columns, trainer_state=None):
         return Pending({"number": columns["number"][0]}, len(texts), {})
 
-    def is_ready(self, group):
-        number = group.keywords["number"]
-        self.looks[number] -= 1
-        return self.looks[number] < 0
+    def ready(self, pending):
+        for group in pending:
+            self.looks[group.keywords["number"]] -= 1
+        return [self.looks[group.keywords["number"]] < 0 for group in pending]
 
     def collect(self, pending):
         numbers = [group.keywords["number"] for group in pending]

@@ -2,15 +2,18 @@
 
 import dataclasses
 import shutil
+import tomllib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import to_toml
+from rlnumba.config import DeployConfig, to_toml
 from rlnumba.config.lora import LoraConfig
+from rlnumba.distributed import launch
 from rlnumba.errors import UserError
+from rlnumba.kernels.nn import reduce
 from rlnumba.model import layers, transformer
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
@@ -51,11 +54,13 @@ def taken(train, run):
 
 
 def assert_planned(kind, run, train):
-    plan = Planner(kind, run, False, 16 * GIB).plan()
+    assert_taken(Planner(kind, run, False, 16 * GIB).plan(), taken(train, run))
+
+
+def assert_taken(plan, found):
     planned = dict(plan.regions)
     planned["weights"] += planned.pop("reference", 0)
     planned["host"] = plan.host
-    found = taken(train, run)
     found.setdefault("host", 0)
     assert {name for name, nbytes in planned.items() if nbytes} == {name for name, nbytes in found.items() if nbytes}
     for name, nbytes in found.items():
@@ -114,6 +119,59 @@ def test_preference_runs_take_what_was_planned(tmp_path, kind, options):
 @pytest.mark.parametrize("kept", ["full", "minimal"])
 def test_a_reward_model_takes_what_was_planned(tmp_path, kept):
     assert_planned("reward", reward_run(tmp_path / "run", max_steps=3, activation_memory=kept), run_reward)
+
+
+def taken_on_rank(communicator, runs):
+    """What each of {kind: Run} takes by region on this rank."""
+    reduce.SEGMENT = SEGMENT
+    train = {"sft": run_sft, "grpo": run_grpo, "ppo": run_ppo}
+    return {
+        kind: taken(lambda run, kind=kind: train[kind](run.on_ranks(), communicator=communicator), run)
+        for kind, run in runs.items()
+    }
+
+
+# So small that two ranks have about as much of the model.
+SEGMENT = 1024
+
+
+def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(reduce, "SEGMENT", SEGMENT)
+    steps = {"gradient_accumulation_steps": 1, "max_steps": 2}
+    runs = {
+        "sft": sft_run(tmp_path / "sft", per_device_train_batch_size=4, global_batch_size=16, **steps),
+        "grpo": grpo_run(tmp_path / "grpo", global_batch_size=16, beta=0.1, **steps),
+        "ppo": ppo_run(tmp_path / "ppo", global_batch_size=16, optim="adamw_8bit", **steps),
+    }
+    runs = {kind: dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2)) for kind, run in runs.items()}
+    for rank, found in enumerate(launch(taken_on_rank, 2, runs, timeout_s=120)):
+        for kind, run in runs.items():
+            plan = Planner(kind, run, False, 16 * GIB).plan(rank=rank)
+            # The largest micro-batches may be those of the other rank, and rank 0 alone draws the report at the end.
+            for region in ("activations", *(["engine activations", "kv"] if rank else [])):
+                if region in found[kind]:
+                    found[kind][region] = max(found[kind][region], plan.regions[region])
+            assert_taken(plan, found[kind])
+
+
+def test_a_dry_run_says_what_ranks_do(tmp_path, capfd):
+    run = dataclasses.replace(sft_run(tmp_path / "run", max_steps=2), deploy=DeployConfig(num_train_gpus=3))
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    assert cli.run(["sft", "--config", str(file), "--dry-run"]) == 0
+    out = capfd.readouterr().out
+    tomllib.loads(out)
+    heading, *rows = [line.split() for line in out.partition("# GiB by region")[2].splitlines()][1:]
+    regions = ["weights", "grads", "moments", "activations", "total"]
+    assert heading == ["#", "rank", "GPU", "role", *regions]
+    assert [row[:4] for row in rows] == [["#", str(rank), "none", "train"] for rank in range(3)]
+    assert cli.run(["plan", "--config", str(file), "--trainer", "sft"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == f"sft of {MODEL} on the cpu device, each of 3 ranks"
+    assert any(line.startswith("moments") and line.endswith("adamw_torch, 1/3") for line in lines)
+    assert any(line.startswith("total") and line.endswith("for all 3 processes") for line in lines)
+    file.write_text(to_toml(dataclasses.replace(run, model=str(tmp_path / "none"))))
+    assert cli.run(["sft", "--config", str(file), "--dry-run"]) == 1
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

@@ -5,6 +5,7 @@ import typing
 from pathlib import Path
 
 from rlnumba.config import (
+    AsyncConfig,
     CriticConfig,
     DataConfig,
     DeployConfig,
@@ -166,7 +167,7 @@ def reference():
     blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
-    blocks += [("[deploy]: all trainers but ppo", DeployConfig)]
+    blocks += [("[deploy]: all trainers but ppo", DeployConfig), ("[async]: grpo", AsyncConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

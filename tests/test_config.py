@@ -326,7 +326,7 @@ def test_every_key_is_read_by_some_code():
         "train.epsilon_high",
     }
     derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max")}
-    derived |= {"train.rollout_is", "train.rollout_is_threshold"}
+    derived |= {"train.rollout_is", "train.rollout_is_threshold", "async.importance_sampling_cap"}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 
 

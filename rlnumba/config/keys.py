@@ -66,14 +66,19 @@ def _section_class(f):
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def section_fields(run_class):
+    """{section name: name of the Run's attribute}, which differ where the former is a keyword of Python: dict."""
+    return {kind.section: f.name for f in fields(run_class) if (kind := _section_class(f))}
+
+
 def sections_of(run_class):
     """{section name: dataclass}, with "" for the keys above all sections: dict."""
-    return {"": run_class} | {f.name: kind for f in fields(run_class) if (kind := _section_class(f))}
+    return {"": run_class} | {kind.section: kind for f in fields(run_class) if (kind := _section_class(f))}
 
 
 def optional_sections_of(run_class):
     """The names of the sections that are None unless a file or an option has them: set."""
-    return {f.name for f in fields(run_class) if _section_class(f) and split_optional(f.type)[1]}
+    return {kind.section for f in fields(run_class) if (kind := _section_class(f)) and split_optional(f.type)[1]}
 
 
 def keys_of(section_class):

@@ -10,7 +10,15 @@ import tomllib
 import typing
 from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, keys_of, optional_sections_of, range_problem, sections_of, split_optional
+from rlnumba.config.keys import (
+    REQUIRED,
+    keys_of,
+    optional_sections_of,
+    range_problem,
+    section_fields,
+    sections_of,
+    split_optional,
+)
 from rlnumba.config.other_keys import always, translated
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
@@ -234,7 +242,8 @@ def load_run(kind, path, overrides=(), has_16_bits=always):
             if f.default is f.default_factory is REQUIRED and name not in values.given[section]:
                 raise ConfigError(f"{source}: missing key {_dotted(section, name)}")
     try:
-        named = {s: c(**values.given[s]) for s, c in values.sections.items() if s and s not in absent}
+        attributes = section_fields(RUNS[kind])
+        named = {attributes[s]: c(**values.given[s]) for s, c in values.sections.items() if s and s not in absent}
         return RUNS[kind](**values.given[""], **named)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error

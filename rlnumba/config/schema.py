@@ -149,6 +149,14 @@ class DeployConfig(Section):
 
     section = "deploy"
     num_train_gpus: int = key(1, "GPUs that train; on the cpu device, processes.", minimum=1)
+    num_infer_gpus: int = key(
+        0, "GPUs that generate while others train, with `[async]`; 0: the training GPUs generate.", minimum=0
+    )
+    update_weights_bucket_megabytes: int = key(
+        1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
+    )
+    weight_sync_timeout: float = key(600.0, "Seconds in which these must have taken new weights (TRL).", above=0)
+    max_restarts: int = key(3, "How often an inference process that has ended is started anew.", minimum=0)
     dist_timeout_seconds: float = key(600.0, "How long a rank waits for the others before the run ends.", above=0)
 
 
@@ -333,6 +341,9 @@ class Run:
     lora: LoraConfig | None = None
     deploy: DeployConfig = DeployConfig()
 
+    # A section of grpo's.
+    asynchronous = None
+
     @property
     def num_ranks(self):
         """Processes that train together, each with a GPU: int."""
@@ -345,6 +356,11 @@ class Run:
     def __post_init__(self):
         if self.train.optimizer_in_backward and self.num_ranks > 1:
             self.refuse_ranks("train.optimizer_in_backward")
+        if self.deploy.num_infer_gpus and self.asynchronous is None:
+            raise ConfigError(
+                f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
+                "section [async], which rlnumba grpo has"
+            )
 
     def refuse_ranks(self, key):
         """Raise ConfigError for a key whose value is for one GPU."""

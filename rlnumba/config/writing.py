@@ -2,7 +2,7 @@
 
 import json
 
-from rlnumba.config.keys import keys_of, sections_of
+from rlnumba.config.keys import keys_of, section_fields, sections_of
 
 
 def toml_value(value):
@@ -22,9 +22,9 @@ def toml_value(value):
 
 def to_toml(run):
     """The whole run as TOML that load_run reads back to the same run: str. Keys that are not set are comments."""
-    lines = []
+    lines, attributes = [], section_fields(type(run))
     for section, section_class in sections_of(type(run)).items():
-        values = getattr(run, section) if section else run
+        values = getattr(run, attributes[section]) if section else run
         if values is None:
             continue
         if section:

@@ -147,7 +147,7 @@ class Ranks:
                 process = self._processes[rank]
                 process.join()
                 if rank not in self._results and rank not in self._failures:
-                    self._failures[rank] = Failure(_how_ended(process.exitcode), 1, is_reported=False)
+                    self._failures[rank] = Failure(how_ended(process.exitcode), 1, is_reported=False)
                 self._ended_at[rank] = time.monotonic()
 
     def _first_end(self):
@@ -179,7 +179,8 @@ class Ranks:
         return error
 
 
-def _how_ended(code):
+def how_ended(code):
+    """What the exit code of a process says, as the end of a sentence: str."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

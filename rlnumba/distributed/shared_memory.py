@@ -76,14 +76,14 @@ def make_links(world_size, timeout_s=TIMEOUT_S, piece_bytes=PIECE_BYTES):
         for other in range(one):
             connections[one][other], connections[other][one] = Pipe()
     links = []
-    shared = _unnamed_file(world_size * SLOTS * piece_bytes)
+    shared = unnamed_file(world_size * SLOTS * piece_bytes)
     for rank, own in enumerate(connections):
         links.append(Link(rank, world_size, os.dup(shared), own, piece_bytes, timeout_s))
     os.close(shared)
     return links
 
 
-def _unnamed_file(nbytes):
+def unnamed_file(nbytes):
     """The descriptor of a file in memory that disappears with the last process that has it open."""
     if sys.platform == "linux":  # /dev/shm may be limited to 64 MiB, as in containers; this file is not
         descriptor = os.memfd_create("rlnumba")

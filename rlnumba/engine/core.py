@@ -352,22 +352,41 @@ class Engine:
         if not self.requests:
             self.run_ahead.discard()
 
+    def interrupt(self, request_id):
+        """As `abort`, but returns what is unfinished: {index: Completion so far}, for add_request's `begun`.
+
+        What the next steps return of the request's other completions stays. Raises as `step` does.
+        """
+        self.synchronize()
+        found = {}
+        for index, sequence in self.requests.get(request_id, {}).items():
+            if sequence.row is not None:
+                self.scheduler.preempt(sequence)
+            ids, logprobs = sequence.completion_ids.tolist(), sequence.completion_logprobs.tolist()
+            thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
+            found[index] = Completion(ids, logprobs, None, "", list(sequence.policy_versions), thresholds)
+        for sequence in list(self.requests.get(request_id, {}).values()):
+            self.scheduler.remove(sequence)
+            self._forget(sequence)
+        return found
+
     def reset(self):
         """Drop all requests and the content of the cache: after an exception in `step`, wherever it was raised."""
         self.runner.synchronize()
         self._start(BlockManager(self.blocks.num_blocks, BLOCK_SIZE), self.policy_version)
 
-    def update_weights(self, version):
+    def update_weights(self, version, keep_cache=False):
         """The weights have been changed in place: tokens sampled next are of policy version `version`.
 
         K and V of the old weights are dropped. Running sequences keep their tokens and compute them again, so that the
-        next ones are those of an engine that never had other weights. Raises as `step` does.
+        next ones are those of an engine that never had other weights; with keep_cache they keep K and V, too, and
+        nothing is computed again, but their log-probs are those of no single version. Raises as `step` does.
         """
         self.synchronize()
         self.context.wait_for(current())
-        self.scheduler.preempt_all()
-        self.blocks.forget_hashes()
-        self.scheduler.policy_version = version
+        if not keep_cache:
+            self.scheduler.preempt_all()
+        self.scheduler.change_version(version)
 
     def sleep(self):
         """Let others use the memory of the KV cache, as enable_sleep_mode says, and forget its content.

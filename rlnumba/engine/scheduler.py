@@ -265,6 +265,21 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.release_waiters(sequence)
 
+    def change_version(self, policy_version):
+        """From now on tokens have this policy version; cached blocks are matched by no other sequence any more.
+
+        Running sequences keep theirs.
+        """
+        for row in self.running.tolist():
+            self.table.note_version(row, self.policy_version)
+        self.blocks.forget_hashes()
+        self.policy_version = policy_version
+
+    def preempt(self, sequence):
+        """Send one running sequence back to the front of the queue."""
+        self.running = self.running[self.running != sequence.row]
+        self.waiting.appendleft(self._vacate(sequence.row))
+
     def preempt_all(self):
         """Send all running sequences back to the front of the queue, the oldest first."""
         self.waiting.extendleft([self._vacate(row) for row in self.running[::-1].tolist()])

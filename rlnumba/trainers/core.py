@@ -78,6 +78,8 @@ class Policy:
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
         self.loss_state = {}
+        # What generates with the same weights meanwhile, with before_micro_batch() and before_update(), or None.
+        self.interleaved = None
 
     def _new_grads(self):
         """Gradients in the layout of what is trained, or LayerGradients with optimizer_in_backward."""
@@ -111,7 +113,10 @@ class Policy:
         gradients it adds, too.
         """
         if self.communicator is None:
-            yield from batches
+            for batch in batches:
+                if self.interleaved is not None:
+                    self.interleaved.before_micro_batch()
+                yield batch
             return
         rank, world_size = self.communicator.rank, self.communicator.world_size
         for first in range(0, len(batches), world_size):
@@ -333,6 +338,8 @@ class Policy:
         trainer's loop calls signals.release, when the step is complete.
         """
         signals.hold()
+        if self.interleaved is not None:
+            self.interleaved.before_update()
         in_backward = self.train.optimizer_in_backward
         norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
 

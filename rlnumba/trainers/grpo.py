@@ -16,6 +16,8 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing, nullcontext
+from functools import partial
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device
 from rlnumba.trainers import dynamic_sampling, evaluation, rollout
 from rlnumba.trainers import entropy as entropies
+from rlnumba.trainers.asynchronous import encoded, start_ahead
 from rlnumba.trainers.core import LateMetrics, Schedule
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import costliest_first
@@ -55,7 +58,8 @@ def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
     and call this with the same arguments, or None. A signal in the middle of the run and, of one rank, a reward that
     fails leave a checkpoint of the last complete step.
     """
-    train_on_prompts(Algorithm("grpo", load, generate, train_step), run, resume, reward_funcs, communicator)
+    algorithm = Algorithm("grpo", load, generate, train_step)
+    train_on_prompts(algorithm, run.weighted(), resume, reward_funcs, communicator)
 
 
 def save_final(folder, policy, tokenizer):
@@ -69,8 +73,9 @@ class Algorithm(NamedTuple):
 
     load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
     run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
-    are roll_out's and on_policy add_logprobs'; raises RewardError. train_step(policy, micro_batches, learning_rate):
-    LateMetrics, or a dict. save_final(folder, policy, tokenizer): writes what a run ends with.
+    are roll_out's and on_policy add_logprobs'; raises RewardError; with [async] it has the keyword ahead, an Ahead.
+    train_step(policy, micro_batches, learning_rate): LateMetrics, or a dict. save_final(folder, policy, tokenizer):
+    writes what a run ends with.
     """
 
     name: str
@@ -100,24 +105,50 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
     schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
     order = prompt_order(prompts, run)
     state = DataState(order)
+    groups, ahead = [], None
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
         state.load_state_dict(folder.state["data"], train)
+        groups = folder.state["data"].get("groups", [])
         llm.update_weights(folder.step)
+    if run.asynchronous is not None:
 
-    complete = folder.step, state.state_dict(schedule.within_generation(folder.step))
+        def params_of(step, index):
+            return sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
+
+        ahead = start_ahead(run, policy, llm, prompts, rewards, state, schedule, folder.step, groups, params_of)
+        algorithm = algorithm._replace(generate=partial(algorithm.generate, ahead=ahead))
+    elif groups:
+        raise ConfigError(
+            f"{folder.model_folder} has {len(groups)} prompts of an asynchronous run that are not trained on yet: "
+            "resume it with its section [async]"
+        )
+
+    def completed(step):
+        """What a checkpoint keeps of the data after so many steps."""
+        return step, state.state_dict(schedule.within_generation(step)), ahead.state() if ahead else []
+
+    complete = completed(folder.step)
 
     def save():
         writer.flush()
-        step, data_state = complete
+        step, data_state, groups = complete
+        data_state |= {"groups": encoded(groups)} if groups else {}
         folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
 
     callbacks, control = folder.callbacks, folder.callbacks.control
-    with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_on_interruption(save):
+    with (
+        policy.context.use(),
+        folder.writer(schedule.total_steps) as writer,
+        folder.kept_on_interruption(save),
+        closing(ahead) if ahead else nullcontext(),
+    ):
         folder.hold_signals()
         if eval_data and train.eval_on_start and folder.step == 0:
             writer.log(0, evaluate(generator, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
         callbacks.begin(folder.step, schedule.total_steps, model)
+        if ahead:
+            ahead.start()
         clock = Clock()
         for step in range(folder.step, schedule.total_steps):
             trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
@@ -146,8 +177,8 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
                     policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)
                 )
                 policy.move_reference_if_due(step + 1)
-                llm.update_weights(step + 1)
-                complete = step + 1, state.state_dict(schedule.within_generation(step + 1))
+                complete = completed(step + 1)
+                (ahead or llm).update_weights(step + 1)
                 # What was launched counts here.
                 device.synchronize()
             last, found = step + 1 == schedule.total_steps, None
@@ -160,6 +191,8 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
                 callbacks.step_end(step + 1, metrics["epoch"], model)
             if eval_data and folder.decided(callbacks.evaluation_due(step + 1, last)):
                 with writer.logged_on_interruption(step + 1, metrics), folder.interruptible(), clock.phase("eval"):
+                    if ahead:
+                        ahead.settle()
                     found = evaluate(generator, rewards, eval_data, run, trainer_state)
                 metrics |= found
             with clock.phase("log"):
@@ -168,7 +201,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
                 # What follows counts in the next step.
                 metrics |= clock.read()
                 metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
-                if num_generated:
+                if num_generated and not ahead:
                     metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
                 writer.log(step + 1, metrics | memory_metrics())
                 callbacks.logged(metrics, model)
@@ -181,6 +214,8 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
             folder.release_signals()
             if last:
                 break
+        if ahead:
+            ahead.close()
         callbacks.call("on_train_end", model)
         writer.flush()
         writer.draw()
@@ -205,14 +240,15 @@ def load_prompts(path, run, llm, for_eval=False):
     return prompts
 
 
-def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
+def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
     """GRPO's generation: see Algorithm."""
-    rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer)
+    rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer, ahead)
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy)
     with clock.phase("advantage"):
         groups = [group for each in generations for group in each.groups]
         metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.shares()
+        metrics |= ahead.metrics if ahead else {}
     if order.replay_buffer is not None:
         metrics |= order.replay_buffer.metrics
     if run.train.dynamic_sampling:
@@ -235,12 +271,21 @@ def prompt_order(prompts, run):
     return order
 
 
-def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer):
+def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer, ahead=None):
     """One generation: (Rollouts to train on, list of Generation with all completions).
 
-    order: PromptOrder, advanced; index: the micro-step that trains on it first. Raises RewardError.
+    order: PromptOrder, advanced; index: the micro-step that trains on it first. ahead: the Ahead that draws the
+    completions, if there is one. Raises RewardError.
     """
     train = run.train
+    if ahead:
+        chosen, generation = ahead.take(trainer_state, clock, writer.status)
+        with clock.phase("advantage"):
+            order.record(chosen, generation.groups)
+            rollouts = rollouts_of(generation.groups, rewards, order, run, trainer_state, index)
+            versions = {v for sample in generation.samples for v in sample.completion.policy_versions}
+            rollouts.is_stale = versions != {trainer_state.global_step}
+        return rollouts, [generation]
     aggregation = train.multi_objective_aggregation
     llm.wake()
     # prompt -> ids -> completions, text -> reward
@@ -312,7 +357,7 @@ def add_logprobs(policy, rollouts, on_policy):
     if policy.reference is not None:
         rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
     reads_old = train.rollout_rs is not None or train.rollout_is_batch_normalize or not on_policy
-    if reads_old and not sampler_is_exact(train) and not train.bypass_mode:
+    if reads_old and (rollouts.is_stale or not sampler_is_exact(train)) and not train.bypass_mode:
         rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
     if train.rollout_is_batch_normalize:
         normalize_corrections(rollouts, train)
@@ -386,7 +431,7 @@ def train_step(policy, micro_batches, learning_rate):
         scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
         batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
         tokens = slice(ends[i] - len(part.loss_mask), ends[i])
-        if part.on_policy and gradient_is_known:
+        if part.on_policy and gradient_is_known and not part.is_stale:
             readings.append(policy.run(known_gradient_step, batch, OUTPUTS))
         elif selects and not choice.is_made:
             # Of one micro-batch the forward's entropies choose them.

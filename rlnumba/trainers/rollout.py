@@ -276,6 +276,7 @@ class Rollouts:
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
+    is_stale: whether some tokens were sampled from older weights than those that are trained on them first.
     rejected_fraction: share of the tokens whose mask rollout_rs has set to 0. correction_mean: what
     rollout_is_batch_normalize has divided the advantages by.
     """
@@ -290,6 +291,7 @@ class Rollouts:
     ref_logprobs: np.ndarray
     thresholds: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     on_policy: bool = False
+    is_stale: bool = False
     rejected_fraction: float = 0.0
     correction_mean: float = 1.0
 
@@ -327,7 +329,7 @@ class Rollouts:
             parts[name] = getattr(self, name)[sequences]
         for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
-        return Rollouts(**parts, on_policy=on_policy)
+        return Rollouts(**parts, on_policy=on_policy, is_stale=self.is_stale)
 
     def ordered(self, order):
         """The sequences `order` (indices), in this order: Rollouts."""
@@ -342,7 +344,8 @@ class Rollouts:
         """Several Rollouts, all on-policy or none, one after the other."""
         names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-        return Rollouts(**arrays, on_policy=parts[0].on_policy)
+        is_stale = any(part.is_stale for part in parts)
+        return Rollouts(**arrays, on_policy=parts[0].on_policy, is_stale=is_stale)
 
     def parts_of_tokens(self, limit):
         """All sequences in their order, as many at a time as have at most `limit` tokens, but at least one: list."""

@@ -1,0 +1,270 @@
+"""Inference processes: engines that generate while the trainer trains, watched, and started anew when they end.
+
+    engines = Engines(setup, sender, 2, ...)
+    engines.push(0)                       weights of version 0, to all of them
+    engines.submit(request)               a GroupRequest, to the one with the fewest unfinished groups
+    ...                                   finished(request) is called in a thread as soon as it is complete
+
+A process that has ended, or gives no sign of life, is replaced: a new one gets the newest weights first, then the
+groups that the old one had not finished. A completion depends on weights, seed, prompt and index alone, so these are
+the same. Groups that take longer than timeout_s are taken back, and given out again or handed to `expired`.
+
+Messages are sent by a thread for each process, so that one that does not read holds up nothing else.
+"""
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import NamedTuple
+
+from rlnumba.distributed.inference_worker import Alive, Done, Failed, Interrupt, Refused, Updated
+from rlnumba.distributed.launch import how_ended
+from rlnumba.errors import UserError
+
+MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.distributed.inference_worker import main; main({descriptor})"
+# Seconds between two looks at time limits.
+POLL_S = 0.1
+
+
+class InferenceError(UserError):
+    """What ended the inference processes of a run."""
+
+
+class Limits(NamedTuple):
+    """timeout_s: of a group; stale_s: without a sign of life; sync_timeout_s: of weights; max_restarts: of each."""
+
+    timeout_s: float
+    stale_s: float
+    sync_timeout_s: float
+    max_restarts: int
+
+
+class Process:
+    """One inference process.
+
+    groups: {number: (GroupRequest, when it was sent)} that it has not finished. asked: numbers of groups that were
+    asked back. pending: versions that were sent, and are not live yet; refused: those that were sent once more.
+    """
+
+    def __init__(self, index, setup):
+        self.index, self.groups, self.asked = index, {}, set()
+        self.pending, self.refused = set(), set()
+        self.stats, self.heard_at = Alive(0, 0.0), time.monotonic()
+        self.connection, other = Pipe()
+        # The package itself is found last, wherever the trainer found it.
+        path = [*sys.path, str(Path(__file__).parents[2])]
+        code = MAIN.format(path=path, descriptor=other.fileno())
+        descriptors = [other.fileno(), setup.staging[2]]
+        # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
+        )
+        other.close()
+        self._outbox = queue.SimpleQueue()
+        self.send(setup)
+        threading.Thread(target=self._send_all, daemon=True).start()
+
+    def send(self, message):
+        """Send a message, which does not wait for the process."""
+        self._outbox.put(message)
+
+    def end(self):
+        """Kill the process."""
+        self._outbox.put(None)
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+    def _send_all(self):
+        while (message := self._outbox.get()) is not None:
+            try:
+                self.connection.send(message)
+            except OSError:
+                return  # it has ended, which the reader notices
+
+
+class Engines:
+    """`count` inference processes; a context manager, which ends them.
+
+    setup_of(index): the Setup of each. sender: WeightSender. finished(request), expired(request): called in a thread
+    with a complete GroupRequest, and with one that has taken too long, with what is done and begun. limits: Limits.
+    """
+
+    def __init__(self, setup_of, sender, count, finished, expired, limits):
+        self.setup_of, self.sender, self.limits = setup_of, sender, limits
+        self.finished, self.expired = finished, expired
+        self._changed = threading.Condition()
+        self._closed, self._error = False, None
+        self._restarts, self.refusals = [0] * count, 0
+        # Of processes that have ended: tokens and busy seconds.
+        self._past = Alive(0, 0.0)
+        self.processes = [Process(index, setup_of(index)) for index in range(count)]
+        self._thread = threading.Thread(target=self._watch, name="inference", daemon=True)
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close()
+
+    def close(self):
+        """End all processes."""
+        self._closed = True
+        self._thread.join()
+        for process in self.processes:
+            process.end()
+
+    def check(self):
+        """Raise InferenceError if the processes cannot go on."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def stats(self):
+        """Alive: tokens and busy seconds of all processes since the start."""
+        with self._changed:
+            every = [self._past, *(process.stats for process in self.processes)]
+        return Alive(sum(each.num_tokens for each in every), sum(each.busy_s for each in every))
+
+    def submit(self, request):
+        """Give a GroupRequest to the process with the fewest unfinished groups."""
+        with self._changed:
+            process = min(self.processes, key=lambda each: (len(each.groups), each.index))
+            self._give(process, request)
+
+    def push(self, version):
+        """Send the weights as they are to all processes, as this version; returns before these have taken them.
+
+        Waits until none of them needs the version that is overwritten. Raises InferenceError where that takes longer
+        than sync_timeout_s.
+        """
+        with self._changed:
+            replaced, deadline = self.sender.replaced_by(version), time.monotonic() + self.limits.sync_timeout_s
+            while late := [process.index for process in self.processes if replaced in process.pending]:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise InferenceError(
+                        f"inference process {late[0]} did not take the weights of version {replaced} within "
+                        f"{self.limits.sync_timeout_s:g} s (deploy.weight_sync_timeout)"
+                    )
+                self._changed.wait(POLL_S)
+            self.sender.write(version)
+            for process in self.processes:
+                self._send_weights(process, version)
+
+    def _send_weights(self, process, version):
+        process.pending.add(version)
+        for message in self.sender.messages(version):
+            process.send(message)
+
+    def _give(self, process, request):
+        process.groups[request.number] = request, time.monotonic()
+        process.send(request)
+
+    def _watch(self):
+        """The thread that reads what processes send."""
+        while not self._closed and self._error is None:
+            with self._changed:
+                processes = {process.connection: process for process in self.processes}
+            for each in connection.wait(processes, POLL_S):
+                self._read(processes[each])
+            try:
+                self._look_at_limits()
+            except Exception as error:  # raised again where the trainer waits
+                self._fail(error)
+
+    def _read(self, process):
+        """Handle all that a process has sent, or that it has ended."""
+        try:
+            while process.connection.poll():
+                self._handle(process, process.connection.recv())
+        except (EOFError, OSError):
+            self._restart(process, f"its process {how_ended(process.process.wait())}")
+        except Exception as error:  # of `finished`
+            self._fail(error)
+
+    def _handle(self, process, message):
+        with self._changed:
+            if process is not self.processes[process.index]:
+                return  # replaced by now
+            process.heard_at = time.monotonic()
+            if isinstance(message, Alive):
+                process.stats = message
+            elif isinstance(message, Updated):
+                process.pending = {version for version in process.pending if version > message.version}
+                self._changed.notify_all()
+            elif isinstance(message, Refused):
+                self._refused(process, message)
+            elif isinstance(message, Failed):
+                error = InferenceError(f"inference process {process.index}: {message.message}")
+                if message.trace is not None:
+                    error.add_note(message.trace)
+                self._fail(error)
+            elif isinstance(message, Done):
+                del process.groups[message.request.number]
+                process.asked.discard(message.request.number)
+        # Without the lock: these may wait for others that want it.
+        if isinstance(message, Done):
+            (self.finished if message.request.is_complete else self.expired)(message.request)
+
+    def _refused(self, process, message):
+        """Weights that were damaged on the way are sent again, once; the old ones are live until then."""
+        self.refusals += 1
+        if message.version < max(process.pending):
+            process.pending.discard(message.version)
+        elif message.version not in process.refused:
+            process.refused.add(message.version)
+            self._send_weights(process, message.version)
+        else:
+            self._replace(process, f"it refused weights twice: {message.reason}")
+
+    def _look_at_limits(self):
+        now, limits = time.monotonic(), self.limits
+        with self._changed:
+            for process in list(self.processes):
+                if now - process.heard_at > limits.stale_s:
+                    self._replace(process, f"no sign of life for {limits.stale_s:g} s (async.heartbeat_stale_after_s)")
+                    continue
+                for number, (_, sent_at) in process.groups.items():
+                    if now - sent_at > limits.timeout_s and number not in process.asked:
+                        process.asked.add(number)
+                        process.send(Interrupt(number))
+
+    def _restart(self, process, reason):
+        with self._changed:
+            if not self._closed and process is self.processes[process.index]:
+                self._replace(process, reason)
+
+    def _replace(self, process, reason):
+        """Start another process in the place of one that has ended, or is to end, with its weights and groups."""
+        process.end()
+        self._past = Alive(*(a + b for a, b in zip(self._past, process.stats, strict=True)))
+        self._restarts[process.index] = count = self._restarts[process.index] + 1
+        if self._error is not None or count > self.limits.max_restarts:
+            started = f"it was started {count} times (deploy.max_restarts is {self.limits.max_restarts})"
+            self._fail(InferenceError(f"inference process {process.index}: {reason}; {started}"))
+            return
+        print(f"rlnumba: inference process {process.index}: {reason}; starting it anew", file=sys.stderr, flush=True)
+        setup = self.setup_of(process.index)
+        new = self.processes[process.index] = Process(process.index, setup)
+        requests = [request for request, _ in process.groups.values()]
+        # Where groups have the weights that they ask for, in the order of the versions.
+        versions = self.sender.versions[-1:] if setup.in_flight else self.sender.versions
+        for version in versions:
+            of_version = [each for each in requests if each.version <= version]
+            requests = [each for each in requests if each.version > version]
+            if of_version or version == versions[-1]:
+                self._send_weights(new, version)
+            for request in of_version:
+                self._give(new, request)
+        self._changed.notify_all()
+
+    def _fail(self, error):
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()

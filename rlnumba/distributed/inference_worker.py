@@ -1,0 +1,178 @@
+"""The inference process of inference.py: an engine whose weights and requests come from the trainer.
+
+It ends when the trainer's end of the connection closes, however that happens. Of the trainer's messages those about
+weights go to a WeightReceiver at once, and groups wait for the weights that they ask for. Between two decode steps new
+weights become the live ones.
+"""
+
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from rlnumba.config import EngineConfig, LoraConfig
+from rlnumba.distributed.weight_sync import Begin, Bucket, Finish, Staging, WeightReceiver, WeightsRefused
+from rlnumba.engine.core import Engine
+from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.errors import UserError
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.lora import adapter_of_run
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import find_model, load_model
+from rlnumba.runtime import device
+
+# Seconds between two signs of life, unless a step takes longer.
+HEARTBEAT_S = 1.0
+
+
+class Setup(NamedTuple):
+    """What an inference process needs to know at its start.
+
+    model: folder or hub id; gpu: the number of its GPU, None on the cpu device. staging: (bytes of a version, number of
+    versions, descriptor). in_flight, keep_cache: whether running completions go on with new weights, and with their
+    keys and values.
+    """
+
+    model: str
+    dtype: str
+    lora: LoraConfig | None
+    seed: int
+    gemm: str
+    engine: EngineConfig
+    device: str
+    gpu: int | None
+    staging: tuple
+    bucket_bytes: int
+    in_flight: bool
+    keep_cache: bool
+
+
+class Interrupt(NamedTuple):
+    """To an inference process: give this group back."""
+
+    number: int
+
+
+class Alive(NamedTuple):
+    """From an inference process: tokens sampled and seconds spent in decode steps, both since its start."""
+
+    num_tokens: int
+    busy_s: float
+
+
+class Done(NamedTuple):
+    """From an inference process: a GroupRequest, complete, or as far as it was when it was interrupted."""
+
+    request: GroupRequest
+
+
+class Updated(NamedTuple):
+    """From an inference process: the weights of a version are live; decode paused for so many seconds."""
+
+    version: int
+    pause_s: float
+
+
+class Refused(NamedTuple):
+    """From an inference process: the weights of a version were not taken."""
+
+    version: int
+    reason: str
+
+
+class Failed(NamedTuple):
+    """From an inference process, which then ends: a failure that would come again. trace: of a bug, else None."""
+
+    message: str
+    trace: str | None
+
+
+def main(descriptor):
+    """Serve the connection of a file descriptor until it closes."""
+    connection = Connection(descriptor)
+    try:
+        setup = connection.recv()
+        Server(connection, setup).run()
+    except (EOFError, OSError):
+        pass  # the trainer has ended
+    except UserError as error:
+        connection.send(Failed(str(error), None))
+    except Exception as error:  # reported by the trainer
+        connection.send(Failed(f"internal error: {type(error).__name__}: {error}", traceback.format_exc()))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Not through exit handlers, which may wait for threads.
+    os._exit(0)
+
+
+class Server:
+    """Serves one connection."""
+
+    def __init__(self, connection, setup):
+        self.connection, self.setup = connection, setup
+        if setup.gpu is None:
+            device.select(setup.device)
+        else:
+            device.use_gpu(setup.gpu)
+        gemm.set_backend(setup.gemm)
+        model = load_model(setup.model, setup.dtype)
+        if setup.lora is not None:
+            model.adapter = adapter_of_run(setup.lora, model.weights, model.dtype.name, setup.model, setup.seed)
+        tokenizer = Tokenizer.from_folder(find_model(setup.model))
+        self.groups = GroupEngine(Engine(model, tokenizer, setup.engine))
+        self.receiver = WeightReceiver(model.trained, Staging(*setup.staging), setup.bucket_bytes)
+        # No group can begin before the first weights have arrived.
+        self.groups.update_weights(self.receiver.version)
+        self.busy_s, self.heard_at = 0.0, 0.0
+
+    def run(self):
+        """Serve until the connection closes, which raises EOFError or OSError."""
+        while True:
+            self._beat()
+            self._receive()
+            self._update()
+            if not self.groups.is_idle:
+                began = time.perf_counter()
+                complete = self.groups.step()
+                self.busy_s += time.perf_counter() - began
+                if complete:
+                    self._beat(now=True)
+                for request in complete:
+                    self.connection.send(Done(request))
+
+    def _beat(self, now=False):
+        """Send a sign of life if it is time for one."""
+        if now or time.monotonic() - self.heard_at > HEARTBEAT_S:
+            self.heard_at = time.monotonic()
+            self.connection.send(Alive(self.groups.num_tokens, self.busy_s))
+
+    def _receive(self):
+        """Take all messages that have arrived; without anything else to do, wait for one."""
+        wait_s = HEARTBEAT_S if self.groups.is_idle and not self.receiver.ready else 0.0
+        while self.connection.poll(wait_s):
+            message, wait_s = self.connection.recv(), 0.0
+            if isinstance(message, GroupRequest):
+                self.groups.submit(message)
+            elif isinstance(message, Interrupt):
+                request = self.groups.interrupt(message.number)
+                if request is not None:
+                    self.connection.send(Done(request))
+            elif isinstance(message, Begin | Bucket | Finish):
+                try:
+                    self.receiver.take(message)
+                except WeightsRefused as error:
+                    self.connection.send(Refused(message.version, str(error)))
+
+    def _update(self):
+        """Make weights that are ready the live ones, if it is time for them.
+
+        In the order of their versions, so that without in-flight updates every group has the one that it asked for.
+        """
+        while self.receiver.ready and (self.setup.in_flight or self.groups.may_change_weights):
+            began = time.perf_counter()
+            self.groups.engine.synchronize()
+            version = self.receiver.apply()
+            self.groups.update_weights(version, self.setup.keep_cache)
+            self.connection.send(Updated(version, time.perf_counter() - began))

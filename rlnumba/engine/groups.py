@@ -1,0 +1,114 @@
+"""Groups of completions on one engine, begun in order, each with weights that are at least as new as it asks for.
+
+    groups.submit(request)              queued until the weights are of request.version or newer
+    groups.step() -> finished groups
+    groups.update_weights(version)      the weights have been written, between two steps
+
+An interrupted group goes on elsewhere from the tokens that it has: its text stays the same, as long as the weights do.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from rlnumba.engine.sequence import Completion, SamplingParams
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """The params.n completions of a prompt. number: of the group; version: of the oldest weights that may begin it.
+
+    done, begun: {index: Completion} that an earlier attempt has finished, and begun.
+    """
+
+    number: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    version: int
+    done: dict[int, Completion] = field(default_factory=dict)
+    begun: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def completions(self):
+        """All completions in their order, once they are done: list."""
+        return [self.done[index] for index in range(self.params.n)]
+
+    @property
+    def is_complete(self):
+        return len(self.done) == self.params.n
+
+
+class GroupEngine:
+    """An Engine whose requests are groups. num_tokens: sampled so far."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        # GroupRequests that wait for weights, and those in the engine, by number.
+        self.waiting, self.running = deque(), {}
+        self.num_tokens = 0
+
+    @property
+    def policy_version(self):
+        return self.engine.policy_version
+
+    @property
+    def is_idle(self):
+        """Whether `step` has nothing to do."""
+        return not self.running
+
+    @property
+    def may_change_weights(self):
+        """Whether all groups that the present weights may begin are complete."""
+        return not self.running and not self._can_begin
+
+    @property
+    def _can_begin(self):
+        return bool(self.waiting) and self.waiting[0].version <= self.policy_version
+
+    def submit(self, request):
+        """Queue a GroupRequest that is not complete; groups begin in the order of the calls."""
+        self.waiting.append(request)
+        self._begin()
+
+    def update_weights(self, version, keep_cache=False):
+        """As Engine.update_weights; then groups begin that have waited for this version."""
+        self.engine.update_weights(version, keep_cache)
+        self._begin()
+
+    def step(self):
+        """One step of the engine: list of the GroupRequests that it completes."""
+        output, complete = self.engine.step(), []
+        self.num_tokens += len(output.token_ids)
+        for number, index, completion in output.finished:
+            # Of an interrupted group it was taken before.
+            if (request := self.running.get(number)) is not None:
+                request.done[index] = completion
+                if request.is_complete:
+                    complete.append(self.running.pop(number))
+        return complete
+
+    def interrupt(self, number):
+        """Take a group back: its GroupRequest with what is done and begun, or None if this engine does not have it.
+
+        It may be complete by now.
+        """
+        for request in self.waiting:
+            if request.number == number:
+                self.waiting.remove(request)
+                return request
+        if number not in self.running:
+            return None
+        begun, request = self.engine.interrupt(number), self.running.pop(number)
+        for output in self.engine.outputs:
+            # Computed, and not yet returned by a step.
+            request.done.update({index: each for owner, index, each in output.finished if owner == number})
+        return replace(request, begun={index: each for index, each in begun.items() if each.token_ids})
+
+    def _begin(self):
+        while self._can_begin:
+            request = self.waiting.popleft()
+            # Its own dict: the sender keeps the request, to give it out again.
+            request = replace(request, done=dict(request.done))
+            missing = [index for index in range(request.params.n) if index not in request.done]
+            missing = {index: request.begun.get(index) for index in missing}
+            self.engine.add_request(request.number, request.prompt_token_ids, request.params, begun=missing)
+            self.running[request.number] = request

@@ -1,0 +1,511 @@
+"""Generation that runs ahead of training: groups are drawn for coming generations while the policy is trained.
+
+    version       optimizer steps done; every token carries the version of the weights that sampled it
+    admission     the groups of the generation that step b trains on are given out once version + max_staleness >= b
+    Pipeline      admitted groups: engine -> rewards -> buffer -> `take`, in the order of the generations
+    engines       processes of their own (RemoteEngines), or one in the trainer's that decodes between micro-batches
+                  (InterleavedEngine)
+
+With max_staleness 0 the groups of a step are given out when the weights that they are trained with are complete, with
+the seeds of the synchronous run, whose text and weights this one then has.
+
+A checkpoint has the groups that were admitted and are not trained on: the completions of those that are complete. The
+others are drawn again, so no prompt is lost or comes twice. Rewards are computed again, too.
+
+Sources: AReaL (arXiv 2505.24298) for the cap; PipelineRL (arXiv 2509.19128) for in-flight updates.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlnumba.distributed.inference import Engines, Limits
+from rlnumba.distributed.inference_worker import Setup
+from rlnumba.distributed.weight_sync import WeightSender
+from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.rewards import TrainerState
+from rlnumba.rewards.calling import Pending, Scores
+from rlnumba.runtime import device
+from rlnumba.trainers import rollout
+from rlnumba.trainers.group_buffer import Group, GroupBuffer
+
+# Seconds between two looks at what engines report while the trainer waits for groups.
+POLL_S = 0.1
+
+
+@dataclass
+class Drawn:
+    """A group's content in the buffer.
+
+    prompt: its index. step, index: of the generation that it was admitted for. version: of the weights that may begin
+    it. columns: names of what rewards get in its generation. attempts: how often it was given out; replaced: how often
+    another prompt has taken its place. completions, pending: once it is complete.
+    """
+
+    prompt: int
+    step: int
+    index: int
+    version: int
+    params: SamplingParams
+    columns: list[str]
+    attempts: int = 1
+    replaced: int = 0
+    completions: list[Completion] = field(default_factory=list)
+    pending: Pending | None = None
+
+    @property
+    def oldest_version(self):
+        return min(version for completion in self.completions for version in completion.policy_versions)
+
+
+class Pipeline:
+    """The groups of a run between prompts and training, on its first rank.
+
+    run: GRPORun; generations: iterator over (step, index) of those to come; trainer_state_of(step): TrainerState;
+    params_of(step, index): SamplingParams; prompts: PromptData; order: PromptOrder; version: of the weights as they
+    are. `start` gives it its engines.
+    """
+
+    def __init__(self, run, generations, trainer_state_of, params_of, prompts, rewards, order, version):
+        self.run, self.options, self.train = run, run.asynchronous, run.train
+        self.trainer_state_of, self.params_of = trainer_state_of, params_of
+        self.prompts, self.rewards, self.order, self.version = prompts, rewards, order, version
+        self.coming, self.engines = deque(generations), None
+        self.buffer = GroupBuffer(self.options.queue_maxsize // self.train.num_generations, self.options.order)
+        self.next_number, self.num_dropped, self.num_rejected, self.sync_s = 0, 0, 0, 0.0
+        self.last_stats, self.last_time, self.metrics = (0, 0.0), time.monotonic(), {}
+
+    def start(self, engines):
+        """Give out what may begin. engines: RemoteEngines or InterleavedEngine, with the weights of `version`."""
+        self.engines = engines
+        for group, is_complete in self.buffer.snapshot():
+            if not is_complete:
+                self._give_out(group)
+        self.admit()
+
+    def update_weights(self, version):
+        """The policy's weights are of another version now: send them to the engines, and admit what may follow."""
+        began = time.perf_counter()
+        self.engines.push(version)
+        self.version, self.sync_s = version, time.perf_counter() - began
+        self.admit()
+
+    def admit(self):
+        """Give out the groups of the generations that may begin."""
+        size = self.train.prompts_per_rollout
+        while self.coming and len(self.buffer) + size <= self.buffer.capacity:
+            step, index = self.coming[0]
+            if "cap" in self.options.staleness and step > self.version + self.options.max_staleness:
+                break
+            self.coming.popleft()
+            chosen = self.order.take(size)
+            ids = [self.prompts.prompts[i].prompt_token_ids for i in chosen]
+            of_prompts = rollout.distinct_params(ids, self.params_of(step, index))
+            columns = list(self.prompts.columns(chosen))
+            for prompt, params in zip(chosen, of_prompts, strict=True):
+                group = Group(self.next_number, Drawn(prompt, step, index, self.version, params, columns))
+                self.next_number += 1
+                self.buffer.reserve(group)
+                self._give_out(group)
+
+    def take(self, step, clock, status):
+        """The groups of the next generation: (list of Drawn, Scores). step: that trains on them first."""
+        began, size = time.perf_counter(), self.train.prompts_per_rollout
+        while (groups := self._next(size)) is None:
+            self.engines.advance()
+            status(f"{self.buffer.num_complete} groups wait, {self.buffer.num_in_flight} are being generated")
+        waited_s, found = time.perf_counter() - began, [group.content for group in groups]
+        self.metrics = self._metrics(step, groups, waited_s)
+        self.buffer.take(groups)
+        self.admit()
+        with clock.phase("reward"):
+            return found, self.rewards.collect([drawn.pending for drawn in found])
+
+    def _next(self, size):
+        """The next groups, or None while some of them are not complete."""
+        self.engines.check()
+        for group in self.buffer.dropped():
+            self._replace(group)
+        groups = self.buffer.next(size, self.engines.wait_s)
+        if groups is None or "reject" not in self.options.staleness:
+            return groups
+        old = [each for each in groups if self.version - each.content.oldest_version > self.options.max_staleness]
+        for group in old:
+            self.num_rejected += 1
+            self.buffer.begin_again(group)
+            group.content.version = self.version
+            self._again(group, self._request(group))
+        return groups if not old else None
+
+    def finished(self, request):
+        """An engine has completed a group; called in any thread."""
+        group = self._in_flight(request)
+        drawn = group.content
+        drawn.completions = request.completions
+        self._score(drawn)
+        self.buffer.put(group)
+
+    def expired(self, request):
+        """An engine has given a group back; called in any thread."""
+        if not self.options.partial_rollouts:
+            request = replace(request, done={}, begun={})
+        self._again(self._in_flight(request), request)
+
+    def _in_flight(self, request):
+        return next(group for group, _ in self.buffer.snapshot() if group.number == request.number)
+
+    def _score(self, drawn):
+        """Begin to compute the rewards of a complete group."""
+        columns = dict.fromkeys(drawn.columns, [None] * drawn.params.n)
+        of_group = self.prompts, drawn.prompt, drawn.completions, columns, self.trainer_state_of(drawn.step)
+        drawn.pending = rollout.submit_group(self.rewards, *of_group)
+
+    def _request(self, group):
+        drawn = group.content
+        prompt = self.prompts.prompts[drawn.prompt].prompt_token_ids
+        return GroupRequest(group.number, prompt, drawn.params, drawn.version)
+
+    def _give_out(self, group):
+        self.engines.submit(self._request(group))
+
+    def _again(self, group, request):
+        """Give a group out once more, or drop it."""
+        drawn = group.content
+        if drawn.attempts < self.options.max_attempts:
+            drawn.attempts += 1
+            self.engines.submit(request)
+        else:
+            self.buffer.drop(group)
+
+    def _replace(self, group):
+        """Let another prompt take the place of a dropped group."""
+        self.num_dropped += 1
+        drawn = group.content
+        drawn.prompt, drawn.attempts, drawn.version = self.order.take(1)[0], 1, self.version
+        drawn.replaced += 1
+        seed = rollout.derived_seed(self.run.seed, drawn.step, drawn.index, 2, group.number, drawn.replaced)
+        drawn.params = replace(drawn.params, seed=seed, first_index=0)
+        self.buffer.begin_again(group)
+        self._give_out(group)
+
+    def _metrics(self, step, groups, waited_s):
+        """Metrics of groups that are about to be trained on: dict."""
+        completions = [c for group in groups for c in group.content.completions]
+        oldest = np.array([step - min(c.policy_versions) for c in completions])
+        of_tokens = step - np.concatenate([c.policy_versions for c in completions])
+        now, (tokens, busy_s) = time.monotonic(), self.engines.stats
+        seconds, (last_tokens, last_busy_s) = max(now - self.last_time, 1e-9), self.last_stats
+        self.last_time, self.last_stats = now, (tokens, busy_s)
+        waiting = self.buffer.num_complete - len(groups)
+        return {
+            "off_policy/mean": float(oldest.mean()),
+            "off_policy/max": int(oldest.max()),
+            "off_policy/dropped": self.num_dropped,
+            "off_policy/rejected": self.num_rejected,
+            "off_policy/in_flight": self.buffer.num_in_flight,
+            "off_policy/in_queue": waiting,
+            "token_staleness/mean": float(of_tokens.mean()),
+            "cross_version_response_fraction": float(np.mean([len({*c.policy_versions}) > 1 for c in completions])),
+            "buffer_qsize": waiting * self.train.num_generations,
+            "queue_wait_time_s": float(np.mean([now - group.complete_at for group in groups])),
+            "weight_sync_time_s": self.sync_s,
+            "wait_for_batch_s": waited_s,
+            "generation_tok_per_s": (tokens - last_tokens) / seconds,
+            "infer_utilization": min((busy_s - last_busy_s) / seconds / self.engines.count, 1.0),
+            "train_utilization": max(1.0 - waited_s / seconds, 0.0),
+        }
+
+    def state(self):
+        """The groups that are admitted and not trained on: [(number, Drawn, its completions or [])]."""
+        return [
+            (group.number, replace(group.content), group.content.completions if is_complete else [])
+            for group, is_complete in self.buffer.snapshot()
+        ]
+
+    def load_state(self, groups):
+        """Restore what `encoded` made of a state; before `start`."""
+        size, n = self.train.prompts_per_rollout, self.train.num_generations
+        if len(groups) % size:
+            raise UserError(
+                f"the checkpoint has {len(groups)} groups that are not trained on yet, which the {size} of a "
+                "generation do not divide: resume the run with its own batch sizes"
+            )
+        for _ in range(len(groups) // size):
+            self.coming.popleft()
+        for saved in groups:
+            params = replace(self.params_of(saved["step"], saved["index"]), **saved["noise"])
+            place = saved["prompt"], saved["step"], saved["index"], self.version
+            drawn = Drawn(*place, params, saved["columns"], saved["attempts"], saved["replaced"])
+            group = Group(saved["number"], drawn)
+            self.buffer.reserve(group)
+            self.next_number = group.number + 1
+            if saved["completions"] is not None and len(saved["completions"]["lengths"]) == n:
+                drawn.completions = decoded_completions(saved["completions"])
+                self._score(drawn)
+                self.buffer.put(group)
+
+
+def encoded(groups):
+    """What Pipeline.state returned as a checkpoint keeps it: list of dict."""
+    return [
+        {
+            "number": number, "prompt": drawn.prompt, "step": drawn.step, "index": drawn.index,
+            "noise": {"seed": drawn.params.seed, "first_index": drawn.params.first_index},
+            "columns": drawn.columns, "attempts": drawn.attempts, "replaced": drawn.replaced,
+            "completions": encoded_completions(completions) if completions else None,
+        }
+        for number, drawn, completions in groups
+    ]  # fmt: skip
+
+
+def encoded_completions(completions):
+    """Completions as arrays of all of them: dict."""
+    arrays = {"token_ids": np.int32, "logprobs": np.float32, "policy_versions": np.int32}
+    found = {
+        name: np.concatenate([np.array(getattr(each, name), dtype) for each in completions])
+        for name, dtype in arrays.items()
+    }
+    found["lengths"] = np.array([len(each.token_ids) for each in completions], np.int32)
+    return found | {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
+
+
+def decoded_completions(saved):
+    """The inverse of encoded_completions: list."""
+    cuts = np.cumsum(saved["lengths"])[:-1]
+    columns = [
+        [part.tolist() for part in np.split(saved[name], cuts)] for name in ("token_ids", "logprobs", "policy_versions")
+    ]
+    return [
+        Completion(ids, logprobs, reason, text, versions)
+        for ids, logprobs, versions, reason, text in zip(*columns, saved["finish_reason"], saved["text"], strict=True)
+    ]
+
+
+class RemoteEngines:
+    """Inference processes as a Pipeline's engines; see Engines.
+
+    wait_s: how long the trainer waits for groups at a time. is_own: whether the trainer's LLM has the same engine.
+    """
+
+    wait_s, is_own = POLL_S, False
+
+    def __init__(self, run, policy, pipeline):
+        options, deploy, model = run.asynchronous, run.deploy, policy.model
+        self.count = deploy.num_infer_gpus
+        first_gpu = _first_gpu(run)
+        # Without in-flight updates a group may ask for any of these versions.
+        slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
+        sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
+        common = {
+            "model": run.model, "dtype": model.dtype.name, "lora": run.lora, "seed": run.seed, "gemm": gemm.backend(),
+            "engine": run.engine, "device": device.name(), "bucket_bytes": sender.bucket_bytes,
+            "staging": (sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor),
+            "in_flight": options.in_flight_weight_updates,
+            "keep_cache": not options.recompute_kv_cache_after_weight_updates,
+        }  # fmt: skip
+
+        def setup_of(index):
+            return Setup(**common, gpu=None if first_gpu is None else first_gpu + index)
+
+        limits = Limits(
+            options.rollout_timeout_s, options.heartbeat_stale_after_s, deploy.weight_sync_timeout, deploy.max_restarts
+        )
+        self._engines = Engines(setup_of, sender, self.count, pipeline.finished, pipeline.expired, limits)
+        self.push(pipeline.version)
+
+    @property
+    def stats(self):
+        """(tokens sampled, busy seconds) since the start."""
+        return tuple(self._engines.stats)
+
+    def submit(self, request):
+        """Give a GroupRequest out."""
+        self._engines.submit(request)
+
+    def push(self, version):
+        """Send the policy's weights as this version."""
+        self._engines.push(version)
+
+    def advance(self):
+        """Nothing: the processes go on by themselves."""
+
+    def settle(self):
+        """Nothing: evaluation has an engine of its own."""
+
+    def check(self):
+        """Raise InferenceError if there are no engines any more."""
+        self._engines.check()
+
+    def close(self):
+        self._engines.close()
+
+
+def _first_gpu(run):
+    """The number of the first inference GPU, or None where a GPU is a process. ConfigError where there are too few."""
+    if device.name() != "cuda":
+        return None
+    trained, wanted = run.deploy.num_train_gpus, run.deploy.num_train_gpus + run.deploy.num_infer_gpus
+    if (count := device.xp().cuda.runtime.getDeviceCount()) < wanted:
+        raise ConfigError(
+            f"deploy.num_train_gpus ({trained}) and deploy.num_infer_gpus ({run.deploy.num_infer_gpus}) are "
+            f"{wanted} GPUs, and this machine has {count}"
+        )
+    return trained
+
+
+class InterleavedEngine:
+    """The trainer's own engine, which decodes between micro-batches (Policy.interleaved) and reads the same weights."""
+
+    wait_s, is_own, count = 0.0, True, 1
+
+    def __init__(self, run, policy, pipeline, engine):
+        self.options, self.finished = run.asynchronous, pipeline.finished
+        self.groups, self.busy_s = GroupEngine(engine), 0.0
+        engine.update_weights(pipeline.version)
+        policy.interleaved = self
+
+    @property
+    def stats(self):
+        """(tokens sampled, busy seconds) since the start."""
+        return self.groups.num_tokens, self.busy_s
+
+    def submit(self, request):
+        """Queue a GroupRequest."""
+        self.groups.submit(request)
+
+    def before_micro_batch(self):
+        """Decode some steps of what is in flight."""
+        for _ in range(self.options.decode_steps_per_micro_batch):
+            if self.groups.is_idle:
+                return
+            self.advance()
+
+    def before_update(self):
+        """The weights are about to be written."""
+        if not self.options.in_flight_weight_updates:
+            self.settle()
+        self.groups.engine.synchronize()
+
+    def push(self, version):
+        """The weights are of this version now."""
+        self.groups.update_weights(version, not self.options.recompute_kv_cache_after_weight_updates)
+
+    def advance(self):
+        """One decode step."""
+        began = time.perf_counter()
+        for request in self.groups.step():
+            self.finished(request)
+        self.busy_s += time.perf_counter() - began
+
+    def settle(self):
+        """Complete all groups that have begun: evaluation has the same engine."""
+        while not self.groups.is_idle:
+            self.advance()
+
+    def check(self):
+        """Nothing: errors are raised by `advance`."""
+
+    def close(self):
+        self.groups.engine.reset()
+
+
+@dataclass
+class Ahead:
+    """What a trainer's loop has of a Pipeline, on every rank; pipeline is None on other ranks than the first.
+
+    rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`.
+    """
+
+    pipeline: Pipeline | None
+    communicator: object
+    llm: object
+    prompts: object
+    rewards: object
+    make_engines: Callable
+    metrics: dict = field(default_factory=dict)
+
+    @property
+    def is_alone(self):
+        return self.communicator is None or self.communicator.world_size == 1
+
+    def start(self):
+        """Start the engines, with the weights as they are, and give out prompts."""
+        if self.pipeline is not None:
+            self.pipeline.start(self.make_engines(self.pipeline))
+
+    def take(self, trainer_state, clock, status):
+        """The next generation, whose trainer_state this is: (indices of its prompts, Generation)."""
+        shared = scores = None
+        if self.pipeline is not None:
+            drawn, scores = self.pipeline.take(trainer_state.global_step, clock, status)
+            self.metrics = self.pipeline.metrics
+            shared = [each.prompt for each in drawn], [each.completions for each in drawn], scores.values
+        if not self.is_alone:
+            shared = self.communicator.objects(shared)[0]
+        indices, completions, values = shared
+        chosen = [self.prompts.prompts[i] for i in indices]
+        scores = scores or Scores(values)
+        return indices, rollout.as_generation(chosen, completions, scores, self.rewards.weights, self.llm.tokenizer)
+
+    def update_weights(self, version):
+        """The weights are of this version now; to be called instead of the LLM's."""
+        if self.pipeline is not None:
+            self.pipeline.update_weights(version)
+        if self.pipeline is None or not self.pipeline.engines.is_own:
+            self.llm.update_weights(version)
+
+    def settle(self):
+        """Before evaluation."""
+        if self.pipeline is not None:
+            self.pipeline.engines.settle()
+
+    def state(self):
+        return [] if self.pipeline is None else self.pipeline.state()
+
+    def close(self):
+        if self.pipeline is not None and self.pipeline.engines is not None:
+            self.pipeline.engines.close()
+
+
+def generations_from(schedule, step, begun):
+    """Yields (step, index) of the generations from optimizer step `step` on, as their first micro-steps have them.
+
+    begun: whether the generation of that step's first micro-batches is there already.
+    """
+    for at in range(step, schedule.total_steps):
+        for micro in schedule.micro_steps(at):
+            if micro.begins_generation or not begun:
+                yield at, micro.index
+            begun = True
+
+
+def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, groups, params_of):
+    """The Ahead of a run with [async]; the engines start with `start`.
+
+    rewards: Rewards or RewardsOnRanks. state: DataState, whose order it advances. step: optimizer steps done. groups:
+    of a checkpoint. params_of(step, index): SamplingParams of a generation.
+    """
+    communicator, pipeline = policy.communicator, None
+    if communicator is None or communicator.rank == 0:
+        own_rewards = rewards if communicator is None else rewards.rewards
+        generations = generations_from(schedule, step, state.rollouts is not None)
+
+        def trainer_state_of(at):
+            return TrainerState(at, schedule.total_steps, schedule.epochs_done(at))
+
+        order = state.order
+        pipeline = Pipeline(run, generations, trainer_state_of, params_of, prompts, own_rewards, order, step)
+        pipeline.load_state(groups)
+
+    def make_engines(pipeline):
+        if run.deploy.num_infer_gpus:
+            return RemoteEngines(run, policy, pipeline)
+        return InterleavedEngine(run, policy, pipeline, llm.engine)
+
+    return Ahead(pipeline, communicator, llm, prompts, rewards, make_engines)

@@ -21,7 +21,7 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model
-from rlnumba.runtime import device
+from rlnumba.runtime import ahead_of_time, device
 
 # Seconds between two signs of life, unless a step takes longer.
 HEARTBEAT_S = 1.0
@@ -30,8 +30,8 @@ HEARTBEAT_S = 1.0
 class Setup(NamedTuple):
     """What an inference process needs to know at its start.
 
-    model: folder or hub id; gpu: the number of its GPU, None on the cpu device. staging: (bytes of a version, number of
-    versions, descriptor). in_flight, keep_cache: whether running completions go on with new weights, and with their
+    model: folder or hub id; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
+    staging: (bytes of a version, number of versions, descriptor). in_flight, keep_cache: whether running completions go on with new weights, and with their
     keys and values.
     """
 
@@ -43,6 +43,7 @@ class Setup(NamedTuple):
     engine: EngineConfig
     device: str
     gpu: int | None
+    num_sharing: int
     staging: tuple
     bucket_bytes: int
     in_flight: bool
@@ -115,7 +116,9 @@ class Server:
         if setup.gpu is None:
             device.select(setup.device)
         else:
-            device.use_gpu(setup.gpu)
+            device.use_gpu(setup.gpu, setup.num_sharing)
+            # The trainer compiles what both launch.
+            ahead_of_time.leave_to_another()
         gemm.set_backend(setup.gemm)
         model = load_model(setup.model, setup.dtype)
         if setup.lora is not None:

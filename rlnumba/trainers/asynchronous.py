@@ -24,14 +24,15 @@ import numpy as np
 
 from rlnumba.distributed.inference import Engines, Limits
 from rlnumba.distributed.inference_worker import Setup
+from rlnumba.distributed.placement import gpus_of_ranks
 from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import Pending, Scores
-from rlnumba.runtime import device
+from rlnumba.runtime import ahead_of_time, device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.group_buffer import Group, GroupBuffer
 
@@ -298,7 +299,11 @@ class RemoteEngines:
     def __init__(self, run, policy, pipeline):
         options, deploy, model = run.asynchronous, run.deploy, policy.model
         self.count = deploy.num_infer_gpus
-        first_gpu = _first_gpu(run)
+        gpus = [None] * (deploy.num_train_gpus + self.count)
+        if device.name() == "cuda":
+            gpus = gpus_of_ranks(len(gpus), "deploy.num_train_gpus + deploy.num_infer_gpus")
+            # Once for all processes, which share the cache.
+            ahead_of_time.finish()
         # Without in-flight updates a group may ask for any of these versions.
         slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
         sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
@@ -311,7 +316,8 @@ class RemoteEngines:
         }  # fmt: skip
 
         def setup_of(index):
-            return Setup(**common, gpu=None if first_gpu is None else first_gpu + index)
+            gpu = gpus[deploy.num_train_gpus + index]
+            return Setup(**common, gpu=gpu, num_sharing=gpus.count(gpu))
 
         limits = Limits(
             options.rollout_timeout_s, options.heartbeat_stale_after_s, deploy.weight_sync_timeout, deploy.max_restarts
@@ -344,19 +350,6 @@ class RemoteEngines:
 
     def close(self):
         self._engines.close()
-
-
-def _first_gpu(run):
-    """The number of the first inference GPU, or None where a GPU is a process. ConfigError where there are too few."""
-    if device.name() != "cuda":
-        return None
-    trained, wanted = run.deploy.num_train_gpus, run.deploy.num_train_gpus + run.deploy.num_infer_gpus
-    if (count := device.xp().cuda.runtime.getDeviceCount()) < wanted:
-        raise ConfigError(
-            f"deploy.num_train_gpus ({trained}) and deploy.num_infer_gpus ({run.deploy.num_infer_gpus}) are "
-            f"{wanted} GPUs, and this machine has {count}"
-        )
-    return trained
 
 
 class InterleavedEngine:

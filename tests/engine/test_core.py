@@ -145,7 +145,8 @@ def test_2000_requests_at_random_times_with_random_aborts(model, alone):
     assert all(finished[i] == params.n for i, (_, params) in added.items() if i not in aborted)
 
 
-OPERATIONS = st.lists(st.sampled_from(["add", "step", "step", "step", "abort", "update", "sleep"]), max_size=40)
+OPERATIONS = ["add", "step", "step", "step", "abort", "update", "update, keep the cache", "interrupt", "sleep"]
+OPERATIONS = st.lists(st.sampled_from(OPERATIONS), max_size=40)
 
 
 @settings(max_examples=40, deadline=None)
@@ -164,8 +165,14 @@ def test_any_order_of_calls_returns_all_blocks_and_gives_the_same_text(operation
             engine.add_request(number, *added[number])
         elif operation == "abort" and engine.requests:
             engine.abort(list(engine.requests)[rng.integers(len(engine.requests))])
-        elif operation == "update":
-            engine.update_weights(engine.policy_version + 1)
+        elif operation.startswith("update"):
+            engine.update_weights(engine.policy_version + 1, operation != "update")
+        elif operation == "interrupt" and engine.requests:
+            number = list(engine.requests)[rng.integers(len(engine.requests))]
+            begun = engine.interrupt(number)
+            assert number not in engine.requests
+            if begun:
+                engine.add_request(number, *added[number], begun=begun)
         elif operation == "sleep":
             engine.sleep()
         else:
@@ -173,6 +180,8 @@ def test_any_order_of_calls_returns_all_blocks_and_gives_the_same_text(operation
         check_blocks(engine)
     for (request_id, index), completion in run(engine, outputs).items():
         assert result(completion) == SHARED(*added[request_id])[index]
+        assert len(completion.policy_versions) == len(completion.token_ids)
+        assert completion.policy_versions == sorted(completion.policy_versions)
     check_idle(engine)
 
 

@@ -1,0 +1,118 @@
+"""Groups on an engine: interrupted after any token they go on elsewhere with the same text; weights change between."""
+
+import numpy as np
+import pytest
+
+from rlnumba.engine import SamplingParams
+from rlnumba.engine.groups import GroupEngine, GroupRequest
+from tests.engine.test_core import TINY, check_idle, make_engine, result
+from tests.engine.test_llm import make_model
+
+PROMPT = list(range(5, 25))
+PARAMS = SamplingParams(n=4, max_tokens=12, seed=3, stop_token_ids=(1, 2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(**TINY)
+
+
+def request_of(number=0, version=0, params=PARAMS):
+    return GroupRequest(number, PROMPT, params, version)
+
+
+def run(groups):
+    """{number: results} of all groups of a GroupEngine."""
+    found = {}
+    while not groups.is_idle:
+        found |= {request.number: [result(each) for each in request.completions] for request in groups.step()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    groups = GroupEngine(make_engine(model))
+    groups.submit(request_of())
+    return run(groups)[0]
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_an_interrupted_group_has_the_same_text_elsewhere(model, expected, steps):
+    lengths = [len(token_ids) for token_ids, _, _ in expected]
+    assert len({*lengths}) > 1, "completions of different lengths are what this is about"
+    first, second = GroupEngine(make_engine(model)), GroupEngine(make_engine(model))
+    first.submit(request_of())
+    first.submit(request_of(1))
+    first.update_weights(1, keep_cache=True)
+    done = []
+    for _ in range(steps):
+        done += first.step()
+    if steps > max(lengths):
+        assert {request.number for request in done} == {0, 1} and first.interrupt(0) is None
+        return
+    request = first.interrupt(0)
+    if request is None:
+        request = next(each for each in done if each.number == 0)
+    assert sum(len(each.token_ids) for each in {**request.done, **request.begun}.values()) >= min(steps, 1)
+    # A group may be interrupted more than once.
+    second.update_weights(1)
+    if not request.is_complete:
+        second.submit(request)
+        second.step()
+        request = second.interrupt(0) or request
+    if not request.is_complete:
+        second.submit(request)
+        assert run(second) == {0: expected}
+    else:
+        assert [result(each) for each in request.completions] == expected
+    assert first.interrupt(7) is None
+    done = {each.number: [result(c) for c in each.completions] for each in done if each.number} | run(first)
+    assert done == {1: expected}
+    check_idle(first.engine)
+    check_idle(second.engine)
+
+
+def test_groups_wait_for_the_weights_that_they_ask_for(model):
+    groups = GroupEngine(make_engine(model))
+    for number, version in enumerate((0, 2, 1)):
+        groups.submit(request_of(number, version))
+    assert not groups.may_change_weights and run(groups).keys() == {0} and groups.may_change_weights
+    groups.update_weights(1)
+    assert groups.is_idle, "the second group is the next one"
+    assert groups.interrupt(2).version == 1
+    groups.update_weights(2)
+    assert run(groups).keys() == {1}
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_weights_that_change_while_a_group_runs(keep_cache):
+    """Tokens carry their versions; with keys and values of the old weights the rest is another text."""
+    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+    found = {}
+    for changes in (False, True):
+        model = make_model(**TINY)
+        groups = GroupEngine(make_engine(model))
+        groups.submit(request_of(params=params))
+        for _ in range(4):
+            groups.step()
+        groups.engine.synchronize()
+        sequences, table = groups.engine.requests[0].values(), groups.engine.scheduler.table
+        lengths = [int(table.length[each.row]) - len(PROMPT) for each in sequences]
+        if changes:
+            model.weights.flat *= np.float32(0.7)
+        groups.update_weights(1, keep_cache)
+        while not groups.is_idle:
+            for request in groups.step():
+                found[changes] = request.completions
+        for length, completion in zip(lengths, found[changes], strict=True):
+            assert length > 0 and completion.policy_versions == [0] * length + [1] * (12 - length)
+        check_idle(groups.engine)
+    for before, after, length in zip(found[False], found[True], lengths, strict=True):
+        assert before.token_ids[:length] == after.token_ids[:length]
+        assert before.logprobs[:length] == after.logprobs[:length]
+        assert before.logprobs[length:] != after.logprobs[length:]
+    # Prompts that come later are computed with the new weights alone.
+    groups.submit(request_of(1))
+    fresh = GroupEngine(make_engine(model))
+    fresh.submit(request_of(1))
+    assert run(groups) == run(fresh)

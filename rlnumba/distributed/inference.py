@@ -28,6 +28,10 @@ from rlnumba.errors import UserError
 MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.distributed.inference_worker import main; main({descriptor})"
 # Seconds between two looks at time limits.
 POLL_S = 0.1
+# Seconds in which a process must have started; longer than without a sign of life, because it may compile kernels.
+START_S = 300.0
+# How often a process may refuse one version, each time of which it is sent again.
+MAX_REFUSALS = 3
 
 
 class InferenceError(UserError):
@@ -47,13 +51,14 @@ class Process:
     """One inference process.
 
     groups: {number: (GroupRequest, when it was sent)} that it has not finished. asked: numbers of groups that were
-    asked back. pending: versions that were sent, and are not live yet; refused: those that were sent once more.
+    asked back. pending: versions that were sent, and are not live yet; refused: {version: how often it was refused}.
+    heard_at: when it last sent something, has_started: whether it has.
     """
 
     def __init__(self, index, setup):
         self.index, self.groups, self.asked = index, {}, set()
-        self.pending, self.refused = set(), set()
-        self.stats, self.heard_at = Alive(0, 0.0), time.monotonic()
+        self.pending, self.refused = set(), {}
+        self.stats, self.heard_at, self.has_started = Alive(0, 0.0), time.monotonic(), False
         self.connection, other = Pipe()
         # The package itself is found last, wherever the trainer found it.
         path = [*sys.path, str(Path(__file__).parents[2])]
@@ -99,7 +104,7 @@ class Engines:
         self.finished, self.expired = finished, expired
         self._changed = threading.Condition()
         self._closed, self._error = False, None
-        self._restarts, self.refusals = [0] * count, 0
+        self._restarts, self._newest, self.refusals = [0] * count, None, 0
         # Of processes that have ended: tokens and busy seconds.
         self._past = Alive(0, 0.0)
         self.processes = [Process(index, setup_of(index)) for index in range(count)]
@@ -120,9 +125,19 @@ class Engines:
             process.end()
 
     def check(self):
-        """Raise InferenceError if the processes cannot go on."""
+        """Raise InferenceError if the processes cannot go on, and send weights again that arrived damaged.
+
+        To be called while the weights are those of the last push.
+        """
         if self._error is not None:
             raise self._error
+        with self._changed:
+            newest = self._newest
+            late = [each for each in self.processes if newest in each.refused and newest not in each.pending]
+            if late:
+                self.sender.write(self._newest)
+            for process in late:
+                self._send_weights(process, self._newest)
 
     @property
     def stats(self):
@@ -154,6 +169,7 @@ class Engines:
                     )
                 self._changed.wait(POLL_S)
             self.sender.write(version)
+            self._newest = version
             for process in self.processes:
                 self._send_weights(process, version)
 
@@ -192,11 +208,12 @@ class Engines:
         with self._changed:
             if process is not self.processes[process.index]:
                 return  # replaced by now
-            process.heard_at = time.monotonic()
+            process.heard_at, process.has_started = time.monotonic(), True
             if isinstance(message, Alive):
                 process.stats = message
             elif isinstance(message, Updated):
                 process.pending = {version for version in process.pending if version > message.version}
+                process.refused.clear()
                 self._changed.notify_all()
             elif isinstance(message, Refused):
                 self._refused(process, message)
@@ -213,22 +230,21 @@ class Engines:
             (self.finished if message.request.is_complete else self.expired)(message.request)
 
     def _refused(self, process, message):
-        """Weights that were damaged on the way are sent again, once; the old ones are live until then."""
+        """Weights that were damaged on the way are sent again by `check`; the old ones are live until then."""
         self.refusals += 1
-        if message.version < max(process.pending):
-            process.pending.discard(message.version)
-        elif message.version not in process.refused:
-            process.refused.add(message.version)
-            self._send_weights(process, message.version)
-        else:
-            self._replace(process, f"it refused weights twice: {message.reason}")
+        process.pending.discard(message.version)
+        process.refused[message.version] = count = process.refused.get(message.version, 0) + 1
+        if count > MAX_REFUSALS:
+            self._replace(process, f"it refused weights {count} times: {message.reason}")
+        self._changed.notify_all()
 
     def _look_at_limits(self):
         now, limits = time.monotonic(), self.limits
         with self._changed:
             for process in list(self.processes):
-                if now - process.heard_at > limits.stale_s:
-                    self._replace(process, f"no sign of life for {limits.stale_s:g} s (async.heartbeat_stale_after_s)")
+                limit_s = limits.stale_s if process.has_started else max(START_S, limits.stale_s)
+                if now - process.heard_at > limit_s:
+                    self._replace(process, f"no sign of life for {limit_s:g} s (async.heartbeat_stale_after_s)")
                     continue
                 for number, (_, sent_at) in process.groups.items():
                     if now - sent_at > limits.timeout_s and number not in process.asked:

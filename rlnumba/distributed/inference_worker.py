@@ -31,8 +31,8 @@ class Setup(NamedTuple):
     """What an inference process needs to know at its start.
 
     model: folder or hub id; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
-    staging: (bytes of a version, number of versions, descriptor). in_flight, keep_cache: whether running completions go on with new weights, and with their
-    keys and values.
+    staging: (bytes of a version, number of versions, descriptor). in_flight, keep_cache: whether running completions go
+    on with new weights, and with their keys and values.
     """
 
     model: str

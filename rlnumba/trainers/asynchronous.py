@@ -29,7 +29,6 @@ from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import UserError
-from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import Pending, Scores
 from rlnumba.runtime import ahead_of_time, device
@@ -308,7 +307,7 @@ class RemoteEngines:
         slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
         sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
         common = {
-            "model": run.model, "dtype": model.dtype.name, "lora": run.lora, "seed": run.seed, "gemm": gemm.backend(),
+            "model": run.model, "dtype": model.dtype.name, "lora": run.lora, "seed": run.seed, "gemm": run.gemm,
             "engine": run.engine, "device": device.name(), "bucket_bytes": sender.bucket_bytes,
             "staging": (sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor),
             "in_flight": options.in_flight_weight_updates,

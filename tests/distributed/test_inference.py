@@ -1,0 +1,174 @@
+"""Inference processes: what they generate, and what happens when they end, stall, refuse weights or take too long."""
+
+import dataclasses
+import os
+import queue
+import signal
+import time
+
+import pytest
+
+from rlnumba.config import EngineConfig
+from rlnumba.distributed import inference
+from rlnumba.distributed.inference import Engines, InferenceError, Limits
+from rlnumba.distributed.inference_worker import Setup
+from rlnumba.distributed.weight_sync import WeightSender
+from rlnumba.engine import Engine, SamplingParams
+from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
+from tests.trainers.runs import MODEL
+
+PARAMS = SamplingParams(n=3, max_tokens=40, seed=5, ignore_eos=True)
+LIMITS = Limits(timeout_s=600.0, stale_s=300.0, sync_timeout_s=120.0, max_restarts=3)
+BUCKET_BYTES = 1 << 15
+
+
+class Fixture:
+    """Engines with two processes, and one in this process whose completions are the expected ones."""
+
+    def __init__(self):
+        self.model = load_model(MODEL)
+        self.sender = WeightSender(self.model.trained, 2, BUCKET_BYTES)
+        self.finished, self.expired = queue.SimpleQueue(), queue.SimpleQueue()
+        staging = self.sender.staging
+        setup = Setup(
+            model=str(MODEL), dtype="float32", lora=None, seed=0, gemm="auto", engine=EngineConfig(), device="cpu",
+            gpu=None, num_sharing=1, staging=(staging.nbytes, staging.slots, staging.descriptor),
+            bucket_bytes=BUCKET_BYTES, in_flight=True, keep_cache=True,
+        )  # fmt: skip
+        self.engines = Engines(lambda index: setup, self.sender, 2, self.finished.put, self.expired.put, LIMITS)
+        self.version = self.numbers = 0
+        self.engines.push(0)
+
+    def push(self):
+        """New weights, as the next version."""
+        self.version += 1
+        self.model.trained.flat *= 0.9
+        self.engines.push(self.version)
+
+    def submit(self, count, **params):
+        """Give out groups of the newest weights: {number: GroupRequest}."""
+        numbers = range(self.numbers, self.numbers + count)
+        self.numbers += count
+        found = {
+            number: GroupRequest(number, [7, 8, number % 5], dataclasses.replace(PARAMS, **params), self.version)
+            for number in numbers
+        }
+        for request in found.values():
+            self.engines.submit(request)
+        return found
+
+    def wait(self, count, on_expired=None):
+        """{number: completions} of the next groups that are complete."""
+        found, deadline = {}, time.monotonic() + 120
+        while len(found) < count:
+            assert time.monotonic() < deadline, found.keys()
+            self.engines.check()
+            try:
+                request = self.finished.get(timeout=0.05)
+                assert request.number not in found
+                found[request.number] = request.completions
+            except queue.Empty:
+                pass
+            while not self.expired.empty():
+                on_expired(self.expired.get())
+        return found
+
+    def expected(self, requests):
+        groups = GroupEngine(Engine(self.model, Tokenizer.from_folder(MODEL)))
+        groups.update_weights(self.version)
+        for request in requests.values():
+            groups.submit(request)
+        found = {}
+        while not groups.is_idle:
+            found |= {request.number: request.completions for request in groups.step()}
+        return found
+
+
+@pytest.fixture(scope="module")
+def running():
+    fixture = Fixture()
+    with fixture.engines:
+        yield fixture
+    assert all(process.process.poll() is not None for process in fixture.engines.processes)
+
+
+def test_groups_are_shared_out_and_have_the_text_of_one_engine(running):
+    for _ in range(3):  # versions: both slots of the staging memory are used again
+        running.push()
+        requests = running.submit(5)
+        assert {len(process.groups) for process in running.engines.processes} <= {2, 3}
+        assert running.wait(5) == running.expected(requests)
+    assert running.engines.stats.num_tokens >= 3 * 5 * 3 * 40 and running.engines.stats.busy_s > 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_groups_of_a_process_that_ends_or_stalls_are_drawn_again(running, how, capfd):
+    requests = running.submit(6)
+    victim = running.engines.processes[0]
+    os.kill(victim.process.pid, how)
+    if how == signal.SIGSTOP:
+        running.engines.limits = LIMITS._replace(stale_s=1.5)
+    found = running.wait(6)
+    running.engines.limits = LIMITS
+    assert found == running.expected(requests)
+    assert running.engines.processes[0] is not victim and victim.process.poll() is not None
+    reason = "was ended by SIGKILL" if how == signal.SIGKILL else "no sign of life for 1.5 s"
+    assert f"rlnumba: inference process 0: {'its process ' * (how == signal.SIGKILL)}{reason}" in capfd.readouterr().err
+
+
+def test_damaged_weights_are_refused_and_sent_again(running):
+    write, damaged = running.sender.write, []
+
+    def write_damaged(version):
+        write(version)
+        if len(damaged) < 2:
+            damaged.append(version)
+            running.sender.staging.of_version(version)[len(damaged) * BUCKET_BYTES] ^= 1
+
+    running.sender.write = write_damaged
+    running.push()
+    requests, refusals = running.submit(2), running.engines.refusals
+    assert running.wait(2) == running.expected(requests)
+    assert damaged == [running.version] * 2 and running.engines.refusals > refusals
+    running.sender.write = write
+
+
+def test_a_group_that_takes_too_long_goes_on_from_its_tokens(running):
+    running.engines.limits = LIMITS._replace(timeout_s=0.15)
+    seen = []
+
+    def again(request):
+        seen.append(sum(len(each.token_ids) for each in (*request.done.values(), *request.begun.values())))
+        if len(seen) == 2:
+            running.engines.limits = LIMITS
+        running.engines.submit(request)
+
+    requests = running.submit(1, max_tokens=200)
+    assert running.wait(1, again) == running.expected(requests)
+    running.engines.limits = LIMITS
+    assert 0 < len(seen) and seen == sorted(seen) and 0 < seen[-1] < 600
+
+
+def test_a_process_that_cannot_work_ends_the_run_with_one_line(running):
+    """Last, because no process is left."""
+    requests = running.submit(1)
+    running.engines.submit(dataclasses.replace(requests[running.numbers - 1], number=-1, prompt_token_ids=[10**6]))
+    with pytest.raises(InferenceError, match="inference process [01]: prompt -1: token id 1000000 is outside"):
+        running.wait(2)
+
+
+def test_a_process_that_does_not_start_ends_the_run(monkeypatch, capfd):
+    monkeypatch.setattr(inference, "MAIN", "import sys; sys.exit(3)  # {path} {descriptor}")
+    model = load_model(MODEL)
+    sender = WeightSender(model.trained, 2, BUCKET_BYTES)
+    setup = Setup(*[None] * 8, num_sharing=1, staging=(0, 0, sender.staging.descriptor), bucket_bytes=0,
+                  in_flight=True, keep_cache=True)  # fmt: skip
+    with Engines(lambda index: setup, sender, 1, None, None, LIMITS._replace(max_restarts=1)) as engines:
+        with pytest.raises(InferenceError, match="ended with exit code 3; it was started 2 times .*max_restarts is 1"):
+            for version in range(10**6):
+                engines.push(version)
+                engines.check()
+                time.sleep(0.01)
+    assert capfd.readouterr().err.count("starting it anew") == 1

@@ -10,7 +10,7 @@ import numpy as np
 from rlnumba.errors import UserError
 from rlnumba.reporting.files import read_metrics
 
-# (metric, title, whether its axis is logarithmic); the first six that a run has are drawn.
+# (metric, title, whether its axis is logarithmic); the first MOST_PANELS that a run has are drawn.
 PANELS = (
     ("reward", "reward", False),
     ("eval_reward", "held-out reward", False),
@@ -29,11 +29,18 @@ PANELS = (
     ("grad_norm", "gradient norm", True),
     ("learning_rate", "learning rate", False),
 )
+MOST_PANELS = 6
+# Those of an asynchronous run are all drawn beside them.
+ASYNC_PANELS = (
+    ("token_staleness/mean", "age of a token's weights, steps", False),
+    ("wait_for_batch_s", "wait for completions, s", False),
+    ("infer_utilization", "share of the time that inference is busy", False),
+)
 
 # Drawn with an axis from 0 to 1 if all values are in it.
 SHARES = (
     *("reward", "eval_reward", "rewards/accuracies", "mean_token_accuracy", "accuracy", "eval_accuracy"),
-    "frac_reward_zero_std",
+    *("frac_reward_zero_std", "infer_utilization"),
 )
 
 # Between panels, as shares of a panel: room for the numbers at its left, and for its label and the next one's title.
@@ -75,7 +82,11 @@ def plot(run_dirs, output):
     Raises UserError naming a missing or damaged file, or an output that cannot be written.
     """
     runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in run_dirs]
-    panels = [p for p in PANELS if any(np.isfinite(_series(rows, p[0])[1]).any() for _, rows in runs)][:6]
+
+    def found(panels):
+        return [p for p in panels if any(np.isfinite(_series(rows, p[0])[1]).any() for _, rows in runs)]
+
+    panels = found(PANELS)[:MOST_PANELS] + found(ASYNC_PANELS)
     if not panels:
         raise UserError(f"{run_dirs[0]}: metrics.jsonl has nothing to draw yet")
     from matplotlib import rc_context

@@ -6,12 +6,19 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from rlnumba.config import AsyncConfig, DeployConfig
+from rlnumba import checkpoint
+from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.errors import ConfigError
+from rlnumba.trainers import grpo
 from rlnumba.trainers.callbacks import TrainerCallback, given
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.ranks import train_on_ranks
 from tests.trainers.runs import grpo_run, metrics_of
 
 
@@ -75,3 +82,84 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, synchrono
     assert [row["loss"] for row in metrics] == [row["loss"] for row in synchronous[1]]
     assert [row["off_policy/max"] for row in metrics] == [0, 0, 0, 0]
     assert not inference_processes()
+
+
+def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp_path):
+    """Nor on when they are fast: one in this process, and two processes of which one is killed."""
+    options = {"max_staleness": 2, "in_flight_weight_updates": False}
+    one, two = (run_of(tmp_path / str(n), n, train={"max_steps": 6}, **options) for n in (0, 2))
+    expected = train(one)
+    with given([KillOnce()]):
+        found = train(two)
+    assert found[0] == expected[0] and prompts_of(two) == prompts_of(one)
+    for name in ("loss", "entropy", "off_policy/max", "off_policy/mean", "token_staleness/mean"):
+        assert [row[name] for row in found[1]] == [row[name] for row in expected[1]], name
+    assert [row["off_policy/max"] for row in found[1]] == [0, 1, 2, 2, 2, 2]
+    # Older weights than the trained ones: the weights of their tokens are capped.
+    assert max(row["sampling/importance_sampling_ratio/max"] for row in found[1][1:]) == 2.0
+    assert max(row["sampling/sampling_logp_difference/max"] for row in found[1][1:]) > 0
+    assert found[1][0]["sampling/sampling_logp_difference/max"] == 0
+
+
+def test_a_checkpoint_has_the_groups_that_are_not_trained_on(tmp_path):
+    run = run_of(tmp_path / "run", train={"save_steps": 1, "max_steps": 6}, max_staleness=2)
+    train(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    prompts = prompts_of(run)
+    # With one engine that decodes between micro-batches, the next generation is complete here, and one more is not.
+    _, state = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-2")
+    groups = state["data"]["groups"]
+    assert [group["number"] for group in groups] == list(range(8, 16))
+    complete = [group["completions"]["text"] for group in groups if group["completions"] is not None]
+    assert len(complete) >= 4
+    train(run, resume=2)
+    again = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert prompts_of(run) == prompts and again[:32] == lines[:32]
+    texts = [row["completion"] for row in again]
+    for text in complete:
+        assert any(texts[first : first + 4] == text for first in range(32, 64, 4))
+    with pytest.raises(ConfigError, match="has 8 prompts of an asynchronous run .*: resume it with its section .async"):
+        train(dataclasses.replace(run, asynchronous=None), resume=2)
+
+
+def test_a_run_goes_on_without_staleness(tmp_path, synchronous):
+    train(run_of(tmp_path / "run", train={"max_steps": 2}))
+    assert train(run_of(tmp_path / "run", max_staleness=0), resume=True)[0] == synchronous[0]
+
+
+def test_a_killed_run_loses_no_prompt(tmp_path):
+    """Sixteen prompts are four steps: every four have each of them once."""
+    run = run_of(tmp_path / "run", 1, train={"max_steps": 12}, max_staleness=2)
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    command = [sys.executable, "-m", "rlnumba", "--device", "cpu", "grpo", "--config", str(tmp_path / "run.toml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run" / "checkpoints").glob("step-[2468]")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=30)
+    train(run, resume=True)
+    prompts = prompts_of(run)
+    assert [len({*prompts[first : first + 16]}) for first in (0, 16, 32)] == [16, 16, 16] and len(prompts) == 48
+
+
+def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_process(tmp_path):
+    """The adapter alone is sent to it."""
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 16}
+    options = {"train": sizes | {"max_steps": 3}, "lora": LoraConfig(r=2)}
+    expected, run = run_of(tmp_path / "synchronous", **options), run_of(tmp_path / "run", 1, max_staleness=0, **options)
+    run = dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, num_train_gpus=2))
+    run_grpo(expected)
+    train_on_ranks("grpo", run, False)
+    name = "adapter_model.safetensors"
+    assert final_of(run, name) == final_of(expected, name) and prompts_of(run) == prompts_of(expected)
+
+
+def test_older_tokens_have_the_gradient_of_a_sampler_with_other_log_probs(tmp_path, monkeypatch):
+    """Each generation is trained on twice; the sampler's log-probs are the old policy's only where it is the same."""
+    options = {"train": {"max_steps": 5, "num_iterations": 2}, "max_staleness": 2}
+    expected = train(run_of(tmp_path / "run", **options))
+    assert max(row["sampling/sampling_logp_difference/max"] for row in expected[1]) > 0
+    monkeypatch.setattr(grpo, "sampler_is_exact", lambda train: False)
+    assert train(run_of(tmp_path / "again", **options))[0] == expected[0]

@@ -1,0 +1,282 @@
+"""The pipeline of groups, with engines that complete what they are asked to: admission, staleness, time limits."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlnumba.config import AsyncConfig, DeployConfig, GRPOConfig, load_run, to_toml
+from rlnumba.data.prompts import Prompt, PromptData
+from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.rewards import TrainerState
+from rlnumba.rewards.calling import Scores
+from rlnumba.trainers.asynchronous import Pipeline, encoded, generations_from
+from rlnumba.trainers.grpo import MicroBatchSchedule
+from rlnumba.trainers.prompt_order import PromptOrder
+from rlnumba.trainers.run_folder import Clock
+from tests.trainers.runs import grpo_run
+
+NUM_PROMPTS = 12
+# Two groups of two completions are a generation, and an optimizer step.
+SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_generations": 2, "max_steps": 20}
+
+
+class FakeEngines:
+    """Completes groups when the test says so; their tokens have the version of that moment, and the one before."""
+
+    wait_s, is_own, count = 0.0, False, 1
+
+    def __init__(self):
+        self.requests, self.version, self.stats, self.advance = {}, 0, (0, 0.0), None
+
+    def submit(self, request):
+        assert request.number not in self.requests
+        self.requests[request.number] = request
+
+    def push(self, version):
+        self.version = version
+
+    def check(self):
+        pass
+
+    def complete(self, number):
+        """The complete GroupRequest of a group; the version of its first token is that with which it may begin."""
+        request = self.requests.pop(number)
+        versions = [request.version, self.version]
+        done = {
+            i: Completion([number, i], [-1.0, -2.0], "stop", f"{number} {i}", list(versions))
+            for i in range(request.params.n)
+        }
+        return dataclasses.replace(request, done=done)
+
+
+class FakeRewards:
+    """Of a group its number."""
+
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state):
+        assert set(columns) == {"answer"} and len(columns["answer"]) == len(texts)
+        return texts, trainer_state
+
+    def collect(self, pending):
+        return Scores(np.array([[float(text.split()[0])] for texts, _ in pending for text in texts]))
+
+
+def pipeline_of(folder, version=0, groups=(), prompt_order=None, **options):
+    run = dataclasses.replace(grpo_run(folder / "run", **SIZES), asynchronous=AsyncConfig(**options))
+    schedule = MicroBatchSchedule(run.train, "rows", NUM_PROMPTS)
+    prompts = PromptData([Prompt(f"prompt {i}", [i + 1], {"answer": i}, f"row {i}") for i in range(NUM_PROMPTS)])
+    prompt_order = prompt_order or PromptOrder(NUM_PROMPTS, True, 0)
+    found = Pipeline(
+        run,
+        generations_from(schedule, version, True),
+        lambda step: TrainerState(step, 20, 0.0),
+        lambda step, index: SamplingParams(n=2, seed=100 * step + index),
+        prompts,
+        FakeRewards(),
+        prompt_order,
+        version,
+    )
+    found.load_state(list(groups))
+    engines = FakeEngines()
+    engines.version = version
+    found.start(engines)
+    return found, engines
+
+
+def take(pipeline, step):
+    """The next generation: (list of Drawn, values); completes what is in flight as long as it waits."""
+    engines = pipeline.engines
+
+    def advance():
+        number = min(engines.requests)
+        pipeline.finished(engines.complete(number))
+
+    engines.advance = advance
+    drawn, scores = pipeline.take(step, Clock(), lambda text: None)
+    return drawn, scores.values[:, 0].tolist()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_groups_are_given_out_only_so_far_ahead(tmp_path, max_staleness):
+    pipeline, engines = pipeline_of(tmp_path, max_staleness=max_staleness)
+    order = PromptOrder(NUM_PROMPTS, True, 0)
+    for step in range(20):
+        given_out = min(step + max_staleness + 1, 20)
+        assert pipeline.next_number == 2 * given_out
+        assert all(request.version <= step for request in engines.requests.values())
+        drawn, values = take(pipeline, step)
+        # In the order of the prompts, with the noise of the synchronous run.
+        assert [each.prompt for each in drawn] == order.take(2)
+        assert [each.params.seed for each in drawn] == [101 * step - step // 6 * 6] * 2
+        assert values == [2 * step, 2 * step, 2 * step + 1, 2 * step + 1]
+        metrics, age = pipeline.metrics, min(step, max_staleness)
+        assert metrics["off_policy/max"] == metrics["off_policy/mean"] == age <= max_staleness
+        assert metrics["token_staleness/mean"] == age / 2
+        assert metrics["cross_version_response_fraction"] == float(age > 0)
+        assert metrics["off_policy/in_flight"] == 2 * (given_out - step - 1) and metrics["off_policy/in_queue"] == 0
+        pipeline.update_weights(step + 1)
+    assert not len(pipeline.buffer) and not engines.requests
+
+
+def test_without_a_cap_the_queue_is_the_bound(tmp_path):
+    pipeline, engines = pipeline_of(tmp_path, staleness=["is"], queue_maxsize=13)
+    assert pipeline.buffer.capacity == 6 and len(engines.requests) == 6
+    for step in range(3):
+        take(pipeline, step)
+        pipeline.update_weights(step + 1)
+        assert len(pipeline.buffer) == 6
+
+
+def test_groups_that_are_too_old_are_drawn_again_and_then_replaced(tmp_path):
+    """By completion, so that a late group is left behind; after the second time another prompt takes its place."""
+    options = {"max_staleness": 1, "staleness": ["cap", "reject"], "order": "completion", "max_attempts": 2}
+    pipeline, engines = pipeline_of(tmp_path, **options)
+    late, group = engines.requests[0], pipeline.buffer.snapshot()[0][0]
+    prompt = group.content.prompt
+
+    def finish(number, version):
+        request = engines.complete(number)
+        for completion in request.completions:
+            completion.policy_versions = [version] * 2
+        pipeline.finished(request)
+
+    finish(1, 0)
+    finish(2, 0)
+    assert take(pipeline, 0)[1] == [1, 1, 2, 2]
+    for attempt in range(2):
+        pipeline.update_weights(2 * attempt + 3)
+        finish(0, 2 * attempt + 2)
+        finish(3, 2 * attempt + 2)
+        # One step older is not too old.
+        assert pipeline.buffer.next(2) is not None and pipeline._next(2) is not None
+        pipeline.update_weights(2 * attempt + 4)
+        assert pipeline._next(2) is None and pipeline.num_rejected == 2 * attempt + 2
+        assert (group.content.attempts, group.state) == (2, "in_flight" if attempt == 0 else "dropped")
+        if attempt == 0:
+            assert engines.requests[0].params.seed == late.params.seed and engines.requests[0].version == 4
+    pipeline._next(2)
+    replaced = engines.requests[0]
+    assert replaced.params.seed != late.params.seed and replaced.version == 6 and pipeline.num_dropped == 2
+    assert (group.content.attempts, group.content.replaced) == (1, 1) and group.content.prompt != prompt
+    finish(0, 6)
+    finish(3, 6)
+    assert take(pipeline, 6)[1] == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize("partial_rollouts", [True, False])
+def test_a_group_that_takes_too_long_is_given_out_again_and_then_replaced(tmp_path, partial_rollouts):
+    pipeline, engines = pipeline_of(tmp_path, max_staleness=0, max_attempts=3, partial_rollouts=partial_rollouts)
+    before = pipeline.buffer.snapshot()[1][0].content.prompt
+    for _ in range(3):
+        request = engines.requests.pop(1)
+        pipeline.expired(dataclasses.replace(request, begun={0: Completion([5], [-1.0], None, "", [0])}))
+        assert 1 not in engines.requests or bool(engines.requests[1].begun) == partial_rollouts
+    assert 1 not in engines.requests
+    drawn, _ = take(pipeline, 0)
+    assert pipeline.num_dropped == pipeline.metrics["off_policy/dropped"] == 1
+    assert drawn[1].prompt != before and drawn[1].params.seed != drawn[0].params.seed
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 3), st.sampled_from(["start", "completion"]), st.booleans(), st.integers(0, 2**32))
+def test_any_order_of_completion(tmp_path_factory, max_staleness, order, rejects, seed):
+    """With groups that come late, twice, or never: every step has its groups, and no prompt is lost."""
+    staleness = ["cap", "reject"] if rejects else ["cap"]
+    options = {"max_staleness": max_staleness, "staleness": staleness, "order": order, "max_attempts": 2}
+    pipeline, engines = pipeline_of(tmp_path_factory.mktemp("runs"), **options)
+    trained, budget, rng = [], itertools.count(), np.random.default_rng(seed)
+
+    def advance():
+        assert next(budget) < 10**4, "no progress"
+        number = int(rng.choice(sorted(engines.requests)))
+        if rng.random() < 0.1:
+            pipeline.expired(engines.requests.pop(number))
+        else:
+            pipeline.finished(engines.complete(number))
+
+    engines.advance = advance
+    for step in range(8):
+        drawn, scores = pipeline.take(step, Clock(), lambda text: None)
+        assert len(drawn) == 2 and len(scores.values) == 4
+        if order == "start" or rejects:
+            assert pipeline.metrics["off_policy/max"] <= max_staleness
+        trained += [each.prompt for each in drawn]
+        pipeline.update_weights(step + 1)
+    left = [group.content.prompt for group, _ in pipeline.buffer.snapshot()]
+    replaced = sum(group.content.replaced for group, _ in pipeline.buffer.snapshot())
+    if not pipeline.num_dropped:
+        counts = np.bincount(trained + left, minlength=NUM_PROMPTS)
+        assert counts.max() - counts.min() <= 1 and not replaced
+
+
+def test_a_checkpoint_restores_what_is_complete_and_draws_the_rest_again(tmp_path):
+    pipeline, engines = pipeline_of(tmp_path, max_staleness=2)
+    take(pipeline, 0)
+    pipeline.update_weights(1)
+    for number in (3, 4):
+        pipeline.finished(engines.complete(number))
+    state = encoded(pipeline.state())
+    assert [(group["number"], group["completions"] is not None) for group in state] == [
+        (number, number in (3, 4)) for number in range(2, 8)
+    ]
+    wanted = {number: dataclasses.replace(request, version=1) for number, request in engines.requests.items()}
+    order = PromptOrder(NUM_PROMPTS, True, 0, pipeline.order.epoch, pipeline.order.position)
+    again, engines_again = pipeline_of(tmp_path, 1, state, order, max_staleness=2)
+    assert engines_again.requests == wanted
+    for step in range(1, 6):
+        found, expected = take(again, step), take(pipeline, step)
+        assert [each.prompt for each in found[0]] == [each.prompt for each in expected[0]]
+        assert found[1] == expected[1]
+        if step <= 2:
+            texts = [[c.text for each in drawn for c in each.completions] for drawn, _ in (found, expected)]
+            assert texts[0] == texts[1]
+        for each in (again, pipeline):
+            each.update_weights(step + 1)
+    with pytest.raises(UserError, match="has 5 groups .* which the 2 of a generation do not divide"):
+        pipeline_of(tmp_path, 1, state[:5], max_staleness=2)
+
+
+RUN = {"asynchronous": AsyncConfig()}
+REFUSED = [
+    ({"dynamic_sampling": True}, {}, {}, r"train.dynamic_sampling and \[async\] cannot both be set"),
+    ({"replay_buffer_size": 4}, {}, {}, r"train.replay_buffer_size and \[async\] cannot both be set"),
+    ({"sampling_mask_replay": True, "top_k": 4}, {}, {}, "async.max_staleness must be 0, got 4"),
+    ({"loss_type": "dppo"}, {}, {}, "async.staleness `is`: train.loss_type dppo has no such weights"),
+    ({"optimizer_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}, {}, {}, "num_infer_gpus"),
+    ({}, {"queue_maxsize": 8}, {}, r"async.queue_maxsize \(8\) must be at least .*generation \(16\)"),
+    ({}, {"max_staleness": 0, "staleness": ["is"]}, {}, "async.max_staleness 0 needs `cap` in async.staleness"),
+    ({}, {}, {"num_train_gpus": 2}, r"deploy.num_train_gpus \(2\) above 1 needs GPUs that generate"),
+]
+
+
+@pytest.mark.parametrize("train, options, deploy, message", REFUSED)
+def test_what_is_refused(tmp_path, train, options, deploy, message):
+    run = grpo_run(tmp_path / "run", **train)
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(run, asynchronous=AsyncConfig(**options), deploy=DeployConfig(**deploy))
+
+
+def test_the_section_in_a_file(tmp_path):
+    run = dataclasses.replace(grpo_run(tmp_path / "run"), asynchronous=AsyncConfig(max_staleness=2, staleness=["cap"]))
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    assert load_run("grpo", tmp_path / "run.toml") == run
+    again = load_run("grpo", tmp_path / "run.toml", [("--async.max_staleness", "3"), ("--deploy.num_infer_gpus", "2")])
+    assert (again.asynchronous.max_staleness, again.deploy.num_infer_gpus) == (3, 2)
+    with pytest.raises(ConfigError, match=r"num_infer_gpus \(1\) are for asynchronous training: .* section \[async\]"):
+        load_run("sft", [], [("model", "m"), ("output_dir", "o"), ("data.train", "d"), ("deploy.num_infer_gpus", "1")])
+
+
+def test_importance_weights_follow_from_the_section(tmp_path):
+    run = dataclasses.replace(grpo_run(tmp_path / "run"), asynchronous=AsyncConfig(importance_sampling_cap=3.5))
+    train = run.weighted().train
+    assert train.importance_sampling_correction == "token_truncate"
+    assert train.importance_sampling_bounds == (None, 3.5)
+    for other in ({"max_staleness": 0}, {"staleness": ["cap"]}):
+        same = dataclasses.replace(run, asynchronous=AsyncConfig(**other))
+        assert same.weighted() is same
+    own = dataclasses.replace(run, train=GRPOConfig(**vars(run.train) | {"rollout_is": "sequence"}))
+    assert own.weighted() is own

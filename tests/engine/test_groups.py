@@ -54,6 +54,8 @@ def test_an_interrupted_group_has_the_same_text_elsewhere(model, expected, steps
     if request is None:
         request = next(each for each in done if each.number == 0)
     assert sum(len(each.token_ids) for each in {**request.done, **request.begun}.values()) >= min(steps, 1)
+    if steps > 3:
+        assert {*request.done} | {*request.begun} == {0, 1, 2, 3}, "what was computed is not computed again"
     # A group may be interrupted more than once.
     second.update_weights(1)
     if not request.is_complete:

@@ -104,6 +104,13 @@ tensorboardX is installed. The metrics have TRL's names:
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |
 | `rollout_corr/rollout_rs_masked_fraction` | share of the tokens that rollout_rs left out |
 | `rollout_corr/rollout_is_batch_norm_factor` | the mean that rollout_is_batch_normalize divides by |
+| `off_policy/mean`, `off_policy/max` | with `[async]`: optimizer steps from a completion's oldest weights to these |
+| `token_staleness/mean`, `cross_version_response_fraction` | of tokens; share of completions of several versions |
+| `off_policy/in_flight`, `off_policy/in_queue`, `buffer_qsize` | groups being generated, and waiting; completions |
+| `off_policy/dropped`, `off_policy/rejected` | groups so far that others have replaced; that were too old |
+| `wait_for_batch_s`, `queue_wait_time_s`, `weight_sync_time_s` | the trainer's wait, the groups'; sending the weights |
+| `generation_tok_per_s` | tokens a second that inference samples while the trainer does whatever it does |
+| `infer_utilization`, `train_utilization` | share of the time that inference decodes; that training does not wait |
 | `perf/over_sampled_tokens` | tokens of completions that dynamic_sampling dropped before they were needed |
 | `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |

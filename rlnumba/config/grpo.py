@@ -282,8 +282,6 @@ class GRPORun(PromptRun):
             )
         if self.is_stale and "is" in self.asynchronous.staleness and train.loss_type in ("vespo", "dppo"):
             raise ConfigError(f"async.staleness `is`: train.loss_type {train.loss_type} has no such weights")
-        if deploy.num_infer_gpus == 0 and train.optimizer_in_backward:
-            raise ConfigError("train.optimizer_in_backward with [async] needs deploy.num_infer_gpus of at least 1")
         if deploy.num_infer_gpus == 0 and deploy.num_train_gpus > 1:
             raise ConfigError(
                 f"[async] with deploy.num_train_gpus ({deploy.num_train_gpus}) above 1 needs GPUs that generate: "

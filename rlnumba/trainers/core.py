@@ -305,10 +305,16 @@ class Policy:
         if self._learning_rate is None:
             raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
         # From here on the weights change.
-        signals.hold()
+        self._begin_update()
         self.optimizer.begin(self._learning_rate)
         self._learning_rate = None
         backward_and_update(self.model, dhidden, tape, self.grads, self.optimizer.update)
+
+    def _begin_update(self):
+        """The weights are about to be written."""
+        signals.hold()
+        if self.interleaved is not None:
+            self.interleaved.before_update()
 
     def _hidden(self, model, batch, tape=None):
         attention = packed_attention(model, batch, self.arena)
@@ -337,9 +343,7 @@ class Policy:
         written: a reader on another stream, as the engine, waits for this one. From here on a signal waits until the
         trainer's loop calls signals.release, when the step is complete.
         """
-        signals.hold()
-        if self.interleaved is not None:
-            self.interleaved.before_update()
+        self._begin_update()
         in_backward = self.train.optimizer_in_backward
         norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
 

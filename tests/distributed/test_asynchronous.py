@@ -34,7 +34,7 @@ def final_of(run, name="model.safetensors"):
     return hashlib.sha256((pathlib.Path(run.output_dir) / "final" / name).read_bytes()).hexdigest()
 
 
-def prompts_of(run):
+def trained_prompts(run):
     """The prompts of all groups that were trained on, in their order."""
     lines = (pathlib.Path(run.output_dir) / "completions.jsonl").read_text().splitlines()
     return [row["prompt"] for row in map(json.loads, lines)][:: run.train.num_generations]
@@ -69,7 +69,7 @@ class KillOnce(TrainerCallback):
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory):
     run = run_of(tmp_path_factory.mktemp("synchronous") / "run")
-    return *train(run), prompts_of(run)
+    return *train(run), trained_prompts(run)
 
 
 @pytest.mark.parametrize("num_infer_gpus", [0, 2])
@@ -78,7 +78,7 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, synchrono
     run = run_of(tmp_path / "run", num_infer_gpus, max_staleness=0)
     with given([KillOnce()] if num_infer_gpus else []):
         final, metrics = train(run)
-    assert (final, prompts_of(run)) == (synchronous[0], synchronous[2])
+    assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
     assert [row["loss"] for row in metrics] == [row["loss"] for row in synchronous[1]]
     assert [row["off_policy/max"] for row in metrics] == [0, 0, 0, 0]
     assert not inference_processes()
@@ -91,7 +91,7 @@ def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp
     expected = train(one)
     with given([KillOnce()]):
         found = train(two)
-    assert found[0] == expected[0] and prompts_of(two) == prompts_of(one)
+    assert found[0] == expected[0] and trained_prompts(two) == trained_prompts(one)
     for name in ("loss", "entropy", "off_policy/max", "off_policy/mean", "token_staleness/mean"):
         assert [row[name] for row in found[1]] == [row[name] for row in expected[1]], name
     assert [row["off_policy/max"] for row in found[1]] == [0, 1, 2, 2, 2, 2]
@@ -105,7 +105,7 @@ def test_a_checkpoint_has_the_groups_that_are_not_trained_on(tmp_path):
     run = run_of(tmp_path / "run", train={"save_steps": 1, "max_steps": 6}, max_staleness=2)
     train(run)
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
-    prompts = prompts_of(run)
+    prompts = trained_prompts(run)
     # With one engine that decodes between micro-batches, the next generation is complete here, and one more is not.
     _, state = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-2")
     groups = state["data"]["groups"]
@@ -114,7 +114,7 @@ def test_a_checkpoint_has_the_groups_that_are_not_trained_on(tmp_path):
     assert len(complete) >= 4
     train(run, resume=2)
     again = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
-    assert prompts_of(run) == prompts and again[:32] == lines[:32]
+    assert trained_prompts(run) == prompts and again[:32] == lines[:32]
     texts = [row["completion"] for row in again]
     for text in complete:
         assert any(texts[first : first + 4] == text for first in range(32, 64, 4))
@@ -140,7 +140,7 @@ def test_a_killed_run_loses_no_prompt(tmp_path):
     process.kill()
     process.communicate(timeout=30)
     train(run, resume=True)
-    prompts = prompts_of(run)
+    prompts = trained_prompts(run)
     assert [len({*prompts[first : first + 16]}) for first in (0, 16, 32)] == [16, 16, 16] and len(prompts) == 48
 
 
@@ -153,7 +153,7 @@ def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_proces
     run_grpo(expected)
     train_on_ranks("grpo", run, False)
     name = "adapter_model.safetensors"
-    assert final_of(run, name) == final_of(expected, name) and prompts_of(run) == prompts_of(expected)
+    assert final_of(run, name) == final_of(expected, name) and trained_prompts(run) == trained_prompts(expected)
 
 
 def test_older_tokens_have_the_gradient_of_a_sampler_with_other_log_probs(tmp_path, monkeypatch):

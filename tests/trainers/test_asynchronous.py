@@ -240,13 +240,11 @@ def test_a_checkpoint_restores_what_is_complete_and_draws_the_rest_again(tmp_pat
         pipeline_of(tmp_path, 1, state[:5], max_staleness=2)
 
 
-RUN = {"asynchronous": AsyncConfig()}
 REFUSED = [
     ({"dynamic_sampling": True}, {}, {}, r"train.dynamic_sampling and \[async\] cannot both be set"),
     ({"replay_buffer_size": 4}, {}, {}, r"train.replay_buffer_size and \[async\] cannot both be set"),
     ({"sampling_mask_replay": True, "top_k": 4}, {}, {}, "async.max_staleness must be 0, got 4"),
     ({"loss_type": "dppo"}, {}, {}, "async.staleness `is`: train.loss_type dppo has no such weights"),
-    ({"optimizer_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}, {}, {}, "num_infer_gpus"),
     ({}, {"queue_maxsize": 8}, {}, r"async.queue_maxsize \(8\) must be at least .*generation \(16\)"),
     ({}, {"max_staleness": 0, "staleness": ["is"]}, {}, "async.max_staleness 0 needs `cap` in async.staleness"),
     ({}, {}, {"num_train_gpus": 2}, r"deploy.num_train_gpus \(2\) above 1 needs GPUs that generate"),

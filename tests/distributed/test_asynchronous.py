@@ -45,13 +45,13 @@ def train(run, resume=False):
     return final_of(run), metrics_of(run)
 
 
-def inference_processes():
-    """The inference processes that this one has started: list of ids."""
+def inference_processes(of=None):
+    """The inference processes that this one, or another one, has started: list of ids."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == os.getpid() and b"inference_worker" in (path / "cmdline").read_bytes():
+            if parent == (of or os.getpid()) and b"inference_worker" in (path / "cmdline").read_bytes():
                 found.append(int(path.name))
         except OSError:
             pass  # it has ended
@@ -137,8 +137,12 @@ def test_a_killed_run_loses_no_prompt(tmp_path):
     while not list((tmp_path / "run" / "checkpoints").glob("step-[2468]")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.02)
+    (own,) = inference_processes(process.pid)
     process.kill()
     process.communicate(timeout=30)
+    while pathlib.Path(f"/proc/{own}").exists():
+        assert time.monotonic() < deadline, "the inference process ends with its trainer"
+        time.sleep(0.02)
     train(run, resume=True)
     prompts = trained_prompts(run)
     assert [len({*prompts[first : first + 16]}) for first in (0, 16, 32)] == [16, 16, 16] and len(prompts) == 48

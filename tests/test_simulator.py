@@ -25,20 +25,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 # Processes that the simulator's tests are spread over, and parts that the launched kernels are compiled in.
-PARTS, COMPILED_PARTS = 8, 16
+PARTS, COMPILED_PARTS = 6, 16
 
 if device.name() != "cpu":
     pytest.skip("starts the simulator itself, from the cpu device", allow_module_level=True)
 
 
-def files_of_part(part):
-    """The test files of a part: of those with simulator tests, the largest first, each to the part with least bytes."""
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    sizes = {path: len(text) for path, text in texts.items() if "mark.sim" in text and path.name != "test_simulator.py"}
-    parts = [[] for _ in range(PARTS)]
-    for path in sorted(sizes, key=sizes.get, reverse=True):
-        min(parts, key=lambda files: sum(sizes[file] for file in files)).append(path)
-    return [str(path.relative_to(ROOT)) for path in parts[part]]
+def files_with_simulator_tests():
+    paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.sim" in path.read_text()]
+    return [str(path.relative_to(ROOT)) for path in paths if path.name != "test_simulator.py"]
 
 
 @contextlib.contextmanager
@@ -52,7 +47,8 @@ def locked(path):
 def simulate(folder, part):
     """(exit status, output) of a part's tests in the simulator, and the set of signatures that they launched.
 
-    A part runs once a session; its result lies in `folder`, which all processes of the session share.
+    A part is every PARTS-th test: all parts take about as long, as tests of one file and one kernel are spread over
+    them. A part runs once a session; its result lies in `folder`, which all processes of the session share.
     """
     result = folder / f"part-{part}.pickle"
     with locked(folder / f"part-{part}.lock"):
@@ -63,9 +59,10 @@ def simulate(folder, part):
                 "NUMBA_ENABLE_CUDASIM": "1",
                 "RLNUMBA_RECORD_SIGNATURES": str(record),
                 "RLNUMBA_DEVICE": "sim",
+                "RLNUMBA_PART": f"{part}/{PARTS}",
             }
             command = [sys.executable, "-m", "pytest", "-m", "sim", "-n", "0", "-p", "no:cacheprovider"]
-            command += ["--durations=5", *files_of_part(part)]
+            command += ["--durations=5", *files_with_simulator_tests()]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             launched = {signature for file in record.iterdir() for signature in pickle.loads(file.read_bytes())}
             result.write_bytes(pickle.dumps((done.returncode, done.stdout + done.stderr, launched)))
@@ -121,7 +118,9 @@ def test_every_launched_kernel_compiles_for_gpus(signatures, compile_offline, pa
     assert len(signatures) > 40
     once = {(module, name): (constants, types) for module, name, constants, types in signatures}
     troubles = []
-    for module, name, constants, types in signatures[part::COMPILED_PARTS]:
+    # Neighbours are kernels of one module, which have functions in common.
+    first, end = (len(signatures) * which // COMPILED_PARTS for which in (part, part + 1))
+    for module, name, constants, types in signatures[first:end]:
         # One architecture compiles everything; for the others one signature a kernel is enough here, beside those that
         # the kernels' own tests compile.
         targets = ARCHITECTURES if once[module, name] == (constants, types) else [(9, 0)]

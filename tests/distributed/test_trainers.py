@@ -16,6 +16,7 @@ from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
+from rlnumba.reporting import metrics
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
@@ -72,6 +73,8 @@ def train_each(communicator, runs, resume=False):
     """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduce, "SEGMENT", SEGMENT)
+        # Drawing curves takes longer than such a run.
+        patch.setattr(metrics, "plot", lambda *arguments: None)
         for kind, run in runs:
             train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
             train(run.on_ranks(), resume, communicator=communicator)

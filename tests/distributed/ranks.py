@@ -96,7 +96,7 @@ def check_pair(communicator, seed, shape, dtype, xp=np):
 
 def check_objects(communicator, seed):
     def value(rank):
-        return {"rank": rank, "text": "x" * (seed % 5 * 700 * rank)}
+        return {"rank": rank, "text": "x" * (seed % 5 * 5000 * rank)}
 
     assert communicator.objects(value(communicator.rank)) == [value(r) for r in range(communicator.world_size)]
 

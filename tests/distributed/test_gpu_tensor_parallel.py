@@ -10,6 +10,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.distributed import tensor_parallel
 from rlnumba.distributed.placement import RANKS_PER_GPU
 from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.check import Rollout, compare
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import load_model, save_model
 from tests.distributed.test_gpu_training import SIZES
@@ -96,6 +97,32 @@ def test_a_model_with_narrow_parts_is_refused(tmp_path, capsys):
     save_model(make_model("bfloat16", **SIZES | {"intermediate_size": 192}), tmp_path)
     assert cli.run(["--device", "cuda", "check", "--model", str(tmp_path), "--tp", "2"]) == 2
     assert "the model's intermediate_size 192 must be a multiple of 2 x 64" in capsys.readouterr().err
+
+
+def long_rollouts(model, progress=None):
+    """Rollouts of 256 prompts, of 10^5 tokens together: batches of every bucket, contexts of several; on rank 0."""
+    if model.ranks.rank:
+        return tensor_parallel.follow(model, None)
+    rng, vocab_size = np.random.default_rng(0), model.config.vocab_size
+    prompts = [rng.integers(0, vocab_size, length).tolist() for length in rng.integers(1, 200, 256)]
+    lengths = rng.integers(60, 790, 256)
+    params = [SamplingParams(max_tokens=int(length), ignore_eos=True, seed=i) for i, length in enumerate(lengths)]
+    outputs = LLM(model).generate(prompts, params)
+    model.ranks.end()
+    return [
+        Rollout(prompt + c.token_ids, len(prompt), np.array(c.logprobs, np.float32))
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for c in output.completions
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_many_tokens_have_the_log_probs_of_training(tmp_path, count):
+    save_model(make_model("bfloat16", **SIZES | {"max_position_embeddings": 1024}), tmp_path)
+    rollouts = tensor_parallel.on_ranks(long_rollouts, count, tmp_path, None, LM_HEAD, None)
+    tokens, equal, largest, _ = compare(load_model(tmp_path), rollouts, 1.0)
+    assert tokens > 100_000 and equal == tokens and largest == 0
 
 
 def test_greedy_text_does_not_depend_on_the_ranks(folder):

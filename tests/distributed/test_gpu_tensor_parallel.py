@@ -82,15 +82,13 @@ def test_generate_and_score_commands(folder, tmp_path):
     (tmp_path / "prompts").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     rows = [{"token_ids": row["prompt_token_ids"]} for row in prompts]
     (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for count in ("1", "2"):
-        files = ["--prompts", str(tmp_path / "prompts"), "--output", str(tmp_path / f"out{count}")]
-        assert (
-            cli.run(["generate", "--model", str(folder), *files, "--max-tokens", "8", "--n", "2", "--tp", count]) == 0
-        )
-        files = ["--input", str(tmp_path / "rows"), "--output", str(tmp_path / f"scored{count}")]
-        assert cli.run(["score", "--model", str(folder), *files, "--tp", count]) == 0
-    for name in ("out", "scored"):
-        assert (tmp_path / f"{name}2").read_bytes() == (tmp_path / f"{name}1").read_bytes()
+    for name, ranks in (("one", []), ("cut", ["--tp", "2"]), ("copied", ["--num-gpus", "2"])):
+        files = ["--prompts", str(tmp_path / "prompts"), "--output", str(tmp_path / f"drawn-{name}")]
+        assert cli.run(["generate", "--model", str(folder), *files, "--max-tokens", "8", "--n", "2", *ranks]) == 0
+        files = ["--input", str(tmp_path / "rows"), "--output", str(tmp_path / f"scored-{name}")]
+        assert cli.run(["score", "--model", str(folder), *files, *ranks]) == 0
+        for kind in ("drawn", "scored"):
+            assert (tmp_path / f"{kind}-{name}").read_bytes() == (tmp_path / f"{kind}-one").read_bytes()
 
 
 def test_a_model_with_narrow_parts_is_refused(tmp_path, capsys):

@@ -43,7 +43,7 @@ NUM_GPUS = click.option(
     *("--num-gpus", "--deploy.num_infer_gpus", "num_gpus"),
     type=POSITIVE,
     default=1,
-    help="Processes that share the work, with the whole model each, on the cpu device; the result is that of one.",
+    help="GPUs, or processes of the cpu device, that share the work, a whole model each; the result is that of one.",
 )
 
 # The exception that a signal raised.

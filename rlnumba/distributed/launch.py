@@ -60,8 +60,9 @@ def launch(
 
     function, args, results: what can be pickled. One rank runs in this process, several in processes of their own.
     transport: "shm", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs of this
-    host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs.
-    timeout_s: see Communicator. piece_bytes: of shm. Raises RankError for the first rank that fails; KeyboardInterrupt
+    host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs. What
+    ahead_of_time has been given is compiled before, once for all ranks, which share the cache. timeout_s: see
+    Communicator. piece_bytes: of shm. Raises RankError for the first rank that fails; KeyboardInterrupt
     after a signal.
     """
     if transport not in TRANSPORTS:
@@ -70,6 +71,7 @@ def launch(
         return [function(SingleRank(timeout_s), *args)]
     call = pickle.dumps((function, args))
     place = transport, list(gpus or range(world_size))
+    ahead_of_time.finish()
     with signals.handled(), signals.held():
         ranks = Ranks(shared_memory.make_links(world_size, timeout_s, piece_bytes), place, call)
         try:

@@ -12,6 +12,16 @@ from rlnumba.runtime import device
 RANKS_PER_GPU = "RLNUMBA_RANKS_PER_GPU"
 
 
+def placement(count, key):
+    """Where `launch` is to start `count` ranks, as its keywords: on GPUs of this host or, of the cpu device, anywhere.
+
+    key: what asks for so many. Raises ConfigError as gpus_of_ranks.
+    """
+    if device.name() != "cuda" or count == 1:
+        return {}
+    return {"transport": "peer", "gpus": gpus_of_ranks(count, key)}
+
+
 def gpus_of_ranks(count, key):
     """The number of each rank's GPU: a list of `count`. key: what asks for so many ranks.
 

@@ -19,10 +19,11 @@ import time
 from typing import NamedTuple
 
 from rlnumba.distributed.launch import launch
+from rlnumba.distributed.placement import placement
 from rlnumba.engine.core import PromptError
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, whole_sequences
 from rlnumba.runtime import device
@@ -45,9 +46,7 @@ def launch_replicas(function, count, key, *arguments, **options):
     key: the option that asks for so many. options: of `launch`. Raises ConfigError where there are no devices for
     them, RankError for the first rank that fails.
     """
-    if count > 1 and device.name() == "cuda":
-        raise ConfigError(f"{key} is {count}: several ranks need --device cpu, where each is a process")
-    return launch(function, count, *arguments, **options)[0]
+    return launch(function, count, *arguments, **placement(count, key), **options)[0]
 
 
 def generate(communicator, folder, base, dtype, tokenizer_folders, config, prompts, params, where, progress):

@@ -41,6 +41,8 @@ from rlnumba.errors import CommunicationError
 # Bytes of a slot: larger arrays move in pieces of this size. Not tuned.
 PIECE_BYTES = 1 << 20
 SLOTS = 3
+# Objects of at most so many bytes are part of a message. All ranks send before they receive: less than a socket takes.
+MESSAGE_BYTES = 16 << 10
 ALIGNMENT = 64
 
 
@@ -127,9 +129,12 @@ class SharedMemoryCommunicator(Communicator):
         self._gather_bytes(operation, source, [target for target in targets])
 
     def _objects(self, operation, value):
-        mine = np.frombuffer(pickle.dumps(value), np.uint8)
-        targets = [np.empty(size, np.uint8) for size in self.exchange(operation, mine.size)]
-        self._gather_bytes(operation, mine, targets)
+        mine = pickle.dumps(value)
+        found = self.exchange(operation, mine if len(mine) <= MESSAGE_BYTES else len(mine))
+        if all(isinstance(each, bytes) for each in found):
+            return [pickle.loads(each) for each in found]
+        targets = [np.empty(len(each) if isinstance(each, bytes) else each, np.uint8) for each in found]
+        self._gather_bytes(operation, np.frombuffer(mine, np.uint8), targets)
         return [pickle.loads(target) for target in targets]
 
     def _gather_bytes(self, operation, source, targets):

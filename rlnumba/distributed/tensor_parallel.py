@@ -23,7 +23,7 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.distributed.launch import launch
-from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.distributed.placement import placement
 from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM, compile_ahead
@@ -35,7 +35,7 @@ from rlnumba.model.layers import HeapAllocator, PackedAttention
 from rlnumba.model.shard import Columns, Shard, vocabulary
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model, pack, read_config
-from rlnumba.runtime import ahead_of_time, device
+from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 
 
@@ -108,13 +108,9 @@ def on_ranks(function, count, folder, dtype, heads, *arguments):
     """function(model, *arguments) on `count` ranks, each with its shard of the model in a folder: the result of rank 0.
 
     function, arguments: what can be pickled; progress, the last of them, is None on other ranks. dtype, heads: as of
-    load_model. On GPUs the kernels that ahead_of_time has been given are compiled before. Raises RankError for the
-    first rank that fails, ConfigError where there are no devices for all.
+    load_model. Raises RankError for the first rank that fails, ConfigError where there are no devices for all.
     """
-    place = {}
-    if device.name() == "cuda":
-        place = {"transport": "peer", "gpus": gpus_of_ranks(count, "tensor_parallel_size")}
-        ahead_of_time.finish()
+    place = placement(count, "tensor_parallel_size")
     return launch(_with_shard, count, function, folder, dtype, heads, arguments, **place)[0]
 
 

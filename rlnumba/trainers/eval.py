@@ -24,7 +24,7 @@ from rlnumba.trainers.grpo import eval_params, load_prompts
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.plan import ROW_TRAINERS
 from rlnumba.trainers.reward_model import load_rewards
-from rlnumba.trainers.run_folder import silence
+from rlnumba.trainers.run_folder import silence, start_compiling
 from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 
@@ -46,6 +46,8 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo")
     if kind in ROW_TRAINERS and run.num_ranks > 1:
         # Here, because an error of a rank is a RankError.
         load_rows(kind, run, find_model(run.model))
+    if run.num_ranks > 1:
+        start_compiling(kind, run)
     limits = {"timeout_s": run.deploy.dist_timeout_seconds}
     arguments = "deploy.num_train_gpus", kind, run, model, status
     found, completions = launch_replicas(evaluate, run.num_ranks, *arguments, **limits)

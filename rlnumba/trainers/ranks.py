@@ -10,10 +10,8 @@ import importlib.metadata
 from rlnumba.config.keys import Section
 from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
-from rlnumba.distributed.placement import gpus_of_ranks
-from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.runtime import ahead_of_time, device
-from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
+from rlnumba.distributed.placement import placement
+from rlnumba.trainers.run_folder import start_compiling
 
 
 def train_on_ranks(kind, run, resume):
@@ -21,14 +19,9 @@ def train_on_ranks(kind, run, resume):
 
     Raises RankError for the first that fails, ConfigError where there are no devices for all.
     """
-    count, run, place = run.num_ranks, run.on_ranks(), {}
-    if device.name() == "cuda":
-        place = {"transport": "peer", "gpus": gpus_of_ranks(count, "deploy.num_train_gpus")}
-        gemm.set_backend(run.gemm)
-        if gemm.backend() == "native":
-            # Once for all ranks, which share the cache.
-            ahead_of_time.start(KERNEL_LIST, kernel_request(kind, run))
-            ahead_of_time.finish()
+    count, run = run.num_ranks, run.on_ranks()
+    place = placement(count, "deploy.num_train_gpus")
+    start_compiling(kind, run)
     launch(_train, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
 
 

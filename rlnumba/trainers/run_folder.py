@@ -38,14 +38,19 @@ def kernel_request(trainer, run):
     return trainer, replace(run, output_dir="-", deploy=type(run.deploy)())
 
 
+def start_compiling(trainer, run):
+    """Set the run's GEMM backend, and have what the cache lacks of its kernels compiled on all cores."""
+    gemm.set_backend(run.gemm)
+    if device.name() == "cuda" and gemm.backend() == "native":
+        ahead_of_time.start(KERNEL_LIST, kernel_request(trainer, run))
+
+
 def begin_run(trainer, run, resume, communicator=None):
     """The RunFolder of a run that begins now; what the cache lacks of its kernels is compiled on all cores.
 
     communicator: of the ranks that train together, or None.
     """
-    gemm.set_backend(run.gemm)
-    if device.name() == "cuda" and gemm.backend() == "native":
-        ahead_of_time.start(KERNEL_LIST, kernel_request(trainer, run))
+    start_compiling(trainer, run)
     if communicator is None or communicator.rank == 0:
         return RunFolder(trainer, run, resume, communicator)
     return ReadFolder(trainer, run, resume, communicator)

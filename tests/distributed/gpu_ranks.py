@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from rlnumba.model.shard import vocabulary
 from tests.distributed import ranks
 
 
@@ -15,6 +16,8 @@ def check_all(communicator):
     for seed, size in enumerate((1 << 20, (8 << 20) + 5, 40_000_003)):
         ranks.check_gather(communicator, seed, (size,), np.uint8, cupy)
         ranks.check_pair(communicator, seed, (size,), np.uint8, cupy)
+    # A few MiB a rank, so several launches of the kernel.
+    ranks.check_columns(communicator, 1, 500, vocabulary(5000, communicator.world_size), np.float32, cupy)
     for count in range(1, communicator.world_size + 1):
         ranks.check_fold(communicator, count, 9_000_001, count, count % 2 == 0, cupy)
     communicator.barrier()

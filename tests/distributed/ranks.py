@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from rlnumba.errors import ConfigError
+from rlnumba.model.shard import Columns, vocabulary
 
 # Small, so that small arrays have several pieces, and a multiple of 64 R for R <= 4.
 PIECE_BYTES = 768
@@ -67,6 +68,17 @@ def check_gather(communicator, seed, shape, dtype, xp=np):
     same_bits(out if xp is np else out.get(), expected)
 
 
+def check_columns(communicator, seed, rows, columns, dtype, xp=np):
+    """Each rank has its columns (model.shard.Columns) of a matrix."""
+    expected = array_of(seed, 0, (rows, columns.total), dtype)
+    # CuPy has no bfloat16 of its own.
+    expected = expected if xp is np or dtype != ml_dtypes.bfloat16 else expected.view(np.uint16)
+    out = xp.empty(expected.shape, expected.dtype)
+    own = xp.asarray(np.ascontiguousarray(expected[:, columns.of(communicator.rank)]))
+    communicator.gather_columns(own, out, columns)
+    same_bits(out if xp is np else out.get(), expected)
+
+
 def check_fold(communicator, seed, parameters, count, is_first, xp=np):
     world_size, rank = communicator.world_size, communicator.rank
     gradients = [gradient_of(seed, k, parameters) for k in range(count)]
@@ -96,7 +108,7 @@ def check_pair(communicator, seed, shape, dtype, xp=np):
 
 def check_objects(communicator, seed):
     def value(rank):
-        return {"rank": rank, "text": "x" * (seed % 5 * 700 * rank)}
+        return {"rank": rank, "text": "x" * (seed % 5 * 5000 * rank)}
 
     assert communicator.objects(value(communicator.rank)) == [value(r) for r in range(communicator.world_size)]
 
@@ -109,6 +121,12 @@ def check_all_operations(communicator, xp=np, elements=PIECE_BYTES):
         for dtype in DTYPES if xp is np else (np.uint8,):
             check_gather(communicator, size, (size,), dtype, xp)
             check_pair(communicator, size, (size,), dtype, xp)
+            done += 2
+    for rows, total in ((1, 1), (3, 256), (7, 1100), (100, 512), (0, 64)):
+        for dtype in (np.float32, ml_dtypes.bfloat16, np.uint8):
+            check_columns(communicator, total, rows, vocabulary(total, communicator.world_size), dtype, xp)
+            equal = Columns.equal(total * communicator.world_size, communicator.world_size)
+            check_columns(communicator, rows, rows, equal, dtype, xp)
             done += 2
     part = whole // 4 // communicator.world_size
     for parameters in (1, part - 1, part, part + 1, 7 * part + 3):

@@ -10,6 +10,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.distributed import tensor_parallel
 from rlnumba.distributed.placement import RANKS_PER_GPU
 from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.check import Rollout, compare
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import load_model, save_model
 from tests.distributed.test_gpu_training import SIZES
@@ -39,6 +40,8 @@ def generated(model, config, progress=None):
         return tensor_parallel.follow(model, config)
     llm, found = LLM(model, None, config), []
     for _ in range(2):
+        # Between the calls the cache's memory is given back.
+        llm.sleep()
         outputs = llm.generate(*requests_of(model.config))
         completions = [completion for output in outputs for completion in output.completions]
         found.append(
@@ -79,21 +82,45 @@ def test_generate_and_score_commands(folder, tmp_path):
     (tmp_path / "prompts").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     rows = [{"token_ids": row["prompt_token_ids"]} for row in prompts]
     (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for count in ("1", "2"):
-        files = ["--prompts", str(tmp_path / "prompts"), "--output", str(tmp_path / f"out{count}")]
-        assert (
-            cli.run(["generate", "--model", str(folder), *files, "--max-tokens", "8", "--n", "2", "--tp", count]) == 0
-        )
-        files = ["--input", str(tmp_path / "rows"), "--output", str(tmp_path / f"scored{count}")]
-        assert cli.run(["score", "--model", str(folder), *files, "--tp", count]) == 0
-    for name in ("out", "scored"):
-        assert (tmp_path / f"{name}2").read_bytes() == (tmp_path / f"{name}1").read_bytes()
+    for name, ranks in (("one", []), ("cut", ["--tp", "2"]), ("copied", ["--num-gpus", "2"])):
+        files = ["--prompts", str(tmp_path / "prompts"), "--output", str(tmp_path / f"drawn-{name}")]
+        assert cli.run(["generate", "--model", str(folder), *files, "--max-tokens", "8", "--n", "2", *ranks]) == 0
+        files = ["--input", str(tmp_path / "rows"), "--output", str(tmp_path / f"scored-{name}")]
+        assert cli.run(["score", "--model", str(folder), *files, *ranks]) == 0
+        for kind in ("drawn", "scored"):
+            assert (tmp_path / f"{kind}-{name}").read_bytes() == (tmp_path / f"{kind}-one").read_bytes()
 
 
 def test_a_model_with_narrow_parts_is_refused(tmp_path, capsys):
     save_model(make_model("bfloat16", **SIZES | {"intermediate_size": 192}), tmp_path)
     assert cli.run(["--device", "cuda", "check", "--model", str(tmp_path), "--tp", "2"]) == 2
     assert "the model's intermediate_size 192 must be a multiple of 2 x 64" in capsys.readouterr().err
+
+
+def long_rollouts(model, progress=None):
+    """Rollouts of 256 prompts, of 10^5 tokens together: batches of every bucket, contexts of several; on rank 0."""
+    if model.ranks.rank:
+        return tensor_parallel.follow(model, None)
+    rng, vocab_size = np.random.default_rng(0), model.config.vocab_size
+    prompts = [rng.integers(0, vocab_size, length).tolist() for length in rng.integers(1, 200, 256)]
+    lengths = rng.integers(60, 790, 256)
+    params = [SamplingParams(max_tokens=int(length), ignore_eos=True, seed=i) for i, length in enumerate(lengths)]
+    outputs = LLM(model).generate(prompts, params)
+    model.ranks.end()
+    return [
+        Rollout(prompt + c.token_ids, len(prompt), np.array(c.logprobs, np.float32))
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for c in output.completions
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_many_tokens_have_the_log_probs_of_training(tmp_path, count):
+    save_model(make_model("bfloat16", **SIZES | {"max_position_embeddings": 1024}), tmp_path)
+    rollouts = tensor_parallel.on_ranks(long_rollouts, count, tmp_path, None, LM_HEAD, None)
+    tokens, equal, largest, _ = compare(load_model(tmp_path), rollouts, 1.0)
+    assert tokens > 100_000 and equal == tokens and largest == 0
 
 
 def test_greedy_text_does_not_depend_on_the_ranks(folder):

@@ -7,10 +7,10 @@ import pytest
 
 from rlnumba import cli
 from rlnumba.config import DeployConfig, to_toml
+from rlnumba.distributed import placement
 from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
 from rlnumba.errors import ConfigError
 from rlnumba.runtime import device
-from rlnumba.trainers import ranks
 from tests.trainers.runs import sft_run
 
 
@@ -65,7 +65,8 @@ def test_a_run_on_too_many_gpus_is_one_line(machine, monkeypatch, tmp_path, caps
     machine(1)
     run = dataclasses.replace(sft_run(tmp_path / "run"), deploy=DeployConfig(num_train_gpus=2))
     (tmp_path / "run.toml").write_text(to_toml(run))
-    monkeypatch.setattr(ranks, "device", types.SimpleNamespace(name=lambda: "cuda"))
+    on_cuda = types.SimpleNamespace(name=lambda: "cuda", gpu_count=device.gpu_count, can_access=device.can_access)
+    monkeypatch.setattr(placement, "device", on_cuda)
     assert cli.run(["sft", "--config", str(tmp_path / "run.toml")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("rlnumba: deploy.num_train_gpus is 2, and this machine has 1 GPU")

@@ -287,11 +287,22 @@ class Engine:
 
         unfinished = [sequence for of_request in self.requests.values() for sequence in of_request.values()]
         # Of those with as many, the last that were added.
-        moved = sorted(reversed(unfinished), key=num_drawn)[:count]
-        for sequence in moved:
+        return self._remove(sorted(reversed(unfinished), key=num_drawn)[:count])
+
+    def interrupt(self, request_id):
+        """Drop what is unfinished of a request, and return these sequences for `move_in`: list.
+
+        What the next steps return of its other completions stays. Raises as `step` does.
+        """
+        self.synchronize()
+        return self._remove(list(self.requests.get(request_id, {}).values()))
+
+    def _remove(self, sequences):
+        """Drop unfinished sequences, and return them."""
+        for sequence in sequences:
             self.scheduler.remove(sequence)
             self._forget(sequence)
-        return moved
+        return sequences
 
     def step(self):
         """Return the StepOutput of the next step, empty without unfinished requests; wakes if need be.
@@ -351,24 +362,6 @@ class Engine:
         self.outputs = deque(output.without(request_id) for output in self.outputs)
         if not self.requests:
             self.run_ahead.discard()
-
-    def interrupt(self, request_id):
-        """As `abort`, but returns what is unfinished: {index: Completion so far}, for add_request's `begun`.
-
-        What the next steps return of the request's other completions stays. Raises as `step` does.
-        """
-        self.synchronize()
-        found = {}
-        for index, sequence in self.requests.get(request_id, {}).items():
-            if sequence.row is not None:
-                self.scheduler.preempt(sequence)
-            ids, logprobs = sequence.completion_ids.tolist(), sequence.completion_logprobs.tolist()
-            thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
-            found[index] = Completion(ids, logprobs, None, "", list(sequence.policy_versions), thresholds)
-        for sequence in list(self.requests.get(request_id, {}).values()):
-            self.scheduler.remove(sequence)
-            self._forget(sequence)
-        return found
 
     def reset(self):
         """Drop all requests and the content of the cache: after an exception in `step`, wherever it was raised."""

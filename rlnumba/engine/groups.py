@@ -10,14 +10,14 @@ An interrupted group goes on elsewhere from the tokens that it has: its text sta
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.engine.sequence import Completion, SamplingParams, Sequence
 
 
 @dataclass(frozen=True)
 class GroupRequest:
     """The params.n completions of a prompt. number: of the group; version: of the oldest weights that may begin it.
 
-    done, begun: {index: Completion} that an earlier attempt has finished, and begun.
+    done, begun: what an earlier attempt has finished, {index: Completion}, and the Sequences that it has begun.
     """
 
     number: int
@@ -25,7 +25,7 @@ class GroupRequest:
     params: SamplingParams
     version: int
     done: dict[int, Completion] = field(default_factory=dict)
-    begun: dict[int, Completion] = field(default_factory=dict)
+    begun: list[Sequence] = field(default_factory=list)
 
     @property
     def completions(self):
@@ -101,14 +101,15 @@ class GroupEngine:
         for output in self.engine.outputs:
             # Computed, and not yet returned by a step.
             request.done.update({index: each for owner, index, each in output.finished if owner == number})
-        return replace(request, begun={index: each for index, each in begun.items() if each.token_ids})
+        return replace(request, begun=begun)
 
     def _begin(self):
         while self._can_begin:
             request = self.waiting.popleft()
             # Its own dict: the sender keeps the request, to give it out again.
             request = replace(request, done=dict(request.done))
-            missing = [index for index in range(request.params.n) if index not in request.done]
-            missing = {index: request.begun.get(index) for index in missing}
-            self.engine.add_request(request.number, request.prompt_token_ids, request.params, begun=missing)
+            there = {*request.done, *(sequence.index for sequence in request.begun)}
+            missing = [index for index in range(request.params.n) if index not in there]
+            self.engine.add_request(request.number, request.prompt_token_ids, request.params, indices=missing)
+            self.engine.move_in(request.begun)
             self.running[request.number] = request

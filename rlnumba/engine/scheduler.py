@@ -275,11 +275,6 @@ class Scheduler:
         self.blocks.forget_hashes()
         self.policy_version = policy_version
 
-    def preempt(self, sequence):
-        """Send one running sequence back to the front of the queue."""
-        self.running = self.running[self.running != sequence.row]
-        self.waiting.appendleft(self._vacate(sequence.row))
-
     def preempt_all(self):
         """Send all running sequences back to the front of the queue, the oldest first."""
         self.waiting.extendleft([self._vacate(row) for row in self.running[::-1].tolist()])

@@ -105,15 +105,14 @@ class SamplingParams:
 class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
-    logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length", None
-    while it is unfinished. The token that stops a completion is the last of token_ids and not part of text. thresholds:
-    array of the smallest logit that the filters kept for each token, -inf without filters; None unless logit_thresholds
-    asked for it.
+    logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length". The
+    token that stops a completion is the last of token_ids and not part of text. thresholds: array of the smallest logit
+    that the filters kept for each token, -inf without filters; None unless logit_thresholds asked for it.
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str | None
+    finish_reason: str
     text: str = ""
     policy_versions: list[int] = field(default_factory=list)
     thresholds: np.ndarray | None = None
@@ -130,16 +129,14 @@ class RequestOutput:
 class Sequence:
     """One unfinished completion of a request, which the scheduler moves between waiting and running.
 
-    adapter_id: in the model's AdapterStack, -1 for none. begun: a Completion to go on with, or None. prompt: (P,)
-    int32; philox_key: (2,) uint32, of the request's noise; length_limit: tokens, prompt included, at which it ends;
-    stop_ids: ids that end it. While it runs its tokens are in row `row` of the table (None: it waits); token_ids,
-    logprobs (of every position, 0 in the prompt) and policy_versions (of sampled tokens) are up to date when it leaves
-    the row. is_prefix_leader: whether the sequences of the same prompt wait until it has computed the prompt.
+    adapter_id: in the model's AdapterStack, -1 for none. prompt: (P,) int32; philox_key: (2,) uint32, of the request's
+    noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
+    are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
+    policy_versions (of sampled tokens) are up to date when it leaves the row. is_prefix_leader: whether the sequences
+    of the same prompt wait until it has computed the prompt.
     """
 
-    def __init__(
-        self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1, begun=None
-    ):
+    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
         self.request_id, self.index, self.adapter_id = request_id, index, adapter_id
         # Sequences of one key share the blocks of the prompt.
         self.prompt_key = adapter_id, prompt.tobytes()
@@ -152,16 +149,6 @@ class Sequence:
         self.policy_versions = []
         self.finish_reason = self.row = None
         self.is_prefix_leader = False
-        if begun is not None:
-            self._go_on(begun)
-
-    def _go_on(self, begun):
-        """Begin with the tokens of a Completion that Engine.interrupt returned."""
-        self.token_ids = np.concatenate([self.prompt, np.array(begun.token_ids, np.int32)])
-        self.logprobs = np.concatenate([self.logprobs, np.array(begun.logprobs, np.float32)])
-        if self.params.logit_thresholds:
-            self.thresholds = np.concatenate([self.thresholds, begun.thresholds])
-        self.policy_versions = list(begun.policy_versions)
 
     @property
     def completion_ids(self):

@@ -30,7 +30,7 @@ from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import UserError
 from rlnumba.rewards import TrainerState
-from rlnumba.rewards.calling import Pending, Scores
+from rlnumba.rewards.calling import Pending
 from rlnumba.runtime import ahead_of_time, device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.group_buffer import Group, GroupBuffer
@@ -114,8 +114,8 @@ class Pipeline:
                 self.buffer.reserve(group)
                 self._give_out(group)
 
-    def take(self, step, clock, status):
-        """The groups of the next generation: (list of Drawn, Scores). step: that trains on them first."""
+    def take(self, step, status):
+        """The groups of the next generation: list of Drawn. step: that trains on them first."""
         began, size = time.perf_counter(), self.train.prompts_per_rollout
         while (groups := self._next(size)) is None:
             self.engines.advance()
@@ -124,8 +124,7 @@ class Pipeline:
         self.metrics = self._metrics(step, groups, waited_s)
         self.buffer.take(groups)
         self.admit()
-        with clock.phase("reward"):
-            return found, self.rewards.collect([drawn.pending for drawn in found])
+        return found
 
     def _next(self, size):
         """The next groups, or None while some of them are not complete."""
@@ -154,7 +153,7 @@ class Pipeline:
     def expired(self, request):
         """An engine has given a group back; called in any thread."""
         if not self.options.partial_rollouts:
-            request = replace(request, done={}, begun={})
+            request = replace(request, done={}, begun=[])
         self._again(self._in_flight(request), request)
 
     def _in_flight(self, request):
@@ -433,16 +432,17 @@ class Ahead:
 
     def take(self, trainer_state, clock, status):
         """The next generation, whose trainer_state this is: (indices of its prompts, Generation)."""
-        shared = scores = None
+        drawn, shared = [], None
         if self.pipeline is not None:
-            drawn, scores = self.pipeline.take(trainer_state.global_step, clock, status)
+            drawn = self.pipeline.take(trainer_state.global_step, status)
             self.metrics = self.pipeline.metrics
-            shared = [each.prompt for each in drawn], [each.completions for each in drawn], scores.values
+            shared = [each.prompt for each in drawn], [each.completions for each in drawn]
         if not self.is_alone:
             shared = self.communicator.objects(shared)[0]
-        indices, completions, values = shared
+        indices, completions = shared
+        with clock.phase("reward"):
+            scores = self.rewards.collect([each.pending for each in drawn])
         chosen = [self.prompts.prompts[i] for i in indices]
-        scores = scores or Scores(values)
         return indices, rollout.as_generation(chosen, completions, scores, self.rewards.weights, self.llm.tokenizer)
 
     def update_weights(self, version):

@@ -171,8 +171,7 @@ def test_any_order_of_calls_returns_all_blocks_and_gives_the_same_text(operation
             number = list(engine.requests)[rng.integers(len(engine.requests))]
             begun = engine.interrupt(number)
             assert number not in engine.requests
-            if begun:
-                engine.add_request(number, *added[number], begun=begun)
+            engine.move_in(begun)
         elif operation == "sleep":
             engine.sleep()
         else:

@@ -1,0 +1,57 @@
+"""Asynchronous GRPO on GPUs, or on processes that share one: the synchronous result, and the same one in each mode."""
+
+import dataclasses
+
+import pytest
+
+from rlnumba.config import AsyncConfig, DeployConfig
+from rlnumba.trainers.callbacks import given
+from rlnumba.trainers.grpo import run_grpo
+from tests.distributed.test_asynchronous import KillOnce, final_of, train, trained_prompts
+from tests.distributed.test_gpu_training import model, shared  # noqa: F401 (fixtures)
+from tests.distributed.test_gpu_training import run_of as gpu_run_of
+from tests.distributed.test_trainers import LORA
+
+pytestmark = pytest.mark.gpu
+NOT_STALE = AsyncConfig(max_staleness=0)
+
+
+def run_of(folder, model, num_infer_gpus=0, asynchronous=None, **options):  # noqa: F811 (not the fixture)
+    """A GRPORun of five steps in bfloat16."""
+    run = gpu_run_of("grpo", folder, model, **{"max_steps": 5} | options)
+    return dataclasses.replace(run, deploy=DeployConfig(num_infer_gpus=num_infer_gpus), asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize("num_infer_gpus", [0, 1, 2])
+def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, model, num_infer_gpus):  # noqa: F811
+    expected, run = run_of(tmp_path / "synchronous", model), run_of(tmp_path / "run", model, num_infer_gpus, NOT_STALE)
+    with given([KillOnce()] if num_infer_gpus == 1 else []):
+        found = train(run)
+    assert found[0] == train(expected)[0] and trained_prompts(run) == trained_prompts(expected)
+
+
+def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp_path, model):  # noqa: F811
+    options = AsyncConfig(max_staleness=2, in_flight_weight_updates=False)
+    found = [train(run_of(tmp_path / str(count), model, count, options)) for count in (0, 1, 2)]
+    for final, metrics in found:
+        assert final == found[0][0]
+        assert [row["off_policy/max"] for row in metrics] == [0, 1, 2, 2, 2]
+        assert [row["loss"] for row in metrics] == [row["loss"] for row in found[0][1]]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_completions_go_on_with_new_weights(tmp_path, model, recompute):  # noqa: F811
+    options = {"recompute_kv_cache_after_weight_updates": recompute, "max_staleness": 1}
+    run = run_of(tmp_path / "run", model, 1, AsyncConfig(**options), max_completion_length=200, max_steps=8)
+    _, metrics = train(run)
+    assert max(row["off_policy/max"] for row in metrics) == 1
+    assert any(row["cross_version_response_fraction"] for row in metrics), "no completion had two versions"
+
+
+def test_an_adapter(tmp_path, model):  # noqa: F811
+    lora = dataclasses.replace(LORA, lora_dropout=0.0)
+    expected = run_of(tmp_path / "synchronous", model, lora=lora)
+    run = run_of(tmp_path / "run", model, 1, NOT_STALE, lora=lora)
+    for each in (expected, run):
+        run_grpo(each)
+    assert final_of(run, "adapter_model.safetensors") == final_of(expected, "adapter_model.safetensors")

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import gc
+import hashlib
+import json
 import os
 import pathlib
 import re
@@ -13,7 +15,7 @@ import tempfile
 
 import pytest
 
-from rlnumba.runtime import compile
+from rlnumba.runtime import cache, compile, launch
 
 
 @functools.cache
@@ -67,9 +69,22 @@ def collecting_no_garbage():
             gc.enable()
 
 
+def troubles_once(folder, kernel, types, architecture):
+    """troubles_of; a kernel compiled before, by whichever process of a test session, has its answer in `folder`."""
+    what = launch.signature(kernel, types), architecture
+    assert launch.find_kernel(*what[0][:3]) is kernel, "a kernel that its constants do not tell from others"
+    path = folder / hashlib.sha256(repr(what).encode()).hexdigest()
+    if not path.exists():
+        cache.write(path, json.dumps(troubles_of(kernel, types, architecture)).encode())
+    return json.loads(path.read_bytes())
+
+
 @pytest.fixture
-def compile_offline():
-    """troubles_of; the test skips where ptxas is missing."""
+def compile_offline(tmp_path_factory):
+    """troubles_of(kernel, types, architecture); the test skips where ptxas is missing."""
     if find_ptxas() is None:
         pytest.skip("ptxas is not installed (pip install 'rlnumba[test]')")
-    return troubles_of
+    base = tmp_path_factory.getbasetemp()
+    # Processes of pytest-xdist have folders of their own side by side.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "troubles"
+    return functools.partial(troubles_once, folder)

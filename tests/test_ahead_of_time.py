@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
+from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.equal_functions import function_key
 from rlnumba.runtime.launch import find_kernel
 from tests import small_kernels
 
@@ -172,10 +176,11 @@ def dies_of_elementwise(kernel, type_names, capability):
         os._exit(1)
 
 
-def test_remembered_operators_change_no_machine_code(tmp_path):
-    """Nor do they remember what they did not find: one process remembers, one does not."""
+def test_shortcuts_of_the_compiler_change_no_machine_code(tmp_path):
+    """One process remembers operators and shares equal functions, one does neither."""
     pytest.importorskip("cuda.bindings.nvjitlink")
-    forget = "import rlnumba.runtime.compile as compile; compile.remember_operators = lambda: None\n"
+    forget = "import rlnumba.runtime.compile as compile\n"
+    forget += "compile.remember_operators = compile.share_equal_functions = lambda: None\n"
     hashes = [
         subprocess.run([sys.executable, "-c", before + HASHED], capture_output=True, text=True, cwd=ROOT, check=True)
         for before in ("", forget)
@@ -185,9 +190,11 @@ def test_remembered_operators_change_no_machine_code(tmp_path):
 
 HASHED = """
 import hashlib
+import re
 from rlnumba.runtime import compile
 from rlnumba.runtime.device import cuda
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel, sum_kernel
+from rlnumba.kernels.ptx.warp import device_function
 
 F1, F2 = "float32[::1]", "float32[:,::1]"
 
@@ -198,10 +205,63 @@ def choosing_kernel(x, n):
         x[i] = function(x[i], x[i + 1]) + x[i] * n
 
 
+def scaling_kernel(factor, offset):
+    @device_function
+    def scale(value):
+        return value * factor
+
+    @device_function
+    def scale_and_add(value):
+        return scale(value) + offset
+
+    @cuda.jit
+    def scaling_kernel(x):
+        x[0] = scale_and_add(x[1])
+
+    return scaling_kernel
+
+
 kernels = (sum_kernel, (F1, "int64", F1)), (group_mean_std_kernel, (F2, F1, F1)), (choosing_kernel, (F1, "int64"))
 for kernel, types in kernels:
     print(hashlib.sha256(compile.machine_code(kernel, types, (9, 0))[1]).hexdigest())
+for a, b in ((2, 1), (2, 3), (2, 1), (2.0, 3), (True, 1), (1, 3)):
+    ptx = compile.lower(scaling_kernel(a, b), (F1,), (9, 0)).get_asm_str(cc=(9, 0))
+    # Numba counts the functions that it compiles in their names.
+    lines = [line for line in ptx.splitlines() if line.strip() and not line.startswith((".common", "//"))]
+    print(hashlib.sha256(re.sub(r"_Z\\w+", "name", "\\n".join(lines)).encode()).hexdigest())
 """
+
+
+FACTOR = 3.0
+
+
+def device_functions(constant):
+    """Of one factory: two that call a third, which closes over a constant; the second has a shared array."""
+
+    def inner(value):
+        return value * constant * FACTOR
+
+    inner = device_function(inner)
+
+    def outer(value):
+        return inner(value)
+
+    def with_memory(value):
+        return inner(cuda.shared.array(1, np.float32)[0])
+
+    return device_function(outer), device_function(with_memory)
+
+
+def test_equal_functions(monkeypatch):
+    """Functions are equal if nothing tells their machine code from each other."""
+    constants = [2, 2.0, np.float32(2), np.float64(2), True, 1, 0.0, -0.0, (1, 2), (1, 2.0), ((1,), 2), "2"]
+    keys = [function_key(device_functions(constant)[0]) for constant in constants]
+    assert len(set(keys)) == len(constants)
+    assert keys == [function_key(device_functions(constant)[0]) for constant in constants]
+    assert function_key(device_functions([2])[0]) != function_key(device_functions([2])[0])
+    assert function_key(device_functions(2)[1]) != function_key(device_functions(2)[1])
+    monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    assert function_key(device_functions(2)[0]) != keys[0]
 
 
 def test_what_is_not_used_leaves_the_cache(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ import pytest
 
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import find_kernel
-from tests.offline import troubles_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
@@ -125,5 +124,5 @@ def test_every_launched_kernel_compiles_for_gpus(signatures, compile_offline, pa
         # the kernels' own tests compile.
         targets = ARCHITECTURES if once[module, name] == (constants, types) else [(9, 0)]
         for architecture in vars(importlib.import_module(module)).get("ARCHITECTURES", targets):
-            troubles += troubles_of(find_kernel(module, name, constants), types, architecture)
+            troubles += compile_offline(find_kernel(module, name, constants), types, architecture)
     assert not troubles, "\n".join(troubles)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import ahead_of_time, cache, device
+from rlnumba.runtime.equal_functions import share_equal_functions
 from rlnumba.runtime.operator_types import remember_operators
 
 
@@ -73,6 +74,7 @@ def lower(kernel, type_names, capability):
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
     remember_operators()
+    share_equal_functions()
     options = kernel.targetoptions
     with global_compiler_lock, targeting(capability):
         library, _ = _compile_pyfunc_with_fixup(

@@ -23,6 +23,7 @@ import numpy as np
 from rlnumba import data
 from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed.communicator import Communicator
+from rlnumba.distributed.placement import gpus_of_ranks
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
@@ -501,12 +502,12 @@ def describe_ranks(planner):
     run = planner.run
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
     names = list(plans[0].regions | plans[0].extra)
+    gpus = gpus_of_ranks(run.num_ranks, "deploy.num_train_gpus") if planner.on_gpu else ["none"] * run.num_ranks
     roles = "train" if planner.kind in ROW_TRAINERS else "train, generate"
     rows = [["rank", "GPU", "role", *names, "total"]]
     for rank, plan in enumerate(plans):
         sizes = [*((plan.regions | plan.extra).get(name, 0) for name in names), plan.total]
-        place = str(rank) if planner.on_gpu else "none"
-        rows.append([str(rank), place, roles, *(f"{size / GIB:.3f}" for size in sizes)])
+        rows.append([str(rank), str(gpus[rank]), roles, *(f"{size / GIB:.3f}" for size in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 

@@ -40,7 +40,8 @@ run write? This page is written by `python docs/make_configuration.py` from the 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
 above all sections); dashes and underscores are the same, `None` unsets a key, lists are TOML arrays or separated by
 commas. Several `--config` files are merged key by key, with later ones taking precedence. Unknown keys are errors.
-`--dry-run` prints the resolved configuration, and every run writes it to `output_dir/config.toml`.
+`--dry-run` prints the resolved configuration, of several ranks with what each does and takes of memory; every run
+writes it to `output_dir/config.toml`.
 """
 
 FOOTER = """
@@ -174,7 +175,7 @@ def reference():
     blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
-    blocks += [("[deploy]: all trainers but ppo", DeployConfig), ("[async]: grpo", AsyncConfig)]
+    blocks += [("[deploy]: all trainers", DeployConfig), ("[async]: grpo", AsyncConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

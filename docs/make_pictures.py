@@ -640,6 +640,50 @@ def layers():
     return figure
 
 
+def gradient_fold():
+    """Six micro-batches on two ranks: who computes which gradient, and how the rounds are added."""
+    figure, axis = plt.subplots(figsize=(9, 3.6))
+    colors, width = (BLUE, ORANGE), 2.6
+    for rank, color in enumerate(colors):
+        note(axis, -0.25, 3.35 - rank, f"rank {rank}", ha="right", size=10)
+        note(axis, -0.25, 0.95 - 0.7 * rank, f"its part of A\non rank {rank}", ha="right")
+        for which in range(3):
+            k = 2 * which + rank
+            box(axis, which * (width + 0.5), 3.05 - rank, width, 0.6, color, f"forward, backward: $g_{k}$", alpha=0.5)
+    for which in range(3):
+        x, first = which * (width + 0.5), 2 * which
+        for rank, color in enumerate(colors):
+            before = "" if which == 0 else "(A + "
+            text = f"A = {before}$g_{first}${')' if which else ''} + $g_{first + 1}$"
+            box(axis, x + 0.3, 0.7 - 0.7 * rank, width, 0.5, color, text, alpha=0.3)
+            start = (x + width, 3.35) if rank == 0 else (x + width / 2, 2.05)
+            arrow(axis, start, (start[0] + 0.15, 1.2), color="grey")
+    bare(axis, -1.7, 9.4, -0.2, 3.9, "After each round, all its gradients are added in the order of their numbers")
+    return figure
+
+
+def tensor_parallel():
+    """What two ranks compute of a layer, and what is gathered between."""
+    figure, axis = plt.subplots(figsize=(10, 2.9))
+    steps = [
+        ("norm,\nqkv of its heads,\nattention", 1.75),
+        ("its columns of\no_proj, residual", 1.6),
+        ("norm, its columns\nof gate and up,\nSwiGLU", 1.75),
+        ("its columns of\ndown_proj, residual", 1.7),
+    ]
+    x = 0.0
+    for text, width in steps:
+        for rank, color in enumerate((BLUE, ORANGE)):
+            box(axis, x, 1.25 - 1.25 * rank, width, 0.95, color, text, alpha=0.4, size=8)
+        box(axis, x + width + 0.2, 0, 0.45, 2.2, GREY, alpha=0.6)
+        axis.text(x + width + 0.425, 1.1, "gather", rotation=90, ha="center", va="center", fontsize=9)
+        x += width + 0.85
+    for rank in (0, 1):
+        note(axis, -0.15, 1.72 - 1.25 * rank, f"rank {rank}", ha="right", size=10)
+    bare(axis, -0.8, x, -0.15, 2.5, "Every matrix is cut by output columns: columns are copied, sums stay whole")
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -654,6 +698,8 @@ PICTURES = {
         swizzle,
         row_ownership,
         persistent_decoder,
+        gradient_fold,
+        tensor_parallel,
         layers,
     )
 }

@@ -469,7 +469,7 @@ def _trainer(kind, purpose, files):
         run = load_run(kind, config, parse_overrides(overrides), has_16_bits)
         if dry_run:
             click.echo(to_toml(run), nl=False)
-            if run.num_ranks > 1:
+            if run.num_ranks > 1 or run.deploy.num_infer_gpus:
                 _print_ranks(kind, run)
             return
         if run.gemm != "cublas":

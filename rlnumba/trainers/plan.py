@@ -23,6 +23,7 @@ import numpy as np
 from rlnumba import data
 from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed.communicator import Communicator
+from rlnumba.distributed.placement import gpus_of_ranks
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
@@ -58,6 +59,8 @@ WITHOUT_EFFECT_ON_ROWS = {
 }  # fmt: skip
 # Trainers whose micro-batches become CUDA graphs.
 GRAPHED = ("sft", "grpo", "rloo")
+# What an inference process of an asynchronous run has.
+OF_INFERENCE = ("weights", "adapter", "engine activations", "kv", "CUDA context")
 # Of grpo.sample_report.
 REPORTED_PROMPTS = 4
 # A switch that saves less than this share of all regions is not listed.
@@ -497,16 +500,23 @@ def describe(planner, plan):
 
 
 def describe_ranks(planner):
-    """A line for each rank of a run, below one of headings: its GPU, its role, its GiB by region; list of str."""
-    run = planner.run
+    """A line for each rank and inference process of a run, below the headings: GPU, role, GiB by region; list of str.
+
+    An inference process has the engine's regions alone.
+    """
+    run, kind = planner.run, planner.kind
+    num_infer = run.deploy.num_infer_gpus
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
     names = list(plans[0].regions | plans[0].extra)
-    roles = "train" if planner.kind in ROW_TRAINERS else "train, generate"
+    role = "train" if kind in ROW_TRAINERS or num_infer else "train, generate"
     rows = [["rank", "GPU", "role", *names, "total"]]
-    for rank, plan in enumerate(plans):
-        sizes = [*((plan.regions | plan.extra).get(name, 0) for name in names), plan.total]
-        place = str(rank) if planner.on_gpu else "none"
-        rows.append([str(rank), place, roles, *(f"{size / GIB:.3f}" for size in sizes)])
+    of_all = [(str(rank), role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
+    for_inference = {name: size for name, size in of_all[0][2].items() if name in OF_INFERENCE}
+    of_all += [("-", "generate", for_inference)] * num_infer
+    gpus = gpus_of_ranks(len(of_all), "deploy.num_train_gpus") if planner.on_gpu else ["none"] * len(of_all)
+    for (rank, role, regions), gpu in zip(of_all, gpus, strict=True):
+        sizes = [*(regions.get(name, 0) for name in names), sum(regions.values())]
+        rows.append([rank, str(gpu), role, *(f"{size / GIB:.3f}" for size in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 

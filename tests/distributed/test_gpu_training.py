@@ -11,8 +11,11 @@ import time
 import pytest
 
 from rlnumba.config import to_toml
-from rlnumba.distributed.placement import RANKS_PER_GPU
-from rlnumba.model.transformer import save_model
+from rlnumba.distributed import launch, replicas
+from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.model.transformer import load_model, save_model
 from rlnumba.trainers.ranks import train_on_ranks
 from tests.distributed import test_trainers, test_training
 from tests.distributed.test_trainers import LORA, written
@@ -50,6 +53,7 @@ def run_of(kind, folder, model, num_ranks=1, **options):
     options = {"dtype": "bfloat16"} | options
     if kind == "sft":
         return test_training.run_of(folder, num_ranks, model, **options)
+    options = {"max_steps": 3} | options
     return dataclasses.replace(test_trainers.run_of(kind, folder, num_ranks, **options), model=str(model))
 
 
@@ -79,6 +83,13 @@ CASES = {
     ),
     "dpo": ("dpo", {}, (2,)),
     "grpo": ("grpo", {}, (2, 4)),
+    "grpo, dynamic sampling": (
+        "grpo",
+        {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
+        (2,),
+    ),
+    "ppo": ("ppo", {"use_score_scaling": True}, (2, 4)),
+    "ppo, shared": ("ppo", {"critic": {"shared": True}, "top_k": 20}, (2,)),
     "grpo, lora": ("grpo", {"lora": dataclasses.replace(LORA, lora_dropout=0.0), "num_iterations": 2}, (2,)),
 }
 
@@ -92,6 +103,32 @@ def test_the_files_of_one_rank(tmp_path, model, case):
         found = train(kind, run_of(kind, tmp_path / str(count), model, count, **options))
         for each, wanted in zip(found, expected, strict=True):
             assert each == wanted
+
+
+# So many that a rank with few takes over some of the other's, and of very different lengths.
+PROMPTS = [[5 + i, 7, 9, 11] * (1 + 5 * i) for i in range(6)]
+PARAMS = [SamplingParams(n=16, max_tokens=4 if i else 150, seed=3, ignore_eos=True) for i in range(6)]
+
+
+def draw(communicator, folder):
+    """(completions of all prompts, sequences that this rank has taken over in the middle of them)."""
+    replicas.ROUND_S = 0.002
+    llm, taken = replicas.llm_on_ranks(LLM(load_model(folder)), communicator), []
+    own = llm.engine.engine
+    move_in = own.move_in
+    own.move_in = lambda sequences: (taken.extend(s for s in sequences if len(s.completion_ids)), move_in(sequences))
+    outputs = llm.generate(PROMPTS, PARAMS)
+    return [[(c.token_ids, c.logprobs) for c in output.completions] for output in outputs], len(taken)
+
+
+def test_completions_of_one_rank(model):
+    place = {"transport": "peer", "gpus": gpus_of_ranks(2, "test")}
+    expected = LLM(load_model(model)).generate(PROMPTS, PARAMS)
+    expected = [[(c.token_ids, c.logprobs) for c in output.completions] for output in expected]
+    found = launch(draw, 2, str(model), timeout_s=300, **place)
+    for completions, _ in found:
+        assert completions == expected
+    assert sum(taken for _, taken in found) > 0
 
 
 @pytest.mark.parametrize("kind, counts", [("sft", (2, 1)), ("grpo", (1, 2))])

@@ -1,4 +1,4 @@
-"""Ranks that draw, score and evaluate together: what one process has, whoever does what."""
+"""Ranks that draw, score and evaluate together: what one process has, by whichever rank."""
 
 import dataclasses
 import json

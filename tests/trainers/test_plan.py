@@ -172,6 +172,11 @@ def test_a_dry_run_says_what_ranks_do(tmp_path, capfd):
     assert any(line.startswith("total") and line.endswith("for all 3 processes") for line in lines)
     file.write_text(to_toml(dataclasses.replace(run, model=str(tmp_path / "none"))))
     assert cli.run(["sft", "--config", str(file), "--dry-run"]) == 1
+    file.write_text(to_toml(grpo_run(tmp_path / "grpo")))
+    options = ["--deploy.num_infer_gpus", "2", "--async.queue_maxsize", "64"]
+    assert cli.run(["grpo", "--config", str(file), "--dry-run", *options]) == 0
+    rows = [line.split() for line in capfd.readouterr().out.partition("# GiB by region")[2].splitlines()][2:]
+    assert [row[1:4] for row in rows] == [["0", "none", "train"], *[["-", "none", "generate"]] * 2]
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

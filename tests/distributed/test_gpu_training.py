@@ -50,10 +50,9 @@ def shared(monkeypatch):
 
 def run_of(kind, folder, model, num_ranks=1, **options):
     """A Run of a few steps in bfloat16."""
-    options = {"dtype": "bfloat16"} | options
+    options = {"dtype": "bfloat16", "max_steps": 3, "save_steps": 2} | options
     if kind == "sft":
         return test_training.run_of(folder, num_ranks, model, **options)
-    options = {"max_steps": 3} | options
     return dataclasses.replace(test_trainers.run_of(kind, folder, num_ranks, **options), model=str(model))
 
 

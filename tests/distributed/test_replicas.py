@@ -1,4 +1,4 @@
-"""Ranks that draw, score and evaluate together: what one process has, by whichever rank."""
+"""Ranks that draw, score and evaluate together: what one process has, whichever rank computes it."""
 
 import dataclasses
 import json

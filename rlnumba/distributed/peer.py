@@ -28,6 +28,7 @@ from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_gather
 from rlnumba.runtime import device
+from rlnumba.runtime.memory import shared_with_host, track
 
 # To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
 PIECE_BYTES = 8 << 20
@@ -180,9 +181,9 @@ class Arena:
         rank, world_size = control.rank, control.world_size
         self.rank, self.world_size = rank, world_size
         self.piece_bytes, self._small_words = _aligned(piece_bytes), small_bytes // 4
-        self._inbox_offset = _aligned(2 * 4 * world_size)
-        self._slots_offset = self._inbox_offset + _aligned(inbox_bytes(world_size, self._small_words))
-        nbytes = self._slots_offset + world_size * SLOTS * self.piece_bytes
+        self._inbox_offset, self._slots_offset = _offsets(world_size, small_bytes)
+        nbytes = arena_bytes(world_size, piece_bytes, small_bytes)
+        track("peer", nbytes)
         runtime = cupy.cuda.runtime
         self._own = runtime.malloc(nbytes)
         runtime.memset(self._own, 0, nbytes)
@@ -200,8 +201,6 @@ class Arena:
         ]
         self._inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
         self._state = cupy.asarray(np.array([epoch, 0], np.uint32))
-        from rlnumba.runtime.memory import shared_with_host
-
         # Pinned memory of the host, which the kernel writes, and which needs no copy to be read.
         self._host_error, self._error = shared_with_host((1,), np.int32)
         self._host_error[...] = 0
@@ -251,6 +250,7 @@ class Arena:
                 runtime.ipcCloseMemHandle(base)
         control.exchange(CONNECT)
         runtime.free(self._own)
+        track("peer", -arena_bytes(self.world_size, self.piece_bytes, 4 * self._small_words))
 
     def gather_small(self, array, out):
         """Gather by one kernel on the current stream, if the arrays are whole words and few: whether it did."""
@@ -322,6 +322,17 @@ class Arena:
     def _signal(self, stream, rank, counter, value):
         # With the default flags after a fence of system scope.
         self._check(self._driver.cuStreamWriteValue32(stream.ptr, self._bases[rank] + 4 * counter, value, 0))
+
+
+def arena_bytes(world_size, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES):
+    """Bytes of a rank's Arena."""
+    return _offsets(world_size, small_bytes)[1] + world_size * SLOTS * _aligned(piece_bytes)
+
+
+def _offsets(world_size, small_bytes):
+    """Where the inbox and the slots begin in an Arena, after the counters."""
+    inbox = _aligned(2 * 4 * world_size)
+    return inbox, inbox + _aligned(inbox_bytes(world_size, small_bytes // 4))
 
 
 def _has_whole_words(nbytes, *arrays):

@@ -23,6 +23,7 @@ import numpy as np
 from rlnumba import data
 from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed.communicator import Communicator
+from rlnumba.distributed.peer import arena_bytes
 from rlnumba.distributed.placement import gpus_of_ranks
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.runner import Runner
@@ -134,6 +135,9 @@ class Planner:
             if run.train.recompute_num_layers:
                 notes["activations"] += f", minimal in {run.train.recompute_num_layers} layers"
         extra = {}
+        if self.on_gpu and communicator is not None:
+            regions["peer"] = arena_bytes(run.num_ranks)
+            notes["peer"] = "what other GPUs write into"
         if step.prompts:
             self._add_kv(regions, notes, run, itemsize, step.prompts)
         if self.on_gpu:

@@ -154,6 +154,16 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
             assert_taken(plan, found[kind])
 
 
+def test_the_memory_that_gpus_exchange(tmp_path):
+    """Two pieces of 8 MiB for each rank, and twice two halves of 1 MiB with their epochs."""
+    run = large_run(tmp_path)
+    assert "peer" not in Planner("sft", run, True, 80 * GIB).plan().regions
+    for count in (2, 4):
+        ranks = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=count))
+        found = Planner("sft", ranks, True, 80 * GIB).plan().regions["peer"] - count * (20 << 20)
+        assert 0 < found < 1 << 10
+
+
 def test_a_dry_run_says_what_ranks_do(tmp_path, capfd):
     run = dataclasses.replace(sft_run(tmp_path / "run", max_steps=2), deploy=DeployConfig(num_train_gpus=3))
     file = tmp_path / "run.toml"

@@ -184,15 +184,15 @@ class Engines:
 
     def _watch(self):
         """The thread that reads what processes send."""
-        while not self._closed and self._error is None:
-            with self._changed:
-                processes = {process.connection: process for process in self.processes}
-            for each in connection.wait(processes, POLL_S):
-                self._read(processes[each])
-            try:
+        try:
+            while not self._closed and self._error is None:
+                with self._changed:
+                    processes = {process.connection: process for process in self.processes}
+                for each in connection.wait(processes, POLL_S):
+                    self._read(processes[each])
                 self._look_at_limits()
-            except Exception as error:  # raised again where the trainer waits
-                self._fail(error)
+        except Exception as error:  # raised again where the trainer waits
+            self._fail(error)
 
     def _read(self, process):
         """Handle all that a process has sent, or that it has ended."""
@@ -201,8 +201,6 @@ class Engines:
                 self._handle(process, process.connection.recv())
         except (EOFError, OSError):
             self._restart(process, f"its process {how_ended(process.process.wait())}")
-        except Exception as error:  # of `finished`
-            self._fail(error)
 
     def _handle(self, process, message):
         with self._changed:

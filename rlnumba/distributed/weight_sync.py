@@ -13,6 +13,8 @@ one is written, others can be read, also by a process that has just been started
 """
 
 import mmap
+import os
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +63,10 @@ class Staging:
 
     def __init__(self, nbytes, slots, descriptor=None):
         self.nbytes, self.slots = nbytes, slots
-        self.descriptor = unnamed_file(nbytes * slots) if descriptor is None else descriptor
+        self.descriptor = descriptor
+        if descriptor is None:
+            self.descriptor = unnamed_file(nbytes * slots)
+            weakref.finalize(self, os.close, self.descriptor)
         self._memory = np.frombuffer(mmap.mmap(self.descriptor, nbytes * slots), np.uint8).reshape(slots, nbytes)
 
     def of_version(self, version):

@@ -22,9 +22,9 @@ from rlnumba.trainers.ranks import train_on_ranks
 from tests.trainers.runs import grpo_run, metrics_of
 
 
-def run_of(folder, num_infer_gpus=0, lora=None, train=None, **options):
+def run_of(folder, num_infer_gpus=0, lora=None, train=None, data=None, **options):
     """A GRPORun of four steps, with [async] if there are options."""
-    run = grpo_run(folder, **{"max_steps": 4, "save_steps": 2, "report_to": []} | (train or {}))
+    run = grpo_run(folder, data=data, **{"max_steps": 4, "save_steps": 2, "report_to": []} | (train or {}))
     deploy = DeployConfig(num_infer_gpus=num_infer_gpus, update_weights_bucket_megabytes=1)
     return dataclasses.replace(run, deploy=deploy, lora=lora, asynchronous=AsyncConfig(**options) if options else None)
 
@@ -66,21 +66,28 @@ class KillOnce(TrainerCallback):
             os.kill(inference_processes()[0], signal.SIGKILL)
 
 
+def evaluated_run_of(folder, *arguments, **options):
+    """A run_of with evaluations."""
+    evaluation = {"eval_on_start": True, "eval_steps": 2}
+    return run_of(folder, *arguments, train=evaluation, data={"eval": str(folder.parent / "prompts.jsonl")}, **options)
+
+
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory):
-    run = run_of(tmp_path_factory.mktemp("synchronous") / "run")
+    run = evaluated_run_of(tmp_path_factory.mktemp("synchronous") / "run")
     return *train(run), trained_prompts(run)
 
 
 @pytest.mark.parametrize("num_infer_gpus", [0, 2])
 def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, synchronous, num_infer_gpus):
     """Also if an inference process is killed while it generates."""
-    run = run_of(tmp_path / "run", num_infer_gpus, max_staleness=0)
+    run = evaluated_run_of(tmp_path / "run", num_infer_gpus, max_staleness=0)
     with given([KillOnce()] if num_infer_gpus else []):
         final, metrics = train(run)
     assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
-    assert [row["loss"] for row in metrics] == [row["loss"] for row in synchronous[1]]
-    assert [row["off_policy/max"] for row in metrics] == [0, 0, 0, 0]
+    for name in ("loss", "eval_reward"):
+        assert [row.get(name) for row in metrics] == [row.get(name) for row in synchronous[1]]
+    assert [row["off_policy/max"] for row in metrics[1:]] == [0, 0, 0, 0]
     assert not inference_processes()
 
 
@@ -102,7 +109,8 @@ def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp
 
 
 def test_a_checkpoint_has_the_groups_that_are_not_trained_on(tmp_path):
-    run = run_of(tmp_path / "run", train={"save_steps": 1, "max_steps": 6}, max_staleness=2)
+    sizes, data = {"save_steps": 1, "max_steps": 6, "eval_steps": 3}, {"eval": str(tmp_path / "prompts.jsonl")}
+    run = run_of(tmp_path / "run", train=sizes, data=data, max_staleness=2)
     train(run)
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     prompts = trained_prompts(run)

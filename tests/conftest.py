@@ -11,6 +11,7 @@ RLNUMBA_SAMPLES names an optional folder of sample models and data; tests that n
 
 import fcntl
 import functools
+import gc
 import os
 import pathlib
 import pickle
@@ -88,6 +89,17 @@ def compiled_once(tmp_path_factory):
     compile_now = compile_once(folder)
     yield
     numba.core.dispatcher.Dispatcher.compile = compile_now
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_out_of_collections():
+    """After a module, what is left of its tests stays: no later search for garbage looks at it.
+
+    Above all Numba's objects of all that was compiled: a process has millions, and plans of memory search twice each.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def in_order(items, processes):

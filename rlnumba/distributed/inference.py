@@ -12,6 +12,7 @@ the same. Groups that take longer than timeout_s are taken back, and given out a
 Messages are sent by a thread for each process, so that one that does not read holds up nothing else.
 """
 
+import math
 import queue
 import subprocess
 import sys
@@ -52,13 +53,14 @@ class Process:
 
     groups: {number: (GroupRequest, when it was sent)} that it has not finished. asked: numbers of groups that were
     asked back. pending: versions that were sent, and are not live yet; refused: {version: how often it was refused}.
-    heard_at: when it last sent something, has_started: whether it has.
+    heard_at: when it last sent something, has_started: whether it has. live_at: when its first weights were live.
     """
 
     def __init__(self, index, setup):
         self.index, self.groups, self.asked = index, {}, set()
         self.pending, self.refused = set(), {}
         self.stats, self.heard_at, self.has_started = Alive(0, 0.0), time.monotonic(), False
+        self.live_at = math.inf
         self.connection, other = Pipe()
         # The package itself is found last, wherever the trainer found it.
         path = [*sys.path, str(Path(__file__).parents[2])]
@@ -212,6 +214,7 @@ class Engines:
             elif isinstance(message, Updated):
                 process.pending = {version for version in process.pending if version > message.version}
                 process.refused.clear()
+                process.live_at = min(process.live_at, process.heard_at)
                 self._changed.notify_all()
             elif isinstance(message, Refused):
                 self._refused(process, message)
@@ -245,7 +248,7 @@ class Engines:
                     self._replace(process, f"no sign of life for {limit_s:g} s (async.heartbeat_stale_after_s)")
                     continue
                 for number, (_, sent_at) in process.groups.items():
-                    if now - sent_at > limits.timeout_s and number not in process.asked:
+                    if now - max(sent_at, process.live_at) > limits.timeout_s and number not in process.asked:
                         process.asked.add(number)
                         process.send(Interrupt(number))
 

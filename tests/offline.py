@@ -72,7 +72,7 @@ def collecting_no_garbage():
 def troubles_once(folder, kernel, types, architecture):
     """troubles_of; a kernel compiled before, by whichever process of a test session, has its answer in `folder`."""
     what = launch.signature(kernel, types), architecture
-    assert launch.find_kernel(*what[0][:3]) is kernel, "a kernel that its constants do not tell from others"
+    assert launch.find_kernel(*what[0][:3]) is kernel, "another kernel has these constants, too"
     path = folder / hashlib.sha256(repr(what).encode()).hexdigest()
     if not path.exists():
         cache.write(path, json.dumps(troubles_of(kernel, types, architecture)).encode())

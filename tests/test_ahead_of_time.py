@@ -253,7 +253,7 @@ def device_functions(constant):
 
 
 def test_equal_functions(monkeypatch):
-    """Functions are equal if nothing tells their machine code from each other."""
+    """Functions are equal if their machine code is."""
     constants = [2, 2.0, np.float32(2), np.float64(2), True, 1, 0.0, -0.0, (1, 2), (1, 2.0), ((1,), 2), "2"]
     keys = [function_key(device_functions(constant)[0]) for constant in constants]
     assert len(set(keys)) == len(constants)

@@ -50,7 +50,7 @@ class Same:
 
 
 def function_key(value):
-    """What a function's machine code follows from, hashable; of other values, what tells them from each other."""
+    """What a function's machine code follows from, hashable; of other values, value_key."""
     # Numba keeps the function behind a device function in py_func, the one behind an intrinsic in _defn.
     function = getattr(value, "py_func", getattr(value, "_defn", value))
     if not isinstance(function, types.FunctionType):

@@ -12,18 +12,18 @@ import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
-from rlnumba.engine.runner import (
+from rlnumba.engine.runner import Runner
+from rlnumba.engine.scheduler import blocks_needed
+from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
+from rlnumba.engine.step_arrays import decode_state
+from rlnumba.engine.step_shapes import (
     BUCKET_STEP,
     SMALL_BUCKETS,
-    Runner,
     StepShape,
     bucket_of,
     context_bucket_of,
-    decode_state,
     prefill_bucket,
 )
-from rlnumba.engine.scheduler import blocks_needed
-from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
 from rlnumba.model.config import SCORE_HEAD, ModelConfig

@@ -1,7 +1,7 @@
 """Run a step: its arrays, the model over the paged KV cache, sampling; on the GPU as CUDA graphs.
 
-The arrays of a step are built for all its sequences at once with NumPy and reach the device in one copy; the sampled
-ids and their log-probs come back in one (`run`).
+The arrays of a step (step_arrays.py) reach the device in one copy; the sampled ids and their log-probs come back in one
+(`run`).
 
 A step in which every sequence lacks one token, decode, ends with a kernel that makes of these arrays those of the next
 step (kernels/decode_state.py) and writes the results to memory of the host. So `begin` launches the first of several
@@ -9,11 +9,9 @@ decode steps, `repeat` each of the others, without an upload and before the resu
 `wait` returns the results of one.
 
 On the GPU steps are replayed as graphs, all but those that compute so many tokens that the host is the faster one.
-Their arrays are padded to a StepShape: the number of sequences is rounded up to a bucket, and so are their tokens; the
-longest context and the longest part of a sequence to powers of two. The first step of a shape, a largest size of prefix
-groups (prefix_groups.py) and the arrays that penalties and thresholds add runs as it is, which compiles kernels and
-allocates what they need; the second is captured, and replayed from then on. Padding changes no bit: a sequence that is
-added has a context of no tokens, a token that is added has no slot in the cache, and what is sampled there is not read.
+Their arrays are padded to a StepShape (step_shapes.py). The first step of a shape, a largest size of prefix groups
+(prefix_groups.py) and the arrays that penalties and thresholds add runs as it is, which compiles kernels and allocates
+what they need; the second is captured, and replayed from then on.
 """
 
 import weakref
@@ -26,6 +24,16 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
+from rlnumba.engine.step_arrays import decode_arrays, decode_state, max_group_size_of, step_arrays
+from rlnumba.engine.step_shapes import (
+    MAX_PREFILL_CONTEXT,
+    StepShape,
+    bucket_of,
+    context_bucket_of,
+    most_prefill_tokens,
+    pad_step,
+    prefill_bucket,
+)
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
     paged_attention,
@@ -41,17 +49,6 @@ from rlnumba.model.lora import AdapterStack
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.launch import pdl_scope
 
-# Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
-SMALL_BUCKETS = (1, 2, 4, 8)
-BUCKET_STEP = 16
-SMALLEST_CONTEXT = 256
-# The smallest step between buckets of tokens, and the smallest bound of a sequence's tokens in a step of several.
-SMALLEST_TOKENS = 16
-# The longest prefill steps that are graphs: of so many tokens, and so long contexts, which bound attention's workspace.
-MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 2048, 4096
-# Tokens times weights of a layer that an H200 multiplies in 0.2 ms, in which the host launches the layer's eight
-# kernels. Beyond, padding costs time, and a graph saves none.
-LAYER_PRODUCTS = 6 * 10**10
 # Kernels of a layer where each is a launch, and bytes that an H200 moves in the 1.6 us from one kernel to the next.
 LAYER_KERNELS, LAUNCH_BYTES = 7, 7 << 20
 # Graphs that are kept, some MiB each; those of the longest disuse go first.
@@ -64,193 +61,8 @@ MAX_LAYOUTS = 512
 MAX_IN_FLIGHT = 3
 # Tokens to come that a decoding sequence gets blocks for at a time, so that these reach the device in few steps.
 RESERVED_TOKENS = 64
-# The values of padding where they are not 0: no slot, a prefix group of its own, no adapter, no token.
-PADDING = dict.fromkeys(("slot_mapping", "adapter_ids", "history", "banned", "stop_ids"), -1) | {"group_sizes": 1}
-# Arrays of which there is an entry for each token, and for each sequence; those that padding does not lengthen so. The
-# others are of sampled tokens; in decode all of these are as many.
-OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")
-OF_SEQUENCES = ("block_tables", "context_lens")
-OF_STEP = ("cu_seqlens", "num_steps")
 # The arrays of a step that attention reads beside the groups'.
 READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens")
-# The fields of SamplingInputs that are columns of the sequence table under the same name.
-TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample_index")
-
-
-def bucket_of(rows):
-    """The smallest graph size that holds this many rows."""
-    return next((bucket for bucket in SMALL_BUCKETS if rows <= bucket), -(-rows // BUCKET_STEP) * BUCKET_STEP)
-
-
-def context_bucket_of(length):
-    """The smallest power of two, at least SMALLEST_CONTEXT, that holds this context."""
-    return max(SMALLEST_CONTEXT, 1 << (length - 1).bit_length())
-
-
-def token_bucket_of(tokens):
-    """The smallest bucket that holds so many tokens of prefill: a multiple of an eighth of the next power of two."""
-    step = max(SMALLEST_TOKENS, (1 << (tokens - 1).bit_length()) // 8)
-    return -(-tokens // step) * step
-
-
-class StepShape(NamedTuple):
-    """Sizes of a step: sequences, tokens of all, tokens that are sampled, and bounds of what its arrays hold.
-
-    max_seqlen_q, max_context_len: tokens of a sequence in this step, and with all before it. max_group_size: of prefix
-    groups, 1 without any.
-    """
-
-    rows: int
-    tokens: int
-    sampled: int
-    max_seqlen_q: int
-    max_context_len: int
-    max_group_size: int = 1
-
-    def of_decode(self):
-        """The bucket of decode: a token of each sequence."""
-        rows = bucket_of(self.rows)
-        return StepShape(rows, rows, rows, 1, context_bucket_of(self.max_context_len), self.max_group_size)
-
-    def of_drafts(self, longest_verified):
-        """The bucket of steps with drafts: of each sequence as many tokens as any may have, and all are sampled."""
-        rows = bucket_of(self.rows)
-        tokens = rows * longest_verified
-        return StepShape(rows, tokens, tokens, longest_verified, context_bucket_of(self.max_context_len))
-
-    def of_prefill(self):
-        """The bucket of other steps, which sample a token of each sequence or none. Each added sequence has a token."""
-        rows = bucket_of(self.rows)
-        tokens = token_bucket_of(self.tokens + rows - self.rows)
-        longest = max(SMALLEST_TOKENS, 1 << (self.max_seqlen_q - 1).bit_length())
-        return StepShape(rows, tokens, rows if self.sampled else 0, longest, context_bucket_of(self.max_context_len))
-
-
-def most_prefill_tokens(config, max_num_batched_tokens):
-    """The most tokens of a prefill step that is a graph, for a ModelConfig."""
-    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    layer_weights = config.hidden_size * (attention + 3 * config.intermediate_size)
-    return min(MAX_PREFILL_TOKENS, LAYER_PRODUCTS // layer_weights, max_num_batched_tokens)
-
-
-def prefill_bucket(shape, max_tokens):
-    """The bucket of a prefill step's StepShape; None for a step that is no graph. max_tokens: most_prefill_tokens."""
-    bucket = shape.of_prefill()
-    return bucket if bucket.tokens <= max_tokens and bucket.max_context_len <= MAX_PREFILL_CONTEXT else None
-
-
-def pad_step(arrays, shape, block_size):
-    """The arrays of a step padded to a StepShape that holds it.
-
-    Sequences that are added have a token and no context. The tokens after them are of no sequence: for those attention
-    writes nothing, and what memory holds there goes through the model, row by row, without a slot, and is not read. Nor
-    is what is sampled beside: greedily, or after the first token.
-    """
-    added = np.arange(1, shape.rows - len(arrays["context_lens"]) + 1, dtype=np.int32)
-    padded = arrays | {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], arrays["cu_seqlens"][-1] + added])}
-    counts = dict.fromkeys(OF_TOKENS, shape.tokens) | dict.fromkeys(OF_SEQUENCES, shape.rows)
-    widths = {"block_tables": shape.max_context_len // block_size, "history": shape.max_context_len}
-    for name, array in arrays.items():
-        size = counts.get(name, shape.sampled), *((widths[name],) if name in widths else array.shape[1:])
-        if size != array.shape and name not in OF_STEP:
-            padded[name] = np.full(size, PADDING.get(name, 0), array.dtype)
-            padded[name][tuple(map(slice, array.shape))] = array
-    return padded
-
-
-def max_group_size_of(step):
-    """The bound of the sizes of a step's prefix groups, 1 without any."""
-    return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
-
-
-def step_arrays(step, table, block_size, with_adapters=False):
-    """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
-
-    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Of the sequences:
-    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with
-    prefix groups shared_prefix_lens, group_sizes (B,) int32. Of the sampled tokens: the fields of SamplingInputs.
-    """
-    rows, counts = step.rows, step.counts
-    ends = np.cumsum(counts)
-    context_lens = step.starts + counts
-    width = int(-(-context_lens.max() // block_size))
-    if len(rows) == ends[-1]:
-        token_rows, positions = rows, step.starts
-    else:
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(ends[-1]) + np.repeat(step.starts - ends + counts, counts)
-    blocks = table.block_tables[token_rows, positions // block_size].astype(np.int64)
-    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
-    cu_seqlens[1:] = ends
-    arrays = {
-        "input_ids": table.token_ids[token_rows, positions],
-        "position_ids": positions.astype(np.int32),
-        "slot_mapping": (blocks * block_size + positions % block_size).astype(np.int32),
-        "block_tables": table.block_tables[rows, :width],
-        "cu_seqlens": cu_seqlens,
-        "context_lens": context_lens.astype(np.int32),
-    }
-    if with_adapters:
-        arrays["adapter_ids"] = table.adapter_id[token_rows]
-    groups = step.prefix_groups
-    if groups is not None:
-        arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes
-    sampled = step.sampled_rows
-    if not len(sampled):
-        return arrays
-    # Tokens before the sampled one.
-    lengths = positions + 1 if step.has_drafts else table.length[sampled]
-    for name in TABLE_COLUMNS:
-        arrays[name] = getattr(table, name)[sampled]
-    arrays["position"] = lengths.astype(np.int32)
-    if len(sampled) < ends[-1]:
-        arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
-    if (replay := table.logit_thresholds[sampled]).any():
-        arrays["replay"] = replay.astype(np.int32)
-    return arrays | penalty_arrays(table, sampled, lengths)
-
-
-def penalty_arrays(table, sampled, lengths):
-    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict.
-
-    lengths (D,): tokens before each of the sampled ones.
-    """
-    arrays, starts = {}, table.prompt_length[sampled]
-    penalty = table.repetition_penalty[sampled]
-    presence, frequency = table.presence_penalty[sampled], table.frequency_penalty[sampled]
-    if (penalty != 1).any():
-        arrays["penalty"] = penalty
-    if presence.any() or frequency.any():
-        arrays |= {"presence": presence, "frequency": frequency, "starts": starts.astype(np.int32)}
-    if arrays:
-        history = table.token_ids[sampled, : lengths.max()]
-        history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
-        arrays["history"] = history
-    must_go_on = lengths - starts < table.min_tokens[sampled]
-    if must_go_on.any() and table.stop_ids.shape[1]:
-        arrays["banned"] = np.where(must_go_on[:, None], table.stop_ids[sampled], -1).astype(np.int32)
-    return arrays
-
-
-def decode_arrays(step, table, max_blocks):
-    """{name: array} that a decode step has beside or instead of step_arrays': the other fields of DecodeState.
-
-    Of the block tables the first max_blocks columns, with blocks for tokens to come.
-    """
-    rows = step.rows
-    return {
-        "block_tables": table.block_tables[rows, :max_blocks],
-        "live": np.ones(len(rows), np.int32),
-        "stop_ids": table.stop_ids[rows],
-        "length_limit": table.length_limit[rows].astype(np.int32),
-        "banned_until": (table.prompt_length[rows] + table.min_tokens[rows]).astype(np.int32),
-        "num_steps": np.zeros(1, np.int32),
-    }
-
-
-def decode_state(arrays):
-    """The DecodeState among the arrays of a decode step, on the device."""
-    return DecodeState(*(arrays[name] if name in arrays else unused(2) for name in DecodeState._fields))
 
 
 class PagedAttention:

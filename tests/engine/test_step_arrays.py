@@ -4,20 +4,19 @@ import numpy as np
 import pytest
 
 from rlnumba.engine.prefix_groups import PrefixGroups
-from rlnumba.engine.runner import (
+from rlnumba.engine.scheduler import SchedulerOutput
+from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+from rlnumba.engine.step_arrays import decode_arrays, step_arrays
+from rlnumba.engine.step_shapes import (
     MAX_PREFILL_CONTEXT,
     MAX_PREFILL_TOKENS,
     StepShape,
     bucket_of,
     context_bucket_of,
-    decode_arrays,
     most_prefill_tokens,
     pad_step,
     prefill_bucket,
-    step_arrays,
 )
-from rlnumba.engine.scheduler import SchedulerOutput
-from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 
 
 def make_table():

@@ -1,0 +1,104 @@
+"""The arrays of a step, built for all its sequences at once with NumPy from the scheduler's table."""
+
+import numpy as np
+
+from rlnumba.kernels.checks import unused
+from rlnumba.kernels.decode_state import DecodeState
+
+# The fields of SamplingInputs that are columns of the sequence table under the same name.
+TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample_index")
+
+
+def max_group_size_of(step):
+    """The bound of the sizes of a step's prefix groups, 1 without any."""
+    return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
+
+
+def step_arrays(step, table, block_size, with_adapters=False):
+    """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
+
+    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Of the sequences:
+    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with
+    prefix groups shared_prefix_lens, group_sizes (B,) int32. Of the sampled tokens: the fields of SamplingInputs.
+    """
+    rows, counts = step.rows, step.counts
+    ends = np.cumsum(counts)
+    context_lens = step.starts + counts
+    width = int(-(-context_lens.max() // block_size))
+    if len(rows) == ends[-1]:
+        token_rows, positions = rows, step.starts
+    else:
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(step.starts - ends + counts, counts)
+    blocks = table.block_tables[token_rows, positions // block_size].astype(np.int64)
+    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
+    cu_seqlens[1:] = ends
+    arrays = {
+        "input_ids": table.token_ids[token_rows, positions],
+        "position_ids": positions.astype(np.int32),
+        "slot_mapping": (blocks * block_size + positions % block_size).astype(np.int32),
+        "block_tables": table.block_tables[rows, :width],
+        "cu_seqlens": cu_seqlens,
+        "context_lens": context_lens.astype(np.int32),
+    }
+    if with_adapters:
+        arrays["adapter_ids"] = table.adapter_id[token_rows]
+    groups = step.prefix_groups
+    if groups is not None:
+        arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes
+    sampled = step.sampled_rows
+    if not len(sampled):
+        return arrays
+    # Tokens before the sampled one.
+    lengths = positions + 1 if step.has_drafts else table.length[sampled]
+    for name in TABLE_COLUMNS:
+        arrays[name] = getattr(table, name)[sampled]
+    arrays["position"] = lengths.astype(np.int32)
+    if len(sampled) < ends[-1]:
+        arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
+    if (replay := table.logit_thresholds[sampled]).any():
+        arrays["replay"] = replay.astype(np.int32)
+    return arrays | penalty_arrays(table, sampled, lengths)
+
+
+def penalty_arrays(table, sampled, lengths):
+    """The fields of SamplingInputs for penalties and banned tokens of the sampled rows, without those of none: dict.
+
+    lengths (D,): tokens before each of the sampled ones.
+    """
+    arrays, starts = {}, table.prompt_length[sampled]
+    penalty = table.repetition_penalty[sampled]
+    presence, frequency = table.presence_penalty[sampled], table.frequency_penalty[sampled]
+    if (penalty != 1).any():
+        arrays["penalty"] = penalty
+    if presence.any() or frequency.any():
+        arrays |= {"presence": presence, "frequency": frequency, "starts": starts.astype(np.int32)}
+    if arrays:
+        history = table.token_ids[sampled, : lengths.max()]
+        history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
+        arrays["history"] = history
+    must_go_on = lengths - starts < table.min_tokens[sampled]
+    if must_go_on.any() and table.stop_ids.shape[1]:
+        arrays["banned"] = np.where(must_go_on[:, None], table.stop_ids[sampled], -1).astype(np.int32)
+    return arrays
+
+
+def decode_arrays(step, table, max_blocks):
+    """{name: array} that a decode step has beside or instead of step_arrays': the other fields of DecodeState.
+
+    Of the block tables the first max_blocks columns, with blocks for tokens to come.
+    """
+    rows = step.rows
+    return {
+        "block_tables": table.block_tables[rows, :max_blocks],
+        "live": np.ones(len(rows), np.int32),
+        "stop_ids": table.stop_ids[rows],
+        "length_limit": table.length_limit[rows].astype(np.int32),
+        "banned_until": (table.prompt_length[rows] + table.min_tokens[rows]).astype(np.int32),
+        "num_steps": np.zeros(1, np.int32),
+    }
+
+
+def decode_state(arrays):
+    """The DecodeState among the arrays of a decode step, on the device."""
+    return DecodeState(*(arrays[name] if name in arrays else unused(2) for name in DecodeState._fields))

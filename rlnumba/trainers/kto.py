@@ -141,12 +141,16 @@ class StepLoss:
             self._compute_kl()
 
     def _compute_kl(self):
-        """Write the log-probs of the kl_sequences of all rows under the policy and the reference."""
+        """Write the log-probs of the kl_sequences of all rows under the policy and the reference.
+
+        Each of several ranks computes a part of them.
+        """
         policy, size = self.policy, self.policy.train.per_device_train_batch_size
         if policy.reference is not None:
             set_kl_sequences(self.completions, sequence_limit(policy))
-        for first in range(0, len(self.completions), size):
-            completions, part = self.completions[first : first + size], slice(first, first + size)
+        parts = [slice(first, first + size) for first in range(0, len(self.completions), size)]
+        for part in policy.own(parts):
+            completions = self.completions[part]
             with policy.scope():
                 batch = CompletionBatch.of([completion.kl_sequence for completion in completions], [])
                 self.kl_logps[part] = batch.logps(policy, policy.model)
@@ -154,6 +158,12 @@ class StepLoss:
                     self.ref_kl_logps[part] = device.asarray(np.stack([each.ref_logps[1] for each in completions]))
                 else:
                     self.ref_kl_logps[part] = batch.logps(policy, policy.reference)
+        if policy.communicator is not None:
+            arrays = self.kl_logps, self.ref_kl_logps
+            own = [[device.to_host(array[part]) for array in arrays] for part in policy.own(parts)]
+            for part, of_part in zip(parts, policy.of_all_micro_batches(own), strict=True):
+                for array, found in zip(arrays, of_part, strict=True):
+                    array[part] = device.asarray(found)
 
     def micro_batches(self):
         """The rows of each forward pass, the desirable ones first: lists."""

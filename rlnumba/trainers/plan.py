@@ -234,10 +234,13 @@ def _end_of_step(learning_rate):
 
 
 class PlannedRank(Communicator):
-    """A rank whose operations move nothing."""
+    """A rank whose operations move nothing; the others have no micro-batch."""
 
     def _fold(self, *arguments):
         pass
+
+    def _objects(self, operation, value):
+        return [value, *([[]] * (self.world_size - 1))]
 
 
 def take_step(config, dtype, run, step, communicator=None):

@@ -1,27 +1,19 @@
 """Ranks that are killed or that stall in an operation of a run: all end, and the run goes on with the bits of one."""
 
-import importlib
-import multiprocessing
 import os
 import re
 import time
 
 import pytest
 
+from rlnumba.distributed import launch
 from rlnumba.distributed.communicator import Fault
 from rlnumba.errors import RankError
 from tests.distributed.test_trainers import run_of, train_all, train_each
 
-launching = importlib.import_module("rlnumba.distributed.launch")
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 STALLED_S = 5.0
-
-
-@pytest.fixture(autouse=True)
-def quick_starts(monkeypatch):
-    """Ranks are forked from a process that has imported all they need, a third of the time of a new one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlnumba.trainers.sft", "rlnumba.trainers.grpo", __name__])
-    monkeypatch.setattr(launching, "get_context", lambda kind: context)
 
 
 def train_with_fault(communicator, fault, *arguments):
@@ -34,11 +26,11 @@ def train_with_fault(communicator, fault, *arguments):
 def fault_of(runs, num_ranks, fault, resume=False, timeout_s=60.0):
     """The line with which runs end that have a fault."""
     with pytest.raises(RankError) as error:
-        launching.launch(train_with_fault, num_ranks, fault, runs, resume, timeout_s=timeout_s)
+        launch(train_with_fault, num_ranks, fault, runs, resume, timeout_s=timeout_s)
     return str(error.value)
 
 
-# (ranks, fault, the rank that misses the one killed): in the second or third step of each start, of all operations that
+# (ranks, fault): in the second or third step of each start, of all operations that
 # a run has. Saving puts the optimizer's state of other ranks to rank 0.
 KILLED = {
     "sft": [(2, "fold:4:kill"), (3, "put:3:kill"), (2, "gather:3:kill"), (3, "get:5:kill:0"), (2, "objects:9:kill")],

@@ -164,6 +164,7 @@ def runs_of_cases(cases, folder, num_ranks):
     return runs
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)])
 def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
     expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
@@ -174,6 +175,7 @@ def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
         assert others == own, case
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_runs_go_on_with_another_number_of_ranks(tmp_path):
     """Of GRPO in the middle of a generation."""
     options = {"sft": {}, "dpo": {"precompute_ref_log_probs": True}, "grpo": {"generation_batch_size": 32}, "ppo": {}}

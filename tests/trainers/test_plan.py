@@ -164,6 +164,28 @@ def test_the_memory_that_gpus_exchange(tmp_path):
         assert 0 < found < 1 << 10
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward", "grpo", "rloo", "ppo"])
+def test_every_trainer_is_planned_on_ranks(tmp_path, monkeypatch, kind):
+    """As on one rank, but for a third of the moments and a third more of gradients, up to a segment."""
+    monkeypatch.setattr(reduce, "SEGMENT", SEGMENT)
+    make = {"sft": sft_run, "reward": reward_run, "grpo": grpo_run, "rloo": rloo_run, "ppo": ppo_run}
+    options = {"gradient_accumulation_steps": 1, "gradient_checkpointing": False}
+    if kind in make:
+        run = make[kind](tmp_path / "run", **options | ({"num_mini_batches": 1} if kind == "ppo" else {}))
+    else:
+        run = preference_run(kind, tmp_path / "run", **options)
+    one = Planner(kind, run, False, GIB).plan().regions
+    three = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=3))
+    planner = Planner(kind, three, False, GIB)
+    parts = [planner.plan(rank=rank).regions for rank in range(3)]
+    assert sum(part["moments"] for part in parts) == one["moments"]
+    assert all(part["weights"] == one["weights"] for part in parts)
+    models = 2 if kind == "ppo" else 1
+    for part in parts:
+        assert 0 < part["moments"] <= one["moments"] / 3 + models * 3 * 4 * SEGMENT
+        assert one["grads"] < part["grads"] <= one["grads"] * 4 / 3 + models * 4 * SEGMENT
+
+
 def test_a_dry_run_says_what_ranks_do(tmp_path, capfd):
     run = dataclasses.replace(sft_run(tmp_path / "run", max_steps=2), deploy=DeployConfig(num_train_gpus=3))
     file = tmp_path / "run.toml"

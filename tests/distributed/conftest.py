@@ -1,0 +1,22 @@
+"""Fixtures of the tests that start ranks."""
+
+import importlib
+import multiprocessing
+
+import pytest
+
+# What ranks of these tests import.
+PRELOADED = [f"rlnumba.trainers.{kind}" for kind in ("sft", "reward", "dpo", "kto", "grpo", "rloo", "ppo")]
+PRELOADED += ["tests.distributed.test_trainers"]
+
+
+@pytest.fixture
+def quick_starts(monkeypatch):
+    """Ranks are forked from a process that has imported all they need: a second of the CPU less for each.
+
+    They have the environment of that process, not what a test has changed in its own.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # The module: the package has a function of this name.
+    monkeypatch.setattr(importlib.import_module("rlnumba.distributed.launch"), "get_context", lambda kind: context)

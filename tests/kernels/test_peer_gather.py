@@ -121,6 +121,24 @@ def test_a_rank_that_does_not_send_is_named(rng):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("layout, most_words", [(Layout(3, 6, 0, 6, 6), MOST), (Layout(4, 2, 1, 2, 6), 10)])
+def test_a_rank_without_words_is_waited_for(rng, layout, most_words):
+    """Otherwise others could overwrite an inbox that it has not read. It has no words, or none in the last launch."""
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    ranks, error = Ranks(2), np.zeros(1, np.int32)
+    words = layout.rows * layout.columns(0)
+    source, out = sources(rng, 1, words), np.zeros((1, layout.rows * layout.total), np.int32)
+    # Words of all launches have arrived but for the last one's, of which rank 1 has none.
+    launches = -(-words // most_words)
+    assert layout.rows * layout.columns(1) <= (launches - 1) * most_words
+    if launches > 1:
+        ranks.memory[0][: inbox_bytes(2, most_words)].view(np.uint32)[1::2] = FIRST_EPOCH
+    peer_gather(source, out, layout, ranks.inboxes, ranks.state[:2], error, 0, most_words, 0)
+    assert error[0] == 2
+
+
+@pytest.mark.sim
 def test_stale_words_are_not_taken(rng, resident):
     """Whatever the inbox had: words of other epochs, also of one that differs by 2^31, are waited for."""
     if device.name() == "cuda":

@@ -684,6 +684,38 @@ def tensor_parallel():
     return figure
 
 
+def async_pipeline():
+    """Five generations, synchronous on all GPUs, and asynchronous with max_staleness 2 on half of them each."""
+    figure, axis = plt.subplots(figsize=(10, 3.1))
+    # Until the last long completion of each has ended, on all GPUs and on half of them: few are left by then.
+    generated, on_half, trained, staleness = (4.0, 2.2, 5.0, 2.6, 3.0), 1.25, 1.0, 2
+    now = 0.0
+    for k, seconds in enumerate(generated):
+        box(axis, now, 2.4, seconds, 0.6, BLUE, f"generate {k}", alpha=0.5)
+        box(axis, now + seconds, 2.4, trained, 0.6, ORANGE, f"{k}", alpha=0.6)
+        now += seconds + trained
+    note(axis, -0.2, 2.7, "synchronous,\nall GPUs", ha="right", size=9)
+    # Each generation begins when the one before has half of its completions, and is old enough for its cap.
+    begins, ends, updates, last = [], [], [], 0.0
+    for k, seconds in enumerate(generated):
+        room = begins[-1] + 0.4 * on_half * generated[k - 1] if k else 0.0
+        begins.append(max(room, updates[k - staleness - 1] if k > staleness else 0.0))
+        ends.append(begins[k] + on_half * seconds)
+        start = max(ends[k], last)
+        last = start + 2 * trained
+        updates.append(last)
+        y = 1.5 - 0.36 * (k % 3)
+        box(axis, begins[k], y, on_half * seconds, 0.35, BLUE, f"generate {k}", alpha=0.5, size=8)
+        box(axis, start, -0.3, 2 * trained, 0.6, ORANGE, f"train {k}", alpha=0.6)
+        arrow(axis, (last, 0.3), (last, 0.68), f"v{k + 1}", offset=(0.25, -0.05), color="grey")
+    note(axis, -0.2, 1.3, "asynchronous,\ninference GPUs", ha="right", size=9)
+    note(axis, -0.2, 0.0, "training GPUs", ha="right", size=9)
+    bare(
+        axis, -2.6, now + 0.5, -0.6, 3.3, "Generations overlap, and new weights (v) reach completions that are running"
+    )
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -700,6 +732,7 @@ PICTURES = {
         persistent_decoder,
         gradient_fold,
         tensor_parallel,
+        async_pipeline,
         layers,
     )
 }

@@ -91,6 +91,20 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, synchrono
     assert not inference_processes()
 
 
+SCHEDULES = {
+    "two generations a step": {"steps_per_generation": 1},
+    "two steps a generation, twice": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.05, "max_steps": 5},
+    "prompts by rewards": {"difficulty_weights": [0.1, 1.0, 2.0], "no_resampling_pass_rate": 0.4, "top_k": 20},
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_without_staleness_generations_and_steps_are_the_synchronous_ones(tmp_path, case):
+    options = {"max_steps": 3} | SCHEDULES[case]
+    expected, run = run_of(tmp_path / "1", train=options), run_of(tmp_path / "2", train=options, max_staleness=0)
+    assert train(run)[0] == train(expected)[0] and trained_prompts(run) == trained_prompts(expected)
+
+
 def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp_path):
     """Nor on when they are fast: one in this process, and two processes of which one is killed."""
     options = {"max_staleness": 2, "in_flight_weight_updates": False}

@@ -321,7 +321,11 @@ class RemoteEngines:
             options.rollout_timeout_s, options.heartbeat_stale_after_s, deploy.weight_sync_timeout, deploy.max_restarts
         )
         self._engines = Engines(setup_of, sender, self.count, pipeline.finished, pipeline.expired, limits)
-        self.push(pipeline.version)
+        try:
+            self.push(pipeline.version)
+        except BaseException:  # a signal, too
+            self.close()
+            raise
 
     @property
     def stats(self):

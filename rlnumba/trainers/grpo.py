@@ -55,8 +55,8 @@ def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
     the functions themselves, where run.rewards.funcs only names them. communicator: of the ranks that train together
-    and call this with the same arguments, or None. A signal in the middle of the run and, of one rank, a reward that
-    fails leave a checkpoint of the last complete step.
+    and call this with the same arguments, or None. A signal in the middle of the run and a reward that fails leave a
+    checkpoint of the last complete step.
     """
     algorithm = Algorithm("grpo", load, generate, train_step)
     train_on_prompts(algorithm, run.weighted(), resume, reward_funcs, communicator)

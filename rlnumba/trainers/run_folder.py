@@ -21,6 +21,7 @@ from rlnumba.reporting.trackers import check_installed
 from rlnumba.runtime import ahead_of_time, device, dispatch, memory, signals
 from rlnumba.runtime.environment import environment
 from rlnumba.trainers.callbacks import Callbacks
+from rlnumba.trainers.shared_rollout import SharedRewardError
 
 # What a run writes in its folder.
 RUN_FILES = (
@@ -169,7 +170,8 @@ class RunFolder:
     def kept_on_interruption(self, save):
         """If a signal or a UserError ends the block, call save(), which saves the last complete step.
 
-        When the block has ended, all checkpoints are on the disk. With several ranks, an error of one ends all at once.
+        When the block has ended, all checkpoints are on the disk. With several ranks, an error of one ends all at once;
+        what all raise, a reward's, is kept, and none ends before rank 0 has written.
         """
         with signals.handled():
             try:
@@ -180,11 +182,13 @@ class RunFolder:
             except BaseException as error:
                 # The compiler may turn the exception of a signal into one of its own.
                 interrupted = isinstance(error, KeyboardInterrupt) or signals.received() is not None
-                if not interrupted and not (self.is_alone and isinstance(error, UserError)):
+                if not interrupted and not isinstance(error, UserError if self.is_alone else SharedRewardError):
                     raise
                 with signals.held():
                     save()
                     self.saver.wait()
+                    if not self.is_alone:
+                        self.communicator.barrier()
                 if interrupted:
                     log(f"step {self.step} is in {self.model_folder}; --resume goes on from there")
                 raise

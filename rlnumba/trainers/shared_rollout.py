@@ -8,6 +8,10 @@ from rlnumba.rewards import RewardError
 from rlnumba.rewards.calling import Pending, Scores
 
 
+class SharedRewardError(RewardError):
+    """A RewardError that all ranks raise in the same place."""
+
+
 class RewardsOnRanks:
     """The Rewards of a run, which rank 0 has and calls; `rewards` is None on other ranks.
 
@@ -31,14 +35,14 @@ class RewardsOnRanks:
         return self._of_rank_0(None if self.rewards is None else self.rewards.ready(pending))
 
     def collect(self, pending):
-        """As Rewards.collect; on other ranks, Scores with the values alone. A RewardError is raised on all ranks."""
-        scores = error = None
+        """As Rewards.collect; on other ranks, Scores with the values alone. Raises SharedRewardError."""
+        scores = message = None
         if self.rewards is not None:
             try:
                 scores = self.rewards.collect(pending)
-            except RewardError as raised:
-                error = raised
-        values, message = self._of_rank_0((None if scores is None else scores.values, error and str(error)))
+            except RewardError as error:
+                message = str(error)
+        values, message = self._of_rank_0((None if scores is None else scores.values, message))
         if message is not None:
-            raise error or RewardError(message)
+            raise SharedRewardError(message)
         return Scores(values) if scores is None else scores

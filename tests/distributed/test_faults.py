@@ -30,10 +30,10 @@ def fault_of(runs, num_ranks, fault, resume=False, timeout_s=60.0):
     return str(error.value)
 
 
-# (ranks, fault): in the second or third step of each start, of all operations that
-# a run has. Saving puts the optimizer's state of other ranks to rank 0.
+# (ranks, fault): in the second or third step of each start, of all operations that a run has. Saving puts the
+# optimizer's state of other ranks to rank 0. The first is in a third step, before which a checkpoint is complete.
 KILLED = {
-    "sft": [(2, "fold:4:kill"), (3, "put:3:kill"), (2, "gather:3:kill"), (3, "get:5:kill:0"), (2, "objects:9:kill")],
+    "sft": [(2, "fold:6:kill"), (3, "put:3:kill"), (2, "gather:3:kill"), (3, "get:5:kill:0"), (2, "objects:9:kill")],
     "grpo": [(3, "objects:24:kill"), (2, "fold:3:kill"), (3, "get:5:kill:0"), (2, "put:3:kill"), (2, "gather:3:kill")],
 }
 

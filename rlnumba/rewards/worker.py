@@ -18,17 +18,26 @@ from rlnumba.rewards.loading import resolve
 LAST_RESORT_S = 30.0
 
 
-def main(descriptor):
-    """Serve the connection of a file descriptor until it closes."""
-    connection = Connection(descriptor)
-    specs, names = connection.recv()
+def find_functions(specs):
+    """({number: function}, {number: why it cannot be found}) of functions by number."""
     functions, problems = {}, {}
     for k, spec in specs.items():
         try:
             functions[k] = resolve(spec)
         except (Exception, SystemExit) as error:  # a user's code
             problems[k] = f"{type(error).__name__}: {error}"
-    connection.send(problems)
+    return functions, problems
+
+
+def main(descriptor):
+    """Serve the connection of a file descriptor until it closes."""
+    connection = Connection(descriptor)
+    try:
+        specs, names = connection.recv()
+        functions, problems = find_functions(specs)
+        connection.send(problems)
+    except (EOFError, OSError):
+        return  # the trainer has ended meanwhile
     calls, loop, lock = queue.SimpleQueue(), asyncio.new_event_loop(), threading.Lock()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

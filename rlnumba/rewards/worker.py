@@ -28,7 +28,10 @@ def main(descriptor):
             functions[k] = resolve(spec)
         except (Exception, SystemExit) as error:  # a user's code
             problems[k] = f"{type(error).__name__}: {error}"
-    connection.send(problems)
+    try:
+        connection.send(problems)
+    except OSError:  # the trainer has ended meanwhile, as after a signal
+        os._exit(0)
     calls, loop, lock = queue.SimpleQueue(), asyncio.new_event_loop(), threading.Lock()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

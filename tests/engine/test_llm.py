@@ -480,9 +480,9 @@ def test_logits_exist_for_some_rows_at_a_time(model, prompts, monkeypatch):
     expected, rows = drawn(generate(model, prompts, params)), []
     logits = model.logits
 
-    def counted(hidden, out):
+    def counted(hidden, out, memory):
         rows.append(len(hidden))
-        logits(hidden, out)
+        logits(hidden, out, memory)
 
     monkeypatch.setattr(model, "logits", counted)
     for size, chunks in ((3 * 97 * 4, [3, 3, 1]), (7 * 97 * 4 - 1, [6, 1]), (7 * 97 * 4, [7]), (1, [1] * 7)):

@@ -12,12 +12,13 @@ PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "ml_
 
 def environment():
     """{"rlnumba": version, "git": commit, "device": ..., package: version, ...} of this process: dict of str."""
-    facts = {"rlnumba": _version("rlnumba"), "git": _git_commit(), "device": device.describe()}
-    facts["python"] = platform.python_version()
-    return facts | {package: version for package in PACKAGES if (version := _version(package))}
+    facts = {"rlnumba": version_of("rlnumba"), "git": _git_commit(), "device": device.describe()}
+    facts["python"] = platform.pythonversion_of()
+    return facts | {package: version for package in PACKAGES if (version := version_of(package))}
 
 
-def _version(package):
+def version_of(package):
+    """The version of an installed package; None where it is not installed, as when it is run from its sources."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,12 +5,12 @@ On the cpu device a rank is a process, on cuda a process with a GPU of its own (
 
 import dataclasses
 import importlib
-import importlib.metadata
 
 from rlnumba.config.keys import Section
 from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
+from rlnumba.runtime.environment import version_of
 from rlnumba.trainers.run_folder import start_compiling
 
 
@@ -34,7 +34,7 @@ def _train(communicator, kind, run, resume):
 
 def facts_of(run):
     """{name: value} of what a run's result depends on: versions, and all keys."""
-    facts = {name: importlib.metadata.version(name) for name in ("rlnumba", "numba", "numpy")}
+    facts = {name: version_of(name) for name in ("rlnumba", "numba", "numpy")}
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
         if isinstance(value, Section):

@@ -9,7 +9,9 @@ A process that has ended, or gives no sign of life, is replaced: a new one gets 
 groups that the old one had not finished. A completion depends on weights, seed, prompt and index alone, so these are
 the same. Groups that take longer than timeout_s are taken back, and given out again or handed to `expired`.
 
-Messages are sent by a thread for each process, so that one that does not read holds up nothing else.
+Messages are sent by a thread for each process, so that one that does not read holds up nothing else; what a process
+sends is handled by one thread of all. A process is one of this host (SpawnedProcess), or an actor of another one
+(ray_engines.RayProcess): Engines knows a Process alone.
 """
 
 import math
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import Pipe, connection
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,19 +50,47 @@ class Limits(NamedTuple):
     max_restarts: int
 
 
+class Ended(NamedTuple):
+    """The last thing that arrives from a process: that it has ended, and how, as the end of a sentence."""
+
+    reason: str
+
+
 class Process:
-    """One inference process.
+    """One inference process, as Engines sees it.
 
     groups: {number: (GroupRequest, when it was sent)} that it has not finished. asked: numbers of groups that were
     asked back. pending: versions that were sent, and are not live yet; refused: {version: how often it was refused}.
     heard_at: when it last sent something, has_started: whether it has. live_at: when its first weights were live.
     """
 
-    def __init__(self, index, setup):
+    def __init__(self, index):
         self.index, self.groups, self.asked = index, {}, set()
         self.pending, self.refused = set(), {}
         self.stats, self.heard_at, self.has_started = Alive(0, 0.0), time.monotonic(), False
         self.live_at = math.inf
+
+    def send(self, message):
+        """Send a message, which does not wait for the process."""
+        raise NotImplementedError
+
+    def end(self):
+        """End the process."""
+        raise NotImplementedError
+
+    def restarted(self, setup, arrived):
+        """The Process that takes the place of this one, which was ended; it knows nothing yet."""
+        return type(self)(self.index, setup, arrived)
+
+
+class SpawnedProcess(Process):
+    """An inference process of this host.
+
+    setup: its Setup. arrived(process, message): called in a thread with all that it sends, and at last Ended.
+    """
+
+    def __init__(self, index, setup, arrived):
+        super().__init__(index)
         self.connection, other = Pipe()
         # The package itself is found last, wherever the trainer found it.
         path = [*sys.path, str(Path(__file__).parents[2])]
@@ -71,19 +101,20 @@ class Process:
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
         )
         other.close()
-        self._outbox = queue.SimpleQueue()
+        self._arrived, self._outbox = arrived, queue.SimpleQueue()
         self.send(setup)
         threading.Thread(target=self._send_all, daemon=True).start()
+        self._reader = threading.Thread(target=self._receive_all, daemon=True)
+        self._reader.start()
 
     def send(self, message):
-        """Send a message, which does not wait for the process."""
         self._outbox.put(message)
 
     def end(self):
-        """Kill the process."""
         self._outbox.put(None)
         self.process.kill()
         self.process.wait()
+        self._reader.join()
         self.connection.close()
 
     def _send_all(self):
@@ -93,15 +124,23 @@ class Process:
             except OSError:
                 return  # it has ended, which the reader notices
 
+    def _receive_all(self):
+        try:
+            while True:
+                self._arrived(self, self.connection.recv())
+        except (EOFError, OSError):
+            self._arrived(self, Ended(f"its process {how_ended(self.process.wait())}"))
+
 
 class Engines:
     """`count` inference processes; a context manager, which ends them.
 
     setup_of(index): the Setup of each. sender: WeightSender. finished(request), expired(request): called in a thread
     with a complete GroupRequest, and with one that has taken too long, with what is done and begun. limits: Limits.
+    start(index, setup, arrived): a Process, as SpawnedProcess has it.
     """
 
-    def __init__(self, setup_of, sender, count, finished, expired, limits):
+    def __init__(self, setup_of, sender, count, finished, expired, limits, start=SpawnedProcess):
         self.setup_of, self.sender, self.limits = setup_of, sender, limits
         self.finished, self.expired = finished, expired
         self._changed = threading.Condition()
@@ -109,7 +148,9 @@ class Engines:
         self._restarts, self._newest, self.refusals = [0] * count, None, 0
         # Of processes that have ended: tokens and busy seconds.
         self._past = Alive(0, 0.0)
-        self.processes = [Process(index, setup_of(index)) for index in range(count)]
+        # (process, message) that nothing has handled yet.
+        self._messages = queue.SimpleQueue()
+        self.processes = [start(index, setup_of(index), self._arrived) for index in range(count)]
         self._thread = threading.Thread(target=self._watch, name="inference", daemon=True)
         self._thread.start()
 
@@ -184,30 +225,35 @@ class Engines:
         process.groups[request.number] = request, time.monotonic()
         process.send(request)
 
+    def _arrived(self, process, message):
+        self._messages.put((process, message))
+
     def _watch(self):
-        """The thread that reads what processes send."""
+        """The thread that handles what processes send."""
         try:
             while not self._closed and self._error is None:
-                with self._changed:
-                    processes = {process.connection: process for process in self.processes}
-                for each in connection.wait(processes, POLL_S):
-                    self._read(processes[each])
+                self._handle_messages()
                 self._look_at_limits()
         except Exception as error:  # raised again where the trainer waits
             self._fail(error)
 
-    def _read(self, process):
-        """Handle all that a process has sent, or that it has ended."""
+    def _handle_messages(self):
+        """Handle all that has arrived; wait POLL_S if nothing has."""
+        wait_s = POLL_S
         try:
-            while process.connection.poll():
-                self._handle(process, process.connection.recv())
-        except (EOFError, OSError):
-            self._restart(process, f"its process {how_ended(process.process.wait())}")
+            while not self._closed and self._error is None:
+                self._handle(*self._messages.get(timeout=wait_s))
+                wait_s = 0.0
+        except queue.Empty:
+            pass
 
     def _handle(self, process, message):
         with self._changed:
             if process is not self.processes[process.index]:
                 return  # replaced by now
+            if isinstance(message, Ended):
+                self._replace(process, message.reason)
+                return
             process.heard_at, process.has_started = time.monotonic(), True
             if isinstance(message, Alive):
                 process.stats = message
@@ -252,11 +298,6 @@ class Engines:
                         process.asked.add(number)
                         process.send(Interrupt(number))
 
-    def _restart(self, process, reason):
-        with self._changed:
-            if not self._closed and process is self.processes[process.index]:
-                self._replace(process, reason)
-
     def _replace(self, process, reason):
         """Start another process in the place of one that has ended, or is to end, with its weights and groups."""
         process.end()
@@ -268,7 +309,7 @@ class Engines:
             return
         print(f"rlnumba: inference process {process.index}: {reason}; starting it anew", file=sys.stderr, flush=True)
         setup = self.setup_of(process.index)
-        new = self.processes[process.index] = Process(process.index, setup)
+        new = self.processes[process.index] = process.restarted(setup, self._arrived)
         requests = [request for request, _ in process.groups.values()]
         # Where groups have the weights that they ask for, in the order of the versions.
         versions = self.sender.versions[-1:] if setup.in_flight else self.sender.versions

@@ -12,8 +12,11 @@ the same. Groups that take longer than timeout_s are taken back, and given out a
 Messages are sent by a thread for each process, so that one that does not read holds up nothing else.
 """
 
+import contextlib
 import math
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +25,8 @@ from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import NamedTuple
 
-from rlnumba.distributed.inference_worker import Alive, Done, Failed, Interrupt, Refused, Updated
+from rlnumba.distributed.inference_group import Failed
+from rlnumba.distributed.inference_worker import Alive, Done, Interrupt, Refused, Updated
 from rlnumba.distributed.launch import how_ended
 from rlnumba.errors import UserError
 
@@ -31,6 +35,8 @@ MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.distributed.inference_w
 POLL_S = 0.1
 # Seconds in which a process must have started; longer than without a sign of life, because it may compile kernels.
 START_S = 300.0
+# Seconds in which the processes of an engine end after they were killed.
+END_S = 10.0
 # How often a process may refuse one version, each time of which it is sent again.
 MAX_REFUSALS = 3
 
@@ -80,11 +86,19 @@ class Process:
         self._outbox.put(message)
 
     def end(self):
-        """Kill the process."""
+        """Kill the process, and those that it has started."""
         self._outbox.put(None)
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._drain()
         self.connection.close()
+
+    def _drain(self):
+        """Wait until no process has the other end of the connection open, and all memory is given back."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.connection.poll(END_S):
+                self.connection.recv_bytes()
 
     def _send_all(self):
         while (message := self._outbox.get()) is not None:

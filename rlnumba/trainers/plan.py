@@ -43,6 +43,7 @@ from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
+from rlnumba.trainers.engine_size import with_engine_size
 from rlnumba.trainers.micro_batch import MicroBatch
 
 GIB = 2**30
@@ -95,7 +96,8 @@ class Planner:
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes):
-        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run.on_ranks(), on_gpu, total_bytes
+        run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
+        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}

@@ -28,8 +28,8 @@ from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import ahead_of_time, device
 
-# Seconds in which a follower that has ended can have reported why.
-REPORT_S = 2.0
+# Seconds in which a follower that has ended can have reported why, and then be waited for.
+REPORT_S, END_S = 2.0, 0.2
 
 
 class Failed(NamedTuple):
@@ -81,9 +81,14 @@ class Followers:
         return None
 
     def ended(self):
-        """How followers have ended, for the line of an error: str."""
-        ends = {rank: process.exitcode for rank, process in enumerate(self._processes, start=1)}
-        return ", ".join(f"rank {rank} {how_ended(code)}" for rank, code in ends.items() if code is not None)
+        """How the followers that have ended did so, for the line of an error: str."""
+        found = []
+        for rank, process in enumerate(self._processes, start=1):
+            # Its files are closed a moment before it can be waited for.
+            process.join(END_S)
+            if process.exitcode is not None:
+                found.append(f"rank {rank} {how_ended(process.exitcode)}")
+        return ", ".join(found)
 
 
 class Descriptor:

@@ -54,7 +54,7 @@ class Finish(NamedTuple):
 
 
 def layout_of(trained):
-    """In which two layouts of trained weights, of a Weights or an Adapter, differ: str; of a shard the whole model's."""
+    """In which two layouts of trained weights, of a Weights or an Adapter, differ: str; of a shard, the model's."""
     config, (size, decay_end) = trained.config, whole_of(trained)
     return f"{type(trained).__name__} {config.architecture} {trained.flat.dtype} {size} {decay_end}"
 

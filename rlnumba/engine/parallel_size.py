@@ -75,6 +75,6 @@ def warn_if_slow(size, config, dtype):
     if size > 1 and of_layer < SMALL_LAYER_BYTES:
         text = (
             f"tensor_parallel_size {size}: a layer of this model has {of_layer / 1e6:.1f} MB of weights; below "
-            f"{SMALL_LAYER_BYTES / 1e6:.0f} MB one GPU is faster, and further ones are of more use as engines of their own"
+            f"{SMALL_LAYER_BYTES / 1e6:.0f} MB one GPU is faster, and several as engines of their own"
         )
         print(f"rlnumba: warning: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""On how many GPUs each inference engine of a run is: deploy.tensor_parallel_size, checked before anything is loaded."""
+"""On how many GPUs an inference engine of a run is: deploy.tensor_parallel_size, checked before anything is loaded."""
 
 from dataclasses import replace
 
